@@ -1,0 +1,102 @@
+comma := ,
+# Every habit has a verb. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+JOBS ?= $(shell nproc)
+STAMPS := build/stamps
+
+.PHONY: help setup demo test check bench asan tsan core matrix clean
+help:
+	@sed -n 's/^##@ //p' Makefile
+
+# Installing --------------------------------------------------------------------
+
+# The extension is rebuilt when a source of it changes.
+SOURCES := setup.py pyproject.toml $(wildcard polyhvd/csrc/* backends/* backends/*/* frameworks/*/*.cc frameworks/*/*.h)
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/base: requirements/base.txt | $(PY)
+	$(PY) -m pip install -q -r requirements/base.txt
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/build: $(SOURCES) $(STAMPS)/base
+	MAX_JOBS=$(JOBS) $(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
+	sh tools/apt.sh libgomp1 libopenblas0-pthread libquadmath0
+	$(PY) -m pip install -q -r requirements/demo.txt
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/test: requirements/test.txt $(STAMPS)/demo
+	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2
+	$(PY) -m pip install -q -r requirements/test.txt
+	$(PY) -m pip install -q --no-deps -r requirements/test-nodeps.txt
+	@mkdir -p $(STAMPS) && touch $@
+
+##@ setup    create .venv, build and install polyhvd into it
+setup: $(STAMPS)/build
+
+##@ demo     train a Gluon network on 2 ranks on handwritten digits
+demo: $(STAMPS)/demo
+	$(VENV)/bin/polyhvdrun -np 2 $(PY) examples/mxnet_gluon_digits.py
+
+# Testing -----------------------------------------------------------------------
+
+CORE_SOURCES := $(filter-out polyhvd/csrc/bindings.cc polyhvd/csrc/py_tensor.cc,$(wildcard polyhvd/csrc/*.cc)) \
+	$(wildcard backends/*.cc backends/*/*.cc)
+CORE_TESTS := $(wildcard tests/core/*.cc)
+CORE_FLAGS := -std=c++20 -g1 -Wall -Wextra -Werror -ffp-contract=off -Ipolyhvd/csrc -Ibackends -MMD -MP -pthread
+
+# $(call core_program,variant,flags): build/core/<variant>/tests from all sources.
+define core_program
+build/core/$(1)/%.o: %.cc
+	@mkdir -p $$(@D)
+	$$(CXX) $$(CORE_FLAGS) $(2) -c $$< -o $$@
+build/core/$(1)/run: $$(CORE_SOURCES:%.cc=build/core/$(1)/%.o) $$(CORE_TESTS:%.cc=build/core/$(1)/%.o)
+	$$(CXX) $(2) -pthread $$^ -o $$@
+-include $$(CORE_SOURCES:%.cc=build/core/$(1)/%.d) $$(CORE_TESTS:%.cc=build/core/$(1)/%.d)
+endef
+$(eval $(call core_program,plain,-O2))
+$(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
+$(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
+
+##@ core     the C++ core's tests: pure units, and engines as threads
+core: build/core/plain/run
+	build/core/plain/run
+
+##@ asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
+asan: build/core/asan/run
+	build/core/asan/run
+
+##@ tsan     the same under ThreadSanitizer
+tsan: build/core/tsan/run
+	TSAN_OPTIONS=halt_on_error=1 build/core/tsan/run
+
+##@ test     everything: the core, the launcher, every adapter, parity, training
+test: $(STAMPS)/test
+	$(MAKE) -j$(JOBS) core
+	$(PY) -m pytest
+
+##@ check    style: ruff, mypy, clang-format, layers
+check: $(STAMPS)/test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc benchmarks/*.cc)
+	$(PY) -m pytest -q tests/test_tidy.py
+
+##@ bench    latency and throughput beside the peers that are installed
+bench: $(STAMPS)/test
+	$(PY) benchmarks/collectives.py
+
+##@ matrix   the one wheel under other versions of every framework, each alone
+matrix: $(STAMPS)/test
+	$(PY) tools/matrix.py
+
+##@ clean    remove what was built; .venv stays
+clean:
+	rm -rf build dist *.egg-info polyhvd/*.so frameworks/*/*.so

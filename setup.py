@@ -1,0 +1,71 @@
+"""Builds the extension modules. Needs a C++20 compiler and pybind11, and no framework.
+
+Everything else (metadata, extras, tools) stands in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+from glob import glob
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
+from setuptools import Extension, find_packages, setup
+
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-g1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fvisibility=hidden",
+    # A contracted multiply-add would round vector bodies and scalar tails differently.
+    "-ffp-contract=off",
+]
+INCLUDES = ["polyhvd/csrc", "backends"]
+
+
+def core() -> Extension:
+    """The operation queue and all backends; found in the process: nothing but libc."""
+    return Pybind11Extension(
+        "polyhvd._core",
+        sorted(glob("polyhvd/csrc/*.cc") + glob("backends/*.cc") + glob("backends/*/*.cc")),
+        include_dirs=INCLUDES,
+        extra_compile_args=FLAGS,
+        extra_link_args=["-pthread"],
+        depends=glob("polyhvd/csrc/*.h") + glob("backends/*.h") + glob("backends/*/*.h"),
+    )
+
+
+def native_adapter(framework: str) -> Extension:
+    """A framework's thin library: C interfaces on both sides, resolved when it is loaded."""
+    folder = Path("frameworks") / framework
+    return Extension(
+        f"polyhvd.{framework}._native",
+        sorted(str(p) for p in folder.glob("*.cc")),
+        include_dirs=INCLUDES,
+        extra_compile_args=FLAGS,
+        extra_link_args=["-pthread", "-ldl"],
+        depends=[str(p) for p in folder.glob("*.h")] + ["polyhvd/csrc/c_api.h"],
+        language="c++",
+    )
+
+
+def framework_packages() -> dict[str, str]:
+    """polyhvd.torch lies in frameworks/torch, and so on; frameworks/ itself is not installed."""
+    return {
+        f"polyhvd.{name}": f"frameworks/{name.replace('.', '/')}"
+        for name in find_packages("frameworks")
+    }
+
+
+FRAMEWORKS = framework_packages()
+NATIVE = sorted(p.parent.name for p in Path("frameworks").glob("*/native.cc"))
+
+ParallelCompile("MAX_JOBS", default=2).install()
+setup(
+    packages=find_packages(include=["polyhvd", "polyhvd.*"]) + sorted(FRAMEWORKS),
+    package_dir=FRAMEWORKS,
+    ext_modules=[core(), *(native_adapter(name) for name in NATIVE)],
+    cmdclass={"build_ext": build_ext},
+)
