@@ -1,0 +1,121 @@
+// Decides which operations run next, and finds where ranks disagree. Lives on
+// world rank 0. Pure: no I/O, thread or clock (time is an argument), so every
+// ordering bug can be replayed from a list of calls.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <set>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fusion.h"
+#include "process_set.h"
+#include "request.h"
+#include "response_cache.h"
+
+namespace polyhvd {
+
+using Time = std::chrono::steady_clock::time_point;
+
+struct CoordinatorOptions {
+  std::size_t cache_capacity = 1024;
+  FusionPolicy fusion;
+};
+
+// A named operation that some ranks wait for and others have not asked for.
+struct Stalled {
+  ProcessSetId process_set = kWorld;
+  std::string name;
+  std::chrono::duration<double> age{};
+  std::vector<int> ready_ranks;
+  std::vector<int> absent_ranks;
+};
+
+class Coordinator {
+ public:
+  // `sets` must outlive this.
+  Coordinator(const ProcessSets& sets, CoordinatorOptions options);
+  Coordinator(const Coordinator&) = delete;
+  Coordinator& operator=(const Coordinator&) = delete;
+
+  // `from_subtree` are the world ranks below the sender (itself included): the
+  // ranks that a subtree hit speaks for, as far as they are members of the set.
+  // Throws Failure(kInternal) on a breach of protocol, such as a rank that
+  // reports a pending operation twice; nothing can be decided after that.
+  void add(const Report& report, std::span<const int> from_subtree, Time now);
+
+  // Everything that became ready, refused or evicted since the last call.
+  Decision take_decision();
+
+  // Whether take_decision() would return something.
+  bool has_decision() const noexcept;
+
+  std::vector<Stalled> stalled(Time now, std::chrono::duration<double> at_least) const;
+  bool has_departed(int rank) const { return departed_.contains(rank); }
+
+ private:
+  using Key = std::pair<ProcessSetId, std::string>;
+
+  // An operation that at least one member asked for in full: every side is a
+  // request, those that came as hits included.
+  struct Negotiation {
+    MemberMask present;             // by position in the process set
+    std::vector<Request> requests;  // by position
+    Time since;
+    CacheId cached = 0;  // the id that leads here as long as this is pending, or 0
+  };
+  // What the coordinator keeps beside the agreement. Readiness by id is the
+  // steady state: a bit and a counter.
+  struct Known {
+    const Agreement* agreement = nullptr;  // in cache_
+    std::span<const int> members;
+    MemberMask ready;                    // by position
+    Time since;                          // of the first of them
+    std::uint64_t ready_in = 0;          // number of the decision that runs it
+    Negotiation* negotiation = nullptr;  // hits become sides of it; in pending_
+    std::vector<std::string> where;      // by position; one element when all are equal
+    std::list<CacheId>::iterator age;
+  };
+
+  void add_subtree_hit(CacheId id, std::span<const int> from_subtree, Time now);
+  void add_hit(int rank, CacheId id, Time now);
+  void add_side(CacheId id, Known& known, int position, Time now);
+  void add_request(Request request, Time now);
+  void add_departure(int rank);
+
+  Known* find_known(CacheId id) noexcept;
+  Negotiation& negotiation_of(const Key& key, Time now);
+  // Turns the readiness of an id into sides of a negotiation by name.
+  void withdraw(CacheId id, Negotiation& negotiation);
+  void complete(const Key& key);
+  void conclude(const std::vector<Request>& requests);
+  CacheId define(Agreement agreement, std::vector<std::string> where);
+  void mark_ready(CacheId id, Known& known);
+  void forget(CacheId id);
+  void shrink_cache();
+
+  bool is_doomed(ProcessSetId set) const;
+  void refuse_departed(ProcessSetId set, OpKind kind, const std::string& name);
+  Request request_of(const Known& known, int position) const;
+
+  const ProcessSets& sets_;
+  CoordinatorOptions options_;
+  ResponseCache cache_;
+  std::unordered_map<CacheId, Known> known_;
+  std::list<CacheId> by_age_;  // least recently used first
+  std::map<Key, Negotiation> pending_;
+  std::set<int> departed_;
+  std::vector<CacheId> ready_;
+  Decision next_;
+  std::uint64_t decision_number_ = 1;
+  CacheId next_id_ = 1;
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,27 @@
+// Decides which agreed operations run as one. Pure; the same input gives the
+// same batches on every machine.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "request.h"
+
+namespace polyhvd {
+
+struct FusionPolicy {
+  std::size_t bytes_max = 128u << 20;
+};
+
+// Orders `ready` by priority (higher first, else as given) and packs allreduces
+// of the same (process set, dtype, op, scale, device) into batches of at most
+// bytes_max, looking past those of other kinds: float16 between float32 does
+// not break a batch. A batch stands where its first member stood. One request
+// larger than bytes_max is a batch of its own.
+std::vector<Batch> fuse(std::span<const CacheId> ready,
+                        const std::function<const Agreement&(CacheId)>& agreement_of,
+                        const FusionPolicy& policy);
+
+}  // namespace polyhvd

@@ -1,0 +1,66 @@
+#include "process_set.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "error.h"
+
+namespace polyhvd {
+
+std::optional<int> position_in(std::span<const int> members, int world_rank) noexcept {
+  if (world_rank < 0) return std::nullopt;
+  // The world, and any set that starts like it, needs no search.
+  const auto guess = static_cast<std::size_t>(world_rank);
+  if (guess < members.size() && members[guess] == world_rank) return world_rank;
+  const auto found = std::lower_bound(members.begin(), members.end(), world_rank);
+  if (found == members.end() || *found != world_rank) return std::nullopt;
+  return static_cast<int>(found - members.begin());
+}
+
+ProcessSets::ProcessSets(int world_size) : world_size_(world_size) {
+  if (world_size < 1) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "a world needs at least one rank, got " + std::to_string(world_size));
+  }
+  std::vector<int> world(static_cast<std::size_t>(world_size));
+  std::iota(world.begin(), world.end(), 0);
+  members_.emplace(kWorld, std::move(world));
+}
+
+ProcessSetId ProcessSets::add(std::vector<int> ranks) {
+  if (ranks.empty()) {
+    throw Failure(ErrorCode::kInvalidArgument, "a process set needs at least one rank");
+  }
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (ranks[i] < 0 || ranks[i] >= world_size_) {
+      throw Failure(ErrorCode::kInvalidArgument, "process set: rank " + std::to_string(ranks[i]) +
+                                                     " is not in the world of " +
+                                                     std::to_string(world_size_) + " ranks");
+    }
+    if (i > 0 && ranks[i - 1] >= ranks[i]) {
+      throw Failure(ErrorCode::kInvalidArgument,
+                    "process set: ranks must be sorted and distinct, got " +
+                        std::to_string(ranks[i]) + " after " + std::to_string(ranks[i - 1]));
+    }
+  }
+  const ProcessSetId id = next_++;
+  members_.emplace(id, std::move(ranks));
+  return id;
+}
+
+std::optional<int> ProcessSets::position(ProcessSetId id, int world_rank) const {
+  const auto found = members_.find(id);
+  if (found == members_.end()) return std::nullopt;
+  return position_in(found->second, world_rank);
+}
+
+std::vector<ProcessSetId> ProcessSets::ids() const {
+  std::vector<ProcessSetId> ids;
+  ids.reserve(members_.size());
+  for (const auto& [id, ranks] : members_) ids.push_back(id);
+  return ids;
+}
+
+}  // namespace polyhvd

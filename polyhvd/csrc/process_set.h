@@ -1,0 +1,73 @@
+// Which ranks form which process set. A value that is equal on every rank; it
+// changes only by a decision that all ranks apply at the same place.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "types.h"
+
+namespace polyhvd {
+
+// Which members of one process set have reported, by position. Allocates once.
+class MemberMask {
+ public:
+  explicit MemberMask(std::size_t member_count = 0) : words_((member_count + 63) / 64) {}
+
+  // False when the position was in already; it must be below member_count.
+  bool insert(std::size_t position) noexcept {
+    std::uint64_t& word = words_[position / 64];
+    const std::uint64_t bit = std::uint64_t{1} << (position % 64);
+    if (word & bit) return false;
+    word |= bit;
+    ++count_;
+    return true;
+  }
+  bool contains(std::size_t position) const noexcept {
+    return words_[position / 64] >> (position % 64) & 1;
+  }
+  void clear() noexcept {
+    for (std::uint64_t& word : words_) word = 0;
+    count_ = 0;
+  }
+  std::size_t count() const noexcept { return count_; }
+  bool empty() const noexcept { return count_ == 0; }
+
+ private:
+  std::vector<std::uint64_t> words_;
+  std::size_t count_ = 0;
+};
+
+// Position of a rank among sorted members, or nothing when it is none of them.
+std::optional<int> position_in(std::span<const int> members, int world_rank) noexcept;
+
+class ProcessSets {
+ public:
+  // Set 0 is the world, ranks 0 to world_size - 1.
+  explicit ProcessSets(int world_size);
+
+  int world_size() const noexcept { return world_size_; }
+
+  // Ranks are sorted and distinct, within the world, at least one. Throws
+  // Failure(kInvalidArgument) otherwise.
+  ProcessSetId add(std::vector<int> ranks);
+
+  bool contains(ProcessSetId id) const noexcept { return members_.contains(id); }
+  // Sorted world ranks. The id must be known. The span stays valid: a set never
+  // changes once it was added.
+  std::span<const int> members(ProcessSetId id) const { return members_.at(id); }
+  // Position of a world rank in the set, or nothing when it is no member.
+  std::optional<int> position(ProcessSetId id, int world_rank) const;
+  std::vector<ProcessSetId> ids() const;
+
+ private:
+  int world_size_;
+  ProcessSetId next_ = 1;
+  std::map<ProcessSetId, std::vector<int>> members_;
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,173 @@
+#include "relay.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace polyhvd {
+namespace {
+
+[[noreturn]] void fail_not_member(CacheId id) {
+  throw Failure(ErrorCode::kInternal,
+                "a hit for id " + std::to_string(id) + " from outside its process set");
+}
+
+}  // namespace
+
+Relay::Relay(const ProcessSets& sets, std::vector<int> subtree)
+    : sets_(sets), subtree_(std::move(subtree)) {}
+
+void Relay::add(const Report& report, std::span<const int> from, const ResponseCache& cache,
+                Time now) {
+  for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from, cache, now);
+  for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, cache, now);
+  for (const Request& request : report.requests) add_request(request, cache);
+  for (const int rank : report.departures) add_departure(rank);
+}
+
+Report Relay::take_report(Time now, std::chrono::duration<double> patience) {
+  while (!waiting_.empty()) {
+    const CacheId id = waiting_.front();
+    Partial& partial = partial_.at(id);
+    if (now - partial.since < patience) break;
+    flush(id, partial);
+  }
+  return std::exchange(next_, {});
+}
+
+void Relay::withdraw(CacheId id) {
+  const auto found = partial_.find(id);
+  if (found == partial_.end()) return;
+  flush(id, found->second);
+  idle_.erase(found->second.place);
+  partial_.erase(found);
+}
+
+void Relay::add_subtree_hit(CacheId id, std::span<const int> from, const ResponseCache& cache,
+                            Time now) {
+  const Agreement* agreement = cache.get(id);
+  if (agreement == nullptr || doomed_.contains(agreement->process_set)) {
+    // Whose hits these are is known above, or no longer matters.
+    for (const int rank : from) {
+      if (agreement == nullptr || sets_.position(agreement->process_set, rank)) {
+        next_.hits.push_back({rank, id});
+      }
+    }
+    return;
+  }
+  Partial& partial = partial_of(id, agreement->process_set);
+  bool any = false;
+  for (const int rank : from) {
+    if (const auto position = position_in(partial.members, rank)) {
+      add_member(id, partial, *position, now);
+      any = true;
+    }
+  }
+  if (!any) fail_not_member(id);
+}
+
+void Relay::add_hit(int rank, CacheId id, const ResponseCache& cache, Time now) {
+  const Agreement* agreement = cache.get(id);
+  if (agreement == nullptr || doomed_.contains(agreement->process_set)) {
+    next_.hits.push_back({rank, id});
+    return;
+  }
+  Partial& partial = partial_of(id, agreement->process_set);
+  const auto position = position_in(partial.members, rank);
+  if (!position) fail_not_member(id);
+  add_member(id, partial, *position, now);
+}
+
+void Relay::add_member(CacheId id, Partial& partial, int position, Time now) {
+  const auto index = static_cast<std::size_t>(position);
+  if (!partial.seen.insert(index)) {
+    // The round before was refused above because a rank departed, and this hit
+    // belongs to the next. The coordinator judges; nothing is merged any more.
+    flush(id, partial);
+    partial.seen.clear();
+    partial.seen.insert(index);
+  }
+  if (partial.passed_on) {
+    next_.hits.push_back({partial.members[index], id});
+  } else if (partial.seen.count() == partial.expected) {
+    next_.subtree_hits.push_back(id);
+  } else if (!partial.waiting) {
+    partial.waiting = true;
+    partial.since = now;
+    waiting_.splice(waiting_.end(), idle_, partial.place);
+  }
+  if (partial.seen.count() == partial.expected) end_round(partial);
+}
+
+void Relay::add_request(const Request& request, const ResponseCache& cache) {
+  next_.requests.push_back(request);
+  if (doomed_.contains(request.process_set)) return;
+  const auto id = cache.id_of(request.process_set, request.name);
+  if (!id) return;
+  // The name is negotiated anew, so the coordinator needs every side of it.
+  Partial& partial = partial_of(*id, request.process_set);
+  const auto position = position_in(partial.members, request.rank);
+  if (!position) fail_not_member(*id);
+  flush(*id, partial);
+  if (!partial.seen.insert(static_cast<std::size_t>(*position))) {
+    partial.seen.clear();
+    partial.seen.insert(static_cast<std::size_t>(*position));
+  }
+  if (partial.seen.count() == partial.expected) end_round(partial);
+}
+
+void Relay::add_departure(int rank) {
+  next_.departures.push_back(rank);
+  for (const ProcessSetId set : sets_.ids()) {
+    if (sets_.position(set, rank)) doom(set);
+  }
+}
+
+void Relay::doom(ProcessSetId set) {
+  if (!doomed_.insert(set).second) return;
+  for (auto at = waiting_.begin(); at != waiting_.end();) {
+    const CacheId id = *at++;
+    Partial& partial = partial_.at(id);
+    if (partial.set == set) flush(id, partial);
+  }
+}
+
+Relay::Partial& Relay::partial_of(CacheId id, ProcessSetId set) {
+  const auto [entry, fresh] = partial_.try_emplace(id);
+  Partial& partial = entry->second;
+  if (!fresh) return partial;
+  partial.set = set;
+  partial.members = sets_.members(set);
+  partial.seen = MemberMask(partial.members.size());
+  partial.expected =
+      static_cast<std::size_t>(std::count_if(subtree_.begin(), subtree_.end(), [&](int rank) {
+        return position_in(partial.members, rank).has_value();
+      }));
+  partial.place = idle_.insert(idle_.end(), id);
+  return partial;
+}
+
+// Sends what was held back, and the rest of this round as it comes.
+void Relay::flush(CacheId id, Partial& partial) {
+  if (partial.waiting) {
+    for (std::size_t i = 0; i < partial.members.size(); ++i) {
+      if (partial.seen.contains(i)) next_.hits.push_back({partial.members[i], id});
+    }
+  }
+  stop_waiting(partial);
+  partial.passed_on = true;
+}
+
+void Relay::stop_waiting(Partial& partial) {
+  if (!partial.waiting) return;
+  partial.waiting = false;
+  idle_.splice(idle_.end(), waiting_, partial.place);
+}
+
+void Relay::end_round(Partial& partial) {
+  stop_waiting(partial);
+  partial.seen.clear();
+  partial.passed_on = false;
+}
+
+}  // namespace polyhvd

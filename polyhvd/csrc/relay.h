@@ -1,0 +1,73 @@
+// An inner node of the control tree: merges what its children and its own rank
+// report, so that messages per rank do not grow with the world. Pure.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <list>
+#include <set>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "coordinator.h"
+#include "process_set.h"
+#include "request.h"
+#include "response_cache.h"
+
+namespace polyhvd {
+
+class Relay {
+ public:
+  // `subtree` are the world ranks at and below this node. `sets` must outlive this.
+  Relay(const ProcessSets& sets, std::vector<int> subtree);
+
+  // A report of one child, or of this node's own rank; `from` are the ranks it
+  // speaks for. `cache` is this node's replica.
+  void add(const Report& report, std::span<const int> from, const ResponseCache& cache, Time now);
+
+  // What is to be sent to the parent now. A hit waits here until the whole
+  // subtree agrees, but no longer than `patience`, so that stalls are seen above.
+  Report take_report(Time now, std::chrono::duration<double> patience);
+
+  // An id was evicted or redefined: its partial hits go up as they are.
+  void withdraw(CacheId id);
+
+  // An operation of the set was refused because a member has departed: none of
+  // it will run any more. What is held back goes up, and later hits at once.
+  void doom(ProcessSetId set);
+
+ private:
+  // Who was seen for an id in this round. Kept between rounds, until the id is
+  // evicted, so that the steady state allocates nothing.
+  struct Partial {
+    ProcessSetId set = kWorld;
+    std::span<const int> members;
+    std::size_t expected = 0;  // members within the subtree
+    MemberMask seen;           // by position in the process set
+    Time since;
+    bool waiting = false;    // in waiting_, not in idle_
+    bool passed_on = false;  // this round goes up rank by rank, at once
+    std::list<CacheId>::iterator place;
+  };
+  void add_subtree_hit(CacheId id, std::span<const int> from, const ResponseCache& cache, Time now);
+  void add_hit(int rank, CacheId id, const ResponseCache& cache, Time now);
+  void add_member(CacheId id, Partial& partial, int position, Time now);
+  void add_request(const Request& request, const ResponseCache& cache);
+  void add_departure(int rank);
+
+  Partial& partial_of(CacheId id, ProcessSetId set);
+  void flush(CacheId id, Partial& partial);
+  void stop_waiting(Partial& partial);
+  void end_round(Partial& partial);
+
+  const ProcessSets& sets_;
+  std::vector<int> subtree_;
+  std::unordered_map<CacheId, Partial> partial_;
+  std::list<CacheId> waiting_;  // hits held back, the oldest first
+  std::list<CacheId> idle_;
+  std::set<ProcessSetId> doomed_;
+  Report next_;
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,107 @@
+// A rank's wish (Request), what all ranks agreed on (Agreement), and what the
+// coordinator tells them to do next (Decision). Plain values; wire.h encodes them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "types.h"
+
+namespace polyhvd {
+
+// Number of an agreement in every rank's response cache. Given out by the
+// coordinator, never reused.
+using CacheId = std::uint32_t;
+
+// One named operation as one rank asks for it. Several tensors of one dtype
+// may form one request: they become ready, run and fail together.
+struct Request {
+  std::int32_t rank = 0;
+  ProcessSetId process_set = kWorld;
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  DType dtype = DType::kFloat32;
+  DeviceKind device = DeviceKind::kCpu;
+  std::int32_t root = -1;  // broadcast only; a world rank
+  std::int32_t priority = 0;
+  Scale scale;
+  std::vector<Shape> shapes;
+  std::string name;
+  std::string where;  // "train.py:88" of the caller, for error messages
+};
+
+// What every member of the process set will run. For allgather, shapes[i][0]
+// is the sum of the ranks' rows, and rows[m * shapes.size() + i] those of
+// member m (by position in the process set) of tensor i.
+struct Agreement {
+  ProcessSetId process_set = kWorld;
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  DType dtype = DType::kFloat32;
+  DeviceKind device = DeviceKind::kCpu;
+  std::int32_t root = -1;
+  std::int32_t priority = 0;
+  Scale scale;
+  std::vector<Shape> shapes;
+  std::vector<std::int64_t> rows;
+  std::string name;
+  friend bool operator==(const Agreement&, const Agreement&) = default;
+};
+
+struct Definition {
+  CacheId id = 0;
+  Agreement agreement;
+};
+
+// Operations that run as one: a fused allreduce, or a single entry.
+struct Batch {
+  std::vector<CacheId> ids;
+};
+
+// A named operation that failed on all members of its process set.
+struct Refusal {
+  ProcessSetId process_set = kWorld;
+  std::string name;
+  Error error;
+};
+
+// A rank must send its request in full: it named an id that was evicted.
+struct Resend {
+  std::int32_t rank = 0;
+  CacheId id = 0;
+};
+
+// One step of the total order, the same on every rank. Applied in the order of
+// the fields: definitions, resends, refusals, batches, evictions.
+struct Decision {
+  std::vector<Definition> definitions;
+  std::vector<Resend> resends;
+  std::vector<Refusal> refusals;
+  std::vector<Batch> batches;
+  std::vector<CacheId> evictions;
+  bool empty() const noexcept {
+    return definitions.empty() && resends.empty() && refusals.empty() && batches.empty() &&
+           evictions.empty();
+  }
+};
+
+// What a rank, or a whole subtree of ranks, reports towards the coordinator.
+struct Report {
+  // Every member of the id's process set below the sender is ready for it.
+  std::vector<CacheId> subtree_hits;
+  // One rank is ready for an id: sent where a subtree is not complete.
+  struct Hit {
+    std::int32_t rank = 0;
+    CacheId id = 0;
+  };
+  std::vector<Hit> hits;
+  std::vector<Request> requests;
+  std::vector<std::int32_t> departures;
+  bool empty() const noexcept {
+    return subtree_hits.empty() && hits.empty() && requests.empty() && departures.empty();
+  }
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,79 @@
+// The vocabulary of the core: element types, operations and views of tensors.
+// Owns no memory and knows no framework, transport or backend.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace polyhvd {
+
+// Values are part of the wire format and of c_api.h: append, never renumber.
+enum class DType : std::uint8_t {
+  kUint8 = 0,
+  kInt8 = 1,
+  kInt16 = 2,
+  kInt32 = 3,
+  kInt64 = 4,
+  kFloat16 = 5,
+  kBfloat16 = 6,
+  kFloat32 = 7,
+  kFloat64 = 8,
+  kBool = 9,
+};
+inline constexpr int kDTypeCount = 10;
+
+enum class OpKind : std::uint8_t { kAllreduce = 0, kAllgather = 1, kBroadcast = 2, kBarrier = 3 };
+inline constexpr int kOpKindCount = 4;
+
+// Horovod's numbers. kAverage never reaches a backend: the engine turns it
+// into kSum with a postscale of 1 / size. 2 is reserved for Adasum.
+enum class ReduceOp : std::uint8_t { kAverage = 0, kSum = 1, kMin = 3, kMax = 4, kProduct = 5 };
+
+enum class DeviceKind : std::uint8_t { kCpu = 0, kCuda = 1 };
+
+struct Device {
+  DeviceKind kind = DeviceKind::kCpu;
+  int index = 0;
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+using Shape = std::vector<std::int64_t>;
+
+// Factors applied to each term before the sum and to the sum. In double for
+// integers (the result is truncated), in float for half types, else native.
+struct Scale {
+  double pre = 1.0;
+  double post = 1.0;
+  friend bool operator==(const Scale&, const Scale&) = default;
+};
+
+// A dense row-major tensor that somebody else owns.
+struct TensorView {
+  void* data = nullptr;
+  Shape shape;
+  DType dtype = DType::kFloat32;
+  Device device;
+};
+
+// A run of elements of one fused operation, where they lie.
+struct Segment {
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+using Segments = std::span<const Segment>;
+
+using ProcessSetId = std::uint32_t;
+inline constexpr ProcessSetId kWorld = 0;
+
+std::size_t item_size(DType dtype) noexcept;
+std::string_view name_of(DType dtype) noexcept;
+std::string_view name_of(OpKind kind) noexcept;
+std::string_view name_of(ReduceOp op) noexcept;
+
+// Product of the dimensions; 1 for a scalar. Callers have checked the bound.
+std::int64_t element_count(std::span<const std::int64_t> shape) noexcept;
+
+}  // namespace polyhvd

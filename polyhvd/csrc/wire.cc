@@ -1,0 +1,400 @@
+#include "wire.h"
+
+#include <array>
+#include <bit>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#endif
+
+namespace polyhvd {
+
+static_assert(std::endian::native == std::endian::little, "frames are the machine's own bytes");
+
+// ---- checksum ---------------------------------------------------------------
+
+namespace {
+
+constexpr std::array<std::uint32_t, 256> make_crc_table() {
+  std::array<std::uint32_t, 256> table{};
+  for (std::uint32_t byte = 0; byte < 256; ++byte) {
+    std::uint32_t crc = byte;
+    for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? crc >> 1 ^ 0x82f63b78u : crc >> 1;
+    table[byte] = crc;
+  }
+  return table;
+}
+constexpr auto kCrcTable = make_crc_table();
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) std::uint32_t crc32c_native(
+    std::span<const std::byte> bytes) noexcept {
+  std::uint64_t crc = ~std::uint32_t{0};
+  const std::byte* at = bytes.data();
+  std::size_t left = bytes.size();
+  for (; left >= 8; left -= 8, at += 8) {
+    std::uint64_t word;
+    std::memcpy(&word, at, sizeof word);
+    crc = _mm_crc32_u64(crc, word);
+  }
+  auto tail = static_cast<std::uint32_t>(crc);
+  for (; left > 0; --left, ++at) tail = _mm_crc32_u8(tail, static_cast<std::uint8_t>(*at));
+  return ~tail;
+}
+bool has_crc_instruction() noexcept { return __builtin_cpu_supports("sse4.2"); }
+#elif defined(__aarch64__)
+__attribute__((target("+crc"))) std::uint32_t crc32c_native(
+    std::span<const std::byte> bytes) noexcept {
+  std::uint32_t crc = ~std::uint32_t{0};
+  const std::byte* at = bytes.data();
+  std::size_t left = bytes.size();
+  for (; left >= 8; left -= 8, at += 8) {
+    std::uint64_t word;
+    std::memcpy(&word, at, sizeof word);
+    crc = __crc32cd(crc, word);
+  }
+  for (; left > 0; --left, ++at) crc = __crc32cb(crc, static_cast<std::uint8_t>(*at));
+  return ~crc;
+}
+bool has_crc_instruction() noexcept { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
+#else
+std::uint32_t crc32c_native(std::span<const std::byte> bytes) noexcept {
+  return crc32c_portable(bytes);
+}
+bool has_crc_instruction() noexcept { return false; }
+#endif
+
+}  // namespace
+
+std::uint32_t crc32c_portable(std::span<const std::byte> bytes) noexcept {
+  std::uint32_t crc = ~std::uint32_t{0};
+  for (const std::byte byte : bytes) {
+    crc = crc >> 8 ^ kCrcTable[(crc ^ static_cast<std::uint32_t>(byte)) & 0xff];
+  }
+  return ~crc;
+}
+
+std::uint32_t crc32c(std::span<const std::byte> bytes) noexcept {
+  static const bool native = has_crc_instruction();
+  return native ? crc32c_native(bytes) : crc32c_portable(bytes);
+}
+
+// ---- writing ----------------------------------------------------------------
+
+namespace {
+
+using Count = std::uint32_t;
+using Hit = Report::Hit;
+static_assert(sizeof(Hit) == 8 && sizeof(Resend) == 8, "copied to the wire as they lie");
+
+// Several fields by one append: appending is what costs.
+template <class... T>
+void put(std::string& out, const T&... values) {
+  static_assert((std::is_trivially_copyable_v<T> && ...));
+  char bytes[(sizeof(T) + ...)];
+  char* at = bytes;
+  ((std::memcpy(at, &values, sizeof values), at += sizeof values), ...);
+  out.append(bytes, sizeof bytes);
+}
+
+template <class T>
+Count count_of(const T& items) {
+  return static_cast<Count>(items.size());
+}
+
+template <class T>
+void put_array(std::string& out, const std::vector<T>& items) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  if (items.empty()) return;
+  out.append(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T));
+}
+
+void put_text(std::string& out, const std::string& text) {
+  put(out, count_of(text));
+  out.append(text);
+}
+
+// The fields that requests and agreements share.
+template <class Operation>
+void put_operation(std::string& out, const Operation& op) {
+  put(out, op.process_set, op.kind, op.op, op.dtype, op.device, op.root, op.priority, op.scale.pre,
+      op.scale.post, count_of(op.shapes));
+  for (const Shape& shape : op.shapes) {
+    put(out, count_of(shape));
+    put_array(out, shape);
+  }
+  put_text(out, op.name);
+}
+
+void put_error(std::string& out, const Error& error) {
+  put(out, error.code);
+  put_text(out, error.message);
+}
+
+}  // namespace
+
+void encode(const Report& report, std::string& out) {
+  put(out, MessageType::kReport, count_of(report.subtree_hits), count_of(report.hits),
+      count_of(report.requests), count_of(report.departures));
+  put_array(out, report.subtree_hits);
+  put_array(out, report.hits);
+  for (const Request& request : report.requests) {
+    put(out, request.rank);
+    put_operation(out, request);
+    put_text(out, request.where);
+  }
+  put_array(out, report.departures);
+}
+
+void encode(const Decision& decision, std::string& out) {
+  put(out, MessageType::kDecision, count_of(decision.definitions), count_of(decision.resends),
+      count_of(decision.refusals), count_of(decision.batches), count_of(decision.evictions));
+  for (const Definition& definition : decision.definitions) {
+    put(out, definition.id);
+    put_operation(out, definition.agreement);
+    put(out, count_of(definition.agreement.rows));
+    put_array(out, definition.agreement.rows);
+  }
+  put_array(out, decision.resends);
+  for (const Refusal& refusal : decision.refusals) {
+    put(out, refusal.process_set);
+    put_text(out, refusal.name);
+    put_error(out, refusal.error);
+  }
+  for (const Batch& batch : decision.batches) {
+    put(out, count_of(batch.ids));
+    put_array(out, batch.ids);
+  }
+  put_array(out, decision.evictions);
+}
+
+void encode(const Error& abort_reason, std::string& out) {
+  put(out, MessageType::kAbort);
+  put_error(out, abort_reason);
+}
+
+// ---- reading ----------------------------------------------------------------
+
+namespace {
+
+constexpr std::size_t kOperationBytesMin = 4 + 4 * 1 + 2 * 4 + 2 * 8 + 2 * 4;
+constexpr std::size_t kRequestBytesMin = 4 + kOperationBytesMin + 4;
+constexpr std::size_t kDefinitionBytesMin = 4 + kOperationBytesMin + 4;
+constexpr std::size_t kRefusalBytesMin = 4 + 4 + 1 + 4;
+constexpr std::size_t kBatchBytesMin = 4 + 4;
+
+[[noreturn]] void fail_at(std::size_t offset, const char* reason) {
+  throw Failure(ErrorCode::kInternal,
+                "control frame: " + std::string(reason) + " at byte " + std::to_string(offset));
+}
+
+// Takes fields off the front of a payload; never reads past its end.
+class Reader {
+ public:
+  explicit Reader(std::string_view payload, MessageType expected) : payload_(payload) {
+    if (type_of(payload) != expected) fail("a message of another type");
+    at_ = 1;
+  }
+
+  template <class T>
+  T get() {
+    static_assert(std::is_trivially_copyable_v<T>);
+    if (left() < sizeof(T)) fail("the payload ends early");
+    T value;
+    std::memcpy(&value, payload_.data() + at_, sizeof value);
+    at_ += sizeof value;
+    return value;
+  }
+
+  // A number of elements of at least `bytes_min` each that can still follow.
+  Count get_count(std::size_t bytes_min) { return checked(get<Count>(), bytes_min); }
+  Count checked(Count count, std::size_t bytes_min) const {
+    if (count > left() / bytes_min) fail("a length exceeds the payload");
+    return count;
+  }
+
+  template <class T>
+  std::vector<T> get_array(Count count) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    checked(count, sizeof(T));
+    std::vector<T> items(count);
+    if (count > 0) std::memcpy(items.data(), payload_.data() + at_, count * sizeof(T));
+    at_ += count * sizeof(T);
+    return items;
+  }
+
+  std::string get_text() {
+    const Count bytes = get_count(1);
+    std::string text(payload_.substr(at_, bytes));
+    at_ += bytes;
+    return text;
+  }
+
+  // An enumerator from 0 to `last`.
+  template <class E>
+  E get_enum(E last, const char* reason) {
+    const auto value = get<E>();
+    if (value > last) fail(reason);
+    return value;
+  }
+
+  void finish() const {
+    if (left() != 0) fail("bytes beyond the end of the message");
+  }
+  [[noreturn]] void fail(const char* reason) const { fail_at(at_, reason); }
+
+ private:
+  std::size_t left() const noexcept { return payload_.size() - at_; }
+
+  std::string_view payload_;
+  std::size_t at_ = 0;
+};
+
+Shape get_shape(Reader& in) {
+  const auto dimensions = in.get<Count>();
+  if (dimensions > kTensorRankMax) in.fail("a tensor of too many dimensions");
+  Shape shape = in.get_array<std::int64_t>(dimensions);
+  std::int64_t product = 1;
+  for (const std::int64_t size : shape) {
+    if (size < 0) in.fail("a negative dimension");
+    if (size > kElementsMax / product) in.fail("a tensor of too many elements");
+    if (size > 0) product *= size;
+  }
+  return shape;
+}
+
+ReduceOp get_reduce_op(Reader& in) {
+  const auto op = in.get_enum(ReduceOp::kProduct, "an unknown reduction");
+  if (static_cast<int>(op) == 2) in.fail("an unknown reduction");  // Adasum's number
+  return op;
+}
+
+template <class Operation>
+void get_operation(Reader& in, Operation& op) {
+  op.process_set = in.get<ProcessSetId>();
+  op.kind = in.get_enum(OpKind::kBarrier, "an unknown operation");
+  op.op = get_reduce_op(in);
+  op.dtype = in.get_enum(DType::kBool, "an unknown element type");
+  op.device = in.get_enum(DeviceKind::kCuda, "an unknown device");
+  op.root = in.get<std::int32_t>();
+  if (op.root < -1) in.fail("a negative root rank");
+  op.priority = in.get<std::int32_t>();
+  op.scale.pre = in.get<double>();
+  op.scale.post = in.get<double>();
+  const Count shapes = in.get_count(sizeof(Count));
+  op.shapes.reserve(shapes);
+  for (Count i = 0; i < shapes; ++i) op.shapes.push_back(get_shape(in));
+  op.name = in.get_text();
+}
+
+std::int32_t checked_rank(Reader& in, std::int32_t rank) {
+  if (rank < 0) in.fail("a negative rank");
+  return rank;
+}
+
+Request get_request(Reader& in) {
+  Request request;
+  request.rank = checked_rank(in, in.get<std::int32_t>());
+  get_operation(in, request);
+  request.where = in.get_text();
+  return request;
+}
+
+Definition get_definition(Reader& in) {
+  Definition definition;
+  Agreement& agreement = definition.agreement;
+  definition.id = in.get<CacheId>();
+  get_operation(in, agreement);
+  agreement.rows = in.get_array<std::int64_t>(in.get<Count>());
+  for (const std::int64_t rows : agreement.rows) {
+    if (rows < 0) in.fail("a negative number of rows");
+  }
+  const std::size_t tensors = agreement.shapes.size();
+  if (tensors == 0 ? !agreement.rows.empty() : agreement.rows.size() % tensors != 0) {
+    in.fail("rows that do not divide among the tensors");
+  }
+  return definition;
+}
+
+Error get_error(Reader& in) {
+  Error error;
+  error.code = in.get_enum(ErrorCode::kInternal, "an unknown error code");
+  if (static_cast<int>(error.code) == 0) in.fail("an unknown error code");
+  error.message = in.get_text();
+  return error;
+}
+
+Refusal get_refusal(Reader& in) {
+  Refusal refusal;
+  refusal.process_set = in.get<ProcessSetId>();
+  refusal.name = in.get_text();
+  refusal.error = get_error(in);
+  return refusal;
+}
+
+}  // namespace
+
+MessageType type_of(std::string_view payload) {
+  if (payload.empty()) fail_at(0, "an empty payload");
+  const auto type = static_cast<MessageType>(payload[0]);
+  if (type < MessageType::kReport || type > MessageType::kAbort) fail_at(0, "an unknown type");
+  return type;
+}
+
+Report decode_report(std::string_view payload) {
+  Reader in(payload, MessageType::kReport);
+  const auto subtree_hits = in.get<Count>();
+  const auto hits = in.get<Count>();
+  const auto requests = in.get<Count>();
+  const auto departures = in.get<Count>();
+  Report report;
+  report.subtree_hits = in.get_array<CacheId>(subtree_hits);
+  report.hits = in.get_array<Hit>(hits);
+  for (const Hit& hit : report.hits) checked_rank(in, hit.rank);
+  report.requests.reserve(in.checked(requests, kRequestBytesMin));
+  for (Count i = 0; i < requests; ++i) report.requests.push_back(get_request(in));
+  report.departures = in.get_array<std::int32_t>(departures);
+  for (const std::int32_t rank : report.departures) checked_rank(in, rank);
+  in.finish();
+  return report;
+}
+
+Decision decode_decision(std::string_view payload) {
+  Reader in(payload, MessageType::kDecision);
+  const auto definitions = in.get<Count>();
+  const auto resends = in.get<Count>();
+  const auto refusals = in.get<Count>();
+  const auto batches = in.get<Count>();
+  const auto evictions = in.get<Count>();
+  Decision decision;
+  decision.definitions.reserve(in.checked(definitions, kDefinitionBytesMin));
+  for (Count i = 0; i < definitions; ++i) decision.definitions.push_back(get_definition(in));
+  decision.resends = in.get_array<Resend>(resends);
+  for (const Resend& resend : decision.resends) checked_rank(in, resend.rank);
+  decision.refusals.reserve(in.checked(refusals, kRefusalBytesMin));
+  for (Count i = 0; i < refusals; ++i) decision.refusals.push_back(get_refusal(in));
+  decision.batches.reserve(in.checked(batches, kBatchBytesMin));
+  for (Count i = 0; i < batches; ++i) {
+    const auto ids = in.get<Count>();
+    if (ids == 0) in.fail("an empty batch");
+    decision.batches.push_back({in.get_array<CacheId>(ids)});
+  }
+  decision.evictions = in.get_array<CacheId>(evictions);
+  in.finish();
+  return decision;
+}
+
+Error decode_abort(std::string_view payload) {
+  Reader in(payload, MessageType::kAbort);
+  Error error = get_error(in);
+  in.finish();
+  return error;
+}
+
+}  // namespace polyhvd

@@ -1,0 +1,45 @@
+// Bytes of the control plane. Pure. Every length read is checked against the
+// bytes at hand and against a bound, so a hostile frame costs no memory.
+//
+// A frame is [u32 length][u32 crc32c of the payload][payload], little endian.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "request.h"
+
+namespace polyhvd {
+
+inline constexpr std::size_t kFrameHeaderBytes = 8;
+inline constexpr std::size_t kFrameBytesMax = 64u << 20;
+inline constexpr int kTensorRankMax = 64;
+// Bound on the product of a shape's dimensions (zeros left out), so that sizes
+// in bytes never overflow.
+inline constexpr std::int64_t kElementsMax = std::int64_t{1} << 59;
+
+enum class MessageType : std::uint8_t { kReport = 1, kDecision = 2, kAbort = 3 };
+
+// CRC-32C (Castagnoli, RFC 3720 appendix B.4), with the SSE4.2 or ARMv8
+// instruction where the machine has it.
+std::uint32_t crc32c(std::span<const std::byte> bytes) noexcept;
+// The same from a table: for machines without the instruction.
+std::uint32_t crc32c_portable(std::span<const std::byte> bytes) noexcept;
+
+// Each appends one whole payload (a type byte, then the fields) to `out`.
+void encode(const Report& report, std::string& out);
+void encode(const Decision& decision, std::string& out);
+void encode(const Error& abort_reason, std::string& out);
+
+// Type of a payload; throws Failure(kInternal) when it is empty or unknown.
+MessageType type_of(std::string_view payload);
+
+// Each throws Failure(kInternal) with the offset and the reason on bad bytes.
+Report decode_report(std::string_view payload);
+Decision decode_decision(std::string_view payload);
+Error decode_abort(std::string_view payload);
+
+}  // namespace polyhvd

@@ -1,0 +1,1018 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <stdexcept>
+
+#include "coordinator.h"
+#include "relay.h"
+#include "wire.h"
+
+namespace polyhvd {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// ---- one call after the other -----------------------------------------------------
+
+Request allreduce(int rank, const std::string& name = "x", Shape shape = {10, 4}) {
+  Request request;
+  request.rank = rank;
+  request.name = name;
+  request.shapes = {std::move(shape)};
+  request.where = std::string("train.py:91");
+  return request;
+}
+
+Request allgather(int rank, std::int64_t rows, const std::string& name = "g") {
+  Request request = allreduce(rank, name, {rows, 4});
+  request.kind = OpKind::kAllgather;
+  return request;
+}
+
+// A coordinator whose reports come from one rank each.
+class Desk {
+ public:
+  explicit Desk(int world_size, CoordinatorOptions options = {})
+      : sets(world_size), coordinator(sets, options) {}
+
+  void request(const Request& request) { add({{}, {}, {request}, {}}, {request.rank}); }
+  void hit(int rank, CacheId id) { add({{}, {{rank, id}}, {}, {}}, {rank}); }
+  void depart(int rank) { add({{}, {}, {}, {rank}}, {rank}); }
+  void subtree_hit(std::vector<int> ranks, CacheId id) { add({{id}, {}, {}, {}}, ranks); }
+  void add(const Report& report, const std::vector<int>& from) {
+    coordinator.add(report, from, now);
+  }
+  Decision take() { return coordinator.take_decision(); }
+
+  // Has all members ask for the same and returns the id that they agreed on.
+  CacheId agree(Request request) {
+    for (const int rank : sets.members(request.process_set)) {
+      request.rank = rank;
+      this->request(request);
+    }
+    const Decision decision = take();
+    REQUIRE(decision.definitions.size() == 1);
+    return decision.definitions[0].id;
+  }
+
+  // The refusal's text when the given requests meet.
+  std::string refusal_of(const std::vector<Request>& requests) {
+    for (const Request& request : requests) this->request(request);
+    const Decision decision = take();
+    REQUIRE(decision.refusals.size() == 1);
+    CHECK(decision.refusals[0].error.code == ErrorCode::kRankMismatch);
+    CHECK(decision.refusals[0].name == requests[0].name);
+    CHECK(decision.batches.empty());
+    CHECK(decision.definitions.empty());
+    return decision.refusals[0].error.message;
+  }
+
+  ProcessSets sets;
+  Coordinator coordinator;
+  Time now{};
+};
+
+std::vector<std::vector<CacheId>> ids_of(const Decision& decision) {
+  std::vector<std::vector<CacheId>> all;
+  for (const Batch& batch : decision.batches) all.push_back(batch.ids);
+  return all;
+}
+
+TEST_CASE("an operation runs once all members have asked, with its definition") {
+  Desk desk(3);
+  desk.request(allreduce(2));
+  desk.request(allreduce(0));
+  CHECK_FALSE(desk.coordinator.has_decision());
+  desk.request(allreduce(1));
+  CHECK(desk.coordinator.has_decision());
+  const Decision decision = desk.take();
+  REQUIRE(decision.definitions.size() == 1);
+  CHECK(decision.definitions[0].agreement.name == "x");
+  CHECK(decision.definitions[0].agreement.shapes == std::vector<Shape>{{10, 4}});
+  CHECK(ids_of(decision) == std::vector<std::vector<CacheId>>{{decision.definitions[0].id}});
+  CHECK(desk.take().empty());
+}
+
+TEST_CASE("a known operation runs once all members have hit it, without a definition") {
+  Desk desk(3);
+  const CacheId id = desk.agree(allreduce(0));
+  for (int step = 0; step < 3; ++step) {
+    desk.hit(1, id);
+    desk.subtree_hit({0, 2}, id);
+    const Decision decision = desk.take();
+    CHECK(decision.definitions.empty());
+    CHECK(ids_of(decision) == std::vector<std::vector<CacheId>>{{id}});
+  }
+}
+
+TEST_CASE("only members of its process set are needed") {
+  Desk desk(4);
+  Request request = allreduce(1);
+  request.process_set = desk.sets.add({1, 3});
+  const CacheId id = desk.agree(request);
+  desk.subtree_hit({0, 1, 2}, id);
+  CHECK_FALSE(desk.coordinator.has_decision());
+  desk.subtree_hit({3}, id);
+  CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{id}});
+}
+
+TEST_CASE("an allgather adds up the rows in the order of the members") {
+  Desk desk(3);
+  desk.request(allgather(2, 5));
+  desk.request(allgather(0, 1));
+  desk.request(allgather(1, 0));
+  const Agreement agreement = desk.take().definitions.at(0).agreement;
+  CHECK(agreement.rows == std::vector<std::int64_t>{1, 0, 5});
+  CHECK(agreement.shapes == std::vector<Shape>{{6, 4}});
+}
+
+TEST_CASE("new rows of one member replace the id, and hits of the others count") {
+  Desk desk(3);
+  desk.request(allgather(0, 1));
+  desk.request(allgather(1, 2));
+  desk.request(allgather(2, 3));
+  const CacheId old = desk.take().definitions.at(0).id;
+  SUBCASE("hit before the request") {
+    desk.hit(0, old);
+    desk.request(allgather(1, 7));
+    desk.hit(2, old);
+  }
+  SUBCASE("request before the hits") {
+    desk.request(allgather(1, 7));
+    desk.subtree_hit({0, 2}, old);
+  }
+  SUBCASE("hits before the request, as a subtree") {
+    desk.subtree_hit({0, 2}, old);
+    desk.request(allgather(1, 7));
+  }
+  const Decision decision = desk.take();
+  REQUIRE(decision.definitions.size() == 1);
+  CHECK(decision.definitions[0].id != old);
+  CHECK(decision.definitions[0].agreement.rows == std::vector<std::int64_t>{1, 7, 3});
+  CHECK(ids_of(decision) == std::vector<std::vector<CacheId>>{{decision.definitions[0].id}});
+  CHECK(decision.evictions == std::vector<CacheId>{old});
+  desk.hit(0, old);
+  REQUIRE(desk.take().resends.size() == 1);
+}
+
+TEST_CASE("a request in full for what is known keeps the id") {
+  Desk desk(2);
+  const CacheId id = desk.agree(allreduce(0));
+  desk.hit(1, id);
+  Request request = allreduce(0);
+  request.priority = 9;  // the coordinator's value wins
+  desk.request(request);
+  const Decision decision = desk.take();
+  CHECK(decision.definitions.empty());
+  CHECK(decision.evictions.empty());
+  CHECK(ids_of(decision) == std::vector<std::vector<CacheId>>{{id}});
+}
+
+TEST_CASE("a hit for an evicted id is asked for in full, of every rank it spoke for") {
+  Desk desk(3, {.cache_capacity = 1, .fusion = {}});
+  const CacheId old = desk.agree(allreduce(0, "x"));
+  desk.agree(allreduce(0, "y"));  // evicts x
+  desk.subtree_hit({0, 1}, old);
+  desk.hit(2, old);
+  const Decision decision = desk.take();
+  REQUIRE(decision.resends.size() == 3);
+  for (int rank = 0; rank < 3; ++rank) {
+    const Resend& resend = decision.resends[static_cast<std::size_t>(rank)];
+    CHECK(resend.rank == rank);
+    CHECK(resend.id == old);
+  }
+  CHECK(desk.agree(allreduce(0, "x")) != old);
+}
+
+TEST_CASE("the least recently used id is evicted, in the decision that needs the place") {
+  Desk desk(1, {.cache_capacity = 2, .fusion = {}});
+  const CacheId x = desk.agree(allreduce(0, "x"));
+  const CacheId y = desk.agree(allreduce(0, "y"));
+  desk.hit(0, x);
+  CHECK(desk.take().evictions.empty());
+  desk.request(allreduce(0, "z"));
+  CHECK(desk.take().evictions == std::vector<CacheId>{y});
+}
+
+TEST_CASE("an id that somebody waits for is not evicted") {
+  Desk desk(2, {.cache_capacity = 2, .fusion = {}});
+  const CacheId x = desk.agree(allreduce(0, "x"));
+  const CacheId y = desk.agree(allreduce(0, "y"));
+  desk.hit(0, x);
+  desk.request(allreduce(0, "z"));
+  desk.request(allreduce(1, "z"));
+  CHECK(desk.take().evictions == std::vector<CacheId>{y});
+  desk.hit(1, x);
+  CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{x}});
+}
+
+TEST_CASE("ids that run in a decision are evicted by it only when nothing else can be") {
+  Desk desk(1, {.cache_capacity = 2, .fusion = {}});
+  const CacheId x = desk.agree(allreduce(0, "x"));
+  const CacheId y = desk.agree(allreduce(0, "y"));
+  desk.hit(0, x);
+  desk.request(allreduce(0, "z"));
+  CHECK(desk.take().evictions == std::vector<CacheId>{y});
+  desk.hit(0, x);
+  desk.request(allreduce(0, "v"));
+  desk.request(allreduce(0, "w"));
+  CHECK(desk.take().evictions.size() == 2);
+}
+
+TEST_CASE("without a cache each id is defined, run and evicted at once") {
+  Desk desk(2, {.cache_capacity = 0, .fusion = {}});
+  CacheId last = 0;
+  for (int step = 0; step < 3; ++step) {
+    desk.request(allreduce(0));
+    desk.request(allreduce(1));
+    const Decision decision = desk.take();
+    REQUIRE(decision.definitions.size() == 1);
+    const CacheId id = decision.definitions[0].id;
+    CHECK(id != last);
+    CHECK(ids_of(decision) == std::vector<std::vector<CacheId>>{{id}});
+    CHECK(decision.evictions == std::vector<CacheId>{id});
+    last = id;
+  }
+}
+
+TEST_CASE("what is ready at one time is fused") {
+  Desk desk(2);
+  const CacheId x = desk.agree(allreduce(0, "x"));
+  const CacheId y = desk.agree(allreduce(0, "y"));
+  desk.add({{x, y}, {}, {}, {}}, {0, 1});
+  CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{x, y}});
+}
+
+TEST_CASE("a rank that reports a pending operation twice breaks the protocol") {
+  Desk desk(3);
+  const CacheId id = desk.agree(allreduce(0));
+  const auto check_thrown = [&](const std::function<void()>& call) {
+    try {
+      call();
+      FAIL("accepted");
+    } catch (const Failure& failure) {
+      CHECK(failure.error().code == ErrorCode::kInternal);
+    }
+  };
+  SUBCASE("by hits") {
+    desk.hit(0, id);
+    check_thrown([&] { desk.hit(0, id); });
+  }
+  SUBCASE("alone and within a subtree") {
+    desk.hit(0, id);
+    check_thrown([&] { desk.subtree_hit({0, 1}, id); });
+  }
+  SUBCASE("in full") {
+    desk.request(allreduce(0, "new"));
+    check_thrown([&] { desk.request(allreduce(0, "new")); });
+  }
+  SUBCASE("by a hit, then in full") {
+    desk.hit(0, id);
+    check_thrown([&] { desk.request(allreduce(0)); });
+  }
+  SUBCASE("in full, then by a hit") {
+    desk.request(allreduce(0));
+    check_thrown([&] { desk.hit(0, id); });
+  }
+  SUBCASE("agreed and not yet announced") {
+    desk.subtree_hit({0, 1, 2}, id);
+    check_thrown([&] { desk.hit(1, id); });
+    check_thrown([&] { desk.request(allreduce(1)); });
+  }
+}
+
+TEST_CASE("reports about sets that a rank is not in break the protocol") {
+  Desk desk(3);
+  Request request = allreduce(0);
+  request.process_set = desk.sets.add({0, 1});
+  const CacheId id = desk.agree(request);
+  CHECK_THROWS_AS(desk.hit(2, id), Failure);
+  CHECK_THROWS_AS(desk.subtree_hit({2}, id), Failure);
+  request.rank = 2;
+  CHECK_THROWS_AS(desk.request(request), Failure);
+  request.rank = 0;
+  request.process_set = 77;
+  CHECK_THROWS_AS(desk.request(request), Failure);
+  CHECK_THROWS_AS(desk.depart(3), Failure);
+}
+
+// ---- disagreement -----------------------------------------------------------------
+
+TEST_CASE("a disagreement names every rank's side, the odd one out first") {
+  Desk desk(4);
+  std::vector<Request> requests;
+  for (int rank = 0; rank < 4; ++rank) requests.push_back(allreduce(rank, "fc.weight"));
+  requests[3].dtype = DType::kFloat16;
+  requests[3].where = std::string("train.py:88");
+  CHECK(desk.refusal_of(requests) ==
+        "Mismatched data types: allreduce 'fc.weight': rank 3 sent float16 [10, 4] (train.py:88); "
+        "ranks 0-2 sent float32 [10, 4] (train.py:91); cast before reducing.");
+}
+
+TEST_CASE("a rank's side is told too when it came as a hit, with its own rows and line") {
+  Desk desk(2);
+  Request first = allgather(0, 2), second = allgather(1, 3);
+  second.where = std::string("other.py:5");
+  desk.request(first);
+  desk.request(second);
+  const CacheId id = desk.take().definitions.at(0).id;
+  desk.hit(1, id);
+  first.dtype = DType::kInt32;
+  CHECK(desk.refusal_of({first}) ==
+        "Mismatched data types: allgather 'g': rank 0 sent int32 [2, 4] (train.py:91); "
+        "rank 1 sent float32 [3, 4] (other.py:5); cast before gathering.");
+  // The agreement from before is still good.
+  desk.subtree_hit({0, 1}, id);
+  CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{id}});
+}
+
+struct Mismatch {
+  const char* start;
+  OpKind kind;
+  std::function<void(Request&)> change;
+  const char* side;  // what the changed rank is said to have sent
+};
+
+TEST_CASE("each kind of disagreement is told as what it is") {
+  const Mismatch mismatches[] = {
+      {"Mismatched collective operations: 'x': ", OpKind::kAllreduce,
+       [](Request& r) { r.kind = OpKind::kAllgather; }, "rank 1 sent allgather of float32 [10, 4]"},
+      {"Mismatched collective operations: 'x': ", OpKind::kAllreduce,
+       [](Request& r) { r.kind = OpKind::kBarrier; }, "rank 1 sent barrier (train.py:91)"},
+      {"Mismatched data types: broadcast 'x': ", OpKind::kBroadcast,
+       [](Request& r) { r.dtype = DType::kInt8; }, "rank 1 sent int8 [10, 4]"},
+      {"Mismatched allreduce tensor shapes: allreduce 'x': ", OpKind::kAllreduce,
+       [](Request& r) { r.shapes = {{4, 10}}; }, "rank 1 sent float32 [4, 10]"},
+      {"Mismatched broadcast tensor shapes: broadcast 'x': ", OpKind::kBroadcast,
+       [](Request& r) { r.shapes = {{}}; }, "rank 1 sent float32 []"},
+      {"Mismatched allgather tensor shapes: allgather 'x': ", OpKind::kAllgather,
+       [](Request& r) { r.shapes = {{10, 5}}; }, "all dimensions except the first must match"},
+      {"Mismatched reduction operations: allreduce 'x': ", OpKind::kAllreduce,
+       [](Request& r) { r.op = ReduceOp::kMax; }, "float32 [10, 4] with op Max"},
+      {"Mismatched prescale and/or postscale factors: allreduce 'x': ", OpKind::kAllreduce,
+       [](Request& r) { r.scale.post = 0.1; }, "with prescale 1 and postscale 0.1 "},
+      {"Mismatched root ranks: broadcast 'x': ", OpKind::kBroadcast, [](Request& r) { r.root = 1; },
+       "rank 1 sent float32 [10, 4] with root rank 1"},
+      {"Mismatched devices: allreduce 'x': ", OpKind::kAllreduce,
+       [](Request& r) { r.device = DeviceKind::kCuda; }, "float32 [10, 4] on a GPU"},
+      {"Mismatched numbers of tensors: allreduce 'x': ", OpKind::kAllreduce,
+       [](Request& r) { r.shapes.push_back({3}); }, "rank 1 sent 2 tensors, float32 [10, 4], [3]"},
+  };
+  for (const Mismatch& mismatch : mismatches) {
+    Desk desk(3);
+    std::vector<Request> requests;
+    for (int rank = 0; rank < 3; ++rank) {
+      requests.push_back(allreduce(rank));
+      requests.back().kind = mismatch.kind;
+      requests.back().root = mismatch.kind == OpKind::kBroadcast ? 0 : -1;
+    }
+    mismatch.change(requests[1]);
+    const std::string text = desk.refusal_of(requests);
+    CAPTURE(text);
+    CHECK(text.starts_with(mismatch.start));
+    CHECK(text.find(mismatch.side) != std::string::npos);
+    CHECK(text.find("ranks 0, 2 sent ") != std::string::npos);
+    CHECK(text.ends_with("."));
+  }
+}
+
+TEST_CASE("of several tensors the one that differs is named") {
+  Desk desk(2);
+  Request first = allreduce(0), second = allreduce(1);
+  first.shapes = {{1}, {2}, {3}, {4}, {5}, {6}};
+  second.shapes = first.shapes;
+  second.shapes[4] = {7};
+  const std::string text = desk.refusal_of({first, second});
+  CHECK(text.find("rank 1 sent tensor 4 of 6 as float32 [7]") != std::string::npos);
+}
+
+TEST_CASE("a side of many tensors names the first two") {
+  Desk desk(2);
+  Request first = allreduce(0), second = allreduce(1);
+  first.shapes = {{1}, {2}, {3}, {4}, {5}, {6}};
+  second.shapes = first.shapes;
+  second.dtype = DType::kInt32;
+  const std::string text = desk.refusal_of({first, second});
+  CHECK(text.find("rank 1 sent int32 [1], [2], ... (6 tensors) (") != std::string::npos);
+}
+
+TEST_CASE("factors that differ a little do not look alike") {
+  Desk desk(2);
+  Request first = allreduce(0), second = allreduce(1);
+  first.scale.post = 0.1;
+  second.scale.post = std::nextafter(0.1, 1.0);
+  const std::string text = desk.refusal_of({first, second});
+  CHECK(text.find("postscale 0.1 ") != std::string::npos);
+  CHECK(text.find("postscale 0.10000000000000002 ") != std::string::npos);
+}
+
+TEST_CASE("a thousand ranks that agree take one line") {
+  Desk desk(1000);
+  std::vector<Request> requests;
+  for (int rank = 0; rank < 1000; ++rank) {
+    requests.push_back(allgather(rank, rank));
+    if (rank == 500) requests.back().dtype = DType::kFloat64;
+  }
+  const std::string text = desk.refusal_of(requests);
+  CHECK(text ==
+        "Mismatched data types: allgather 'g': rank 500 sent float64 [*, 4] (train.py:91); "
+        "ranks 0-499, 501-999 sent float32 [*, 4] (train.py:91); cast before gathering.");
+}
+
+TEST_CASE("an allgather of scalars or of too many rows is refused on every rank") {
+  Desk desk(2);
+  Request request = allgather(0, 1);
+  SUBCASE("scalars") { request.shapes = {{}}; }
+  SUBCASE("rows") { request.shapes = {{std::numeric_limits<std::int64_t>::max(), 1}}; }
+  desk.request(request);
+  request.rank = 1;
+  desk.request(request);
+  const Decision decision = desk.take();
+  REQUIRE(decision.refusals.size() == 1);
+  CHECK(decision.refusals[0].error.code == ErrorCode::kInvalidArgument);
+}
+
+TEST_CASE("a scalar against rows is a mismatch of shapes") {
+  Desk desk(2);
+  Request scalar = allgather(1, 1);
+  scalar.shapes = {{}};
+  CHECK(
+      desk.refusal_of({allgather(0, 1), scalar}).starts_with("Mismatched allgather tensor shapes"));
+}
+
+// ---- departures -------------------------------------------------------------------
+
+TEST_CASE("whatever waits for a departed rank is refused, by name, by id and agreed") {
+  Desk desk(3);
+  const CacheId hit = desk.agree(allreduce(0, "hit"));
+  const CacheId agreed = desk.agree(allreduce(0, "agreed"));
+  desk.hit(0, hit);
+  desk.request(allreduce(1, "asked"));
+  desk.subtree_hit({0, 1, 2}, agreed);
+  desk.depart(2);
+  CHECK(desk.coordinator.has_departed(2));
+  const Decision decision = desk.take();
+  CHECK(decision.batches.empty());
+  std::vector<std::string> messages;
+  for (const Refusal& refusal : decision.refusals) {
+    CHECK(refusal.error.code == ErrorCode::kPeerDeparted);
+    messages.push_back(refusal.error.message);
+  }
+  std::sort(messages.begin(), messages.end());
+  CHECK(messages == std::vector<std::string>{"allreduce 'agreed' needs rank 2, which has shut down",
+                                             "allreduce 'asked' needs rank 2, which has shut down",
+                                             "allreduce 'hit' needs rank 2, which has shut down"});
+  CHECK(desk.coordinator.stalled(desk.now + seconds(9), seconds(0)).empty());
+}
+
+TEST_CASE("what needs a departed rank later is refused at the first report, and each later one") {
+  Desk desk(3);
+  const CacheId id = desk.agree(allreduce(0, "x"));
+  desk.depart(1);
+  desk.depart(1);
+  CHECK(desk.take().empty());
+  desk.hit(0, id);
+  CHECK(desk.take().refusals.size() == 1);
+  desk.request(allreduce(2, "x"));
+  CHECK(desk.take().refusals.size() == 1);
+  desk.request(allreduce(0, "y"));
+  const Decision decision = desk.take();
+  REQUIRE(decision.refusals.size() == 1);
+  CHECK(decision.refusals[0].name == "y");
+}
+
+TEST_CASE("sets without the departed rank go on, and both of two departed are named") {
+  Desk desk(4);
+  Request request = allreduce(0);
+  request.process_set = desk.sets.add({0, 1});
+  const CacheId id = desk.agree(request);
+  desk.depart(2);
+  desk.depart(3);
+  desk.subtree_hit({0, 1}, id);
+  CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{id}});
+  desk.request(allreduce(0));
+  CHECK(desk.take().refusals.at(0).error.message ==
+        "allreduce 'x' needs ranks 2, 3, which have shut down");
+}
+
+TEST_CASE("a departure in the middle of a renegotiation leaves no trace of it") {
+  Desk desk(3, {.cache_capacity = 1, .fusion = {}});
+  const CacheId id = desk.agree(allreduce(0));
+  desk.hit(0, id);
+  desk.request(allreduce(1, "x", {7}));
+  desk.depart(2);
+  CHECK(desk.take().refusals.size() == 1);
+  desk.hit(1, id);
+  const Decision decision = desk.take();
+  CHECK(decision.refusals.size() == 1);
+  CHECK(decision.resends.empty());
+  Request other = allreduce(0, "y");
+  other.process_set = desk.sets.add({0});
+  desk.request(other);
+  CHECK(desk.take().evictions == std::vector<CacheId>{id});
+}
+
+// ---- stalls -----------------------------------------------------------------------
+
+TEST_CASE("stalled operations are told with who is absent, the oldest first") {
+  Desk desk(3);
+  const CacheId id = desk.agree(allreduce(0, "cached"));
+  desk.request(allreduce(1, "asked"));
+  desk.now += seconds(2);
+  desk.hit(2, id);
+  desk.now += seconds(1);
+  desk.request(allreduce(0, "asked"));
+  desk.request(allreduce(0, "young"));
+  const auto stalled = desk.coordinator.stalled(desk.now, seconds(1));
+  REQUIRE(stalled.size() == 2);
+  CHECK(stalled[0].name == "asked");
+  CHECK(stalled[0].age == seconds(3));
+  CHECK(stalled[0].ready_ranks == std::vector<int>{0, 1});
+  CHECK(stalled[0].absent_ranks == std::vector<int>{2});
+  CHECK(stalled[1].name == "cached");
+  CHECK(stalled[1].age == seconds(1));
+  CHECK(stalled[1].ready_ranks == std::vector<int>{2});
+  CHECK(stalled[1].absent_ranks == std::vector<int>{0, 1});
+}
+
+TEST_CASE("a stall keeps its age when a hit becomes a side of a renegotiation") {
+  Desk desk(3);
+  const CacheId id = desk.agree(allreduce(0));
+  desk.hit(0, id);
+  desk.now += seconds(5);
+  desk.request(allreduce(1, "x", {3}));
+  const auto stalled = desk.coordinator.stalled(desk.now, seconds(1));
+  REQUIRE(stalled.size() == 1);
+  CHECK(stalled[0].age == seconds(5));
+  CHECK(stalled[0].ready_ranks == std::vector<int>{0, 1});
+}
+
+// ---- many calls in random order -----------------------------------------------------
+//
+// N ranks with replicas of their own, joined by queues of encoded messages, submit
+// a random program in random order while messages are delivered in random order.
+// What must come of each operation is known from how the program was made.
+
+using Key = std::pair<ProcessSetId, std::string>;
+
+struct Round {
+  std::vector<Request> requests;  // by position
+  bool agree = true;
+  std::string refusal_start;
+};
+
+using Program = std::map<Key, std::vector<Round>>;
+
+class Dice {
+ public:
+  explicit Dice(unsigned seed) : engine_(seed) {}
+  int below(int n) { return static_cast<int>(engine_() % static_cast<unsigned>(n)); }
+  bool chance(int percent) { return below(100) < percent; }
+
+ private:
+  std::mt19937 engine_;
+};
+
+void expect(bool holds, const std::string& what) {
+  if (!holds) throw std::runtime_error(what);
+}
+
+// Makes one member's request disagree with the others' and says how it shows.
+std::string spoil(Request& request, Dice& dice) {
+  if (request.kind == OpKind::kBarrier || dice.chance(15)) {
+    request.kind = request.kind == OpKind::kAllreduce ? OpKind::kBroadcast : OpKind::kAllreduce;
+    return "Mismatched collective operations: ";
+  }
+  if (request.kind == OpKind::kAllreduce && dice.chance(30)) {
+    if (dice.chance(50)) {
+      request.op = request.op == ReduceOp::kMax ? ReduceOp::kMin : ReduceOp::kMax;
+      return "Mismatched reduction operations: ";
+    }
+    request.scale.pre *= 2;
+    return "Mismatched prescale and/or postscale factors: ";
+  }
+  if (request.kind == OpKind::kBroadcast && dice.chance(30)) {
+    request.root += 1;
+    return "Mismatched root ranks: ";
+  }
+  switch (dice.below(4)) {
+    case 0:
+      request.dtype = request.dtype == DType::kInt8 ? DType::kInt16 : DType::kInt8;
+      return "Mismatched data types: ";
+    case 1:
+      request.device = DeviceKind::kCuda;
+      return "Mismatched devices: ";
+    case 2:
+      request.shapes.push_back({1, 1});
+      return "Mismatched numbers of tensors: ";
+    default:
+      request.shapes.back().back() += 1;
+      return "Mismatched " + std::string(name_of(request.kind)) + " tensor shapes: ";
+  }
+}
+
+std::vector<Round> random_rounds(const Key& key, std::span<const int> members, int count,
+                                 Dice& dice) {
+  Request base;
+  base.process_set = key.first;
+  base.name = key.second;
+  base.kind = static_cast<OpKind>(dice.below(kOpKindCount));
+  base.dtype = dice.chance(50) ? DType::kFloat32 : DType::kInt8;
+  base.root = base.kind == OpKind::kBroadcast ? members[0] : -1;
+  std::vector<std::int64_t> rows(members.size(), 1);
+  std::vector<Round> rounds;
+  for (int i = 0; i < count; ++i) {
+    if (i == 0 || dice.chance(25)) {
+      base.shapes.assign(static_cast<std::size_t>(1 + dice.below(2)), Shape{1, 1 + dice.below(3)});
+    }
+    Round& round = rounds.emplace_back();
+    for (std::size_t m = 0; m < members.size(); ++m) {
+      Request& request = round.requests.emplace_back(base);
+      request.rank = members[m];
+      request.priority = dice.below(3);
+      request.where = std::to_string(dice.below(3));
+      if (base.kind != OpKind::kAllgather) continue;
+      if (dice.chance(30)) rows[m] = dice.below(4);
+      for (Shape& shape : request.shapes) shape[0] = rows[m];
+    }
+    if (members.size() > 1 && dice.chance(15)) {
+      round.agree = false;
+      round.refusal_start = spoil(
+          round.requests[static_cast<std::size_t>(dice.below(static_cast<int>(members.size())))],
+          dice);
+    }
+  }
+  return rounds;
+}
+
+struct Setting {
+  int ranks = 1;
+  bool tree = false;
+  bool departure = false;
+  std::size_t cache_capacity = 0;
+};
+
+class World {
+ public:
+  World(const Setting& setting, unsigned seed)
+      : setting_(setting), dice_(seed), sets_(setting.ranks) {
+    const std::size_t bytes_max = static_cast<std::size_t>(dice_.below(40));
+    coordinator_ = std::make_unique<Coordinator>(
+        sets_, CoordinatorOptions{setting.cache_capacity, FusionPolicy{bytes_max}});
+    make_sets_and_program();
+    make_nodes();
+    const int patience_ms[] = {0, 20, 1 << 30};
+    patience_ = milliseconds(patience_ms[dice_.below(3)]);
+  }
+
+  void run() {
+    for (int steps = 0; pending_results_ > 0; ++steps) {
+      expect(steps < 400000, "something is left pending");
+      now_ += milliseconds(1);
+      step(nodes_[static_cast<std::size_t>(dice_.below(setting_.ranks))], dice_.below(6));
+    }
+    drain();
+    check_end();
+  }
+
+ private:
+  struct Outstanding {
+    const Request* request = nullptr;
+    std::optional<CacheId> reported;
+    std::size_t round = 0;
+  };
+  enum class Outcome { kNone, kRan, kRefused };
+  struct Node {
+    int rank = 0;
+    int parent = -1;
+    std::vector<int> children;
+    std::vector<int> subtree;
+    std::unique_ptr<Relay> relay;  // where there are children, and sometimes else
+    ResponseCache cache;
+    Report own;
+    std::deque<std::string> to_parent;
+    std::deque<std::string> decisions;
+    std::map<Key, Outstanding> outstanding;
+    std::map<Key, std::size_t> next_round;
+    std::vector<std::string> log;
+    bool departed = false;
+  };
+
+  void make_sets_and_program() {
+    for (int i = dice_.below(4); i > 0; --i) {
+      std::vector<int> members;
+      for (int rank = 0; rank < setting_.ranks; ++rank) {
+        if (dice_.chance(60)) members.push_back(rank);
+      }
+      if (!members.empty()) sets_.add(std::move(members));
+    }
+    for (const ProcessSetId set : sets_.ids()) {
+      for (int i = 1 + dice_.below(3); i > 0; --i) {
+        const Key key{set, std::string(1, static_cast<char>('a' + i))};
+        const auto members = sets_.members(set);
+        program_[key] = random_rounds(key, members, 1 + dice_.below(8), dice_);
+        pending_results_ += program_[key].size() * members.size();
+        outcomes_[key].assign(program_[key].size(),
+                              std::vector<Outcome>(members.size(), Outcome::kNone));
+      }
+    }
+  }
+
+  void make_nodes() {
+    nodes_.resize(static_cast<std::size_t>(setting_.ranks));
+    for (int rank = setting_.ranks - 1; rank >= 0; --rank) {
+      Node& node = at(rank);
+      node.rank = rank;
+      node.subtree.push_back(rank);
+      std::sort(node.subtree.begin(), node.subtree.end());
+      if (rank > 0) {
+        node.parent = setting_.tree ? dice_.below(rank) : 0;
+        Node& parent = at(node.parent);
+        parent.children.push_back(rank);
+        parent.subtree.insert(parent.subtree.end(), node.subtree.begin(), node.subtree.end());
+      }
+      if (setting_.tree && (!node.children.empty() || dice_.chance(50)) &&
+          (rank > 0 || dice_.chance(50))) {
+        node.relay = std::make_unique<Relay>(sets_, node.subtree);
+      }
+    }
+  }
+
+  Node& at(int rank) { return nodes_[static_cast<std::size_t>(rank)]; }
+
+  // Whether anything was done.
+  bool step(Node& node, int action) {
+    switch (action) {
+      case 0:
+        return submit_next(node);
+      case 1:
+        return send_own(node);
+      case 2:
+        return deliver(node);
+      case 3:
+        return pass_on(node);
+      case 4:
+        return decide();
+      default:
+        return apply_next(node);
+    }
+  }
+
+  bool submit_next(Node& node) {
+    if (node.departed) return false;
+    if (setting_.departure && !departed_ && node.rank == setting_.ranks - 1 && dice_.chance(2)) {
+      depart(node);
+      return true;
+    }
+    auto entry = std::next(program_.begin(), dice_.below(static_cast<int>(program_.size())));
+    const Key& key = entry->first;
+    const auto position = sets_.position(key.first, node.rank);
+    std::size_t& round = node.next_round[key];
+    if (!position || node.outstanding.contains(key) || round == entry->second.size()) return false;
+    const Request& request = entry->second[round].requests[static_cast<std::size_t>(*position)];
+    Outstanding& outstanding = node.outstanding[key];
+    outstanding = {&request, node.cache.find(request, *position), round};
+    ++round;
+    if (!outstanding.reported) {
+      node.own.requests.push_back(request);
+    } else if (dice_.chance(50)) {
+      node.own.subtree_hits.push_back(*outstanding.reported);
+    } else {
+      node.own.hits.push_back({node.rank, *outstanding.reported});
+    }
+    return true;
+  }
+
+  void depart(Node& node) {
+    node.departed = true;
+    departed_ = node.rank;
+    node.own.departures.push_back(node.rank);
+    for (const auto& [key, rounds] : program_) {
+      if (sets_.position(key.first, node.rank)) {
+        pending_results_ -= rounds.size() - node.next_round[key];
+      }
+    }
+  }
+
+  bool send_own(Node& node) {
+    if (node.own.empty()) return false;
+    const Report report = std::exchange(node.own, {});
+    const std::vector<int> from{node.rank};
+    if (node.relay) {
+      node.relay->add(report, from, node.cache, now_);
+    } else {
+      send_up(node, report, from);
+    }
+    return true;
+  }
+
+  void send_up(Node& node, const Report& report, std::span<const int> from) {
+    if (node.parent < 0) {
+      coordinator_->add(report, from, now_);
+    } else {
+      encode(report, node.to_parent.emplace_back());
+    }
+  }
+
+  bool deliver(Node& node) {
+    if (node.to_parent.empty()) return false;
+    const Report report = decode_report(node.to_parent.front());
+    node.to_parent.pop_front();
+    Node& parent = at(node.parent);
+    if (parent.relay) {
+      parent.relay->add(report, node.subtree, parent.cache, now_);
+    } else {
+      send_up(parent, report, node.subtree);
+    }
+    return true;
+  }
+
+  bool pass_on(Node& node) {
+    if (!node.relay) return false;
+    const Report report = node.relay->take_report(now_, patience_);
+    if (report.empty()) return false;
+    send_up(node, report, node.subtree);
+    return true;
+  }
+
+  bool decide() {
+    if (!coordinator_->has_decision()) return false;
+    const Decision decision = coordinator_->take_decision();
+    expect(!decision.empty(), "has_decision, but there is none");
+    encode(decision, at(0).decisions.emplace_back());
+    return true;
+  }
+
+  bool apply_next(Node& node) {
+    if (node.decisions.empty()) return false;
+    const std::string payload = std::move(node.decisions.front());
+    node.decisions.pop_front();
+    apply(node, decode_decision(payload));
+    for (const int child : node.children) at(child).decisions.push_back(payload);
+    return true;
+  }
+
+  void apply(Node& node, const Decision& decision) {
+    for (const Definition& definition : decision.definitions) node.cache.define(definition);
+    for (const Resend& resend : decision.resends) resend_in_full(node, resend);
+    for (const Refusal& refusal : decision.refusals) refuse(node, refusal);
+    for (const Batch& batch : decision.batches) run_batch(node, batch);
+    for (const CacheId id : decision.evictions) {
+      node.cache.evict(id);
+      if (node.relay) node.relay->withdraw(id);
+    }
+    expect(node.cache.size() <= setting_.cache_capacity, "the cache is over its capacity");
+  }
+
+  void resend_in_full(Node& node, const Resend& resend) {
+    if (resend.rank != node.rank) return;
+    for (auto& [key, outstanding] : node.outstanding) {
+      if (outstanding.reported != resend.id) continue;
+      outstanding.reported.reset();
+      node.own.requests.push_back(*outstanding.request);
+    }
+  }
+
+  void refuse(Node& node, const Refusal& refusal) {
+    const bool is_departure = refusal.error.code == ErrorCode::kPeerDeparted;
+    if (is_departure && node.relay) node.relay->doom(refusal.process_set);
+    const auto found = node.outstanding.find({refusal.process_set, refusal.name});
+    if (found == node.outstanding.end()) {
+      expect(is_departure || !sets_.position(refusal.process_set, node.rank),
+             "a refusal of nothing");
+      return;
+    }
+    const std::size_t round_number = found->second.round;
+    const Round& round = program_.at(found->first)[round_number];
+    if (is_departure) {
+      expect(departed_ && sets_.position(refusal.process_set, *departed_), "nobody has departed");
+    } else {
+      expect(refusal.error.message.starts_with(round.refusal_start) && !round.agree,
+             "refused for no reason: " + refusal.error.message);
+    }
+    settle(node, found, Outcome::kRefused);
+  }
+
+  void run_batch(Node& node, const Batch& batch) {
+    std::string line;
+    for (const CacheId id : batch.ids) {
+      const Agreement* agreement = node.cache.get(id);
+      expect(agreement != nullptr, "a batch of an unknown id");
+      line += std::to_string(id) + "=" + agreement->name + "@" +
+              std::to_string(agreement->process_set) + " ";
+      const auto position = sets_.position(agreement->process_set, node.rank);
+      if (!position) continue;
+      const auto found = node.outstanding.find({agreement->process_set, agreement->name});
+      expect(found != node.outstanding.end(), "a batch of what was not asked for");
+      check_agreement(*agreement, found->second, program_.at(found->first), *position);
+      settle(node, found, Outcome::kRan);
+    }
+    node.log.push_back(line);
+  }
+
+  static void check_agreement(const Agreement& agreement, const Outstanding& outstanding,
+                              const std::vector<Round>& rounds, int position) {
+    const Round& round = rounds[outstanding.round];
+    expect(round.agree, "ran in spite of a disagreement");
+    expect(satisfies(agreement, *outstanding.request, position), "ran something else");
+    if (agreement.kind != OpKind::kAllgather) return;
+    std::vector<std::int64_t> rows;
+    std::int64_t sum = 0;
+    for (const Request& request : round.requests) {
+      for (const Shape& shape : request.shapes) rows.push_back(shape[0]);
+      sum += request.shapes[0][0];
+    }
+    expect(agreement.rows == rows, "wrong rows");
+    expect(agreement.shapes[0][0] == sum, "wrong sum of rows");
+  }
+
+  void settle(Node& node, std::map<Key, Outstanding>::iterator found, Outcome outcome) {
+    const auto position = sets_.position(found->first.first, node.rank);
+    Outcome& place =
+        outcomes_[found->first][found->second.round][static_cast<std::size_t>(*position)];
+    expect(place == Outcome::kNone, "settled twice");
+    place = outcome;
+    --pending_results_;
+    node.outstanding.erase(found);
+  }
+
+  void drain() {
+    for (bool busy = true; busy;) {
+      busy = false;
+      now_ += std::chrono::hours(1000);
+      for (Node& node : nodes_) {
+        for (int action = 1; action < 6; ++action) busy |= step(node, action);
+      }
+    }
+  }
+
+  void check_end() {
+    expect(coordinator_->stalled(now_, seconds(0)).empty(), "something is left at the coordinator");
+    for (const Node& node : nodes_) {
+      expect(node.outstanding.empty(), "something is left at a rank");
+      expect(node.log == nodes_[0].log, "ranks ran different batches");
+      expect(node.cache.size() == nodes_[0].cache.size(), "replicas differ");
+    }
+    for (const auto& [key, rounds] : program_) {
+      const bool doomed = departed_ && sets_.position(key.first, *departed_);
+      for (std::size_t i = 0; i < rounds.size(); ++i) {
+        const std::vector<Outcome>& outcomes = outcomes_[key][i];
+        const auto ran = std::count(outcomes.begin(), outcomes.end(), Outcome::kRan);
+        const bool all = ran == static_cast<std::ptrdiff_t>(outcomes.size());
+        expect(all || ran == 0, "ran on some members only");
+        if (!doomed) expect(all == rounds[i].agree, "not what the program asked for");
+      }
+    }
+  }
+
+  const Setting setting_;
+  Dice dice_;
+  ProcessSets sets_;
+  std::unique_ptr<Coordinator> coordinator_;
+  Program program_;
+  std::map<Key, std::vector<std::vector<Outcome>>> outcomes_;  // by round and position
+  std::vector<Node> nodes_;
+  std::size_t pending_results_ = 0;
+  std::optional<int> departed_;
+  Time now_{};
+  std::chrono::duration<double> patience_{};
+};
+
+void run_worlds(int ranks_max, bool tree, bool departure, int count) {
+  for (int i = 0; i < count; ++i) {
+    for (const std::size_t capacity : {0u, 1u, 3u, 100u}) {
+      const auto seed = static_cast<unsigned>(i * 1000 + static_cast<int>(capacity));
+      const Setting setting{1 + i % ranks_max, tree, departure, capacity};
+      CAPTURE(seed);
+      CAPTURE(setting.ranks);
+      std::string error;
+      try {
+        World(setting, seed).run();
+      } catch (const std::exception& caught) {
+        error = caught.what();
+      }
+      REQUIRE(error == "");
+    }
+  }
+}
+
+TEST_CASE("random programs: every operation runs on all members or is refused on all") {
+  run_worlds(5, false, false, 150);
+}
+
+TEST_CASE("random programs through a tree of relays") { run_worlds(8, true, false, 200); }
+
+TEST_CASE("random programs with a departure, flat and through a tree") {
+  run_worlds(5, false, true, 100);
+  run_worlds(8, true, true, 200);
+}
+
+}  // namespace
+}  // namespace polyhvd

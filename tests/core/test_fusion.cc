@@ -1,0 +1,167 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <random>
+
+#include "fusion.h"
+
+namespace polyhvd {
+namespace {
+
+using Ids = std::vector<CacheId>;
+
+// Agreements by id, in the order in which they became ready.
+class Ready {
+ public:
+  Agreement& add(std::int64_t elements, DType dtype = DType::kFloat32) {
+    ids_.push_back(static_cast<CacheId>(ids_.size() + 1));
+    Agreement& agreement = agreements_[ids_.back()];
+    agreement.shapes = {{elements}};
+    agreement.dtype = dtype;
+    return agreement;
+  }
+  std::vector<Ids> fused(std::size_t bytes_max = 1024) const {
+    std::vector<Ids> all;
+    for (const Batch& batch : fuse(
+             ids_, [this](CacheId id) -> const Agreement& { return agreements_.at(id); },
+             FusionPolicy{bytes_max})) {
+      all.push_back(batch.ids);
+    }
+    return all;
+  }
+  const Agreement& of(CacheId id) const { return agreements_.at(id); }
+
+ private:
+  Ids ids_;
+  std::map<CacheId, Agreement> agreements_;
+};
+
+TEST_CASE("nothing ready makes no batch") { CHECK(Ready().fused().empty()); }
+
+TEST_CASE("allreduces of one kind run as one, in order") {
+  Ready ready;
+  for (int i = 0; i < 4; ++i) ready.add(8);
+  CHECK(ready.fused() == std::vector<Ids>{{1, 2, 3, 4}});
+}
+
+TEST_CASE("float16 between float32 does not break a batch") {
+  Ready ready;
+  ready.add(8);
+  ready.add(8, DType::kFloat16);
+  ready.add(8);
+  ready.add(8, DType::kFloat16);
+  CHECK(ready.fused() == std::vector<Ids>{{1, 3}, {2, 4}});
+}
+
+TEST_CASE("anything that the kernel depends on keeps allreduces apart") {
+  Ready ready;
+  ready.add(8);
+  ready.add(8).process_set = 1;
+  ready.add(8).op = ReduceOp::kMax;
+  ready.add(8).scale.post = 0.5;
+  ready.add(8).scale.pre = 0.5;
+  ready.add(8).device = DeviceKind::kCuda;
+  CHECK(ready.fused() == std::vector<Ids>{{1}, {2}, {3}, {4}, {5}, {6}});
+}
+
+TEST_CASE("other kinds are batches of one and do not break those around them") {
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kBroadcast, OpKind::kBarrier}) {
+    Ready ready;
+    ready.add(8);
+    ready.add(8).kind = kind;
+    ready.add(8).kind = kind;
+    ready.add(8);
+    CHECK(ready.fused() == std::vector<Ids>{{1, 4}, {2}, {3}});
+  }
+}
+
+TEST_CASE("a batch holds at most bytes_max, to the byte") {
+  Ready ready;
+  ready.add(128);
+  ready.add(128);
+  ready.add(1);
+  CHECK(ready.fused(1024) == std::vector<Ids>{{1, 2}, {3}});
+  CHECK(ready.fused(1028) == std::vector<Ids>{{1, 2, 3}});
+  CHECK(ready.fused(1023) == std::vector<Ids>{{1}, {2, 3}});
+}
+
+TEST_CASE("one larger than bytes_max runs alone while smaller ones go on fusing") {
+  Ready ready;
+  ready.add(8);
+  ready.add(1000);
+  ready.add(8);
+  CHECK(ready.fused(1024) == std::vector<Ids>{{1, 3}, {2}});
+}
+
+TEST_CASE("all tensors of a grouped request count") {
+  Ready ready;
+  ready.add(8).shapes = {{128}, {64, 2}};
+  ready.add(1);
+  CHECK(ready.fused(1024) == std::vector<Ids>{{1}, {2}});
+}
+
+TEST_CASE("without a bound, or with bound zero, batches are all or one") {
+  Ready ready;
+  ready.add(8);
+  ready.add(8);
+  CHECK(ready.fused(std::numeric_limits<std::size_t>::max()) == std::vector<Ids>{{1, 2}});
+  CHECK(ready.fused(0) == std::vector<Ids>{{1}, {2}});
+}
+
+TEST_CASE("higher priority goes first and equal priority keeps the order given") {
+  Ready ready;
+  ready.add(200).priority = -1;
+  ready.add(200).priority = 5;
+  ready.add(200).priority = 0;
+  ready.add(200).priority = 5;
+  CHECK(ready.fused(1024) == std::vector<Ids>{{2}, {4}, {3}, {1}});
+  CHECK(ready.fused(4096) == std::vector<Ids>{{2, 4, 3, 1}});
+}
+
+TEST_CASE("sizes beyond any machine run alone") {
+  Ready ready;
+  ready.add(8);
+  ready.add(8, DType::kFloat64).shapes.assign(40, {std::int64_t{1} << 59});
+  ready.add(8);
+  ready.add(8, DType::kFloat64).shapes.assign(4, {std::int64_t{1} << 59});
+  CHECK(ready.fused() == std::vector<Ids>{{1, 3}, {2}, {4}});
+}
+
+TEST_CASE("random lists: each id once, none over the bound, one kind a batch") {
+  std::mt19937 random(11);
+  const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+  for (int round = 0; round < 200; ++round) {
+    Ready ready;
+    const int count = below(40);
+    for (int i = 0; i < count; ++i) {
+      Agreement& agreement = ready.add(1 + below(300), below(2) ? DType::kInt8 : DType::kFloat32);
+      agreement.priority = below(3);
+      agreement.process_set = static_cast<ProcessSetId>(below(2));
+      if (below(5) == 0) agreement.kind = OpKind::kAllgather;
+    }
+    std::vector<bool> seen(static_cast<std::size_t>(count) + 1);
+    for (const Ids& ids : ready.fused(600)) {
+      REQUIRE_FALSE(ids.empty());
+      const Agreement& first = ready.of(ids[0]);
+      std::size_t bytes = 0;
+      for (const CacheId id : ids) {
+        const Agreement& agreement = ready.of(id);
+        CHECK_FALSE(seen[id]);
+        seen[id] = true;
+        bytes += static_cast<std::size_t>(agreement.shapes[0][0]) * item_size(agreement.dtype);
+        CHECK(agreement.dtype == first.dtype);
+        CHECK(agreement.process_set == first.process_set);
+      }
+      if (ids.size() > 1) {
+        CHECK(bytes <= 600);
+        CHECK(first.kind == OpKind::kAllreduce);
+      }
+    }
+    CHECK(std::count(seen.begin(), seen.end(), true) == count);
+  }
+}
+
+}  // namespace
+}  // namespace polyhvd

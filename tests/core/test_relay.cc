@@ -1,0 +1,234 @@
+#include <doctest/doctest.h>
+
+#include "relay.h"
+
+namespace polyhvd {
+namespace {
+
+using std::chrono::seconds;
+
+// A relay for ranks 2, 3 and 4 of a world of 6, with x known as id 1 and, in the
+// set of 0, 3 and 4, y as id 2.
+class Node {
+ public:
+  Node() : sets(6), relay(sets, {2, 3, 4}) {
+    set = sets.add({0, 3, 4});
+    define(1, kWorld, "x");
+    define(2, set, "y");
+  }
+  void define(CacheId id, ProcessSetId process_set, const char* name) {
+    Definition definition;
+    definition.id = id;
+    definition.agreement.process_set = process_set;
+    definition.agreement.name = std::string(name);
+    cache.define(std::move(definition));
+  }
+  void hit(int rank, CacheId id) { add({{}, {{rank, id}}, {}, {}}, {rank}); }
+  void subtree_hit(const std::vector<int>& ranks, CacheId id) { add({{id}, {}, {}, {}}, ranks); }
+  void depart(int rank) { add({{}, {}, {}, {rank}}, {rank}); }
+  void request(int rank, ProcessSetId process_set, const char* name) {
+    Request request;
+    request.rank = rank;
+    request.process_set = process_set;
+    request.name = std::string(name);
+    add({{}, {}, {request}, {}}, {rank});
+  }
+  void add(const Report& report, const std::vector<int>& from) {
+    relay.add(report, from, cache, now);
+  }
+  Report take() { return relay.take_report(now, seconds(10)); }
+
+  ProcessSets sets;
+  ResponseCache cache;
+  Relay relay;
+  ProcessSetId set = 0;
+  Time now{};
+};
+
+using Hits = std::vector<std::pair<int, CacheId>>;
+
+Hits hits_of(const Report& report) {
+  Hits hits;
+  for (const Report::Hit& hit : report.hits) hits.emplace_back(hit.rank, hit.id);
+  return hits;
+}
+
+TEST_CASE("a hit goes up once, when the whole subtree has it") {
+  Node node;
+  for (int step = 0; step < 3; ++step) {
+    node.hit(3, 1);
+    node.subtree_hit({4}, 1);
+    CHECK(node.take().empty());
+    node.hit(2, 1);
+    const Report report = node.take();
+    CHECK(report.subtree_hits == std::vector<CacheId>{1});
+    CHECK(report.hits.empty());
+    CHECK(node.take().empty());
+  }
+}
+
+TEST_CASE("members outside the subtree and others within it are not waited for") {
+  Node node;
+  node.hit(4, 2);
+  CHECK(node.take().empty());
+  node.hit(3, 2);
+  CHECK(node.take().subtree_hits == std::vector<CacheId>{2});
+}
+
+TEST_CASE("a child's subtree hit speaks for its members of the set alone") {
+  Node node;
+  node.subtree_hit({2, 3}, 2);
+  CHECK(node.take().empty());
+  node.subtree_hit({4}, 2);
+  CHECK(node.take().subtree_hits == std::vector<CacheId>{2});
+}
+
+TEST_CASE("requests and departures go up at once") {
+  Node node;
+  node.request(3, kWorld, "new");
+  CHECK(node.take().requests.size() == 1);
+  node.depart(2);
+  CHECK(node.take().departures == std::vector<std::int32_t>{2});
+}
+
+TEST_CASE("hits of an id that the replica does not know go up as they are") {
+  Node node;
+  node.hit(3, 77);
+  node.subtree_hit({2, 4}, 77);
+  CHECK(hits_of(node.take()) == Hits{{3, 77}, {2, 77}, {4, 77}});
+}
+
+TEST_CASE("after its patience a relay sends what it has, once, and the rest as it comes") {
+  Node node;
+  node.hit(3, 1);
+  node.now += seconds(9);
+  CHECK(node.take().empty());
+  node.now += seconds(1);
+  CHECK(hits_of(node.take()) == Hits{{3, 1}});
+  CHECK(node.take().empty());
+  node.hit(2, 1);
+  CHECK(hits_of(node.take()) == Hits{{2, 1}});
+  node.hit(4, 1);
+  CHECK(hits_of(node.take()) == Hits{{4, 1}});
+  node.subtree_hit({2, 3, 4}, 1);  // the next round is merged again
+  CHECK(node.take().subtree_hits == std::vector<CacheId>{1});
+}
+
+TEST_CASE("patience counts from the first hit of a round, for each id") {
+  Node node;
+  node.hit(3, 1);
+  node.hit(2, 1);
+  node.hit(4, 1);
+  node.take();
+  node.now += seconds(60);
+  node.hit(3, 1);
+  node.now += seconds(5);
+  node.hit(3, 2);
+  CHECK(node.take().empty());
+  node.now += seconds(5);
+  CHECK(hits_of(node.take()) == Hits{{3, 1}});
+  node.now += seconds(5);
+  CHECK(hits_of(node.take()) == Hits{{3, 2}});
+}
+
+TEST_CASE("a request for a cached name sends the hits held back, and later ones at once") {
+  Node node;
+  node.hit(3, 1);
+  node.request(2, kWorld, "x");
+  Report report = node.take();
+  CHECK(hits_of(report) == Hits{{3, 1}});
+  CHECK(report.requests.size() == 1);
+  node.hit(4, 1);
+  CHECK(hits_of(node.take()) == Hits{{4, 1}});
+  node.subtree_hit({2, 3, 4}, 1);
+  CHECK(node.take().subtree_hits == std::vector<CacheId>{1});
+}
+
+TEST_CASE("a request before any hit makes the hits follow at once") {
+  Node node;
+  node.request(3, node.set, "y");
+  node.hit(4, 2);
+  CHECK(hits_of(node.take()) == Hits{{4, 2}});
+  node.hit(4, 2);
+  CHECK(node.take().empty());
+}
+
+TEST_CASE("a request for the same name in another set changes nothing") {
+  Node node;
+  node.hit(3, 1);
+  node.request(3, node.set, "x");
+  CHECK(node.take().hits.empty());
+}
+
+TEST_CASE("a withdrawn id's hits go up, and so do those that come after its eviction") {
+  Node node;
+  node.hit(3, 1);
+  node.cache.evict(1);
+  node.relay.withdraw(1);
+  CHECK(hits_of(node.take()) == Hits{{3, 1}});
+  node.hit(2, 1);
+  CHECK(hits_of(node.take()) == Hits{{2, 1}});
+  node.relay.withdraw(1);
+  node.relay.withdraw(99);
+  CHECK(node.take().empty());
+}
+
+TEST_CASE("hits that went up already do not go up again when withdrawn") {
+  Node node;
+  node.hit(3, 1);
+  node.now += seconds(10);
+  node.take();
+  node.relay.withdraw(1);
+  CHECK(node.take().empty());
+}
+
+TEST_CASE("a departure releases the hits that would wait for it, and later ones") {
+  Node node;
+  node.hit(3, 1);
+  node.hit(3, 2);
+  node.depart(2);  // of the world, not of the set
+  CHECK(hits_of(node.take()) == Hits{{3, 1}});
+  node.hit(4, 1);
+  CHECK(hits_of(node.take()) == Hits{{4, 1}});
+  node.hit(4, 2);
+  CHECK(node.take().subtree_hits == std::vector<CacheId>{2});
+}
+
+TEST_CASE("a doomed set's hits are held back no longer") {
+  Node node;
+  node.hit(3, 2);
+  node.hit(3, 1);
+  node.relay.doom(node.set);
+  CHECK(hits_of(node.take()) == Hits{{3, 2}});
+  node.hit(3, 2);
+  node.hit(4, 2);
+  CHECK(hits_of(node.take()) == Hits{{3, 2}, {4, 2}});
+}
+
+TEST_CASE("a rank's second hit, its first refused above, ends the merging of that round") {
+  Node node;
+  node.hit(3, 1);
+  node.hit(3, 1);
+  CHECK(hits_of(node.take()) == Hits{{3, 1}, {3, 1}});
+}
+
+TEST_CASE("a rank's request, its hit refused above, starts a round that is passed on") {
+  Node node;
+  node.hit(3, 2);
+  node.request(3, node.set, "y");
+  CHECK(hits_of(node.take()) == Hits{{3, 2}});
+  node.hit(4, 2);
+  CHECK(hits_of(node.take()) == Hits{{4, 2}});
+  node.hit(4, 2);
+  CHECK(node.take().empty());
+}
+
+TEST_CASE("a hit from outside the process set breaks the protocol") {
+  Node node;
+  CHECK_THROWS_AS(node.hit(2, 2), Failure);
+  CHECK_THROWS_AS(node.subtree_hit({2}, 2), Failure);
+  CHECK_THROWS_AS(node.request(2, node.set, "y"), Failure);
+}
+
+}  // namespace
+}  // namespace polyhvd
