@@ -1,0 +1,64 @@
+// Walks the segments of a fused operation as one run of bytes, in pieces that
+// are contiguous in memory, inputs and outputs side by side.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "types.h"
+
+namespace polyhvd::host {
+
+class Cursor {
+ public:
+  // `in` and `out` are cut alike, and outlive the cursor.
+  Cursor(Segments in, Segments out, std::size_t at = 0) : in_(in), out_(out) { skip(at); }
+
+  // Calls use(in, out, offset, count) for the pieces of the next `bytes` bytes;
+  // `offset` counts from the present position.
+  template <class Use>
+  void take(std::size_t bytes, Use&& use) {
+    std::size_t done = 0;
+    while (done < bytes) {
+      const std::size_t count = std::min(bytes - done, in_[index_].bytes - offset_);
+      if (count > 0) use(in_[index_].data + offset_, out_[index_].data + offset_, done, count);
+      done += count;
+      offset_ += count;
+      if (offset_ == in_[index_].bytes) {
+        ++index_;
+        offset_ = 0;
+      }
+    }
+  }
+
+  void copy_inputs_to(std::byte* target, std::size_t bytes) {
+    take(bytes, [target](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
+      std::memcpy(target + offset, in, count);
+    });
+  }
+
+  void copy_to_outputs(const std::byte* source, std::size_t bytes) {
+    take(bytes, [source](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
+      std::memcpy(out, source + offset, count);
+    });
+  }
+
+  void skip(std::size_t bytes) {
+    take(bytes, [](std::byte*, std::byte*, std::size_t, std::size_t) {});
+  }
+
+ private:
+  Segments in_;
+  Segments out_;
+  std::size_t index_ = 0;
+  std::size_t offset_ = 0;
+};
+
+inline std::size_t total_bytes(Segments segments) noexcept {
+  std::size_t total = 0;
+  for (const Segment& segment : segments) total += segment.bytes;
+  return total;
+}
+
+}  // namespace polyhvd::host

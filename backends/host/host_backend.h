@@ -1,0 +1,43 @@
+// The CPU backend: shared memory within a host, a Transport between hosts.
+// Algorithms are described in docs/algorithms.md.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "backend.h"
+#include "parking.h"
+#include "shm/local_peers.h"
+#include "shm/segment.h"
+#include "transport.h"
+
+namespace polyhvd::host {
+
+// What a rank's communicators share. Everything outlives them.
+struct Fabric {
+  int rank = 0;
+  std::vector<std::vector<int>> domains;  // ranks that share a segment, as in wiring.py
+  std::vector<int> domain_of;             // by world rank
+  shm::Segment* segment = nullptr;        // null when this rank's domain has one rank
+  shm::LocalPeers* peers = nullptr;       // likewise
+  Transport* transport = nullptr;         // null when there is one domain
+  Parking* parking = nullptr;
+  // Moves control traffic along, between the steps of a long transfer.
+  std::function<void()> overlap = [] {};
+  std::atomic<std::uint64_t> shm_bytes{0};  // staged by this rank; any thread reads it
+};
+
+class HostBackend final : public Backend {
+ public:
+  explicit HostBackend(Fabric& fabric) : fabric_(fabric) {}
+  std::string_view name() const noexcept override { return "host"; }
+  bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
+  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) override;
+
+ private:
+  Fabric& fabric_;
+};
+
+}  // namespace polyhvd::host

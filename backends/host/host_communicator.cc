@@ -1,0 +1,346 @@
+#include "host/host_communicator.h"
+
+#include <algorithm>
+#include <map>
+
+#include "host/kernels.h"
+
+namespace polyhvd::host {
+namespace {
+
+// Up to this many bytes staged in all, every rank reduces everything itself: one
+// exchange instead of two, at the price of reading all contributions.
+constexpr std::size_t kDirectBytesMax = 128 << 10;
+
+std::vector<std::vector<int>> group_by_host(const Fabric& fabric, std::span<const int> members) {
+  std::map<int, std::vector<int>> by_domain;
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    by_domain[fabric.domain_of[static_cast<std::size_t>(members[i])]].push_back(static_cast<int>(i));
+  }
+  std::vector<std::vector<int>> sides;
+  for (auto& [domain, positions] : by_domain) sides.push_back(std::move(positions));
+  return sides;
+}
+
+LocalGroup make_group(Fabric& fabric, ProcessSetId set, std::span<const int> members) {
+  const int domain = fabric.domain_of[static_cast<std::size_t>(fabric.rank)];
+  const std::vector<int>& ranks_here = fabric.domains[static_cast<std::size_t>(domain)];
+  std::vector<int> locals;
+  int self = 0;
+  for (const int rank : members) {
+    const auto it = std::ranges::find(ranks_here, rank);
+    if (it == ranks_here.end()) continue;
+    if (rank == fabric.rank) self = static_cast<int>(locals.size());
+    locals.push_back(static_cast<int>(it - ranks_here.begin()));
+  }
+  shm::Staging staging;
+  if (locals.size() > 1) {
+    staging = fabric.segment->staging(static_cast<int>(set), static_cast<int>(locals.size()));
+  }
+  return LocalGroup(fabric, staging, std::move(locals), self);
+}
+
+}  // namespace
+
+// How an operation's bytes are cut: one slice per owner, in chunks. Computed from
+// what was agreed alone, hence equal on all ranks.
+struct HostCommunicator::Slices {
+  std::size_t total;
+  std::size_t slice;
+  std::size_t chunk;
+  std::size_t steps;
+
+  Slices(std::size_t bytes, std::size_t item, int owners, std::size_t chunk_bytes) : total(bytes) {
+    const std::size_t unit = shm::kCacheLine * item;  // whole elements, whole cache lines
+    const auto n = static_cast<std::size_t>(owners);
+    slice = ((bytes + n - 1) / n + unit - 1) / unit * unit;
+    chunk = std::max(chunk_bytes / item * item, item);
+    steps = (slice + chunk - 1) / chunk;
+  }
+  std::size_t begin(int owner) const {
+    return std::min(total, slice * static_cast<std::size_t>(owner));
+  }
+  std::size_t size(int owner) const { return begin(owner + 1) - begin(owner); }
+  std::size_t bytes_of(int owner, std::size_t step) const {
+    const std::size_t at = step * chunk;
+    return at >= size(owner) ? 0 : std::min(chunk, size(owner) - at);
+  }
+};
+
+HostCommunicator::HostCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members)
+    : fabric_(fabric),
+      members_(members.begin(), members.end()),
+      sides_(group_by_host(fabric, members)),
+      group_(make_group(fabric, set, members)) {
+  chunk_bytes_ = shm::kChunkBytesMax;
+  rails_ = static_cast<int>(members.size());
+  for (std::size_t s = 0; s < sides_.size(); ++s) {
+    const auto size = static_cast<int>(sides_[s].size());
+    chunk_bytes_ = std::min(chunk_bytes_, shm::chunk_bytes(size));
+    rails_ = std::min(rails_, size);
+    for (const int position : sides_[s]) {
+      if (rank_at(position) != fabric.rank) continue;
+      position_ = position;
+      side_ = static_cast<int>(s);
+    }
+  }
+  partials_.resize(hosts() > 1 ? sides_.size() : 0);
+}
+
+void HostCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
+                                 Deadline deadline) {
+  const Reduction r{in, out, dtype, op, scale, deadline, total_bytes(in)};
+  if (r.bytes == 0) return;
+  const auto ranks_here = static_cast<std::size_t>(group_.size());
+  if (members_.size() == 1) {
+    reduce_alone(r);
+  } else if (hosts() == 1 && r.bytes * ranks_here <= kDirectBytesMax &&
+             r.bytes <= group_.staging().region_bytes()) {
+    reduce_direct(r);
+  } else {
+    reduce_sliced(r);
+  }
+}
+
+void HostCommunicator::reduce_alone(const Reduction& r) {
+  const std::size_t item = item_size(r.dtype);
+  for (std::size_t i = 0; i < r.in.size(); ++i) {
+    const std::byte* source = r.in[i].data;
+    reduce(r.dtype, r.op, r.scale, {&source, 1}, r.in[i].bytes / item, r.out[i].data, nullptr);
+  }
+}
+
+void HostCommunicator::reduce_direct(const Reduction& r) {
+  const std::size_t item = item_size(r.dtype);
+  const shm::Staging& staging = group_.staging();
+  const std::uint64_t step = group_.step();
+  group_.await_free(step, r.deadline);
+  Cursor(r.in, r.out).copy_inputs_to(staging.region(group_.self(), step), r.bytes);
+  group_.publish_begun(step, r.bytes);
+  group_.await_begun(step, r.deadline);
+  sources_.resize(static_cast<std::size_t>(group_.size()));
+  Cursor(r.in, r.out).take(r.bytes, [&](const std::byte* in, std::byte* out, std::size_t offset,
+                                        std::size_t count) {
+    for (int m = 0; m < group_.size(); ++m) {
+      sources_[static_cast<std::size_t>(m)] =
+          m == group_.self() ? in : staging.region(m, step) + offset;
+    }
+    reduce(r.dtype, r.op, r.scale, sources_, count / item, out, nullptr);
+  });
+  group_.advance();
+}
+
+void HostCommunicator::reduce_sliced(const Reduction& r) {
+  const Slices slices(r.bytes, item_size(r.dtype), rails_, chunk_bytes_);
+  const int self = group_.self();
+  std::vector<Cursor> staged;
+  std::vector<Cursor> results;
+  for (int owner = 0; owner < rails_; ++owner) {
+    staged.emplace_back(r.in, r.out, slices.begin(owner));
+    results.push_back(staged.back());
+  }
+  Cursor mine(r.in, r.out, slices.begin(std::min(self, rails_)));
+  for (std::size_t i = 0; i <= slices.steps; ++i) {
+    const std::uint64_t step = group_.step();
+    if (i < slices.steps) {
+      stage(r, slices, i, staged);
+      const std::size_t own = self < rails_ ? slices.bytes_of(self, i) : 0;
+      if (own > 0) {
+        group_.await_begun(step, r.deadline);
+        hosts() == 1 ? reduce_own_chunk(r, mine, own) : reduce_own_chunk_across(r, mine, own);
+      }
+      group_.publish_reduced(step);
+      group_.advance();
+    }
+    // One step late, so that the owners have had time to finish.
+    for (int owner = 0; i > 0 && owner < rails_; ++owner) {
+      if (owner == self) continue;
+      const std::size_t bytes = slices.bytes_of(owner, i - 1);
+      if (bytes == 0) continue;
+      group_.await_reduced_by(owner, step - 1, r.deadline);
+      results[static_cast<std::size_t>(owner)].copy_to_outputs(
+          group_.staging().part(owner, owner, step - 1), bytes);
+    }
+    fabric_.overlap();
+  }
+}
+
+void HostCommunicator::stage(const Reduction& r, const Slices& slices, std::size_t i,
+                             std::vector<Cursor>& cursors) {
+  const std::uint64_t step = group_.step();
+  std::size_t staged = 0;
+  group_.await_free(step, r.deadline);
+  for (int owner = 0; owner < rails_; ++owner) {
+    if (owner == group_.self()) continue;
+    const std::size_t bytes = slices.bytes_of(owner, i);
+    cursors[static_cast<std::size_t>(owner)].copy_inputs_to(
+        group_.staging().part(group_.self(), owner, step), bytes);
+    staged += bytes;
+  }
+  group_.publish_begun(step, staged);
+}
+
+void HostCommunicator::reduce_own_chunk(const Reduction& r, Cursor& mine, std::size_t bytes) {
+  const std::size_t item = item_size(r.dtype);
+  const shm::Staging& staging = group_.staging();
+  const int self = group_.self();
+  const std::uint64_t step = group_.step();
+  sources_.resize(static_cast<std::size_t>(group_.size()));
+  mine.take(bytes, [&](const std::byte* in, std::byte* out, std::size_t offset, std::size_t count) {
+    for (int m = 0; m < group_.size(); ++m) {
+      sources_[static_cast<std::size_t>(m)] =
+          m == self ? in : staging.part(m, self, step) + offset;
+    }
+    reduce(r.dtype, r.op, r.scale, sources_, count / item, out,
+           staging.part(self, self, step) + offset);
+  });
+}
+
+void HostCommunicator::reduce_own_chunk_across(const Reduction& r, Cursor& mine,
+                                               std::size_t bytes) {
+  const std::size_t item = item_size(r.dtype);
+  const std::size_t wide = item_size(accumulator_of(r.dtype));
+  const shm::Staging& staging = group_.staging();
+  const int self = group_.self();
+  const std::uint64_t step = group_.step();
+  for (auto& partial : partials_) partial.resize(bytes / item * wide);
+  std::byte* own = partials_[static_cast<std::size_t>(side_)].data();
+  sources_.resize(static_cast<std::size_t>(group_.size()));
+  Cursor reading = mine;
+  reading.take(bytes, [&](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
+    for (int m = 0; m < group_.size(); ++m) {
+      sources_[static_cast<std::size_t>(m)] =
+          m == self ? in : staging.part(m, self, step) + offset;
+    }
+    reduce_to_partial(r.dtype, r.op, r.scale.pre, sources_, count / item,
+                      own + offset / item * wide);
+  });
+  exchange_partials(bytes / item * wide, r.deadline);
+  sources_.resize(partials_.size());
+  mine.take(bytes, [&](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
+    for (std::size_t h = 0; h < partials_.size(); ++h) {
+      sources_[h] = partials_[h].data() + offset / item * wide;
+    }
+    std::byte* copy = group_.size() > 1 ? staging.part(self, self, step) + offset : nullptr;
+    combine_partials(r.dtype, r.op, r.scale.post, sources_, count / item, out, copy);
+  });
+}
+
+void HostCommunicator::exchange_partials(std::size_t bytes, Deadline deadline) {
+  const auto rail = static_cast<std::size_t>(group_.self());
+  for (int k = 1; k < hosts(); ++k) {
+    const auto to = static_cast<std::size_t>((side_ + k) % hosts());
+    const auto from = static_cast<std::size_t>((side_ - k + hosts()) % hosts());
+    fabric_.transport->exchange(
+        rank_at(sides_[to][rail]), {partials_[static_cast<std::size_t>(side_)].data(), bytes},
+        rank_at(sides_[from][rail]), {partials_[from].data(), bytes}, deadline);
+  }
+}
+
+void HostCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
+  std::vector<std::size_t> offsets(counts.size(), 0);
+  for (std::size_t i = 1; i < counts.size(); ++i) offsets[i] = offsets[i - 1] + counts[i - 1];
+  const auto block = [&](int position) {
+    const auto p = static_cast<std::size_t>(position);
+    return Segment{out.data() + offsets[p], counts[p]};
+  };
+  const Segment own = block(position_);
+  if (own.bytes > 0 && own.data != in.data()) std::memcpy(own.data, in.data(), own.bytes);
+
+  const std::vector<int>& here = sides_[static_cast<std::size_t>(side_)];
+  std::vector<Segment> blocks;
+  std::vector<std::size_t> bytes;
+  for (const int position : here) {
+    blocks.push_back(block(position));
+    bytes.push_back(blocks.back().bytes);
+  }
+  std::vector<Cursor> sinks;
+  for (const Segment& b : blocks) sinks.emplace_back(Segments(&b, 1), Segments(&b, 1));
+  const Cursor source(Segments(&own, 1), Segments(&own, 1));
+  group_.spread(bytes, source, sinks, deadline);
+  if (hosts() > 1) gather_across(out, counts, deadline);
+}
+
+// The leaders swap their hosts' blocks, and hand the others' on within the host.
+void HostCommunicator::gather_across(Bytes out, Counts counts, Deadline deadline) {
+  std::vector<std::size_t> offsets(counts.size(), 0);
+  for (std::size_t i = 1; i < counts.size(); ++i) offsets[i] = offsets[i - 1] + counts[i - 1];
+  const auto block = [&](const std::vector<int>& side, std::size_t i) {
+    if (i >= side.size()) return Bytes{};
+    const auto p = static_cast<std::size_t>(side[i]);
+    return out.subspan(offsets[p], counts[p]);
+  };
+  const std::vector<int>& here = sides_[static_cast<std::size_t>(side_)];
+  for (int k = 1; leads() && k < hosts(); ++k) {
+    const auto& to = sides_[static_cast<std::size_t>((side_ + k) % hosts())];
+    const auto& from = sides_[static_cast<std::size_t>((side_ - k + hosts()) % hosts())];
+    for (std::size_t i = 0; i < std::max(here.size(), from.size()); ++i) {
+      fabric_.transport->exchange(rank_at(to[0]), block(here, i), rank_at(from[0]), block(from, i),
+                                  deadline);
+    }
+  }
+  std::vector<std::size_t> bytes(here.size(), 0);
+  for (int s = 0; s < hosts(); ++s) {
+    if (s == side_) continue;
+    for (const int position : sides_[static_cast<std::size_t>(s)]) {
+      const auto p = static_cast<std::size_t>(position);
+      const Segment b{out.data() + offsets[p], counts[p]};
+      bytes[0] = b.bytes;
+      std::vector<Cursor> sinks(here.size(), Cursor(Segments(&b, 1), Segments(&b, 1)));
+      group_.spread(bytes, sinks[0], sinks, deadline);
+    }
+  }
+}
+
+void HostCommunicator::broadcast(Segments in, Segments out, int root, Deadline deadline) {
+  const std::size_t total = total_bytes(out);
+  if (total == 0) return;
+  if (root == position_) {
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      if (in[i].bytes > 0 && in[i].data != out[i].data) {
+        std::memcpy(out[i].data, in[i].data, in[i].bytes);
+      }
+    }
+  }
+  int root_side = 0;
+  int root_local = 0;
+  for (int s = 0; s < hosts(); ++s) {
+    const auto& side = sides_[static_cast<std::size_t>(s)];
+    const auto it = std::ranges::find(side, root);
+    if (it == side.end()) continue;
+    root_side = s;
+    root_local = static_cast<int>(it - side.begin());
+  }
+  std::vector<std::size_t> bytes(static_cast<std::size_t>(group_.size()), 0);
+  std::vector<Cursor> sinks(bytes.size(), Cursor(out, out));
+  if (side_ == root_side) {
+    bytes[static_cast<std::size_t>(root_local)] = total;
+    group_.spread(bytes, Cursor(out, out), sinks, deadline);
+    for (int s = 0; leads() && s < hosts(); ++s) {
+      if (s == side_) continue;
+      for (const Segment& segment : out) {
+        const int to = rank_at(sides_[static_cast<std::size_t>(s)][0]);
+        fabric_.transport->send(to, {segment.data, segment.bytes}, deadline);
+      }
+    }
+    return;
+  }
+  for (const Segment& segment : out) {
+    if (!leads()) break;
+    const int from = rank_at(sides_[static_cast<std::size_t>(root_side)][0]);
+    fabric_.transport->recv(from, {segment.data, segment.bytes}, deadline);
+  }
+  bytes[0] = total;
+  group_.spread(bytes, Cursor(out, out), sinks, deadline);
+}
+
+bool HostBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const {
+  if (device != DeviceKind::kCpu) return false;
+  return kind != OpKind::kAllreduce || host::supports(dtype, op);
+}
+
+std::unique_ptr<Communicator> HostBackend::connect(ProcessSetId set, std::span<const int> members) {
+  return std::make_unique<HostCommunicator>(fabric_, set, members);
+}
+
+}  // namespace polyhvd::host

@@ -1,0 +1,61 @@
+// Collectives of one process set on CPUs. Within a host through staging areas,
+// straight from and to the tensors; between hosts by a Transport.
+//
+// Same bits: an element is the sum over hosts, in order, of the sums over each
+// host's ranks, in order. Slicing, chunking, fusion and timing do not enter.
+#pragma once
+
+#include <vector>
+
+#include "host/host_backend.h"
+#include "host/local_group.h"
+
+namespace polyhvd::host {
+
+class HostCommunicator final : public Communicator {
+ public:
+  HostCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members);
+
+  void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
+                 Deadline deadline) override;
+  void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+  void broadcast(Segments in, Segments out, int root, Deadline deadline) override;
+
+ private:
+  struct Reduction {
+    Segments in;
+    Segments out;
+    DType dtype;
+    ReduceOp op;
+    Scale scale;
+    Deadline deadline;
+    std::size_t bytes;
+  };
+  struct Slices;
+
+  void reduce_alone(const Reduction& r);
+  void reduce_direct(const Reduction& r);
+  void reduce_sliced(const Reduction& r);
+  void stage(const Reduction& r, const Slices& slices, std::size_t i, std::vector<Cursor>& cursors);
+  void reduce_own_chunk(const Reduction& r, Cursor& mine, std::size_t bytes);
+  void reduce_own_chunk_across(const Reduction& r, Cursor& mine, std::size_t bytes);
+  void exchange_partials(std::size_t bytes, Deadline deadline);
+  void gather_across(Bytes out, Counts counts, Deadline deadline);
+
+  int hosts() const noexcept { return static_cast<int>(sides_.size()); }
+  bool leads() const noexcept { return group_.self() == 0; }
+  int rank_at(int position) const { return members_[static_cast<std::size_t>(position)]; }
+
+  Fabric& fabric_;
+  std::vector<int> members_;             // world ranks by position
+  std::vector<std::vector<int>> sides_;  // positions on each host, hosts in order
+  int position_ = 0;                     // of this rank
+  int side_ = 0;                         // this rank's host
+  int rails_ = 1;                        // slices: as many owners as the smallest host has
+  std::size_t chunk_bytes_ = 0;
+  LocalGroup group_;
+  std::vector<std::vector<std::byte>> partials_;  // by host; scratch of the owner
+  std::vector<const std::byte*> sources_;         // scratch
+};
+
+}  // namespace polyhvd::host

@@ -1,0 +1,82 @@
+#include "host/local_group.h"
+
+#include <algorithm>
+
+namespace polyhvd::host {
+
+LocalGroup::LocalGroup(Fabric& fabric, shm::Staging staging, std::vector<int> locals, int self)
+    : fabric_(fabric), staging_(staging), locals_(std::move(locals)), self_(self) {}
+
+void LocalGroup::ring() {
+  for (int m = 0; m < size(); ++m) {
+    if (m != self_) fabric_.peers->wake(locals_[static_cast<std::size_t>(m)]);
+  }
+}
+
+void LocalGroup::await_counter(const shm::Counter& counter, std::uint64_t value, Deadline deadline) {
+  // Sequentially consistent, as the publisher's store: see Parking's sleep flag.
+  if (counter.value.load() >= value) return;
+  fabric_.parking->await([&] { return counter.value.load() >= value; }, deadline);
+}
+
+void LocalGroup::await_free(std::uint64_t step, Deadline deadline) {
+  // A member that has begun step t has finished step t - 2: the chunked
+  // allreduce copies results out one step late.
+  constexpr std::uint64_t kLead = shm::kSlots - 3;
+  if (step < shm::kSlots) return;
+  for (int m = 0; m < size(); ++m) {
+    if (m != self_) await_counter(staging_.begun[m], step - kLead, deadline);
+  }
+}
+
+void LocalGroup::publish_begun(std::uint64_t step, std::size_t bytes) {
+  if (size() == 1) return;
+  fabric_.shm_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  staging_.begun[self_].value.store(step + 1);
+  ring();
+}
+
+void LocalGroup::publish_reduced(std::uint64_t step) {
+  if (size() == 1) return;
+  staging_.reduced[self_].value.store(step + 1);
+  ring();
+}
+
+void LocalGroup::await_begun(std::uint64_t step, Deadline deadline) {
+  for (int m = 0; m < size(); ++m) {
+    if (m != self_) await_counter(staging_.begun[m], step + 1, deadline);
+  }
+}
+
+void LocalGroup::await_begun_by(int member, std::uint64_t step, Deadline deadline) {
+  await_counter(staging_.begun[member], step + 1, deadline);
+}
+
+void LocalGroup::await_reduced_by(int member, std::uint64_t step, Deadline deadline) {
+  await_counter(staging_.reduced[member], step + 1, deadline);
+}
+
+void LocalGroup::spread(std::span<const std::size_t> bytes, Cursor source, std::span<Cursor> sinks,
+                        Deadline deadline) {
+  if (size() == 1) return;
+  const std::size_t unit = staging_.region_bytes();
+  const std::size_t most = *std::ranges::max_element(bytes);
+  for (std::size_t at = 0; at < most; at += unit) {
+    const auto count = [&](int m) {
+      const std::size_t total = bytes[static_cast<std::size_t>(m)];
+      return at < total ? std::min(unit, total - at) : 0;
+    };
+    await_free(step_, deadline);
+    source.copy_inputs_to(staging_.region(self_, step_), count(self_));
+    publish_begun(step_, count(self_));
+    for (int m = 0; m < size(); ++m) {
+      if (m == self_ || count(m) == 0) continue;
+      await_begun_by(m, step_, deadline);
+      sinks[static_cast<std::size_t>(m)].copy_to_outputs(staging_.region(m, step_), count(m));
+    }
+    advance();
+    fabric_.overlap();
+  }
+}
+
+}  // namespace polyhvd::host

@@ -1,0 +1,57 @@
+// The members of a process set on this host, stepping together through their
+// staging area. A step: everybody puts bytes into its region, says so, and reads
+// the others' regions.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "backend.h"
+#include "host/cursor.h"
+#include "host/host_backend.h"
+#include "shm/segment.h"
+
+namespace polyhvd::host {
+
+class LocalGroup {
+ public:
+  // `locals`: positions within the domain of the set's members on this host, in
+  // rank order; `self` indexes it. A group of one has no staging area.
+  LocalGroup(Fabric& fabric, shm::Staging staging, std::vector<int> locals, int self);
+
+  int size() const noexcept { return static_cast<int>(locals_.size()); }
+  int self() const noexcept { return self_; }
+  const shm::Staging& staging() const noexcept { return staging_; }
+
+  // Number of the step that comes next; the same on all members.
+  std::uint64_t step() const noexcept { return step_; }
+  void advance() noexcept { ++step_; }
+
+  // Returns when every member is done with the region of the step `step`.
+  void await_free(std::uint64_t step, Deadline deadline);
+  // Says that this member's data of the step are in place / its slice is reduced.
+  void publish_begun(std::uint64_t step, std::size_t bytes);
+  void publish_reduced(std::uint64_t step);
+  // Return when the other members have begun / `member` has reduced that step.
+  void await_begun(std::uint64_t step, Deadline deadline);
+  void await_begun_by(int member, std::uint64_t step, Deadline deadline);
+  void await_reduced_by(int member, std::uint64_t step, Deadline deadline);
+
+  // Member m's bytes[m] bytes go to every other member: `source` is read for
+  // this one's, sinks[m] written for the others'.
+  void spread(std::span<const std::size_t> bytes, Cursor source, std::span<Cursor> sinks,
+              Deadline deadline);
+
+ private:
+  void await_counter(const shm::Counter& counter, std::uint64_t value, Deadline deadline);
+  void ring();
+
+  Fabric& fabric_;
+  shm::Staging staging_;
+  std::vector<int> locals_;
+  int self_;
+  std::uint64_t step_ = 0;
+};
+
+}  // namespace polyhvd::host

@@ -1,0 +1,69 @@
+#include "tcp/tcp_channel.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace polyhvd::tcp {
+
+TcpChannel::TcpChannel(int fd, int peer_world_rank, Parking& parking)
+    : socket_(fd), peer_(peer_world_rank), parking_(parking) {
+  parking_.watch(socket_.fd(), POLLIN, [](short) {});  // poll() below reads it
+}
+
+TcpChannel::~TcpChannel() { parking_.unwatch(socket_.fd()); }
+
+void TcpChannel::post(std::string_view payload) {
+  if (sent_ == pending_.size()) {
+    pending_.clear();
+    sent_ = 0;
+  }
+  append_frame(pending_, payload);
+  flush();
+}
+
+bool TcpChannel::flush() {
+  while (sent_ < pending_.size()) {
+    const ssize_t n = send(socket_.fd(), pending_.data() + sent_, pending_.size() - sent_,
+                           MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n > 0) {
+      sent_ += static_cast<std::size_t>(n);
+    } else if (n < 0 && errno == EINTR) {
+      continue;
+    } else if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      parking_.set_events(socket_.fd(), POLLIN | POLLOUT);
+      return false;
+    } else {
+      // The other end is closed. What it said before still waits to be read, and
+      // may be that it left in good order: poll() tells.
+      sent_ = pending_.size();
+      break;
+    }
+  }
+  parking_.set_events(socket_.fd(), 0);
+  return true;
+}
+
+bool TcpChannel::poll(std::string& payload) {
+  if (reader_.next(payload)) return true;
+  std::byte bytes[16 << 10];
+  for (;;) {
+    const ssize_t n = recv(socket_.fd(), bytes, sizeof bytes, MSG_DONTWAIT);
+    if (n > 0) {
+      reader_.append(bytes, static_cast<std::size_t>(n));
+      if (reader_.next(payload)) return true;
+    } else if (n < 0 && errno == EINTR) {
+      continue;
+    } else if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      return false;
+    } else {
+      throw Failure(ErrorCode::kPeerLost,
+                    "the control connection to rank " + std::to_string(peer_) +
+                        (n == 0 ? " was closed" : std::string(" broke: ") + std::strerror(errno)));
+    }
+  }
+}
+
+}  // namespace polyhvd::tcp

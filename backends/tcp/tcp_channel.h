@@ -1,0 +1,32 @@
+// A control channel over one TCP connection between the leaders of two hosts.
+#pragma once
+
+#include <string>
+
+#include "channel.h"
+#include "framing.h"
+#include "parking.h"
+#include "tcp/socket.h"
+
+namespace polyhvd::tcp {
+
+class TcpChannel final : public Channel {
+ public:
+  TcpChannel(int fd, int peer_world_rank, Parking& parking);
+  ~TcpChannel() override;
+
+  void post(std::string_view payload) override;
+  bool flush() override;
+  bool poll(std::string& payload) override;
+  int peer() const noexcept override { return peer_; }
+
+ private:
+  Socket socket_;
+  int peer_;
+  Parking& parking_;
+  std::string pending_;
+  std::size_t sent_ = 0;
+  FrameReader reader_;
+};
+
+}  // namespace polyhvd::tcp

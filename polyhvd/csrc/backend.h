@@ -1,0 +1,49 @@
+// What executes agreed operations: one Backend per kind (host, later mpi and
+// nccl), one Communicator per process set. Called by the thread that holds the
+// driver's role, in the same order on every member.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "process_set.h"
+#include "transport.h"
+#include "types.h"
+
+namespace polyhvd {
+
+// Bytes of every member of the process set, by position, one tensor after the
+// other: counts[m] is what member m contributes.
+using Counts = std::span<const std::size_t>;
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  // Reduces elementwise over the members. `in` and `out` are cut alike, cover
+  // the same bytes, and may be the same memory segment by segment. How the
+  // terms of an element are associated depends on ranks and hosts alone.
+  virtual void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
+                         Deadline deadline) = 0;
+
+  // Concatenates the members' bytes in order of position into `out`. `in` may be
+  // this member's part of `out`.
+  virtual void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) = 0;
+
+  // Copies the root's `in` (`root` is a position) into everybody's `out`, which
+  // are cut alike on all members. Only the root reads `in`.
+  virtual void broadcast(Segments in, Segments out, int root, Deadline deadline) = 0;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::string_view name() const noexcept = 0;
+  virtual bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const = 0;
+  // Called for each process set that this rank is a member of, in order of id.
+  virtual std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) = 0;
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,31 @@
+// How the ranks of a job know of each other's end, beside the control channels.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "error.h"
+
+namespace polyhvd {
+
+class Liveness {
+ public:
+  virtual ~Liveness() = default;
+  // Why the job ended, if another rank of this host has said so. Cheap.
+  virtual std::optional<Error> abort_reason() const = 0;
+  // Tells the ranks of this host that the job has ended, and wakes them.
+  virtual void spread_abort(const Error& error) noexcept = 0;
+  // Marks this rank as departed in good order, before its connections close.
+  virtual void leave() noexcept = 0;
+  // Closes every connection and unmaps shared memory; no communicator or channel
+  // is left by then. Counters stay readable.
+  virtual void close() noexcept = 0;
+  // Every descriptor that connects this rank to others, for a forked child to close.
+  virtual std::vector<int> descriptors() const = 0;
+  // Statistics of the data path. Any thread.
+  virtual void add_counters(std::map<std::string, std::uint64_t>& counters) const = 0;
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,123 @@
+// How a thread waits: spin, then yield, then sleep in poll(2) on everything
+// that could end the wait. One per engine.
+//
+// Two threads may sleep at the same time: the one that holds the driver's role
+// (await), and the engine's own thread without it (doze). Callbacks run on the
+// role's holder alone.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "error.h"
+
+namespace polyhvd {
+
+class Parking {
+ public:
+  using Clock = std::chrono::steady_clock;
+  static constexpr Clock::time_point kForever = Clock::time_point::max();
+
+  Parking();
+  ~Parking();
+  Parking(const Parking&) = delete;
+  Parking& operator=(const Parking&) = delete;
+
+  // Watches `fd` for `events` while asleep. `on_ready` runs on the role's holder
+  // with poll's revents; it drains the descriptor or unwatches it, and may throw
+  // Failure to end the wait.
+  void watch(int fd, short events, std::function<void(short)> on_ready);
+  void unwatch(int fd);
+  void unwatch_all();
+  // Other events for one wait of the role's holder; doze() keeps the first ones.
+  void set_events(int fd, short events);
+
+  // The word that peers on this host read before they ring. A rank that dozes has
+  // nothing pending: whether it is worth waking is the peer's choice. One that
+  // waits is rung for everything. Without a segment it is a word of our own.
+  static constexpr std::uint32_t kAwake = 0;
+  static constexpr std::uint32_t kDozing = 1;
+  static constexpr std::uint32_t kWaiting = 2;
+  // Null goes back to it. While no other thread uses this object.
+  void set_sleep_flag(std::atomic<std::uint32_t>* flag) noexcept {
+    sleep_flag_ = flag == nullptr ? &own_flag_ : flag;
+  }
+  std::atomic<std::uint32_t>& sleep_flag() noexcept { return *sleep_flag_; }
+
+  // Fewer spins when ranks outnumber cores.
+  void set_crowded(bool crowded) noexcept { crowded_ = crowded; }
+
+  // Runs now and then while the role's holder waits, and after each wake-up:
+  // moves control traffic, and throws Failure to end the wait.
+  void set_on_slow(std::function<void()> on_slow) { on_slow_ = std::move(on_slow); }
+
+  // Returns when `ready()` is true. `ready` may make progress itself. Throws what
+  // it, on_slow or a callback throws, and Failure(kTimeout) after `deadline`.
+  template <class Ready>
+  void await(Ready&& ready, Clock::time_point deadline) {
+    const int spins = crowded_ ? kSpinsCrowded : kSpins;
+    for (int i = 0; i < spins; ++i) {
+      if (ready()) return;
+      pause();
+    }
+    await_slowly(std::ref(ready), deadline);
+  }
+
+  // Runs the callbacks of descriptors that are ready now. Role's holder only.
+  void poll_now() { (void)poll_watched(0); }
+
+  // Sleeps without the role until a descriptor is ready, wake() was called or
+  // `timeout` passed. The caller has raised the sleep flag and checked its work.
+  void doze(std::chrono::milliseconds timeout);
+
+  // Ends the sleep of whoever sleeps. Any thread.
+  void wake() noexcept;
+  // The same, if a thread sleeps at all; call it after publishing the work.
+  void wake_if_asleep() noexcept {
+    if (asleep_.load() > 0) wake();
+  }
+  // For doze(): set before the last look at the work.
+  void announce_sleep() noexcept { asleep_.fetch_add(1); }
+  void end_sleep() noexcept { asleep_.fetch_sub(1); }
+
+ private:
+  static constexpr int kSpins = 4000;
+  static constexpr int kSpinsCrowded = 50;
+  static constexpr int kYields = 100;
+  static constexpr int kYieldsPerCheck = 16;
+  static constexpr int kSleepMs = 100;  // between looks at liveness
+
+  struct Watched {
+    int fd;
+    short idle_events;
+    short events;
+    std::function<void(short)> on_ready;
+  };
+
+  static void pause() noexcept {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+  void await_slowly(const std::function<bool()>& ready, Clock::time_point deadline);
+  bool poll_watched(int timeout_ms);
+  void drain_wake_fd() noexcept;
+
+  int wake_fd_;
+  std::atomic<std::uint32_t> own_flag_{0};
+  std::atomic<std::uint32_t>* sleep_flag_ = &own_flag_;
+  std::atomic<int> asleep_{0};  // threads in poll(2), for wake_if_asleep
+  bool crowded_ = false;        // set before the engine's threads exist
+  std::function<void()> on_slow_;
+  std::mutex watched_mutex_;
+  std::vector<Watched> watched_;  // guarded by watched_mutex_
+};
+
+}  // namespace polyhvd
