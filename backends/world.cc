@@ -1,0 +1,206 @@
+#include "world.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <thread>
+
+#include "host/host_backend.h"
+#include "shm/local_peers.h"
+#include "shm/segment.h"
+#include "shm/shm_channel.h"
+#include "tcp/tcp_channel.h"
+#include "tcp/tcp_transport.h"
+
+namespace polyhvd {
+namespace {
+
+constexpr int kTreeRadix = 4;
+
+// Owns the connections of one rank, and what its communicators share.
+class World final : public Liveness {
+ public:
+  World(Wiring wiring, Parking& parking);
+  ~World() override { close(); }
+
+  std::unique_ptr<Channel> connect_parent();
+  std::vector<Child> connect_children();
+  host::Fabric& fabric() noexcept { return fabric_; }
+
+  std::optional<Error> abort_reason() const override {
+    return segment_ ? segment_->abort_reason() : std::nullopt;
+  }
+  void spread_abort(const Error& error) noexcept override;
+  void leave() noexcept override;
+  void close() noexcept override;
+  std::vector<int> descriptors() const override { return descriptors_; }
+  void add_counters(std::map<std::string, std::uint64_t>& counters) const override;
+
+ private:
+  const std::vector<int>& here() const { return wiring_.domains[static_cast<std::size_t>(domain_)]; }
+  int leader_of(int domain) const { return wiring_.domains[static_cast<std::size_t>(domain)][0]; }
+  std::vector<int> subtree_of(int domain) const;
+  std::vector<shm::LocalPeer> local_peers() const;
+  [[noreturn]] void on_lost(int rank) const;
+
+  Wiring wiring_;
+  Parking& parking_;
+  int domain_ = 0;
+  int local_ = 0;
+  std::unique_ptr<shm::Segment> segment_;
+  std::unique_ptr<shm::LocalPeers> peers_;
+  std::vector<int> descriptors_;
+  host::Fabric fabric_;
+  mutable std::mutex transport_mutex_;               // for add_counters
+  std::unique_ptr<tcp::TcpTransport> transport_;     // reset under transport_mutex_
+};
+
+World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), parking_(parking) {
+  fabric_.rank = wiring_.rank;
+  fabric_.domains = wiring_.domains;
+  fabric_.domain_of.resize(static_cast<std::size_t>(wiring_.size));
+  for (std::size_t d = 0; d < wiring_.domains.size(); ++d) {
+    for (std::size_t i = 0; i < wiring_.domains[d].size(); ++i) {
+      const int rank = wiring_.domains[d][i];
+      fabric_.domain_of.at(static_cast<std::size_t>(rank)) = static_cast<int>(d);
+      if (rank != wiring_.rank) continue;
+      domain_ = static_cast<int>(d);
+      local_ = static_cast<int>(i);
+    }
+  }
+  for (const auto* fds : {&wiring_.local_fds, &wiring_.control_fds, &wiring_.data_fds}) {
+    for (const auto& [rank, fd] : *fds) descriptors_.push_back(fd);
+  }
+  const auto lost = [this](int rank) { on_lost(rank); };
+  if (here().size() > 1) {
+    segment_ = std::make_unique<shm::Segment>(wiring_.segment_fd, static_cast<int>(here().size()),
+                                              static_cast<int>(wiring_.process_sets.size()) + 1);
+    ::close(wiring_.segment_fd);
+    parking_.set_sleep_flag(&segment_->sleep_flag(local_));
+    peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, local_peers(), local_, lost);
+  }
+  if (wiring_.domains.size() > 1) {
+    transport_ = std::make_unique<tcp::TcpTransport>(wiring_.data_fds, parking_, lost);
+  }
+  fabric_.segment = segment_.get();
+  fabric_.peers = peers_.get();
+  fabric_.transport = transport_.get();
+  fabric_.parking = &parking_;
+}
+
+void World::on_lost(int rank) const {
+  throw Failure(ErrorCode::kPeerLost,
+                "rank " + std::to_string(rank) + " (" +
+                    wiring_.labels.at(static_cast<std::size_t>(rank)) +
+                    ") was lost: it ended or was cut off without shutdown()");
+}
+
+std::vector<shm::LocalPeer> World::local_peers() const {
+  std::vector<shm::LocalPeer> peers;
+  for (std::size_t i = 0; i < here().size(); ++i) {
+    const int rank = here()[i];
+    const int fd = rank == wiring_.rank ? -1 : wiring_.local_fds.at(rank);
+    peers.push_back({static_cast<int>(i), rank, fd});
+  }
+  return peers;
+}
+
+std::vector<int> World::subtree_of(int domain) const {
+  std::vector<int> ranks = wiring_.domains[static_cast<std::size_t>(domain)];
+  for (int d = domain + 1; d < static_cast<int>(wiring_.domains.size()); ++d) {
+    if (tree_parent(d) != domain) continue;
+    const std::vector<int> below = subtree_of(d);
+    ranks.insert(ranks.end(), below.begin(), below.end());
+  }
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
+std::unique_ptr<Channel> World::connect_parent() {
+  if (local_ != 0) {
+    return std::make_unique<shm::ShmChannel>(segment_->ring_to_leader(local_),
+                                             segment_->ring_from_leader(local_), *peers_, 0,
+                                             here()[0]);
+  }
+  if (domain_ == 0) return nullptr;
+  const int leader = leader_of(tree_parent(domain_));
+  return std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader, parking_);
+}
+
+std::vector<Child> World::connect_children() {
+  std::vector<Child> children;
+  if (local_ != 0) return children;
+  for (int local = 1; local < static_cast<int>(here().size()); ++local) {
+    const int rank = here()[static_cast<std::size_t>(local)];
+    children.push_back({std::make_unique<shm::ShmChannel>(segment_->ring_from_leader(local),
+                                                          segment_->ring_to_leader(local), *peers_,
+                                                          local, rank),
+                        {rank}});
+  }
+  for (int d = 1; d < static_cast<int>(wiring_.domains.size()); ++d) {
+    if (tree_parent(d) != domain_) continue;
+    const int leader = leader_of(d);
+    children.push_back(
+        {std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader, parking_),
+         subtree_of(d)});
+  }
+  return children;
+}
+
+void World::spread_abort(const Error& error) noexcept {
+  if (!segment_) return;
+  segment_->set_abort(error);
+  peers_->wake_all();
+}
+
+void World::leave() noexcept {
+  if (segment_) segment_->departed_flag(local_).store(1);
+  if (transport_) transport_->say_goodbye();
+}
+
+void World::close() noexcept {
+  parking_.set_sleep_flag(nullptr);
+  peers_.reset();
+  segment_.reset();
+  std::lock_guard lock(transport_mutex_);
+  transport_.reset();
+}
+
+void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
+  counters["shm_bytes"] = fabric_.shm_bytes.load(std::memory_order_relaxed);
+  std::lock_guard lock(transport_mutex_);
+  counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
+  counters["tcp_bytes_received"] = transport_ ? transport_->bytes_received() : 0;
+}
+
+bool is_crowded(const Wiring& wiring) {
+  const auto cores = static_cast<std::size_t>(std::thread::hardware_concurrency());
+  for (const auto& domain : wiring.domains) {
+    if (std::ranges::count(domain, wiring.rank) > 0) return domain.size() > cores;
+  }
+  return false;
+}
+
+}  // namespace
+
+int tree_parent(int domain) noexcept { return domain == 0 ? -1 : (domain - 1) / kTreeRadix; }
+
+std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
+  ProcessSets sets(wiring.size);
+  for (const std::vector<int>& ranks : wiring.process_sets) sets.add(ranks);
+  options.crowded = options.crowded || is_crowded(wiring);
+  const int rank = wiring.rank;
+  auto parking = std::make_unique<Parking>();
+  auto world = std::make_unique<World>(std::move(wiring), *parking);
+  host::Fabric& fabric = world->fabric();
+  EngineParts parts;
+  parts.parent = world->connect_parent();
+  parts.children = world->connect_children();
+  parts.backends.push_back(std::make_unique<host::HostBackend>(fabric));
+  parts.liveness = std::move(world);
+  return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),
+                                  std::move(options), fabric.overlap);
+}
+
+}  // namespace polyhvd

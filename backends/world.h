@@ -1,0 +1,33 @@
+// Puts an engine together from descriptors: the one place, beside bindings.cc and
+// the tests, that sees all concrete classes.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+
+namespace polyhvd {
+
+// What connects a rank to the others; see polyhvd/wiring.py, its Python form.
+// Descriptors are taken over.
+struct Wiring {
+  int rank = 0;
+  int size = 1;
+  std::vector<std::vector<int>> domains{{0}};
+  std::vector<std::string> labels{"this process"};
+  int segment_fd = -1;
+  std::map<int, int> local_fds;
+  std::map<int, int> control_fds;
+  std::map<int, int> data_fds;
+  std::vector<std::vector<int>> process_sets;
+};
+
+// Parent of a domain in the control tree; -1 for domain 0. As wiring.tree_parent.
+int tree_parent(int domain) noexcept;
+
+std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options);
+
+}  // namespace polyhvd

@@ -1,0 +1,415 @@
+// The extension module polyhvd._core. See polyhvd/_core.pyi for what it offers.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "c_api.h"
+#include "engine.h"
+#include "host/kernels.h"
+#include "py_tensor.h"
+#include "shm/segment.h"
+#include "world.h"
+
+namespace py = pybind11;
+
+namespace polyhvd {
+namespace {
+
+// Errors ----------------------------------------------------------------------
+
+const char* exception_name(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kInvalidArgument: return "InvalidArgumentError";
+    case ErrorCode::kRankMismatch: return "RankMismatchError";
+    case ErrorCode::kPeerLost: return "PeerLostError";
+    case ErrorCode::kPeerDeparted: return "PeerDepartedError";
+    case ErrorCode::kShutdown: return "ShutdownError";
+    case ErrorCode::kTimeout: return "TransferTimeoutError";
+    case ErrorCode::kInterrupted:
+    case ErrorCode::kInternal: break;
+  }
+  return "HorovodInternalError";
+}
+
+void raise_as_python(const Error& error) {
+  const py::object type = py::module_::import("polyhvd.errors").attr(exception_name(error.code));
+  PyErr_SetString(type.ptr(), error.message.c_str());
+}
+
+// "train.py:88": the innermost frame outside polyhvd. Only for operations that
+// are new to the response cache, so it may take a microsecond.
+std::string caller_line() {
+  auto frame = py::reinterpret_borrow<py::object>(
+      reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame && !frame.is_none()) {
+    const py::dict globals = frame.attr("f_globals");
+    const auto module = globals.contains("__name__")
+                            ? py::str(globals["__name__"]).cast<std::string>()
+                            : std::string();
+    if (module != "polyhvd" && module.rfind("polyhvd.", 0) != 0) {
+      const auto path = py::str(frame.attr("f_code").attr("co_filename")).cast<std::string>();
+      return path.substr(path.rfind('/') + 1) + ":" +
+             std::to_string(frame.attr("f_lineno").cast<int>());
+    }
+    frame = frame.attr("f_back");
+  }
+  return "";
+}
+
+// Handles ---------------------------------------------------------------------
+
+class PyEngine;
+
+struct PyHandle {
+  PyHandle(std::shared_ptr<PyEngine> e, OperationPtr o, py::object k)
+      : engine(std::move(e)), operation(std::move(o)), keep(std::move(k)) {}
+  ~PyHandle();
+  PyHandle(const PyHandle&) = delete;
+  PyHandle& operator=(const PyHandle&) = delete;
+
+  bool done() const { return operation->is_finished(); }
+  void wait();
+  std::string name() const { return operation->submission.name; }
+
+  std::shared_ptr<PyEngine> engine;
+  OperationPtr operation;
+  py::object keep;  // the tensors
+  py::object result = py::none();
+  py::object finish = py::none();
+  py::object slot = py::none();
+};
+
+struct PyBuffer {
+  std::shared_ptr<OwnedBuffer> buffer;
+};
+
+// The engine ------------------------------------------------------------------
+
+std::int32_t submit_native(void* engine, const polyhvd_submission* submission, char* message,
+                           std::size_t message_bytes);
+
+class PyEngine : public std::enable_shared_from_this<PyEngine> {
+ public:
+  PyEngine(const py::object& wiring, const py::object& config, std::uint64_t generation)
+      : generation_(generation) {
+    engine_ = make_engine(read_wiring(wiring), read_options(config));
+    api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation, engine_.get(),
+            &submit_native};
+  }
+  ~PyEngine() { shutdown(); }
+
+  std::unique_ptr<PyHandle> submit(int kind, std::string name, const py::sequence& inputs,
+                                   const py::object& outputs, int op, int root, double prescale,
+                                   double postscale, std::uint32_t process_set, int priority,
+                                   bool blocking) {
+    release_orphans();
+    Submission s;
+    s.kind = static_cast<OpKind>(kind);
+    s.name = std::move(name);
+    s.op = static_cast<ReduceOp>(op);
+    s.root = root;
+    s.scale = {prescale, postscale};
+    s.process_set = process_set;
+    s.priority = priority;
+    const std::size_t count = inputs.size();
+    s.inputs.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) s.inputs.push_back(read_tensor(inputs[i], false));
+    if (!outputs.is_none()) {
+      const auto list = outputs.cast<py::sequence>();
+      s.outputs.reserve(count);
+      for (std::size_t i = 0; i < list.size(); ++i) {
+        s.outputs.push_back(read_tensor(list[i], true));
+      }
+    }
+    py::object keep = outputs.is_none() ? py::object(inputs) : py::make_tuple(inputs, outputs);
+    OperationPtr operation = engine_->submit(std::move(s), blocking, caller_line);
+    return std::make_unique<PyHandle>(shared_from_this(), std::move(operation), std::move(keep));
+  }
+
+  // Submit and wait in one, for one dense tensor in place: the shortest way.
+  void run(Submission s, py::handle tensor) {
+    release_orphans();
+    s.inputs.push_back(read_tensor(tensor, true));
+    s.outputs.push_back(s.inputs.back());
+    const OperationPtr operation = engine_->submit(std::move(s), true, caller_line);
+    try {
+      wait(operation);
+    } catch (...) {
+      if (!operation->is_finished()) adopt(operation, py::reinterpret_borrow<py::object>(tensor));
+      throw;
+    }
+  }
+
+  void wait(const OperationPtr& operation) {
+    std::optional<py::error_already_set> raised;
+    std::optional<Error> error;
+    {
+      py::gil_scoped_release released;
+      const auto interrupted = [&raised] {
+        py::gil_scoped_acquire acquired;
+        if (PyErr_CheckSignals() == 0) return false;
+        raised.emplace();
+        return true;
+      };
+      try {
+        engine_->wait(operation, interrupted);
+      } catch (const Failure& failure) {
+        error = failure.error();
+      }
+    }
+    if (raised) throw std::move(*raised);
+    if (error) throw Failure(std::move(*error));
+  }
+
+  // A handle was dropped before its operation was done: its tensors must live on.
+  void adopt(OperationPtr operation, py::object keep) {
+    orphans_.push_back({std::move(operation), std::move(keep)});
+  }
+
+  void shutdown() {
+    {
+      py::gil_scoped_release released;
+      if (!abandoned_) engine_->shutdown();
+    }
+    if (!abandoned_) orphans_.clear();
+  }
+
+  void abort(const std::string& reason) {
+    py::gil_scoped_release released;
+    engine_->abort(reason);
+  }
+
+  // In a forked child. The engine is leaked: its threads do not exist here.
+  void abandon() {
+    abandoned_ = true;
+    engine_->abandon();
+    (void)engine_.release();
+  }
+
+  std::map<std::string, std::uint64_t> counters() const { return engine_->counters(); }
+  std::uintptr_t native_api() const { return reinterpret_cast<std::uintptr_t>(&api_); }
+  std::uint64_t generation() const { return generation_; }
+
+ private:
+  struct Orphan {
+    OperationPtr operation;
+    py::object keep;
+  };
+
+  void release_orphans() {
+    if (orphans_.empty()) return;
+    std::erase_if(orphans_, [](const Orphan& o) { return o.operation->is_finished(); });
+  }
+
+  static Wiring read_wiring(const py::object& object) {
+    Wiring wiring;
+    wiring.rank = object.attr("rank").cast<int>();
+    wiring.size = object.attr("size").cast<int>();
+    wiring.domains = object.attr("domains").cast<std::vector<std::vector<int>>>();
+    wiring.labels = object.attr("labels").cast<std::vector<std::string>>();
+    wiring.segment_fd = object.attr("segment_fd").cast<int>();
+    wiring.local_fds = object.attr("local_fds").cast<std::map<int, int>>();
+    wiring.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
+    wiring.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
+    wiring.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
+    return wiring;
+  }
+
+  static EngineOptions read_options(const py::object& config) {
+    using Seconds = std::chrono::duration<double>;
+    const auto number = [&](const char* name) { return config.attr(name).cast<double>(); };
+    EngineOptions options;
+    options.coordinator.cache_capacity = config.attr("cache_capacity").cast<std::size_t>();
+    options.coordinator.fusion.bytes_max = config.attr("fusion_bytes_max").cast<std::size_t>();
+    options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
+    options.data_timeout = Seconds(number("data_timeout_s"));
+    options.stall_warn = Seconds(
+        config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
+    options.stall_shutdown = Seconds(number("stall_shutdown_s"));
+    options.log = [](const std::string& text) {
+      const std::string line = "polyhvd: " + text + "\n";
+      (void)!fwrite(line.data(), 1, line.size(), stderr);
+    };
+    return options;
+  }
+
+  std::unique_ptr<Engine> engine_;
+  polyhvd_engine_api api_{};
+  std::uint64_t generation_;
+  bool abandoned_ = false;
+  std::vector<Orphan> orphans_;  // guarded by the GIL
+};
+
+PyHandle::~PyHandle() {
+  if (!operation->is_finished()) engine->adopt(std::move(operation), std::move(keep));
+}
+
+void PyHandle::wait() { engine->wait(operation); }
+
+// run(engine, kind, name, tensor, op, root, prescale, postscale, process_set,
+// priority) by the vector call protocol: pybind11's dispatch would cost as much as
+// the collective.
+PyObject* run_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 10) {
+    PyErr_SetString(PyExc_TypeError, "run() takes 10 positional arguments");
+    return nullptr;
+  }
+  try {
+    auto& engine = py::handle(args[0]).cast<PyEngine&>();
+    Submission s;
+    s.kind = static_cast<OpKind>(PyLong_AsLong(args[1]));
+    Py_ssize_t length = 0;
+    const char* name = PyUnicode_AsUTF8AndSize(args[2], &length);
+    if (name != nullptr) s.name.assign(name, static_cast<std::size_t>(length));
+    s.op = static_cast<ReduceOp>(PyLong_AsLong(args[4]));
+    s.root = static_cast<int>(PyLong_AsLong(args[5]));
+    s.scale = {PyFloat_AsDouble(args[6]), PyFloat_AsDouble(args[7])};
+    s.process_set = static_cast<ProcessSetId>(PyLong_AsUnsignedLong(args[8]));
+    s.priority = static_cast<int>(PyLong_AsLong(args[9]));
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    engine.run(std::move(s), args[3]);
+    Py_RETURN_NONE;
+  } catch (const Failure& failure) {
+    raise_as_python(failure.error());
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef kRunInPlace = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_in_place)),
+                           METH_FASTCALL,
+                           "Run a collective on one dense tensor in place; see _core.pyi."};
+
+// Native adapters -------------------------------------------------------------
+
+TensorView view_of(const polyhvd_tensor& t) {
+  return {t.data, Shape(t.shape, t.shape + t.ndim), static_cast<DType>(t.dtype),
+          {static_cast<DeviceKind>(t.device_kind), t.device_index}};
+}
+
+std::int32_t submit_native(void* engine, const polyhvd_submission* in, char* message,
+                           std::size_t message_bytes) {
+  Submission s;
+  s.name = in->name;
+  s.kind = static_cast<OpKind>(in->kind);
+  s.op = static_cast<ReduceOp>(in->op);
+  s.root = in->root;
+  s.priority = in->priority;
+  s.scale = {in->prescale, in->postscale};
+  s.process_set = in->process_set;
+  s.queue_duplicates = in->queue_duplicates != 0;
+  if (in->where != nullptr) s.where = in->where;
+  for (int i = 0; i < in->count; ++i) {
+    s.inputs.push_back(view_of(in->inputs[i]));
+    if (in->outputs != nullptr) s.outputs.push_back(view_of(in->outputs[i]));
+  }
+  void* context = in->context;
+  if (in->outputs == nullptr && in->allocate != nullptr) {
+    s.allocate = [context, allocate = in->allocate](int index, const Shape& shape) {
+      return allocate(context, index, shape.data(), static_cast<std::int32_t>(shape.size()));
+    };
+  }
+  s.done = [context, done = in->done](const Error* error) {
+    done(context, error == nullptr ? 0 : static_cast<std::int32_t>(error->code),
+         error == nullptr ? nullptr : error->message.c_str());
+  };
+  try {
+    static_cast<Engine*>(engine)->submit(std::move(s));
+    return 0;
+  } catch (const Failure& failure) {
+    const std::string& text = failure.error().message;
+    if (message_bytes > 0) {
+      const std::size_t n = std::min(text.size(), message_bytes - 1);
+      std::memcpy(message, text.data(), n);
+      message[n] = '\0';
+    }
+    return static_cast<std::int32_t>(failure.error().code);
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Failure& failure) {
+      raise_as_python(failure.error());
+    }
+  });
+
+  py::dict dtypes;
+  for (int i = 0; i < kDTypeCount; ++i) {
+    dtypes[py::str(std::string(name_of(static_cast<DType>(i))))] = i;
+  }
+  m.attr("DTYPES") = dtypes;
+  m.attr("INSTRUCTION_SET") = std::string(host::instruction_set());
+  m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"), py::arg("process_sets"));
+  m.attr("run") = py::reinterpret_steal<py::object>(PyCFunction_New(&kRunInPlace, nullptr));
+  m.def("register_dlpack_exchange", &register_dlpack_exchange);
+
+  py::class_<TensorRef>(m, "TensorRef")
+      .def(py::init([](std::uintptr_t address, Shape shape, const std::string& dtype,
+                       py::object owner) {
+             return TensorRef{{reinterpret_cast<void*>(address), std::move(shape),
+                               parse_dtype(dtype), Device{}},
+                              std::move(owner)};
+           }),
+           py::arg("address"), py::arg("shape"), py::arg("dtype"), py::arg("owner"));
+
+  py::class_<PyBuffer>(m, "Buffer", py::buffer_protocol())
+      .def_buffer([](PyBuffer& self) {
+        const OwnedBuffer& b = *self.buffer;
+        const auto bytes = element_count(b.shape()) *
+                           static_cast<std::int64_t>(item_size(b.dtype()));
+        return py::buffer_info(b.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
+                               {bytes}, {std::int64_t{1}});
+      })
+      .def_property_readonly("shape",
+                             [](const PyBuffer& self) { return py::tuple(py::cast(self.buffer->shape())); })
+      .def_property_readonly("dtype",
+                             [](const PyBuffer& self) { return std::string(name_of(self.buffer->dtype())); })
+      .def("__dlpack__",
+           [](const PyBuffer& self, const py::kwargs&) { return to_dlpack(self.buffer); })
+      .def("__dlpack_device__", [](const PyBuffer&) { return py::make_tuple(1, 0); });
+
+  py::class_<PyHandle>(m, "Handle")
+      .def("done", &PyHandle::done)
+      .def("wait", &PyHandle::wait)
+      .def("buffers",
+           [](const PyHandle& self) {
+             py::list list;
+             for (const auto& buffer : self.operation->buffers) list.append(PyBuffer{buffer});
+             return list;
+           })
+      .def_property_readonly("name", &PyHandle::name)
+      .def_readwrite("result", &PyHandle::result)
+      .def_readwrite("finish", &PyHandle::finish)
+      .def_readwrite("slot", &PyHandle::slot);
+
+  py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
+      .def(py::init<const py::object&, const py::object&, std::uint64_t>(), py::arg("wiring"),
+           py::arg("config"), py::arg("generation"))
+      .def("submit", &PyEngine::submit, py::arg("kind"), py::arg("name"), py::arg("inputs"),
+           py::arg("outputs"), py::arg("op") = 1, py::arg("root") = -1, py::arg("prescale") = 1.0,
+           py::arg("postscale") = 1.0, py::arg("process_set") = 0, py::arg("priority") = 0,
+           py::arg("blocking") = false)
+      .def("counters", &PyEngine::counters)
+      .def("native_api", &PyEngine::native_api)
+      .def("shutdown", &PyEngine::shutdown)
+      .def("abort", &PyEngine::abort)
+      .def("abandon", &PyEngine::abandon)
+      .def_property_readonly("generation", &PyEngine::generation);
+}
+
+}  // namespace polyhvd

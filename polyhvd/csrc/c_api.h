@@ -1,0 +1,61 @@
+// The core as native adapters see it: a table of C functions. An adapter (the
+// TensorFlow op library, the MXNet binding) is its own shared library, links to
+// nothing, and holds one slot with the table of the engine that is current.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define POLYHVD_C_API_VERSION 1
+
+// A dense row-major tensor; dtype, kind and op are the values of types.h.
+typedef struct polyhvd_tensor {
+  void* data;
+  const int64_t* shape;
+  int32_t ndim;
+  int32_t dtype;
+  int32_t device_kind;
+  int32_t device_index;
+} polyhvd_tensor;
+
+typedef struct polyhvd_submission {
+  const char* name;  // copied
+  int32_t kind;
+  int32_t op;
+  int32_t root;  // broadcast only; a world rank
+  int32_t priority;
+  double prescale;
+  double postscale;
+  uint32_t process_set;
+  int32_t count;                 // number of tensors, all of one dtype; 0 for a barrier
+  const polyhvd_tensor* inputs;  // arrays are copied, memory stays the caller's until done
+  const polyhvd_tensor* outputs;  // null: every output comes from allocate()
+  const char* where;              // "train.py:88" or null
+  // 1: a submission under a name that is in flight waits for it instead of failing.
+  int32_t queue_duplicates;
+  void* context;
+  // Memory for output `index` of the given shape, or null on failure. Called
+  // once the size is agreed, on any thread, with no lock held.
+  void* (*allocate)(void* context, int32_t index, const int64_t* shape, int32_t ndim);
+  // Exactly once, after the engine has left the tensors' memory, on any thread,
+  // with no lock held. error_code is 0 (message null) or a value of error.h.
+  void (*done)(void* context, int32_t error_code, const char* message);
+} polyhvd_submission;
+
+typedef struct polyhvd_engine_api {
+  uint32_t version;  // POLYHVD_C_API_VERSION
+  uint32_t size;     // sizeof(polyhvd_engine_api)
+  uint64_t generation;
+  void* engine;
+  // 0, or an error code with its text in `message`; then done() is not called.
+  int32_t (*submit)(void* engine, const polyhvd_submission* submission, char* message,
+                    size_t message_bytes);
+} polyhvd_engine_api;
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif

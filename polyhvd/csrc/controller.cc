@@ -1,0 +1,250 @@
+#include "controller.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "wire.h"
+
+namespace polyhvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a relay keeps a hit that waits for the rest of its subtree.
+constexpr std::chrono::duration<double> kRelayPatience{2.0};
+// How long a leaving rank tries to get its last words out.
+constexpr std::chrono::milliseconds kFarewellTime{200};
+
+std::vector<int> subtree_of(int rank, const std::vector<Child>& children) {
+  std::vector<int> ranks{rank};
+  for (const Child& child : children) {
+    ranks.insert(ranks.end(), child.ranks.begin(), child.ranks.end());
+  }
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
+}  // namespace
+
+Controller::Controller(int rank, const ProcessSets& sets, OpQueue& queue,
+                       CoordinatorOptions options, std::unique_ptr<Channel> parent,
+                       std::vector<Child> children)
+    : rank_(rank),
+      self_{rank},
+      sets_(sets),
+      queue_(queue),
+      parent_(std::move(parent)),
+      children_(std::move(children)) {
+  if (!parent_) {
+    coordinator_.emplace(sets_, options);
+  } else if (!children_.empty()) {
+    relay_.emplace(sets_, subtree_of(rank_, children_));
+  }
+}
+
+bool Controller::progress() {
+  if (farewell_ && work_.empty()) throw Failure(*farewell_);
+  bool moved = announce();
+  moved |= read_children();
+  moved |= coordinator_ ? decide() : (report_up(), false);
+  moved |= read_parent();
+  flush();
+  return moved;
+}
+
+bool Controller::announce() {
+  if (!queue_.has_news()) return false;
+  report_.subtree_hits.clear();
+  report_.requests.clear();
+  queue_.announce(report_);
+  accept(report_, self_);
+  return true;
+}
+
+// What this rank or a child reports goes to the coordinator, the relay or the
+// parent, whichever stands here.
+void Controller::accept(const Report& report, std::span<const int> from) {
+  if (report.empty()) return;
+  if (coordinator_) {
+    coordinator_->add(report, from, Clock::now());
+  } else if (relay_) {
+    relay_->add(report, from, queue_.cache(), Clock::now());
+  } else {
+    payload_.clear();
+    encode(report, payload_);
+    parent_->post(payload_);
+  }
+}
+
+bool Controller::read_children() {
+  bool moved = false;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    bool departed = false;
+    while (!departed && children_[i].channel->poll(payload_)) {
+      moved = true;
+      if (type_of(payload_) == MessageType::kAbort) throw Failure(decode_abort(payload_));
+      const Report report = decode_report(payload_);
+      accept(report, children_[i].ranks);
+      departed = std::ranges::count(report.departures, children_[i].channel->peer()) > 0;
+    }
+    if (departed) children_.erase(children_.begin() + static_cast<std::ptrdiff_t>(i--));
+  }
+  return moved;
+}
+
+bool Controller::decide() {
+  if (!coordinator_->has_decision()) return false;
+  const Decision decision = coordinator_->take_decision();
+  if (!children_.empty()) {
+    payload_.clear();
+    encode(decision, payload_);
+    send_to_children(payload_);
+  }
+  apply(decision);
+  return true;
+}
+
+void Controller::report_up() {
+  if (!relay_ || !parent_ || farewell_) return;
+  const Report report = relay_->take_report(Clock::now(), kRelayPatience);
+  if (report.empty()) return;
+  payload_.clear();
+  encode(report, payload_);
+  parent_->post(payload_);
+}
+
+bool Controller::read_parent() {
+  bool moved = false;
+  while (parent_ && !farewell_ && parent_->poll(payload_)) {
+    moved = true;
+    if (type_of(payload_) == MessageType::kAbort) {
+      Error error = decode_abort(payload_);
+      // Everything that was agreed before the parent left still runs.
+      if (error.code != ErrorCode::kPeerDeparted) throw Failure(std::move(error));
+      send_to_children(payload_);
+      farewell_ = std::move(error);
+      break;
+    }
+    send_to_children(payload_);
+    apply(decode_decision(payload_));
+  }
+  return moved;
+}
+
+void Controller::send_to_children(std::string_view payload) {
+  for (const Child& child : children_) child.channel->post(payload);
+}
+
+void Controller::flush() {
+  if (parent_ && !farewell_) parent_->flush();
+  for (const Child& child : children_) child.channel->flush();
+}
+
+void Controller::apply(const Decision& decision) {
+  if (!decision.definitions.empty()) {
+    queue_.change_cache([&](ResponseCache& cache) {
+      for (const Definition& definition : decision.definitions) cache.define(definition);
+    });
+  }
+  Report again;
+  for (const Resend& resend : decision.resends) {
+    if (resend.rank == rank_) queue_.announce_in_full(resend.id, again);
+  }
+  for (const Refusal& refusal : decision.refusals) {
+    if (relay_ && refusal.error.code == ErrorCode::kPeerDeparted) relay_->doom(refusal.process_set);
+    OperationPtr operation = queue_.find(refusal.process_set, refusal.name);
+    // One that is agreed is an earlier one of that name, still being executed.
+    if (operation && operation->announced && !operation->agreed) {
+      operation->agreed = true;
+      work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error});
+    }
+  }
+  for (const Batch& batch : decision.batches) apply_batch(batch);
+  if (!decision.evictions.empty()) {
+    for (const CacheId id : decision.evictions) {
+      if (relay_) relay_->withdraw(id);
+    }
+    queue_.change_cache([&](ResponseCache& cache) {
+      for (const CacheId id : decision.evictions) cache.evict(id);
+    });
+  }
+  accept(again, self_);
+}
+
+void Controller::apply_batch(const Batch& batch) {
+  Work work;
+  for (const CacheId id : batch.ids) {
+    const Agreement* agreement = queue_.cache().get(id);
+    if (agreement == nullptr) {
+      throw Failure(ErrorCode::kInternal, "a decision names operation " + std::to_string(id) +
+                                              ", which was never defined");
+    }
+    work.process_set = agreement->process_set;
+    if (!sets_.position(agreement->process_set, rank_)) return;
+    OperationPtr operation = queue_.find(agreement->process_set, agreement->name);
+    if (!operation) {
+      throw Failure(ErrorCode::kInternal, "a decision names " +
+                                              std::string(name_of(agreement->kind)) + " '" +
+                                              agreement->name +
+                                              "', which this rank has not asked for");
+    }
+    operation->agreed = true;
+    if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
+    work.operations.push_back(std::move(operation));
+  }
+  work_.push_back(std::move(work));
+}
+
+Work Controller::take_work() {
+  Work work = std::move(work_.front());
+  work_.pop_front();
+  return work;
+}
+
+void Controller::nudge() noexcept {
+  if (parent_ && !farewell_) parent_->nudge();
+}
+
+void Controller::depart() noexcept {
+  try {
+    if (!children_.empty()) {
+      post_abort({ErrorCode::kPeerDeparted,
+                  "rank " + std::to_string(rank_) +
+                      ", which coordinates others, has shut down; call shutdown() on every rank"});
+    }
+    if (parent_ && !farewell_) {
+      Report report;
+      report.departures = subtree_of(rank_, children_);
+      payload_.clear();
+      encode(report, payload_);
+      parent_->post(payload_);
+      const auto deadline = Clock::now() + kFarewellTime;
+      while (!parent_->flush() && Clock::now() < deadline) std::this_thread::yield();
+    }
+  } catch (const Failure&) {
+    // The other end is gone already; there is nobody left to tell.
+  }
+}
+
+void Controller::post_abort(const Error& error) noexcept {
+  std::string payload;
+  encode(error, payload);
+  const auto tell = [&payload](Channel& channel) {
+    try {
+      channel.post(payload);
+      const auto deadline = Clock::now() + kFarewellTime;
+      while (!channel.flush() && Clock::now() < deadline) std::this_thread::yield();
+      channel.nudge();
+    } catch (const Failure&) {
+      // That end is gone already.
+    }
+  };
+  for (const Child& child : children_) tell(*child.channel);
+  if (parent_ && !farewell_ && error.code != ErrorCode::kPeerDeparted) tell(*parent_);
+}
+
+std::vector<Stalled> Controller::stalled(std::chrono::duration<double> at_least) const {
+  return coordinator_ ? coordinator_->stalled(Clock::now(), at_least) : std::vector<Stalled>{};
+}
+
+}  // namespace polyhvd

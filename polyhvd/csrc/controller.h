@@ -1,0 +1,86 @@
+// The control plane of one rank: reports what it is ready for up the tree, and
+// turns decisions that come down into work. Driver only; never blocks.
+//
+// Within a host every rank talks to the leader, its first rank; leaders talk to
+// each other along a tree. World rank 0 is the root and holds the Coordinator.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "channel.h"
+#include "coordinator.h"
+#include "op_queue.h"
+#include "relay.h"
+
+namespace polyhvd {
+
+// Agreed operations that run as one, in the total order; or, with an error, one
+// that all agreed to refuse.
+struct Work {
+  ProcessSetId process_set = kWorld;
+  std::vector<OperationPtr> operations;
+  std::optional<Error> error;
+};
+
+// A child in the control tree and the world ranks that it speaks for.
+struct Child {
+  std::unique_ptr<Channel> channel;
+  std::vector<int> ranks;
+};
+
+class Controller {
+ public:
+  // `parent` is null on the root.
+  Controller(int rank, const ProcessSets& sets, OpQueue& queue, CoordinatorOptions options,
+             std::unique_ptr<Channel> parent, std::vector<Child> children);
+
+  // Moves everything that can move now; true when something did. Throws Failure
+  // when a connection breaks or the job was aborted elsewhere.
+  bool progress();
+
+  bool has_work() const noexcept { return !work_.empty(); }
+  Work take_work();
+
+  // Before this rank sleeps over an answer.
+  void nudge() noexcept;
+
+  // This rank leaves in good order, with nothing announced. Best effort.
+  void depart() noexcept;
+  // Tells all neighbours in the tree. Best effort.
+  void post_abort(const Error& error) noexcept;
+
+  // On the root: what some ranks wait for and others have not asked for.
+  std::vector<Stalled> stalled(std::chrono::duration<double> at_least) const;
+
+ private:
+  bool announce();
+  bool read_children();
+  bool read_parent();
+  void report_up();
+  bool decide();
+  void accept(const Report& report, std::span<const int> from);
+  void apply(const Decision& decision);
+  void apply_batch(const Batch& batch);
+  void send_to_children(std::string_view payload);
+  void flush();
+
+  const int rank_;
+  const std::vector<int> self_;  // just this rank
+  const ProcessSets& sets_;
+  OpQueue& queue_;
+  std::unique_ptr<Channel> parent_;
+  std::vector<Child> children_;
+  std::optional<Coordinator> coordinator_;  // on the root
+  std::optional<Relay> relay_;              // on inner nodes that are not the root
+  std::deque<Work> work_;
+  std::optional<Error> farewell_;  // the parent has left; holds once work_ is done
+  std::string payload_;            // scratch
+  Report report_;                  // scratch
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,149 @@
+// The operation queue of one rank, in motion: takes submissions from any thread,
+// and lets one thread at a time, the driver, negotiate and execute them. Several
+// engines may live in one process.
+//
+// Driving is a role, taken by try-lock: by a thread that waits on an operation,
+// else by the engine's own thread. A blocking call thus runs from submit to done
+// in the caller's thread, with no hand-over.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backend.h"
+#include "controller.h"
+#include "liveness.h"
+#include "op_queue.h"
+#include "operation.h"
+#include "parking.h"
+#include "process_set.h"
+
+namespace polyhvd {
+
+struct EngineOptions {
+  CoordinatorOptions coordinator;
+  std::chrono::duration<double> cycle_time{0.001};  // longest batching window
+  std::chrono::duration<double> data_timeout{300.0};
+  std::chrono::duration<double> stall_warn{60.0};    // zero: no reports
+  std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
+  bool crowded = false;                               // more ranks than cores on this host
+  std::function<void(const std::string&)> log = [](const std::string&) {};
+};
+
+// Everything that connects an engine to other ranks.
+struct EngineParts {
+  std::unique_ptr<Liveness> liveness;
+  std::vector<std::unique_ptr<Backend>> backends;  // first choice first
+  std::unique_ptr<Channel> parent;                 // null on the root
+  std::vector<Child> children;
+};
+
+class Engine {
+ public:
+  // `parking` is the one that the parts were built with. `overlap` is called by
+  // backends in long transfers; the engine sets it.
+  Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, EngineParts parts,
+         EngineOptions options, std::function<void()>& overlap);
+  ~Engine();  // shuts down
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const ProcessSets& process_sets() const noexcept { return sets_; }
+  int rank() const noexcept { return rank_; }
+
+  // `blocking`: wait() follows at once, so nobody need be woken. `where` names
+  // the caller's line and is called only for operations that are new.
+  // Throws Failure for a bad call, or with what ended the engine.
+  OperationPtr submit(Submission submission, bool blocking = false,
+                      const std::function<std::string()>& where = {});
+
+  // Returns when the operation is finished; throws its error as Failure.
+  // `interrupted` is asked now and then; true makes wait() throw
+  // Failure(kInterrupted): the operation goes on unless it was being executed.
+  void wait(const OperationPtr& operation, const std::function<bool()>& interrupted = {});
+
+  // Ends this rank's part in good order: what was agreed still runs, what is
+  // pending fails. Idempotent.
+  void shutdown();
+  // Ends the job for everybody.
+  void abort(const std::string& reason);
+  // In a forked child: closes the descriptors, and nothing else ever again.
+  void abandon() noexcept;
+
+  std::map<std::string, std::uint64_t> counters() const;
+
+ private:
+  using Clock = Parking::Clock;
+
+  bool progress();
+  void drive(const std::function<bool()>& until);
+  void on_slow();
+  void check_health();
+  void execute(Work& work);
+  void execute_allreduce(Work& work, Communicator& communicator, Deadline deadline);
+  void execute_allgather(Operation& operation, Communicator& communicator, Deadline deadline);
+  void execute_broadcast(Operation& operation, Communicator& communicator, Deadline deadline);
+  TensorView output_of(Operation& operation, std::size_t index, const Shape& shape);
+  Backend& backend_for(const Submission& submission) const;
+  Communicator& communicator_for(const Work& work);
+  void complete(const OperationPtr& operation, std::optional<Error> error);
+  void fail(const Error& error) noexcept;
+  void check_stalls();
+
+  bool take_role() noexcept;
+  void release_role() noexcept;
+  // Waits until `done`, or the role is free, or a moment has passed.
+  void await_turn(const std::function<bool()>& done);
+  void notify_waiters() noexcept;
+
+  void run();
+  void gather() const;
+  bool idle_for_long();
+  void doze();
+
+  const int rank_;
+  const ProcessSets sets_;
+  const EngineOptions options_;
+  OpQueue queue_;
+  std::unique_ptr<Parking> parking_;
+  EngineParts parts_;  // const after construction; the objects are the driver's
+  std::unique_ptr<Controller> controller_;  // driver
+  std::map<std::pair<std::size_t, ProcessSetId>, std::unique_ptr<Communicator>> communicators_;
+
+  // The driver's own, guarded by the role.
+  bool executing_ = false;
+  bool failed_ = false;
+  const std::function<bool()>* interrupted_ = nullptr;
+  Clock::time_point next_interrupt_check_{};
+  Clock::time_point next_stall_check_{};
+  std::vector<Segment> in_;   // scratch
+  std::vector<Segment> out_;  // scratch
+
+  std::atomic<bool> role_taken_{false};    // the driver's role
+  std::atomic<bool> engine_dozes_{false};  // the engine's thread sleeps without the role
+  std::atomic<int> waiters_{0};            // threads in await_turn
+  std::mutex turn_mutex_;                  // pairs with turn_, guards nothing
+  std::condition_variable turn_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> abandoned_{false};
+  std::mutex shutdown_mutex_;
+  bool shut_down_ = false;  // guarded by shutdown_mutex_
+
+  std::atomic<std::uint64_t> operations_{0};  // statistics
+  std::atomic<std::uint64_t> batches_{0};
+  std::atomic<std::uint64_t> engine_wakes_{0};
+
+  std::thread thread_;
+};
+
+}  // namespace polyhvd

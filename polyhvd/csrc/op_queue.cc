@@ -1,0 +1,248 @@
+#include "op_queue.h"
+
+#include <algorithm>
+
+#include "error.h"
+#include "wire.h"
+
+namespace polyhvd {
+namespace {
+
+std::string describe(const Submission& s) {
+  return std::string(name_of(s.kind)) + " '" + s.name + "'";
+}
+
+[[noreturn]] void invalid(const Submission& s, const std::string& what) {
+  throw Failure(ErrorCode::kInvalidArgument, describe(s) + ": " + what);
+}
+
+std::size_t bytes_of(const TensorView& tensor) {
+  return static_cast<std::size_t>(element_count(tensor.shape)) * item_size(tensor.dtype);
+}
+
+std::string to_string(const Shape& shape) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+}  // namespace
+
+void OpQueue::check(const Submission& s) const {
+  if (s.name.empty()) invalid(s, "the name is empty");
+  if (!sets_.contains(s.process_set)) {
+    invalid(s, "process set " + std::to_string(s.process_set) +
+                   " does not exist; add it at init() or with add_process_set() on every rank");
+  }
+  if (!sets_.position(s.process_set, rank_)) {
+    invalid(s, "rank " + std::to_string(rank_) + " is not in process set " +
+                   std::to_string(s.process_set) + "; call it on its members only");
+  }
+  if (s.kind == OpKind::kBarrier) return;
+  if (s.inputs.empty()) invalid(s, "there is no tensor");
+  if (!s.outputs.empty() && s.outputs.size() != s.inputs.size()) {
+    invalid(s, "there are " + std::to_string(s.inputs.size()) + " inputs and " +
+                   std::to_string(s.outputs.size()) + " outputs");
+  }
+  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+    const TensorView& in = s.inputs[i];
+    if (in.dtype != s.inputs[0].dtype) {
+      invalid(s, "tensors of one operation have one dtype; found " +
+                     std::string(name_of(s.inputs[0].dtype)) + " and " +
+                     std::string(name_of(in.dtype)));
+    }
+    if (in.shape.size() > static_cast<std::size_t>(kTensorRankMax)) {
+      invalid(s, "a tensor has " + std::to_string(in.shape.size()) + " dimensions; at most " +
+                     std::to_string(kTensorRankMax) + " are possible");
+    }
+    if (s.kind == OpKind::kAllgather && in.shape.empty()) {
+      invalid(s, "a scalar has no first dimension to gather along; reshape it to [1]");
+    }
+    if (s.outputs.empty() || s.kind == OpKind::kAllgather) continue;
+    if (s.outputs[i].dtype != in.dtype || s.outputs[i].shape != in.shape) {
+      invalid(s, "the output is " + std::string(name_of(s.outputs[i].dtype)) + " " +
+                     to_string(s.outputs[i].shape) + ", the input " +
+                     std::string(name_of(in.dtype)) + " " + to_string(in.shape));
+    }
+  }
+  if (s.kind == OpKind::kBroadcast && !sets_.position(s.process_set, s.root)) {
+    invalid(s, "root rank " + std::to_string(s.root) + " is not in process set " +
+                   std::to_string(s.process_set) + " of " +
+                   std::to_string(sets_.members(s.process_set).size()) + " ranks");
+  }
+}
+
+// An in-place tensor is one write; its input is not a second access.
+void OpQueue::claim_memory(const Operation& operation) {
+  const Submission& s = operation.submission;
+  std::size_t claimed = 0;
+  const auto claim = [&](const TensorView& t, bool write) {
+    if (!memory_.add(t.data, bytes_of(t), write)) return false;
+    ++claimed;
+    return true;
+  };
+  bool ok = true;
+  for (std::size_t i = 0; ok && i < s.outputs.size(); ++i) ok = claim(s.outputs[i], true);
+  for (std::size_t i = 0; ok && i < s.inputs.size(); ++i) {
+    const bool in_place = !s.outputs.empty() && s.outputs[i].data == s.inputs[i].data;
+    if (in_place) {
+      ++claimed;
+      continue;
+    }
+    ok = claim(s.inputs[i], false);
+  }
+  if (ok) return;
+  for (std::size_t i = 0; i < claimed; ++i) {
+    if (i < s.outputs.size()) {
+      memory_.remove(s.outputs[i].data, bytes_of(s.outputs[i]), true);
+    } else {
+      const std::size_t k = i - s.outputs.size();
+      const bool in_place = !s.outputs.empty() && s.outputs[k].data == s.inputs[k].data;
+      if (!in_place) memory_.remove(s.inputs[k].data, bytes_of(s.inputs[k]), false);
+    }
+  }
+  invalid(s, "a tensor overlaps memory of an operation in flight; synchronize() that one first");
+}
+
+void OpQueue::release_memory(const Operation& operation) {
+  const Submission& s = operation.submission;
+  for (const TensorView& t : s.outputs) memory_.remove(t.data, bytes_of(t), true);
+  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+    const bool in_place = !s.outputs.empty() && s.outputs[i].data == s.inputs[i].data;
+    if (!in_place) memory_.remove(s.inputs[i].data, bytes_of(s.inputs[i]), false);
+  }
+}
+
+Request OpQueue::request_of(const Operation& operation) const {
+  const Submission& s = operation.submission;
+  Request request;
+  request.rank = rank_;
+  request.process_set = s.process_set;
+  request.kind = s.kind;
+  request.op = s.op;
+  request.root = s.root;
+  request.priority = s.priority;
+  request.scale = s.scale;
+  request.name = s.name;
+  request.where = s.where;
+  if (!s.inputs.empty()) {
+    request.dtype = s.inputs[0].dtype;
+    request.device = s.inputs[0].device.kind;
+  }
+  request.shapes.reserve(s.inputs.size());
+  for (const TensorView& t : s.inputs) request.shapes.push_back(t.shape);
+  return request;
+}
+
+OperationPtr OpQueue::submit(Submission submission, const std::function<std::string()>& where) {
+  check(submission);
+  auto operation = std::make_shared<Operation>(std::move(submission));
+  Submission& s = operation->submission;
+  operation->position = *sets_.position(s.process_set, rank_);
+  if (s.op == ReduceOp::kAverage && s.kind == OpKind::kAllreduce) {
+    s.op = ReduceOp::kSum;
+    s.scale.post /= static_cast<double>(sets_.members(s.process_set).size());
+  }
+  operation->request = request_of(*operation);
+  std::unique_lock lock(mutex_);
+  operation->announced_as = cache_.find(operation->request, operation->position);
+  operation->cache_version = cache_version_;
+  if (!operation->announced_as && where && s.where.empty()) {
+    lock.unlock();
+    operation->request.where = where();
+    lock.lock();
+  }
+  if (closed_) throw Failure(*closed_);
+  const auto it = in_flight_.find(KeyView{s.process_set, s.name});
+  if (it != in_flight_.end() && !s.queue_duplicates) {
+    invalid(s, "an operation of this name is in flight; synchronize() it first or use another name");
+  }
+  claim_memory(*operation);
+  submitted_.fetch_add(1, std::memory_order_relaxed);
+  if (it != in_flight_.end()) {
+    waiting_[{s.process_set, s.name}].push_back(operation);
+    return operation;
+  }
+  in_flight_.emplace(Key{s.process_set, s.name}, operation);
+  pending_.store(static_cast<int>(in_flight_.size()), std::memory_order_relaxed);
+  unannounced_.push_back(operation);
+  news_.fetch_add(1);
+  return operation;
+}
+
+void OpQueue::announce(Report& report) {
+  std::lock_guard lock(mutex_);
+  for (const OperationPtr& operation : unannounced_) {
+    if (operation->cache_version != cache_version_) {
+      operation->announced_as = cache_.find(operation->request, operation->position);
+    }
+    operation->announced = true;
+    if (operation->announced_as) {
+      report.subtree_hits.push_back(*operation->announced_as);
+      cache_hits_.fetch_add(1, std::memory_order_relaxed);
+    } else {
+      report.requests.push_back(operation->request);
+    }
+  }
+  unannounced_.clear();
+  news_.store(0);
+}
+
+void OpQueue::announce_in_full(CacheId id, Report& report) {
+  std::lock_guard lock(mutex_);
+  for (const auto& [key, operation] : in_flight_) {
+    if (!operation->announced || operation->agreed || operation->announced_as != id) continue;
+    operation->announced_as.reset();
+    report.requests.push_back(operation->request);
+    return;
+  }
+}
+
+OperationPtr OpQueue::find(ProcessSetId set, std::string_view name) {
+  std::lock_guard lock(mutex_);
+  const auto it = in_flight_.find(KeyView{set, name});
+  return it == in_flight_.end() ? nullptr : it->second;
+}
+
+void OpQueue::retire(const OperationPtr& operation) {
+  const Submission& s = operation->submission;
+  std::lock_guard lock(mutex_);
+  release_memory(*operation);
+  const auto it = in_flight_.find(KeyView{s.process_set, s.name});
+  if (it == in_flight_.end() || it->second != operation) return;
+  const auto queue = waiting_.empty() ? waiting_.end() : waiting_.find({s.process_set, s.name});
+  if (queue == waiting_.end()) {
+    in_flight_.erase(it);
+    pending_.store(static_cast<int>(in_flight_.size()), std::memory_order_relaxed);
+    return;
+  }
+  it->second = std::move(queue->second.front());
+  unannounced_.push_back(it->second);
+  news_.fetch_add(1);
+  queue->second.pop_front();
+  if (queue->second.empty()) waiting_.erase(queue);
+}
+
+std::vector<OperationPtr> OpQueue::close(Error error) {
+  std::lock_guard lock(mutex_);
+  if (!closed_) closed_ = std::move(error);
+  std::vector<OperationPtr> pending;
+  for (auto& [key, operation] : in_flight_) pending.push_back(operation);
+  for (auto& [key, queue] : waiting_) pending.insert(pending.end(), queue.begin(), queue.end());
+  in_flight_.clear();
+  pending_.store(0, std::memory_order_relaxed);
+  waiting_.clear();
+  unannounced_.clear();
+  news_.store(0);
+  return pending;
+}
+
+bool OpQueue::has_announced() const {
+  std::lock_guard lock(mutex_);
+  return std::ranges::any_of(in_flight_, [](const auto& item) { return item.second->announced; });
+}
+
+}  // namespace polyhvd

@@ -1,0 +1,114 @@
+// The operations of this rank: what was submitted and is not done, by name.
+// Thread-safe; framework threads put in, the driver takes out.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "memory_in_flight.h"
+#include "operation.h"
+#include "process_set.h"
+#include "request.h"
+#include "response_cache.h"
+
+namespace polyhvd {
+
+class OpQueue {
+ public:
+  OpQueue(const ProcessSets& sets, int rank) : sets_(sets), rank_(rank) {}
+
+  // Checks the submission and queues it. `where` names the caller's line; it is
+  // called, without a lock, only when the operation is new to the cache. Throws
+  // Failure: kInvalidArgument, or why the queue is closed.
+  OperationPtr submit(Submission submission, const std::function<std::string()>& where);
+
+  // Whether something waits to be announced. Any thread, no lock.
+  bool has_news() const noexcept { return news_.load() > 0; }
+  // How many operations were ever submitted; tells whether work keeps arriving.
+  std::uint64_t submitted() const noexcept { return submitted_.load(std::memory_order_relaxed); }
+
+  // Driver: moves everything new into a report.
+  void announce(Report& report);
+  // Driver: announces an operation again in full, when it was announced as `id`.
+  void announce_in_full(CacheId id, Report& report);
+
+  // Driver: the operation that all agreed to run; it stays in flight until retire().
+  OperationPtr find(ProcessSetId set, std::string_view name);
+  // Driver: forgets a finished operation; the next of that name, if one waits, is new.
+  void retire(const OperationPtr& operation);
+
+  // Driver: applies to the cache, which submit() reads.
+  template <class Change>
+  void change_cache(Change&& change) {
+    std::lock_guard lock(mutex_);
+    change(cache_);
+    ++cache_version_;
+  }
+  // Driver only: the driver is the cache's one writer.
+  const ResponseCache& cache() const noexcept { return cache_; }
+
+  // Every later submit fails with `error`. Returns what was pending.
+  std::vector<OperationPtr> close(Error error);
+
+  // Whether operations are pending that other ranks have been told about.
+  bool has_announced() const;
+  // Operations in flight. Any thread, no lock.
+  int pending() const noexcept { return pending_.load(std::memory_order_relaxed); }
+  std::uint64_t cache_hits() const noexcept { return cache_hits_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Key {
+    ProcessSetId set;
+    std::string name;
+  };
+  struct KeyView {
+    ProcessSetId set;
+    std::string_view name;
+  };
+  struct Hash {
+    using is_transparent = void;
+    template <class K>
+    std::size_t operator()(const K& k) const noexcept {
+      return std::hash<std::string_view>{}(k.name) ^ (k.set * 0x9e3779b97f4a7c15u);
+    }
+  };
+  struct Equal {
+    using is_transparent = void;
+    template <class A, class B>
+    bool operator()(const A& a, const B& b) const noexcept {
+      return a.set == b.set && std::string_view(a.name) == std::string_view(b.name);
+    }
+  };
+
+  void check(const Submission& submission) const;
+  void claim_memory(const Operation& operation);
+  void release_memory(const Operation& operation);
+  Request request_of(const Operation& operation) const;
+
+  const ProcessSets& sets_;
+  const int rank_;
+
+  mutable std::mutex mutex_;
+  // All guarded by mutex_.
+  ResponseCache cache_;
+  std::uint64_t cache_version_ = 0;
+  std::unordered_map<Key, OperationPtr, Hash, Equal> in_flight_;
+  std::map<std::pair<ProcessSetId, std::string>, std::deque<OperationPtr>> waiting_;
+  std::vector<OperationPtr> unannounced_;
+  MemoryInFlight memory_;
+  std::optional<Error> closed_;
+
+  std::atomic<int> news_{0};                 // size of unannounced_, for has_news
+  std::atomic<int> pending_{0};              // size of in_flight_
+  std::atomic<std::uint64_t> submitted_{0};  // statistics
+  std::atomic<std::uint64_t> cache_hits_{0};
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,91 @@
+// One operation as its caller handed it in, from submit to done.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "request.h"
+#include "types.h"
+
+namespace polyhvd {
+
+// What a framework thread hands in. Tensors stay the caller's until done.
+struct Submission {
+  std::string name;
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  Scale scale;
+  int root = -1;  // broadcast only; a world rank
+  int priority = 0;
+  ProcessSetId process_set = kWorld;
+  std::vector<TensorView> inputs;
+  // As many as inputs, or none: then `allocate` is asked, or else the core allocates.
+  std::vector<TensorView> outputs;
+  std::function<void*(int index, const Shape& shape)> allocate;
+  // Exactly once, with no lock held, on any thread; null error on success.
+  std::function<void(const Error* error)> done;
+  std::string where;
+  // A name in flight makes this one wait for it instead of failing.
+  bool queue_duplicates = false;
+};
+
+// Memory for an output that the core allocated. Aligned for any vector unit.
+class OwnedBuffer {
+ public:
+  static constexpr std::size_t kAlignment = 64;
+  OwnedBuffer(Shape shape, DType dtype, std::size_t bytes)
+      : shape_(std::move(shape)),
+        dtype_(dtype),
+        data_(static_cast<std::byte*>(
+            std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~OwnedBuffer() { std::free(data_); }
+  OwnedBuffer(const OwnedBuffer&) = delete;
+  OwnedBuffer& operator=(const OwnedBuffer&) = delete;
+  const Shape& shape() const noexcept { return shape_; }
+  DType dtype() const noexcept { return dtype_; }
+  std::byte* data() const noexcept { return data_; }
+
+ private:
+  Shape shape_;
+  DType dtype_;
+  std::byte* data_;
+};
+
+// Shared by the caller's handle and the engine. Fields are written by the thread
+// that the state names; `finished` publishes the last ones to the caller.
+class Operation {
+ public:
+  explicit Operation(Submission s) : submission(std::move(s)) {}
+
+  Submission submission;               // by submit, before anybody else sees it
+  Request request;                      // the same as other ranks are told it; likewise
+  int position = 0;                     // of this rank in the process set; likewise
+  std::optional<CacheId> announced_as;  // the id that was reported; under the queue's lock
+  std::uint64_t cache_version = 0;      // at which announced_as was looked up; likewise
+  bool announced = false;               // likewise
+  bool agreed = false;                  // by the driver: decided, and now work
+  std::vector<std::int64_t> rows;       // by the driver, from the agreement (allgather)
+
+  // Written by the driver before `finished`.
+  std::optional<Error> error;
+  std::vector<std::shared_ptr<OwnedBuffer>> buffers;
+
+  bool is_finished() const noexcept { return finished_.load(std::memory_order_acquire); }
+  void finish() noexcept { finished_.store(true); }
+
+ private:
+  std::atomic<bool> finished_{false};  // release/acquire: publishes error and buffers
+};
+
+using OperationPtr = std::shared_ptr<Operation>;
+
+}  // namespace polyhvd

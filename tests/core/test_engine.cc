@@ -1,0 +1,358 @@
+// Whole engines as threads of one process: results, order, errors and ends.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <atomic>
+#include <random>
+
+#include "thread_world.h"
+
+using namespace polyhvd;
+using namespace polyhvd::test;
+
+namespace {
+
+const std::vector<Layout> kLayouts = {
+    {{0}}, {{0, 1}}, {{0, 1, 2}}, {{0, 1, 2, 3}}, {{0}, {1}}, {{0, 1}, {2, 3}}, {{0, 1}, {2}},
+    {{0}, {1}, {2}}, {{0, 2}, {1, 3}},
+};
+
+std::string text_of(const Layout& layout) {
+  std::string text;
+  for (const auto& host : layout) text += std::to_string(host.size()) + " ";
+  return text;
+}
+
+float value(int rank, std::size_t i) {
+  return static_cast<float>((rank + 1) * 1000 + static_cast<int>(i % 997)) / 8.0f;
+}
+
+std::vector<float> values(int rank, std::size_t count) {
+  std::vector<float> v(count);
+  for (std::size_t i = 0; i < count; ++i) v[i] = value(rank, i);
+  return v;
+}
+
+bool is_sum(const std::vector<float>& v, int size) {
+  for (std::size_t i = 0; i < v.size(); ++i) {
+    float sum = 0;
+    for (int r = 0; r < size; ++r) sum += value(r, i);
+    if (v[i] != sum) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST_CASE("an allreduce of any size over any layout is the sum") {
+  for (const Layout& layout : kLayouts) {
+    CAPTURE(text_of(layout));
+    ThreadWorld world(layout);
+    std::atomic<int> wrong{0};
+    world.run([&](int rank, Engine& engine) {
+      for (const std::size_t count : {0u, 1u, 255u, 5000u, 40'000u, 300'001u}) {
+        for (int repeat = 0; repeat < 3; ++repeat) {
+          auto v = values(rank, count);
+          engine.wait(engine.submit(allreduce("x" + std::to_string(count), v), true));
+          if (!is_sum(v, world.size())) ++wrong;
+        }
+      }
+    });
+    CHECK(wrong == 0);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("many asynchronous allreduces in another order on each rank all complete") {
+  for (const Layout& layout : kLayouts) {
+    CAPTURE(text_of(layout));
+    ThreadWorld world(layout);
+    std::atomic<int> wrong{0};
+    world.run([&](int rank, Engine& engine) {
+      std::mt19937 random(static_cast<unsigned>(rank));
+      for (int step = 0; step < 6; ++step) {
+        std::vector<std::vector<float>> tensors;
+        for (std::size_t i = 0; i < 40; ++i) tensors.push_back(values(rank, 1 + i * i * 7));
+        std::vector<std::size_t> order(tensors.size());
+        for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+        std::shuffle(order.begin(), order.end(), random);
+        std::vector<OperationPtr> operations;
+        for (const std::size_t i : order) {
+          operations.push_back(engine.submit(allreduce("t" + std::to_string(i), tensors[i])));
+        }
+        for (const auto& operation : operations) engine.wait(operation);
+        for (const auto& tensor : tensors) wrong += !is_sum(tensor, world.size());
+      }
+    });
+    CHECK(wrong == 0);
+    CHECK(world.engine(0).counters().at("cache_hits") >= 40 * 4);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("cancelling values give the bits of the sum in rank order, however they travel") {
+  // (1e8 + 1) - 1e8 and 1e8 - 1e8 + 1 differ in float: order shows.
+  const std::array<float, 4> terms{1e8f, 1.0f, -1e8f, 0.25f};
+  for (const int size : {3, 4}) {
+    float expected = terms[0];
+    for (int r = 1; r < size; ++r) expected += terms[static_cast<std::size_t>(r)];
+    ThreadWorld world(one_host(size));
+    std::atomic<int> wrong{0};
+    world.run([&](int rank, Engine& engine) {
+      std::mt19937 random(static_cast<unsigned>(rank) + 7);
+      for (int step = 0; step < 20; ++step) {
+        std::vector<std::vector<float>> tensors;
+        for (std::size_t count : {1u, 33u, 1000u, 9000u, 70'000u}) {
+          tensors.emplace_back(count, terms[static_cast<std::size_t>(rank)]);
+        }
+        std::vector<std::size_t> order{0, 1, 2, 3, 4};
+        std::shuffle(order.begin(), order.end(), random);
+        std::vector<OperationPtr> operations;
+        for (const std::size_t i : order) {
+          operations.push_back(engine.submit(allreduce("t" + std::to_string(i), tensors[i])));
+        }
+        for (const auto& operation : operations) engine.wait(operation);
+        for (const auto& tensor : tensors) {
+          for (const float v : tensor) wrong += v != expected;
+        }
+      }
+    });
+    CHECK(wrong == 0);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("allgather concatenates different numbers of rows, broadcast copies from any root") {
+  for (const Layout& layout : kLayouts) {
+    CAPTURE(text_of(layout));
+    ThreadWorld world(layout);
+    std::atomic<int> wrong{0};
+    world.run([&](int rank, Engine& engine) {
+      for (const std::int64_t scale : {1, 20'000}) {
+        std::vector<float> mine(static_cast<std::size_t>(rank * scale) * 2, static_cast<float>(rank));
+        Submission s;
+        s.name = "gather" + std::to_string(scale);
+        s.kind = OpKind::kAllgather;
+        s.inputs = {{mine.data(), {rank * scale, 2}, DType::kFloat32, {}}};
+        const auto operation = engine.submit(std::move(s), true);
+        engine.wait(operation);
+        const OwnedBuffer& all = *operation->buffers.at(0);
+        const auto* data = reinterpret_cast<const float*>(all.data());
+        std::int64_t row = 0;
+        for (int r = 0; r < world.size(); ++r) {
+          for (std::int64_t i = 0; i < r * scale; ++i, ++row) wrong += data[row * 2] != static_cast<float>(r);
+        }
+        wrong += all.shape() != Shape{row, 2};
+        for (int root = 0; root < world.size(); ++root) {
+          std::vector<float> v(static_cast<std::size_t>(scale) * 3 + 1, static_cast<float>(rank));
+          Submission b;
+          b.name = "broadcast" + std::to_string(scale) + "." + std::to_string(root);
+          b.kind = OpKind::kBroadcast;
+          b.root = root;
+          b.inputs = {view(v, DType::kFloat32)};
+          b.outputs = b.inputs;
+          engine.wait(engine.submit(std::move(b)));
+          for (const float x : v) wrong += x != static_cast<float>(root);
+        }
+      }
+    });
+    CHECK(wrong == 0);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("overlapping process sets work at the same time, without those who are not members") {
+  ThreadWorld world({{0, 1, 2}, {3}}, {{0, 1}, {1, 2, 3}});
+  std::atomic<int> wrong{0};
+  world.run([&](int rank, Engine& engine) {
+    for (int step = 0; step < 30; ++step) {
+      std::vector<OperationPtr> operations;
+      std::vector<float> a(1000, 1), b(1000, 1), c(1000, 1);
+      if (rank <= 1) operations.push_back(engine.submit(allreduce("x", a, ReduceOp::kSum, 1)));
+      if (rank >= 1) operations.push_back(engine.submit(allreduce("x", b, ReduceOp::kSum, 2)));
+      operations.push_back(engine.submit(allreduce("x", c)));
+      for (const auto& operation : operations) engine.wait(operation);
+      wrong += rank <= 1 && a[999] != 2;
+      wrong += rank >= 1 && b[999] != 3;
+      wrong += c[999] != 4;
+    }
+  });
+  CHECK(wrong == 0);
+  world.shutdown();
+}
+
+TEST_CASE("ranks that disagree all get the error, and go on working") {
+  for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0, 1}, {2}}}) {
+    ThreadWorld world(layout);
+    std::atomic<int> mismatches{0};
+    world.run([&](int rank, Engine& engine) {
+      for (int step = 0; step < 5; ++step) {
+        std::vector<float> good(10, 1);
+        engine.wait(engine.submit(allreduce("x", good)));
+        std::vector<float> odd(rank == 2 ? 11 : 10, 1);
+        try {
+          engine.wait(engine.submit(allreduce("x", odd)));
+        } catch (const Failure& failure) {
+          mismatches += failure.error().code == ErrorCode::kRankMismatch &&
+                        failure.error().message.find("rank 2 sent") != std::string::npos;
+        }
+      }
+    });
+    CHECK(mismatches == 15);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("several threads of each rank wait at the same time") {
+  ThreadWorld world(one_host(2));
+  std::atomic<int> wrong{0};
+  world.run([&](int rank, Engine& engine) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t] {
+        for (int step = 0; step < 200; ++step) {
+          auto v = values(rank, 100);
+          engine.wait(engine.submit(allreduce("thread" + std::to_string(t), v), step % 2 == 0));
+          wrong += !is_sum(v, 2);
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  });
+  CHECK(wrong == 0);
+  world.shutdown();
+}
+
+TEST_CASE("a completion callback may submit, and wait") {
+  ThreadWorld world(one_host(2));
+  world.run([](int rank, Engine& engine) {
+    auto first = values(rank, 50);
+    auto second = values(rank, 60);
+    auto third = values(rank, 70);
+    OperationPtr chained;
+    std::atomic<bool> called{false};
+    Submission s = allreduce("first", first);
+    s.done = [&](const Error* error) {
+      REQUIRE(error == nullptr);
+      chained = engine.submit(allreduce("second", second));
+      engine.wait(engine.submit(allreduce("third", third), true));
+      called = true;
+    };
+    engine.wait(engine.submit(std::move(s)));
+    while (!called) std::this_thread::yield();
+    engine.wait(chained);
+    CHECK(is_sum(second, 2));
+    CHECK(is_sum(third, 2));
+  });
+  world.shutdown();
+}
+
+TEST_CASE("a bad call fails at submit and disturbs nothing") {
+  ThreadWorld world(one_host(2));
+  world.run([](int rank, Engine& engine) {
+    std::vector<float> v(10, 1), w(10, 1);
+    const auto fails = [&](Submission s) {
+      try {
+        engine.submit(std::move(s));
+      } catch (const Failure& failure) {
+        return failure.error().code == ErrorCode::kInvalidArgument;
+      }
+      return false;
+    };
+    OperationPtr pending;
+    if (rank == 0) {  // rank 1 asks later, so that it stays in flight
+      pending = engine.submit(allreduce("x", v));
+      CHECK(fails(allreduce("x", w)));           // name in flight
+      CHECK(fails(allreduce("overlapping", v)));  // memory in flight
+    }
+    CHECK(fails(allreduce("", w)));
+    CHECK(fails(allreduce("y", w, ReduceOp::kSum, 9)));
+    engine.wait(engine.submit(allreduce("z", w)));
+    if (rank == 1) pending = engine.submit(allreduce("x", v));
+    engine.wait(pending);
+    CHECK(v[0] == 2);
+  });
+  world.shutdown();
+}
+
+TEST_CASE("a rank that leaves in good order fails only those who still need it") {
+  for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0}, {1, 2}}}) {
+    for (const int leaver : {0, 2}) {
+      CAPTURE(leaver);
+      ThreadWorld world(layout);
+      std::atomic<int> told{0};
+      world.run([&](int rank, Engine& engine) {
+        std::vector<float> v(10, 1);
+        engine.wait(engine.submit(allreduce("x", v)));
+        if (rank == leaver) {
+          engine.shutdown();
+          return;
+        }
+        try {
+          engine.wait(engine.submit(allreduce("x", v)));
+        } catch (const Failure& failure) {
+          told += failure.error().code == ErrorCode::kPeerDeparted;
+          if (failure.error().code != ErrorCode::kPeerDeparted) MESSAGE(failure.error().message);
+        }
+      });
+      CHECK(told == 2);
+      world.shutdown();
+    }
+  }
+}
+
+TEST_CASE("when one rank aborts, every pending operation of every rank fails with the reason") {
+  for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0, 1}, {2, 3}}, Layout{{0}, {1}, {2}}}) {
+    ThreadWorld world(layout);
+    std::atomic<int> told{0};
+    world.run([&](int rank, Engine& engine) {
+      std::vector<float> v(100'000, 1);
+      if (rank == 1) {
+        engine.wait(engine.submit(allreduce("x", v)));
+        engine.abort("a test");
+        return;
+      }
+      try {
+        for (;;) engine.wait(engine.submit(allreduce("x", v)));
+      } catch (const Failure& failure) {
+        told += failure.error().code == ErrorCode::kPeerLost &&
+                failure.error().message.find("a test") != std::string::npos;
+      }
+    });
+    CHECK(told == world.size() - 1);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("submissions of one name queue up when they are allowed to") {
+  ThreadWorld world(one_host(2));
+  std::atomic<int> wrong{0};
+  world.run([&](int rank, Engine& engine) {
+    std::vector<std::vector<float>> tensors;
+    std::vector<OperationPtr> operations;
+    for (std::size_t i = 0; i < 20; ++i) tensors.push_back(values(rank, i + 1));
+    for (auto& tensor : tensors) {
+      Submission s = allreduce("same", tensor);
+      s.queue_duplicates = true;
+      operations.push_back(engine.submit(std::move(s)));
+    }
+    for (const auto& operation : operations) engine.wait(operation);
+    for (const auto& tensor : tensors) wrong += !is_sum(tensor, 2);
+  });
+  CHECK(wrong == 0);
+  world.shutdown();
+}
+
+TEST_CASE("an engine without a cache works") {
+  ThreadWorld world(one_host(3), {}, [](EngineOptions& o) { o.coordinator.cache_capacity = 0; });
+  std::atomic<int> wrong{0};
+  world.run([&](int rank, Engine& engine) {
+    for (int step = 0; step < 20; ++step) {
+      auto v = values(rank, 100);
+      engine.wait(engine.submit(allreduce("x", v)));
+      wrong += !is_sum(v, 3);
+    }
+  });
+  CHECK(wrong == 0);
+  world.shutdown();
+}

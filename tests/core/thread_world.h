@@ -1,0 +1,132 @@
+// N engines in one process, as one job: ranks are threads. Descriptors are made
+// here instead of by the bootstrap; "TCP" connections are socket pairs.
+#pragma once
+
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "shm/segment.h"
+#include "world.h"
+
+namespace polyhvd::test {
+
+using Layout = std::vector<std::vector<int>>;  // ranks by host
+
+inline Layout one_host(int size) {
+  Layout layout(1);
+  for (int r = 0; r < size; ++r) layout[0].push_back(r);
+  return layout;
+}
+
+class ThreadWorld {
+ public:
+  explicit ThreadWorld(const Layout& layout, std::vector<std::vector<int>> process_sets = {},
+                       const std::function<void(EngineOptions&)>& adjust = {}) {
+    for (const auto& host : layout) size_ += static_cast<int>(host.size());
+    std::vector<Wiring> wirings(static_cast<std::size_t>(size_));
+    for (int r = 0; r < size_; ++r) {
+      Wiring& w = wirings[static_cast<std::size_t>(r)];
+      w.rank = r;
+      w.size = size_;
+      w.domains = layout;
+      w.labels.assign(static_cast<std::size_t>(size_), "a thread");
+      w.process_sets = process_sets;
+    }
+    const auto pair = [&](std::map<int, int> Wiring::*map, int a, int b) {
+      int fds[2];
+      if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) {
+        throw std::runtime_error("socketpair");
+      }
+      (wirings[static_cast<std::size_t>(a)].*map)[b] = fds[0];
+      (wirings[static_cast<std::size_t>(b)].*map)[a] = fds[1];
+    };
+    std::vector<int> host_of(static_cast<std::size_t>(size_));
+    for (std::size_t h = 0; h < layout.size(); ++h) {
+      for (const int r : layout[h]) host_of[static_cast<std::size_t>(r)] = static_cast<int>(h);
+      const int parent = tree_parent(static_cast<int>(h));
+      if (parent >= 0) {
+        pair(&Wiring::control_fds, layout[h][0], layout[static_cast<std::size_t>(parent)][0]);
+      }
+      if (layout[h].size() < 2) continue;
+      const int fd = memfd_create("polyhvd-test", MFD_CLOEXEC);
+      const std::size_t bytes = shm::Segment::bytes(static_cast<int>(layout[h].size()),
+                                                    static_cast<int>(process_sets.size()) + 1);
+      if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+        throw std::runtime_error("memfd_create");
+      }
+      for (const int r : layout[h]) wirings[static_cast<std::size_t>(r)].segment_fd = dup(fd);
+      close(fd);
+    }
+    for (int a = 0; a < size_; ++a) {
+      for (int b = a + 1; b < size_; ++b) {
+        const bool together = host_of[static_cast<std::size_t>(a)] == host_of[static_cast<std::size_t>(b)];
+        pair(together ? &Wiring::local_fds : &Wiring::data_fds, a, b);
+      }
+    }
+    EngineOptions options;
+    options.crowded = true;  // ranks are threads: more of them than cores
+    options.data_timeout = std::chrono::seconds(60);
+    if (adjust) adjust(options);
+    for (Wiring& w : wirings) engines_.push_back(make_engine(std::move(w), options));
+  }
+
+  int size() const { return size_; }
+  Engine& engine(int rank) { return *engines_[static_cast<std::size_t>(rank)]; }
+  void destroy(int rank) { engines_[static_cast<std::size_t>(rank)].reset(); }
+
+  // Runs `body(rank, engine)` on a thread per rank; rethrows the first exception.
+  void run(const std::function<void(int, Engine&)>& body) {
+    std::vector<std::thread> threads;
+    std::mutex mutex;
+    std::exception_ptr first;
+    for (int r = 0; r < size_; ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          body(r, engine(r));
+        } catch (...) {
+          std::lock_guard lock(mutex);
+          if (!first) first = std::current_exception();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (first) std::rethrow_exception(first);
+  }
+
+  // All ranks leave, each on its own thread, as processes would.
+  void shutdown() {
+    run([](int, Engine& engine) { engine.shutdown(); });
+  }
+
+ private:
+  int size_ = 0;
+  std::vector<std::unique_ptr<Engine>> engines_;
+};
+
+template <class T>
+TensorView view(std::vector<T>& values, DType dtype) {
+  return {values.data(), {static_cast<std::int64_t>(values.size())}, dtype, {}};
+}
+
+inline Submission allreduce(std::string name, std::vector<float>& values,
+                            ReduceOp op = ReduceOp::kSum, ProcessSetId set = kWorld) {
+  Submission s;
+  s.name = std::move(name);
+  s.op = op;
+  s.process_set = set;
+  s.inputs = {view(values, DType::kFloat32)};
+  s.outputs = s.inputs;
+  return s;
+}
+
+}  // namespace polyhvd::test
