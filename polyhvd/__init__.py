@@ -1,0 +1,117 @@
+"""Data-parallel training for MXNet/Gluon, PyTorch, TensorFlow/Keras and plain arrays.
+
+Import the module of your framework::
+
+    import polyhvd.torch as hvd      # or .mxnet, .tensorflow, .keras, .numpy
+    hvd.init()
+
+What all of them share is also here. Importing this package needs no framework.
+"""
+
+from __future__ import annotations
+
+from polyhvd import context as _context
+from polyhvd.adapter import ReduceOp
+from polyhvd.api import barrier
+from polyhvd.config import Config
+from polyhvd.context import init, is_initialized, shutdown
+from polyhvd.errors import (
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+    HostsUpdatedInterrupt,
+    InvalidArgumentError,
+    NotInitializedError,
+    PeerDepartedError,
+    PeerLostError,
+    RankMismatchError,
+    ShutdownError,
+    TransferTimeoutError,
+)
+from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.state_sync import allgather_object, broadcast_object
+
+__version__ = "0.1.0"
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+
+def rank() -> int:
+    """World rank of this process, from 0 to ``size() - 1``."""
+    return _context.config().rank
+
+
+def size() -> int:
+    """Number of ranks in the job."""
+    return _context.config().size
+
+
+def local_rank() -> int:
+    """Rank among the processes of this host."""
+    return _context.config().local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return _context.config().local_size
+
+
+def cross_rank() -> int:
+    """Position of this host among the hosts that have this local rank."""
+    return _context.config().cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts that have this local rank."""
+    return _context.config().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return _context.is_homogeneous()
+
+
+def counters() -> dict[str, int]:
+    """Statistics of the engine since ``init()``: operations, bytes per transport, cache hits, wakes."""
+    return _context.engine().counters()
+
+
+__all__ = [
+    "Average",
+    "Config",
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "InvalidArgumentError",
+    "Max",
+    "Min",
+    "NotInitializedError",
+    "PeerDepartedError",
+    "PeerLostError",
+    "ProcessSet",
+    "Product",
+    "RankMismatchError",
+    "ReduceOp",
+    "ShutdownError",
+    "Sum",
+    "TransferTimeoutError",
+    "__version__",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "counters",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]

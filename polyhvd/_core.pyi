@@ -1,0 +1,83 @@
+"""What the extension module offers to polyhvd's Python code. Adapters use it, users do not."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/types.h
+INSTRUCTION_SET: Final[str]
+
+def segment_bytes(local_size: int, process_sets: int) -> int:
+    """Size of the memory that `local_size` ranks of one host share."""
+
+def register_dlpack_exchange(tensor_type: type, capsule: object) -> None:
+    """Read objects of this type (or a subclass) through DLPack's C exchange API."""
+
+def run(
+    engine: Engine,
+    kind: int,
+    name: str,
+    tensor: Any,
+    op: int,
+    root: int,
+    prescale: float,
+    postscale: float,
+    process_set: int,
+    priority: int,
+    /,
+) -> None:
+    """Submit a collective on one dense tensor in place, and wait for it: the shortest way."""
+
+class TensorRef:
+    """A dense tensor given by address; the fallback for objects that cannot be read directly."""
+
+    def __init__(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> None: ...
+
+class Buffer:
+    """Memory that the core has allocated for an output: buffer protocol (bytes) and DLPack."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+class Handle:
+    """A submitted operation. `result` and `finish` belong to Python code (see adapter.py)."""
+
+    name: str
+    result: Any
+    finish: Any
+    slot: Any
+    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Return when it is done, driving progress meanwhile; raise what it failed with."""
+    def buffers(self) -> list[Buffer]:
+        """Outputs that the core has allocated, in order; after wait()."""
+
+class Engine:
+    """The operation queue of one rank."""
+
+    def __init__(self, wiring: Any, config: Any, generation: int) -> None:
+        """`wiring` is a bootstrap.Wiring, whose descriptors are taken over; `config` a Config."""
+    def submit(
+        self,
+        kind: int,  # OpKind: 0 allreduce, 1 allgather, 2 broadcast, 3 barrier
+        name: str,
+        inputs: Sequence[Any],  # numpy arrays, tensors of registered types, or TensorRef
+        outputs: Sequence[Any] | None,  # None: the core allocates, see Handle.buffers()
+        op: int = 1,
+        root: int = -1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        process_set: int = 0,
+        priority: int = 0,
+        blocking: bool = False,  # wait() follows at once: wake nobody
+    ) -> Handle:
+        """Raise InvalidArgumentError for a bad call; BufferError when a tensor is not dense."""
+    def counters(self) -> dict[str, int]: ...
+    def native_api(self) -> int:
+        """Address of the polyhvd_engine_api (csrc/c_api.h) of this engine."""
+    def shutdown(self) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors and say nothing to anybody."""
+    generation: int

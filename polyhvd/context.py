@@ -1,0 +1,123 @@
+"""The engine of this process: the only global of the project."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from polyhvd import _core, bootstrap
+from polyhvd.config import Config
+from polyhvd.errors import InvalidArgumentError, NotInitializedError
+from polyhvd.process_sets import ProcessSet
+
+__all__ = ["config", "engine", "init", "is_initialized", "on_engine_change", "shutdown"]
+
+_lock = threading.RLock()
+_engine: _core.Engine | None = None
+_config: Config | None = None
+_generation = 0  # of engines of this process; equal on all ranks, as init() is called on all
+_registered: list[ProcessSet] = []
+_listeners: list[Callable[[int], None]] = []
+_abandoned: list[_core.Engine] = []  # of a forked parent; never destroyed in the child
+
+
+def engine() -> _core.Engine:
+    """The running engine; raises :class:`NotInitializedError` before ``init()``."""
+    current = _engine
+    if current is None:
+        raise NotInitializedError()
+    return current
+
+
+def config() -> Config:
+    """The configuration of the running engine; raises before ``init()``."""
+    current = _config
+    if current is None:
+        raise NotInitializedError()
+    return current
+
+
+def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
+    """Connect this process to the other ranks of the job; does nothing when that is done already.
+
+    Without a launcher this is a world of one rank. After ``shutdown()`` it may be called again,
+    on every rank.
+
+    Args:
+        comm: reserved for communicators of mpi4py; None.
+        process_sets: groups of ranks to register, the same on every rank.
+
+    Raises:
+        ConfigError: an environment variable cannot be used.
+        InvalidArgumentError: a process set names a rank that does not exist.
+        TimeoutError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
+    """
+    global _engine, _config, _generation
+    if isinstance(comm, (list, tuple)) and all(isinstance(item, ProcessSet) for item in comm):
+        comm, process_sets = None, comm
+    if comm is not None:
+        raise InvalidArgumentError(
+            f"init(comm={comm!r}): only the world of the launcher is supported; call init() without comm"
+        )
+    with _lock:
+        if _engine is not None:
+            return
+        settings = Config.from_environment()
+        sets = list(process_sets or [])
+        for item in sets:
+            bad = [r for r in item.ranks or [] if not 0 <= r < settings.size]
+            if item.ranks is None or bad:
+                raise InvalidArgumentError(f"{item}: ranks are 0 to {settings.size - 1}; found {bad or 'all'}")
+        _generation += 1
+        wiring = bootstrap.connect(settings, _generation, [item.ranks or [] for item in sets])
+        _engine = _core.Engine(wiring, settings, _generation)
+        _config = settings
+        for number, item in enumerate(sets, start=1):
+            item.process_set_id = number
+        _registered[:] = sets
+        for listener in _listeners:
+            listener(_engine.native_api())
+
+
+def shutdown() -> None:
+    """Leave the job in good order. Operations that are pending fail; ``init()`` may follow."""
+    global _engine, _config
+    with _lock:
+        if _engine is None:
+            return
+        leaving, _engine, _config = _engine, None, None
+        leaving.shutdown()
+        for listener in _listeners:
+            listener(0)
+        for item in _registered:
+            item.process_set_id = None
+        _registered.clear()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    return _engine is not None
+
+
+def on_engine_change(listener: Callable[[int], None]) -> None:
+    """Call ``listener`` with the address of each new engine's C table, and with 0 after its end."""
+    with _lock:
+        _listeners.append(listener)
+        if _engine is not None:
+            listener(_engine.native_api())
+
+
+def _forget_in_child() -> None:
+    """A forked process (a DataLoader's worker) is not a rank: close what it has inherited."""
+    global _engine, _config, _lock
+    _lock = threading.RLock()
+    if _engine is not None:
+        _engine.abandon()
+        _abandoned.append(_engine)
+    _engine = _config = None
+
+
+atexit.register(shutdown)
+os.register_at_fork(after_in_child=_forget_in_child)

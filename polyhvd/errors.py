@@ -1,0 +1,84 @@
+"""What polyhvd raises. The tree mirrors ``csrc/error.h``.
+
+::
+
+    Exception
+    ├── ValueError
+    │   ├── NotInitializedError        a call before init()
+    │   └── InvalidArgumentError       a bad call, found at submit; the job goes on
+    ├── RuntimeError
+    │   └── HorovodInternalError       a collective failed
+    │       ├── RankMismatchError      ranks disagree; raised on every rank; the job goes on
+    │       ├── PeerLostError          a rank died or was cut off
+    │       ├── PeerDepartedError      a rank that is needed has shut down
+    │       ├── ShutdownError          shutdown() while work was pending
+    │       └── TransferTimeoutError   an agreed transfer did not finish in time
+    └── HostsUpdatedInterrupt          elastic: the set of hosts has changed
+    HorovodVersionMismatchError(ImportError)   parts of different versions were mixed
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "InvalidArgumentError",
+    "NotInitializedError",
+    "PeerDepartedError",
+    "PeerLostError",
+    "RankMismatchError",
+    "ShutdownError",
+    "TransferTimeoutError",
+]
+
+
+class NotInitializedError(ValueError):
+    """A call that needs ``init()`` came before it."""
+
+    def __init__(self, message: str = "polyhvd has not been initialized; use hvd.init().") -> None:
+        super().__init__(message)
+
+
+class InvalidArgumentError(ValueError):
+    """A bad call: nothing was sent, and the job goes on."""
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed. Elastic code catches it and restores the last commit."""
+
+
+class RankMismatchError(HorovodInternalError):
+    """Ranks asked for different things under one name.
+
+    Raised on every rank with every rank's side. A retry would fail in the same way:
+    elastic code must not catch it.
+    """
+
+
+class PeerLostError(HorovodInternalError):
+    """A rank died or was cut off; this engine cannot go on."""
+
+
+class PeerDepartedError(HorovodInternalError):
+    """A rank that this operation needs has shut down in good order."""
+
+
+class ShutdownError(HorovodInternalError):
+    """The engine was shut down while the operation was pending."""
+
+
+class TransferTimeoutError(HorovodInternalError):
+    """An agreed transfer did not finish within POLYHVD_DATA_TIMEOUT_SECONDS."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The set of hosts has changed (elastic jobs)."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the set of hosts has changed")
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Parts of polyhvd of different versions were mixed in one process."""

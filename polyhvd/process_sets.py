@@ -1,0 +1,71 @@
+"""Groups of ranks that communicate among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polyhvd.errors import InvalidArgumentError, NotInitializedError
+
+__all__ = ["ProcessSet", "global_process_set"]
+
+
+class ProcessSet:
+    """The given ranks. Pass it to ``init(process_sets=[...])``, then to ``process_set=`` of operations.
+
+    Example::
+
+        even = hvd.ProcessSet([0, 2])
+        hvd.init(process_sets=[even])
+        if even.included():
+            hvd.allreduce(x, process_set=even)
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks: list[int] | None = sorted(set(ranks))
+        #: None until ``init()`` has registered the set.
+        self.process_set_id: int | None = None
+        if not self.ranks:
+            raise InvalidArgumentError("a process set needs at least one rank")
+
+    def _registered(self) -> list[int]:
+        from polyhvd import context
+
+        if self.process_set_id is None:
+            raise NotInitializedError(
+                f"{self} is not registered; pass it to init(process_sets=[...]) on every rank"
+            )
+        context.engine()
+        return list(range(context.config().size)) if self.ranks is None else self.ranks
+
+    def included(self) -> bool:
+        """Whether this process is a member."""
+        from polyhvd import context
+
+        return context.config().rank in self._registered()
+
+    def rank(self) -> int:
+        """Position of this process in the set, or -1 when it is not a member."""
+        from polyhvd import context
+
+        ranks = self._registered()
+        world_rank = context.config().rank
+        return ranks.index(world_rank) if world_rank in ranks else -1
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._registered())
+
+    def __repr__(self) -> str:
+        ranks = "all" if self.ranks is None else self.ranks
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
+
+
+def _make_global() -> ProcessSet:
+    world = ProcessSet([0])
+    world.ranks = None
+    world.process_set_id = 0
+    return world
+
+
+#: All ranks.
+global_process_set = _make_global()

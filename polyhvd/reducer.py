@@ -1,0 +1,98 @@
+"""Gradients over the ranks, for all optimizers: scale, compress, reduce, put back."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from polyhvd.adapter import Handle, ReduceOp
+from polyhvd.api import Collectives
+from polyhvd.compression import Compressor, NoneCompressor
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["GradientReducer", "scale_factors"]
+
+T = TypeVar("T")
+
+
+def scale_factors(op: int, gradient_predivide_factor: float) -> tuple[float, float]:
+    """Prescale and postscale that split the division of an average around the sum.
+
+    Gradients are divided by the factor before and by size / factor after the sum, as in Horovod.
+    """
+    if gradient_predivide_factor == 1.0:
+        return 1.0, 1.0
+    if op != ReduceOp.Average:
+        raise InvalidArgumentError("gradient_predivide_factor needs op=Average")
+    if gradient_predivide_factor <= 0:
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor={gradient_predivide_factor}: expected a positive number"
+        )
+    return 1.0 / gradient_predivide_factor, gradient_predivide_factor
+
+
+class GradientReducer(Generic[T]):
+    """Reduces gradients in place as they become ready. Not thread-safe: one per optimizer.
+
+    Args:
+        collectives: of the framework.
+        prefix: begins the names on the wire; gradients are named by their position in the optimizer,
+            so that names agree between ranks and recur.
+        op, compression, gradient_predivide_factor, process_set: as in the optimizers.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives[T],
+        *,
+        prefix: str,
+        op: int = ReduceOp.Average,
+        compression: Compressor | None = None,
+        gradient_predivide_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._collectives = collectives
+        self._prefix = prefix
+        self._op = op
+        self._compression = compression or NoneCompressor()
+        self._prescale, self._postscale = scale_factors(op, gradient_predivide_factor)
+        self._process_set = process_set
+        self._pending: dict[Any, tuple[Handle, T, T, Any]] = {}
+
+    def start(self, key: Any, name: str, gradient: T, *, priority: int = 0) -> None:
+        """Begin to reduce ``gradient``; ``key`` identifies it until :meth:`finish`."""
+        sent, compression_context = self._compression.compress(gradient)
+        handle = self._collectives.allreduce_async(
+            sent,
+            name=f"{self._prefix}.{name}",
+            op=self._op,
+            prescale_factor=self._prescale,
+            postscale_factor=self._postscale,
+            process_set=self._process_set,
+            priority=priority,
+            in_place=True,
+        )
+        self._pending[key] = (handle, gradient, sent, compression_context)
+
+    def is_started(self, key: Any) -> bool:
+        """Whether this gradient is under way."""
+        return key in self._pending
+
+    def finish(self) -> None:
+        """Wait for all gradients; each tensor then holds the result.
+
+        When one fails, the others are waited for all the same, and the first error is raised.
+        """
+        pending, self._pending = self._pending, {}
+        first_error: BaseException | None = None
+        for handle, gradient, sent, compression_context in pending.values():
+            try:
+                result = self._collectives.synchronize(handle)
+            except Exception as error:
+                first_error = first_error or error
+                continue
+            if sent is not gradient:
+                restored = self._compression.decompress(result, compression_context)
+                self._collectives.adapter.assign(gradient, restored)
+        if first_error is not None:
+            raise first_error
