@@ -16,6 +16,7 @@ help:
 SOURCES := setup.py pyproject.toml $(wildcard polyhvd/csrc/* backends/* backends/*/* frameworks/*/*.cc frameworks/*/*.h)
 
 $(PY):
+	sh tools/python.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMPS)/base: requirements/base.txt | $(PY)
@@ -27,7 +28,7 @@ $(STAMPS)/build: $(SOURCES) $(STAMPS)/base
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
-	sh tools/apt.sh libgomp1 libopenblas0-pthread libquadmath0
+	sh tools/apt.sh libgomp1 libquadmath0
 	$(PY) -m pip install -q -r requirements/demo.txt
 	@mkdir -p $(STAMPS) && touch $@
 

@@ -1,0 +1,138 @@
+"""Builds the wheel once, and runs the parity suite with it under other versions of every framework.
+
+Each environment is a virtual environment of its own in build/matrix, kept between runs; the wheel is
+the same file in all of them. ``python tools/matrix.py legacy oldest-torch`` runs some by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build" / "matrix"
+TOOLS = ("pytest>=8", "psutil>=5.9", "hypothesis>=6", "rich>=13")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Versions that are installed together, and the parity drivers that must pass under them."""
+
+    name: str
+    requirements: tuple[str, ...]
+    drivers: tuple[str, ...]
+    extra_tests: tuple[str, ...] = ()
+    without_dependencies: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+ENVIRONMENTS = (
+    Environment("numpy-2", ("numpy>=2,<3", "ml_dtypes"), ("numpy",)),
+    Environment(
+        "legacy",
+        (
+            "numpy==1.23.5",
+            "torch==2.13.0",
+            "tensorflow-cpu==2.17.1",
+            "keras==3.15.1",
+            "ml-dtypes==0.4.1",
+            "h5py==3.16.0",
+            "protobuf==4.25.9",
+            "mxnet==1.9.1",
+        ),
+        ("numpy", "torch", "mxnet", "tensorflow", "tensorflow-function"),
+    ),
+    Environment("oldest-torch", ("numpy==1.26.4", "torch==2.1.2"), ("torch",)),
+    Environment(
+        "oldest-tensorflow",
+        ("numpy==1.24.3", "tensorflow-cpu==2.13.1"),
+        ("tensorflow", "tensorflow-function"),
+    ),
+    Environment(
+        "tf-keras",
+        ("numpy==1.26.4", "tensorflow-cpu==2.21.0", "ml_dtypes==0.5.4", "protobuf==7.36.2"),
+        ("tensorflow",),
+        without_dependencies=("tf_keras==2.21.0",),
+        variables={"TF_USE_LEGACY_KERAS": "1"},
+    ),
+)
+
+
+def run(*command: str | Path, **options: object) -> None:
+    """Run a command, showing it; leaves the program when it fails."""
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True, **options)  # type: ignore[call-overload]
+
+
+def build_wheel() -> Path:
+    """The wheel, from a build in isolation: no framework can be seen by it."""
+    folder = WORK / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def prepare(environment: Environment, wheel: Path) -> Path:
+    """Make or update the virtual environment; return its interpreter."""
+    folder = WORK / environment.name
+    python = folder / "bin" / "python"
+    wanted = repr((environment.requirements, environment.without_dependencies, TOOLS))
+    stamp = folder / ("requirements-" + hashlib.sha256(wanted.encode()).hexdigest()[:16])
+    if not stamp.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        run(sys.executable, "-m", "venv", folder)
+        run(python, "-m", "pip", "install", "-q", *environment.requirements, *TOOLS)
+        if environment.without_dependencies:
+            run(python, "-m", "pip", "install", "-q", "--no-deps", *environment.without_dependencies)
+        stamp.touch()
+    run(python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
+    run(python, "-m", "pip", "install", "-q", "cloudpickle>=2.0", *environment.requirements)
+    return python
+
+
+def check(environment: Environment, wheel: Path) -> None:
+    """Run the parity suite for the environment's drivers, on 1 to 3 ranks."""
+    python = prepare(environment, wheel)
+    # Outside the checkout, so that nothing but the wheel can be imported as polyhvd.
+    tests = WORK / "tests"
+    shutil.rmtree(tests, ignore_errors=True)
+    shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (1, 2, 3))
+    run(
+        python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "parity", *environment.extra_tests,
+        cwd=tests,
+        env={**os.environ, **environment.variables},
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Check the environments named on the command line, or all."""
+    known = {environment.name: environment for environment in ENVIRONMENTS}
+    names = sys.argv[1:] or list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        sys.exit(f"unknown environments {unknown}; known are {list(known)}")
+    WORK.mkdir(parents=True, exist_ok=True)
+    wheel = build_wheel()
+    failed = []
+    for name in names:
+        start = time.monotonic()
+        try:
+            check(known[name], wheel)
+            print(f"{name}: passed in {time.monotonic() - start:.0f} s", flush=True)
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: FAILED, exit status {error.returncode}", flush=True)
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed under: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
