@@ -38,10 +38,16 @@ class World final : public Liveness {
   void add_counters(std::map<std::string, std::uint64_t>& counters) const override;
 
  private:
-  const std::vector<int>& here() const { return wiring_.domains[static_cast<std::size_t>(domain_)]; }
+  const std::vector<int>& here() const {
+    return wiring_.domains[static_cast<std::size_t>(domain_)];
+  }
   int leader_of(int domain) const { return wiring_.domains[static_cast<std::size_t>(domain)][0]; }
   std::vector<int> subtree_of(int domain) const;
   std::vector<shm::LocalPeer> local_peers() const;
+  std::string name_of(int rank) const {
+    return "rank " + std::to_string(rank) + " (" +
+           wiring_.labels.at(static_cast<std::size_t>(rank)) + ")";
+  }
   [[noreturn]] void on_lost(int rank) const;
 
   Wiring wiring_;
@@ -52,8 +58,8 @@ class World final : public Liveness {
   std::unique_ptr<shm::LocalPeers> peers_;
   std::vector<int> descriptors_;
   host::Fabric fabric_;
-  mutable std::mutex transport_mutex_;               // for add_counters
-  std::unique_ptr<tcp::TcpTransport> transport_;     // reset under transport_mutex_
+  mutable std::mutex transport_mutex_;            // for add_counters
+  std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
 };
 
 World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), parking_(parking) {
@@ -91,9 +97,7 @@ World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), park
 
 void World::on_lost(int rank) const {
   throw Failure(ErrorCode::kPeerLost,
-                "rank " + std::to_string(rank) + " (" +
-                    wiring_.labels.at(static_cast<std::size_t>(rank)) +
-                    ") was lost: it ended or was cut off without shutdown()");
+                name_of(rank) + " was lost: it ended or was cut off without shutdown()");
 }
 
 std::vector<shm::LocalPeer> World::local_peers() const {
@@ -125,7 +129,8 @@ std::unique_ptr<Channel> World::connect_parent() {
   }
   if (domain_ == 0) return nullptr;
   const int leader = leader_of(tree_parent(domain_));
-  return std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader, parking_);
+  return std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader, name_of(leader),
+                                           parking_);
 }
 
 std::vector<Child> World::connect_children() {
@@ -133,17 +138,17 @@ std::vector<Child> World::connect_children() {
   if (local_ != 0) return children;
   for (int local = 1; local < static_cast<int>(here().size()); ++local) {
     const int rank = here()[static_cast<std::size_t>(local)];
-    children.push_back({std::make_unique<shm::ShmChannel>(segment_->ring_from_leader(local),
-                                                          segment_->ring_to_leader(local), *peers_,
-                                                          local, rank),
-                        {rank}});
+    children.push_back(
+        {std::make_unique<shm::ShmChannel>(segment_->ring_from_leader(local),
+                                           segment_->ring_to_leader(local), *peers_, local, rank),
+         {rank}});
   }
   for (int d = 1; d < static_cast<int>(wiring_.domains.size()); ++d) {
     if (tree_parent(d) != domain_) continue;
     const int leader = leader_of(d);
-    children.push_back(
-        {std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader, parking_),
-         subtree_of(d)});
+    children.push_back({std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader,
+                                                          name_of(leader), parking_),
+                        subtree_of(d)});
   }
   return children;
 }

@@ -69,7 +69,9 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
         for item in sets:
             bad = [r for r in item.ranks or [] if not 0 <= r < settings.size]
             if item.ranks is None or bad:
-                raise InvalidArgumentError(f"{item}: ranks are 0 to {settings.size - 1}; found {bad or 'all'}")
+                raise InvalidArgumentError(
+                    f"{item}: ranks are 0 to {settings.size - 1}; found {bad or 'all'}"
+                )
         _generation += 1
         wiring = bootstrap.connect(settings, _generation, [item.ranks or [] for item in sets])
         _engine = _core.Engine(wiring, settings, _generation)

@@ -72,7 +72,7 @@ class TransferTimeoutError(HorovodInternalError):
     """An agreed transfer did not finish within POLYHVD_DATA_TIMEOUT_SECONDS."""
 
 
-class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+class HostsUpdatedInterrupt(RuntimeError):
     """The set of hosts has changed (elastic jobs)."""
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -78,6 +78,10 @@ class GradientReducer(Generic[T]):
         """Whether this gradient is under way."""
         return key in self._pending
 
+    def drop(self) -> None:
+        """Forget all gradients: others may never send theirs. Their memory lives until the core lets go."""
+        self._pending = {}
+
     def finish(self) -> None:
         """Wait for all gradients; each tensor then holds the result.
 

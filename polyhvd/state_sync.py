@@ -94,12 +94,21 @@ def broadcast_named(
     process_set: ProcessSet = global_process_set,
     prefix: str = "parameter",
 ) -> None:
-    """Overwrite tensors with the root's, in place; names are the same on every rank."""
+    """Overwrite tensors with the root's, in place; names are the same on every rank.
+
+    When one fails, the others are waited for all the same, and the first error is raised.
+    """
     handles = [
         collectives.broadcast_async(
             tensor, root_rank, name=f"{prefix}.{name}", process_set=process_set, in_place=True
         )
         for name, tensor in named
     ]
+    first_error: Exception | None = None
     for handle in handles:
-        collectives.synchronize(handle)
+        try:
+            collectives.synchronize(handle)
+        except Exception as error:
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error

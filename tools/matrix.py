@@ -105,11 +105,8 @@ def check(environment: Environment, wheel: Path) -> None:
     shutil.rmtree(tests, ignore_errors=True)
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (1, 2, 3))
-    run(
-        python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "parity", *environment.extra_tests,
-        cwd=tests,
-        env={**os.environ, **environment.variables},
-    )  # fmt: skip
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "parity"]
+    run(*pytest, *environment.extra_tests, cwd=tests, env={**os.environ, **environment.variables})
 
 
 def main() -> None:

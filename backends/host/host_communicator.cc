@@ -15,7 +15,8 @@ constexpr std::size_t kDirectBytesMax = 128 << 10;
 std::vector<std::vector<int>> group_by_host(const Fabric& fabric, std::span<const int> members) {
   std::map<int, std::vector<int>> by_domain;
   for (std::size_t i = 0; i < members.size(); ++i) {
-    by_domain[fabric.domain_of[static_cast<std::size_t>(members[i])]].push_back(static_cast<int>(i));
+    by_domain[fabric.domain_of[static_cast<std::size_t>(members[i])]].push_back(
+        static_cast<int>(i));
   }
   std::vector<std::vector<int>> sides;
   for (auto& [domain, positions] : by_domain) sides.push_back(std::move(positions));
@@ -119,14 +120,15 @@ void HostCommunicator::reduce_direct(const Reduction& r) {
   group_.publish_begun(step, r.bytes);
   group_.await_begun(step, r.deadline);
   sources_.resize(static_cast<std::size_t>(group_.size()));
-  Cursor(r.in, r.out).take(r.bytes, [&](const std::byte* in, std::byte* out, std::size_t offset,
-                                        std::size_t count) {
-    for (int m = 0; m < group_.size(); ++m) {
-      sources_[static_cast<std::size_t>(m)] =
-          m == group_.self() ? in : staging.region(m, step) + offset;
-    }
-    reduce(r.dtype, r.op, r.scale, sources_, count / item, out, nullptr);
-  });
+  Cursor(r.in, r.out)
+      .take(r.bytes,
+            [&](const std::byte* in, std::byte* out, std::size_t offset, std::size_t count) {
+              for (int m = 0; m < group_.size(); ++m) {
+                sources_[static_cast<std::size_t>(m)] =
+                    m == group_.self() ? in : staging.region(m, step) + offset;
+              }
+              reduce(r.dtype, r.op, r.scale, sources_, count / item, out, nullptr);
+            });
   group_.advance();
 }
 
@@ -188,8 +190,7 @@ void HostCommunicator::reduce_own_chunk(const Reduction& r, Cursor& mine, std::s
   sources_.resize(static_cast<std::size_t>(group_.size()));
   mine.take(bytes, [&](const std::byte* in, std::byte* out, std::size_t offset, std::size_t count) {
     for (int m = 0; m < group_.size(); ++m) {
-      sources_[static_cast<std::size_t>(m)] =
-          m == self ? in : staging.part(m, self, step) + offset;
+      sources_[static_cast<std::size_t>(m)] = m == self ? in : staging.part(m, self, step) + offset;
     }
     reduce(r.dtype, r.op, r.scale, sources_, count / item, out,
            staging.part(self, self, step) + offset);
@@ -209,8 +210,7 @@ void HostCommunicator::reduce_own_chunk_across(const Reduction& r, Cursor& mine,
   Cursor reading = mine;
   reading.take(bytes, [&](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
     for (int m = 0; m < group_.size(); ++m) {
-      sources_[static_cast<std::size_t>(m)] =
-          m == self ? in : staging.part(m, self, step) + offset;
+      sources_[static_cast<std::size_t>(m)] = m == self ? in : staging.part(m, self, step) + offset;
     }
     reduce_to_partial(r.dtype, r.op, r.scale.pre, sources_, count / item,
                       own + offset / item * wide);

@@ -13,10 +13,23 @@ void LocalGroup::ring() {
   }
 }
 
-void LocalGroup::await_counter(const shm::Counter& counter, std::uint64_t value, Deadline deadline) {
+void LocalGroup::await_counter(const shm::Counter* counters, int member, std::uint64_t value,
+                               Deadline deadline) {
   // Sequentially consistent, as the publisher's store: see Parking's sleep flag.
+  const shm::Counter& counter = counters[member];
   if (counter.value.load() >= value) return;
-  fabric_.parking->await([&] { return counter.value.load() >= value; }, deadline);
+  try {
+    fabric_.parking->await([&] { return counter.value.load() >= value; }, deadline);
+  } catch (const Failure& failure) {
+    if (failure.error().code != ErrorCode::kTimeout) throw;
+    const auto domain =
+        static_cast<std::size_t>(fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)]);
+    const auto local = static_cast<std::size_t>(locals_[static_cast<std::size_t>(member)]);
+    throw Failure(ErrorCode::kTimeout,
+                  "rank " + std::to_string(fabric_.domains[domain][local]) +
+                      " has agreed to the transfer but does not take part in it in time; it may "
+                      "be suspended, or short of a processor");
+  }
 }
 
 void LocalGroup::await_free(std::uint64_t step, Deadline deadline) {
@@ -25,7 +38,7 @@ void LocalGroup::await_free(std::uint64_t step, Deadline deadline) {
   constexpr std::uint64_t kLead = shm::kSlots - 3;
   if (step < shm::kSlots) return;
   for (int m = 0; m < size(); ++m) {
-    if (m != self_) await_counter(staging_.begun[m], step - kLead, deadline);
+    if (m != self_) await_counter(staging_.begun, m, step - kLead, deadline);
   }
 }
 
@@ -44,16 +57,16 @@ void LocalGroup::publish_reduced(std::uint64_t step) {
 
 void LocalGroup::await_begun(std::uint64_t step, Deadline deadline) {
   for (int m = 0; m < size(); ++m) {
-    if (m != self_) await_counter(staging_.begun[m], step + 1, deadline);
+    if (m != self_) await_counter(staging_.begun, m, step + 1, deadline);
   }
 }
 
 void LocalGroup::await_begun_by(int member, std::uint64_t step, Deadline deadline) {
-  await_counter(staging_.begun[member], step + 1, deadline);
+  await_counter(staging_.begun, member, step + 1, deadline);
 }
 
 void LocalGroup::await_reduced_by(int member, std::uint64_t step, Deadline deadline) {
-  await_counter(staging_.reduced[member], step + 1, deadline);
+  await_counter(staging_.reduced, member, step + 1, deadline);
 }
 
 void LocalGroup::spread(std::span<const std::size_t> bytes, Cursor source, std::span<Cursor> sinks,

@@ -44,7 +44,8 @@ class LocalGroup {
               Deadline deadline);
 
  private:
-  void await_counter(const shm::Counter& counter, std::uint64_t value, Deadline deadline);
+  void await_counter(const shm::Counter* counters, int member, std::uint64_t value,
+                     Deadline deadline);
   void ring();
 
   Fabric& fabric_;

@@ -10,9 +10,9 @@ namespace polyhvd::shm {
 
 // A rank of this host at the other end of a Unix socket.
 struct LocalPeer {
-  int local = 0;       // position in the domain
+  int local = 0;  // position in the domain
   int world_rank = 0;
-  int fd = -1;         // owned; -1 for this rank itself
+  int fd = -1;  // owned; -1 for this rank itself
 };
 
 class LocalPeers {

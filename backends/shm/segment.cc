@@ -27,7 +27,9 @@ struct alignas(kCacheLine) RankWords {
   alignas(kCacheLine) std::atomic<std::uint32_t> departed;
 };
 
-constexpr std::size_t round_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
+constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
 
 std::size_t words_offset() { return round_up(sizeof(Header), kPage); }
 std::size_t rings_offset(int ranks) {

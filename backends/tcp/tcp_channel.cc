@@ -8,8 +8,8 @@
 
 namespace polyhvd::tcp {
 
-TcpChannel::TcpChannel(int fd, int peer_world_rank, Parking& parking)
-    : socket_(fd), peer_(peer_world_rank), parking_(parking) {
+TcpChannel::TcpChannel(int fd, int peer_world_rank, std::string who, Parking& parking)
+    : socket_(fd), peer_(peer_world_rank), who_(std::move(who)), parking_(parking) {
   parking_.watch(socket_.fd(), POLLIN, [](short) {});  // poll() below reads it
 }
 
@@ -60,8 +60,9 @@ bool TcpChannel::poll(std::string& payload) {
       return false;
     } else {
       throw Failure(ErrorCode::kPeerLost,
-                    "the control connection to rank " + std::to_string(peer_) +
-                        (n == 0 ? " was closed" : std::string(" broke: ") + std::strerror(errno)));
+                    who_ + " was lost: its control connection " +
+                        (n == 0 ? "was closed without shutdown()"
+                                : std::string("broke: ") + std::strerror(errno)));
     }
   }
 }

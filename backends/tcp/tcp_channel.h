@@ -12,7 +12,8 @@ namespace polyhvd::tcp {
 
 class TcpChannel final : public Channel {
  public:
-  TcpChannel(int fd, int peer_world_rank, Parking& parking);
+  // `who` names the peer in messages, such as "rank 3 (pid 812 on algo-2)".
+  TcpChannel(int fd, int peer_world_rank, std::string who, Parking& parking);
   ~TcpChannel() override;
 
   void post(std::string_view payload) override;
@@ -23,6 +24,7 @@ class TcpChannel final : public Channel {
  private:
   Socket socket_;
   int peer_;
+  std::string who_;
   Parking& parking_;
   std::string pending_;
   std::size_t sent_ = 0;

@@ -82,14 +82,13 @@ struct TcpTransport::Incoming {
 
   void check_header() const {
     if (header.magic == kMagic && header.kind == kGoodbye) {
-      throw Failure(ErrorCode::kPeerDeparted, "rank " + std::to_string(rank) +
-                                                  " has shut down in the middle of a transfer");
+      throw Failure(ErrorCode::kPeerDeparted,
+                    "rank " + std::to_string(rank) + " has shut down in the middle of a transfer");
     }
     if (header.magic != kMagic || header.kind != kData || header.bytes != body.size()) {
-      throw Failure(ErrorCode::kInternal,
-                    "rank " + std::to_string(rank) + " sent a message of " +
-                        std::to_string(header.bytes) + " bytes where " +
-                        std::to_string(body.size()) + " were agreed");
+      throw Failure(ErrorCode::kInternal, "rank " + std::to_string(rank) + " sent a message of " +
+                                              std::to_string(header.bytes) + " bytes where " +
+                                              std::to_string(body.size()) + " were agreed");
     }
   }
 
@@ -107,7 +106,8 @@ struct TcpTransport::Incoming {
       } else if (n < 0 && would_block()) {
         return false;
       } else {
-        lost(rank, n == 0 ? std::string(" was closed") : std::string(" broke: ") + std::strerror(errno));
+        lost(rank,
+             n == 0 ? std::string(" was closed") : std::string(" broke: ") + std::strerror(errno));
       }
     }
     return true;
@@ -158,18 +158,22 @@ void TcpTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline
     }
   } interest(parking_, sending.fd, receiving.fd);
   bool sent = sending.finished();
-  parking_.await(
-      [&] {
-        const bool was_sent = sent;
-        sent = sending.advance();
-        if (sent && !was_sent && receiving.fd == sending.fd) {
-          parking_.set_events(receiving.fd, POLLIN | POLLRDHUP);
-        } else if (sent && !was_sent) {
-          parking_.set_events(sending.fd, 0);
-        }
-        return receiving.advance() && sent;
-      },
-      deadline);
+  const auto advance = [&] {
+    const bool was_sent = sent;
+    sent = sending.advance();
+    if (sent && !was_sent) {
+      parking_.set_events(sending.fd, receiving.fd == sending.fd ? POLLIN | POLLRDHUP : 0);
+    }
+    return receiving.advance() && sent;
+  };
+  try {
+    parking_.await(advance, deadline);
+  } catch (const Failure& failure) {
+    if (failure.error().code != ErrorCode::kTimeout) throw;
+    throw Failure(ErrorCode::kTimeout, "rank " + std::to_string(sent ? from : to) +
+                                           " does not take part in an agreed transfer in time; "
+                                           "it may be suspended, or the network cut");
+  }
   sent_.fetch_add(out.size(), std::memory_order_relaxed);
   received_.fetch_add(in.size(), std::memory_order_relaxed);
 }

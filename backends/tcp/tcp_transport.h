@@ -29,7 +29,9 @@ class TcpTransport final : public Transport {
   void say_goodbye() noexcept;
 
   // Any thread.
-  std::uint64_t bytes_sent() const noexcept override { return sent_.load(std::memory_order_relaxed); }
+  std::uint64_t bytes_sent() const noexcept override {
+    return sent_.load(std::memory_order_relaxed);
+  }
   std::uint64_t bytes_received() const noexcept override {
     return received_.load(std::memory_order_relaxed);
   }

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from polyhvd.numpy.adapter import NumpyAdapter
 
 from polyhvd import (
     Average,
@@ -44,7 +45,6 @@ from polyhvd.adapter import Handle
 from polyhvd.api import Collectives, resolve_op
 from polyhvd.compression import Compression as _Compression
 from polyhvd.compression import Compressor
-from polyhvd.numpy.adapter import NumpyAdapter
 from polyhvd.state_sync import broadcast_named
 
 Array = np.ndarray[Any, Any]
@@ -149,9 +149,7 @@ def allreduce_async_(
     )
 
 
-def allgather(
-    tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Array:
+def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """Concatenate the ranks' arrays; see :meth:`polyhvd.api.Collectives.allgather`."""
     return _collectives.allgather(_checked(tensor), name=name, process_set=process_set)
 

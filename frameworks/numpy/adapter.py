@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd import context
-from polyhvd.adapter import Capability, Handle, OpKind, Operation
+from polyhvd.adapter import Capability, Handle, Operation, OpKind
 
 __all__ = ["NumpyAdapter"]
 

@@ -24,14 +24,21 @@ namespace {
 
 const char* exception_name(ErrorCode code) {
   switch (code) {
-    case ErrorCode::kInvalidArgument: return "InvalidArgumentError";
-    case ErrorCode::kRankMismatch: return "RankMismatchError";
-    case ErrorCode::kPeerLost: return "PeerLostError";
-    case ErrorCode::kPeerDeparted: return "PeerDepartedError";
-    case ErrorCode::kShutdown: return "ShutdownError";
-    case ErrorCode::kTimeout: return "TransferTimeoutError";
+    case ErrorCode::kInvalidArgument:
+      return "InvalidArgumentError";
+    case ErrorCode::kRankMismatch:
+      return "RankMismatchError";
+    case ErrorCode::kPeerLost:
+      return "PeerLostError";
+    case ErrorCode::kPeerDeparted:
+      return "PeerDepartedError";
+    case ErrorCode::kShutdown:
+      return "ShutdownError";
+    case ErrorCode::kTimeout:
+      return "TransferTimeoutError";
     case ErrorCode::kInterrupted:
-    case ErrorCode::kInternal: break;
+    case ErrorCode::kInternal:
+      break;
   }
   return "HorovodInternalError";
 }
@@ -44,8 +51,7 @@ void raise_as_python(const Error& error) {
 // "train.py:88": the innermost frame outside polyhvd. Only for operations that
 // are new to the response cache, so it may take a microsecond.
 std::string caller_line() {
-  auto frame = py::reinterpret_borrow<py::object>(
-      reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame && !frame.is_none()) {
     const py::dict globals = frame.attr("f_globals");
     const auto module = globals.contains("__name__")
@@ -228,8 +234,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     options.coordinator.fusion.bytes_max = config.attr("fusion_bytes_max").cast<std::size_t>();
     options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
     options.data_timeout = Seconds(number("data_timeout_s"));
-    options.stall_warn = Seconds(
-        config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
+    options.stall_warn =
+        Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
     options.stall_shutdown = Seconds(number("stall_shutdown_s"));
     options.log = [](const std::string& text) {
       const std::string line = "polyhvd: " + text + "\n";
@@ -286,14 +292,16 @@ PyObject* run_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return nullptr;
 }
 
-PyMethodDef kRunInPlace = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_in_place)),
-                           METH_FASTCALL,
-                           "Run a collective on one dense tensor in place; see _core.pyi."};
+PyMethodDef kRunInPlace = {
+    "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_in_place)), METH_FASTCALL,
+    "Run a collective on one dense tensor in place; see _core.pyi."};
 
 // Native adapters -------------------------------------------------------------
 
 TensorView view_of(const polyhvd_tensor& t) {
-  return {t.data, Shape(t.shape, t.shape + t.ndim), static_cast<DType>(t.dtype),
+  return {t.data,
+          Shape(t.shape, t.shape + t.ndim),
+          static_cast<DType>(t.dtype),
           {static_cast<DeviceKind>(t.device_kind), t.device_index}};
 }
 
@@ -361,24 +369,24 @@ PYBIND11_MODULE(_core, m) {
   py::class_<TensorRef>(m, "TensorRef")
       .def(py::init([](std::uintptr_t address, Shape shape, const std::string& dtype,
                        py::object owner) {
-             return TensorRef{{reinterpret_cast<void*>(address), std::move(shape),
-                               parse_dtype(dtype), Device{}},
-                              std::move(owner)};
+             return TensorRef{
+                 {reinterpret_cast<void*>(address), std::move(shape), parse_dtype(dtype), Device{}},
+                 std::move(owner)};
            }),
            py::arg("address"), py::arg("shape"), py::arg("dtype"), py::arg("owner"));
 
   py::class_<PyBuffer>(m, "Buffer", py::buffer_protocol())
       .def_buffer([](PyBuffer& self) {
         const OwnedBuffer& b = *self.buffer;
-        const auto bytes = element_count(b.shape()) *
-                           static_cast<std::int64_t>(item_size(b.dtype()));
+        const auto bytes =
+            element_count(b.shape()) * static_cast<std::int64_t>(item_size(b.dtype()));
         return py::buffer_info(b.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
                                {bytes}, {std::int64_t{1}});
       })
-      .def_property_readonly("shape",
-                             [](const PyBuffer& self) { return py::tuple(py::cast(self.buffer->shape())); })
-      .def_property_readonly("dtype",
-                             [](const PyBuffer& self) { return std::string(name_of(self.buffer->dtype())); })
+      .def_property_readonly(
+          "shape", [](const PyBuffer& self) { return py::tuple(py::cast(self.buffer->shape())); })
+      .def_property_readonly(
+          "dtype", [](const PyBuffer& self) { return std::string(name_of(self.buffer->dtype())); })
       .def("__dlpack__",
            [](const PyBuffer& self, const py::kwargs&) { return to_dlpack(self.buffer); })
       .def("__dlpack_device__", [](const PyBuffer&) { return py::make_tuple(1, 0); });

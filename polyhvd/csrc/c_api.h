@@ -31,8 +31,8 @@ typedef struct polyhvd_submission {
   double prescale;
   double postscale;
   uint32_t process_set;
-  int32_t count;                 // number of tensors, all of one dtype; 0 for a barrier
-  const polyhvd_tensor* inputs;  // arrays are copied, memory stays the caller's until done
+  int32_t count;                  // number of tensors, all of one dtype; 0 for a barrier
+  const polyhvd_tensor* inputs;   // arrays are copied, memory stays the caller's until done
   const polyhvd_tensor* outputs;  // null: every output comes from allocate()
   const char* where;              // "train.py:88" or null
   // 1: a submission under a name that is in flight waits for it instead of failing.

@@ -183,10 +183,9 @@ void Controller::apply_batch(const Batch& batch) {
     if (!sets_.position(agreement->process_set, rank_)) return;
     OperationPtr operation = queue_.find(agreement->process_set, agreement->name);
     if (!operation) {
-      throw Failure(ErrorCode::kInternal, "a decision names " +
-                                              std::string(name_of(agreement->kind)) + " '" +
-                                              agreement->name +
-                                              "', which this rank has not asked for");
+      throw Failure(ErrorCode::kInternal,
+                    "a decision names " + std::string(name_of(agreement->kind)) + " '" +
+                        agreement->name + "', which this rank has not asked for");
     }
     operation->agreed = true;
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;

@@ -27,8 +27,8 @@ Segment segment_of(const TensorView& tensor) {
 }
 
 Error error_for(const Submission& submission, const Error& cause) {
-  return {cause.code, std::string(name_of(submission.kind)) + " '" + submission.name +
-                          "': " + cause.message};
+  return {cause.code,
+          std::string(name_of(submission.kind)) + " '" + submission.name + "': " + cause.message};
 }
 
 }  // namespace
@@ -227,10 +227,17 @@ void Engine::execute(Work& work) {
     try {
       Communicator& communicator = communicator_for(work);
       switch (first.submission.kind) {
-        case OpKind::kAllreduce: execute_allreduce(work, communicator, deadline); break;
-        case OpKind::kAllgather: execute_allgather(first, communicator, deadline); break;
-        case OpKind::kBroadcast: execute_broadcast(first, communicator, deadline); break;
-        case OpKind::kBarrier: break;  // to have agreed is all
+        case OpKind::kAllreduce:
+          execute_allreduce(work, communicator, deadline);
+          break;
+        case OpKind::kAllgather:
+          execute_allgather(first, communicator, deadline);
+          break;
+        case OpKind::kBroadcast:
+          execute_broadcast(first, communicator, deadline);
+          break;
+        case OpKind::kBarrier:
+          break;  // to have agreed is all
       }
     } catch (const Failure& failure) {
       // A wait that was given up leaves executing_ set: see drive().
@@ -290,8 +297,8 @@ void Engine::execute_allgather(Operation& operation, Communicator& communicator,
     }
     const TensorView out = output_of(operation, i, shape);
     if (out.shape != shape) {
-      throw Failure(ErrorCode::kInternal, "the output given for '" + s.name +
-                                              "' has not the agreed number of rows");
+      throw Failure(ErrorCode::kInternal,
+                    "the output given for '" + s.name + "' has not the agreed number of rows");
     }
     const Segment in = segment_of(s.inputs[i]);
     const Segment all = segment_of(out);
@@ -460,8 +467,8 @@ void Engine::check_stalls() {
   std::string report;
   for (const Stalled& s : controller_->stalled(options_.stall_warn)) {
     report += "\n  " + s.name + ": ranks " + list(s.ready_ranks) + " wait for ranks " +
-              list(s.absent_ranks) + " since " +
-              std::to_string(static_cast<long>(s.age.count())) + " s";
+              list(s.absent_ranks) + " since " + std::to_string(static_cast<long>(s.age.count())) +
+              " s";
     if (options_.stall_shutdown.count() > 0 && s.age > options_.stall_shutdown) {
       throw Failure(ErrorCode::kTimeout, "stalled for too long:" + report);
     }
@@ -473,8 +480,10 @@ void Engine::check_stalls() {
 
 std::map<std::string, std::uint64_t> Engine::counters() const {
   std::map<std::string, std::uint64_t> counters{
-      {"operations", operations_.load()},     {"batches", batches_.load()},
-      {"cache_hits", queue_.cache_hits()},    {"engine_wakes", engine_wakes_.load()},
+      {"operations", operations_.load()},
+      {"batches", batches_.load()},
+      {"cache_hits", queue_.cache_hits()},
+      {"engine_wakes", engine_wakes_.load()},
       {"pending", static_cast<std::uint64_t>(queue_.pending())},
   };
   parts_.liveness->add_counters(counters);

@@ -34,7 +34,7 @@ struct EngineOptions {
   CoordinatorOptions coordinator;
   std::chrono::duration<double> cycle_time{0.001};  // longest batching window
   std::chrono::duration<double> data_timeout{300.0};
-  std::chrono::duration<double> stall_warn{60.0};    // zero: no reports
+  std::chrono::duration<double> stall_warn{60.0};     // zero: no reports
   std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
   bool crowded = false;                               // more ranks than cores on this host
   std::function<void(const std::string&)> log = [](const std::string&) {};

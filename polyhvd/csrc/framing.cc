@@ -42,7 +42,8 @@ bool FrameReader::next(std::string& payload) {
   payload.assign(buffer_, consumed_ + kFrameHeaderBytes, length);
   consumed_ += kFrameHeaderBytes + length;
   if (crc32c(std::as_bytes(std::span(payload))) != checksum) {
-    throw Failure(ErrorCode::kPeerLost, "a control frame fails its checksum: the connection is garbled");
+    throw Failure(ErrorCode::kPeerLost,
+                  "a control frame fails its checksum: the connection is garbled");
   }
   if (consumed_ > (1u << 20)) {  // keeps a long-lived stream from growing
     buffer_.erase(0, consumed_);

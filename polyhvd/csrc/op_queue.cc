@@ -158,7 +158,8 @@ OperationPtr OpQueue::submit(Submission submission, const std::function<std::str
   if (closed_) throw Failure(*closed_);
   const auto it = in_flight_.find(KeyView{s.process_set, s.name});
   if (it != in_flight_.end() && !s.queue_duplicates) {
-    invalid(s, "an operation of this name is in flight; synchronize() it first or use another name");
+    invalid(s,
+            "an operation of this name is in flight; synchronize() it first or use another name");
   }
   claim_memory(*operation);
   submitted_.fetch_add(1, std::memory_order_relaxed);

@@ -66,7 +66,7 @@ class Operation {
  public:
   explicit Operation(Submission s) : submission(std::move(s)) {}
 
-  Submission submission;               // by submit, before anybody else sees it
+  Submission submission;                // by submit, before anybody else sees it
   Request request;                      // the same as other ranks are told it; likewise
   int position = 0;                     // of this rank in the process set; likewise
   std::optional<CacheId> announced_as;  // the id that was reported; under the queue's lock

@@ -30,7 +30,8 @@ const DLPackExchangeAPI* exchange_for(PyTypeObject* type) {
 }
 
 [[noreturn]] void unsupported(const std::string& dtype) {
-  throw py::type_error("a tensor of " + dtype + " cannot be communicated; cast it to one of uint8, "
+  throw py::type_error("a tensor of " + dtype +
+                       " cannot be communicated; cast it to one of uint8, "
                        "int8, int16, int32, int64, float16, bfloat16, float32, float64 or bool");
 }
 
@@ -41,17 +42,28 @@ const DLPackExchangeAPI* exchange_for(PyTypeObject* type) {
 DType dtype_of(const DLDataType& type) {
   if (type.lanes == 1) {
     switch (type.code << 8 | type.bits) {
-      case 0x108: return DType::kUint8;
-      case 0x008: return DType::kInt8;
-      case 0x010: return DType::kInt16;
-      case 0x020: return DType::kInt32;
-      case 0x040: return DType::kInt64;
-      case 0x210: return DType::kFloat16;
-      case 0x410: return DType::kBfloat16;
-      case 0x220: return DType::kFloat32;
-      case 0x240: return DType::kFloat64;
-      case 0x608: return DType::kBool;
-      default: break;
+      case 0x108:
+        return DType::kUint8;
+      case 0x008:
+        return DType::kInt8;
+      case 0x010:
+        return DType::kInt16;
+      case 0x020:
+        return DType::kInt32;
+      case 0x040:
+        return DType::kInt64;
+      case 0x210:
+        return DType::kFloat16;
+      case 0x410:
+        return DType::kBfloat16;
+      case 0x220:
+        return DType::kFloat32;
+      case 0x240:
+        return DType::kFloat64;
+      case 0x608:
+        return DType::kBool;
+      default:
+        break;
     }
   }
   unsupported("DLPack type " + std::to_string(type.code) + " of " + std::to_string(type.bits) +
@@ -76,17 +88,28 @@ TensorView view_of(const DLTensor& t) {
 DType dtype_of(const py::dtype& dtype) {
   // NumPy's type numbers (numpy/ndarraytypes.h); long and long long are both 64 bits here.
   switch (dtype.num()) {
-    case 0: return DType::kBool;
-    case 1: return DType::kInt8;
-    case 2: return DType::kUint8;
-    case 3: return DType::kInt16;
-    case 5: return DType::kInt32;
-    case 7: return sizeof(long) == 8 ? DType::kInt64 : DType::kInt32;
-    case 9: return DType::kInt64;
-    case 11: return DType::kFloat32;
-    case 12: return DType::kFloat64;
-    case 23: return DType::kFloat16;
-    default: break;
+    case 0:
+      return DType::kBool;
+    case 1:
+      return DType::kInt8;
+    case 2:
+      return DType::kUint8;
+    case 3:
+      return DType::kInt16;
+    case 5:
+      return DType::kInt32;
+    case 7:
+      return sizeof(long) == 8 ? DType::kInt64 : DType::kInt32;
+    case 9:
+      return DType::kInt64;
+    case 11:
+      return DType::kFloat32;
+    case 12:
+      return DType::kFloat64;
+    case 23:
+      return DType::kFloat16;
+    default:
+      break;
   }
   const auto name = py::str(dtype.attr("name")).cast<std::string>();
   if (name == "bfloat16") return DType::kBfloat16;  // ml_dtypes
@@ -97,8 +120,9 @@ TensorView view_of(const py::array& array, bool writable) {
   if (!(array.flags() & py::array::c_style)) not_dense();
   if (array.dtype().byteorder() == '>') unsupported("big-endian numbers");
   if (writable && !array.writeable()) {
-    throw py::buffer_error("the array is read-only; pass a writable one, or use the variant that "
-                           "returns a new array");
+    throw py::buffer_error(
+        "the array is read-only; pass a writable one, or use the variant that "
+        "returns a new array");
   }
   TensorView view;
   view.dtype = dtype_of(array.dtype());
@@ -150,9 +174,9 @@ py::capsule to_dlpack(const std::shared_ptr<OwnedBuffer>& buffer) {
   auto managed = std::make_unique<Managed>();
   managed->buffer = buffer;
   managed->shape = buffer->shape();
-  static constexpr DLDataType kTypes[kDTypeCount] = {
-      {1, 8, 1},  {0, 8, 1},  {0, 16, 1}, {0, 32, 1}, {0, 64, 1},
-      {2, 16, 1}, {4, 16, 1}, {2, 32, 1}, {2, 64, 1}, {6, 8, 1}};
+  static constexpr DLDataType kTypes[kDTypeCount] = {{1, 8, 1},  {0, 8, 1},  {0, 16, 1}, {0, 32, 1},
+                                                     {0, 64, 1}, {2, 16, 1}, {4, 16, 1}, {2, 32, 1},
+                                                     {2, 64, 1}, {6, 8, 1}};
   DLTensor& t = managed->tensor.dl_tensor;
   t.data = buffer->data();
   t.device = {1, 0};
@@ -164,12 +188,11 @@ py::capsule to_dlpack(const std::shared_ptr<OwnedBuffer>& buffer) {
     delete static_cast<Managed*>(self->manager_ctx);
   };
   // The consumer renames the capsule and deletes the tensor itself.
-  PyObject* capsule =
-      PyCapsule_New(&managed.release()->tensor, "dltensor", [](PyObject* unused) {
-        if (!PyCapsule_IsValid(unused, "dltensor")) return;
-        auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(unused, "dltensor"));
-        tensor->deleter(tensor);
-      });
+  PyObject* capsule = PyCapsule_New(&managed.release()->tensor, "dltensor", [](PyObject* unused) {
+    if (!PyCapsule_IsValid(unused, "dltensor")) return;
+    auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(unused, "dltensor"));
+    tensor->deleter(tensor);
+  });
   if (capsule == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::capsule>(capsule);
 }

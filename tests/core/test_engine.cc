@@ -13,8 +13,8 @@ using namespace polyhvd::test;
 namespace {
 
 const std::vector<Layout> kLayouts = {
-    {{0}}, {{0, 1}}, {{0, 1, 2}}, {{0, 1, 2, 3}}, {{0}, {1}}, {{0, 1}, {2, 3}}, {{0, 1}, {2}},
-    {{0}, {1}, {2}}, {{0, 2}, {1, 3}},
+    {{0}},         {{0, 1}},        {{0, 1, 2}},      {{0, 1, 2, 3}}, {{0}, {1}}, {{0, 1}, {2, 3}},
+    {{0, 1}, {2}}, {{0}, {1}, {2}}, {{0, 2}, {1, 3}},
 };
 
 std::string text_of(const Layout& layout) {
@@ -129,7 +129,8 @@ TEST_CASE("allgather concatenates different numbers of rows, broadcast copies fr
     std::atomic<int> wrong{0};
     world.run([&](int rank, Engine& engine) {
       for (const std::int64_t scale : {1, 20'000}) {
-        std::vector<float> mine(static_cast<std::size_t>(rank * scale) * 2, static_cast<float>(rank));
+        std::vector<float> mine(static_cast<std::size_t>(rank * scale) * 2,
+                                static_cast<float>(rank));
         Submission s;
         s.name = "gather" + std::to_string(scale);
         s.kind = OpKind::kAllgather;
@@ -140,7 +141,8 @@ TEST_CASE("allgather concatenates different numbers of rows, broadcast copies fr
         const auto* data = reinterpret_cast<const float*>(all.data());
         std::int64_t row = 0;
         for (int r = 0; r < world.size(); ++r) {
-          for (std::int64_t i = 0; i < r * scale; ++i, ++row) wrong += data[row * 2] != static_cast<float>(r);
+          for (std::int64_t i = 0; i < r * scale; ++i, ++row)
+            wrong += data[row * 2] != static_cast<float>(r);
         }
         wrong += all.shape() != Shape{row, 2};
         for (int root = 0; root < world.size(); ++root) {
@@ -262,7 +264,7 @@ TEST_CASE("a bad call fails at submit and disturbs nothing") {
     OperationPtr pending;
     if (rank == 0) {  // rank 1 asks later, so that it stays in flight
       pending = engine.submit(allreduce("x", v));
-      CHECK(fails(allreduce("x", w)));           // name in flight
+      CHECK(fails(allreduce("x", w)));            // name in flight
       CHECK(fails(allreduce("overlapping", v)));  // memory in flight
     }
     CHECK(fails(allreduce("", w)));

@@ -42,7 +42,7 @@ class ThreadWorld {
       w.labels.assign(static_cast<std::size_t>(size_), "a thread");
       w.process_sets = process_sets;
     }
-    const auto pair = [&](std::map<int, int> Wiring::*map, int a, int b) {
+    const auto pair = [&](std::map<int, int> Wiring::* map, int a, int b) {
       int fds[2];
       if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) {
         throw std::runtime_error("socketpair");
@@ -69,7 +69,8 @@ class ThreadWorld {
     }
     for (int a = 0; a < size_; ++a) {
       for (int b = a + 1; b < size_; ++b) {
-        const bool together = host_of[static_cast<std::size_t>(a)] == host_of[static_cast<std::size_t>(b)];
+        const bool together =
+            host_of[static_cast<std::size_t>(a)] == host_of[static_cast<std::size_t>(b)];
         pair(together ? &Wiring::local_fds : &Wiring::data_fds, a, b);
       }
     }
