@@ -32,11 +32,12 @@ class TensorRef:
 
     def __init__(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> None: ...
 
-class Buffer:
+class Buffer:  # supports the buffer protocol
     """Memory that the core has allocated for an output: buffer protocol (bytes) and DLPack."""
 
     shape: tuple[int, ...]
     dtype: str
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from polyhvd import _core, bootstrap
@@ -12,12 +13,13 @@ from polyhvd.config import Config
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 from polyhvd.process_sets import ProcessSet
 
-__all__ = ["config", "engine", "init", "is_initialized", "on_engine_change", "shutdown"]
+__all__ = ["config", "engine", "init", "is_homogeneous", "is_initialized", "on_engine_change", "shutdown"]
 
 _lock = threading.RLock()
 _engine: _core.Engine | None = None
 _config: Config | None = None
 _generation = 0  # of engines of this process; equal on all ranks, as init() is called on all
+_homogeneous = True
 _registered: list[ProcessSet] = []
 _listeners: list[Callable[[int], None]] = []
 _abandoned: list[_core.Engine] = []  # of a forked parent; never destroyed in the child
@@ -39,6 +41,12 @@ def config() -> Config:
     return current
 
 
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks; raises before ``init()``."""
+    engine()
+    return _homogeneous
+
+
 def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
     """Connect this process to the other ranks of the job; does nothing when that is done already.
 
@@ -54,7 +62,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
         InvalidArgumentError: a process set names a rank that does not exist.
         TimeoutError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
     """
-    global _engine, _config, _generation
+    global _engine, _config, _generation, _homogeneous
     if isinstance(comm, (list, tuple)) and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
     if comm is not None:
@@ -76,6 +84,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
         wiring = bootstrap.connect(settings, _generation, [item.ranks or [] for item in sets])
         _engine = _core.Engine(wiring, settings, _generation)
         _config = settings
+        _homogeneous = len(set(Counter(wiring.hosts).values())) == 1
         for number, item in enumerate(sets, start=1):
             item.process_set_id = number
         _registered[:] = sets

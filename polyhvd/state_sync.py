@@ -75,7 +75,8 @@ def allgather_object(
             OpKind.ALLGATHER, f"{label}.{part}", (array,), None, process_set=number, blocking=True
         )
         handle.wait()
-        return np.frombuffer(handle.buffers()[0], dtype=array.dtype)
+        gathered: np.ndarray[Any, Any] = np.frombuffer(memoryview(handle.buffers()[0]), dtype=array.dtype)
+        return gathered
 
     data = np.frombuffer(cloudpickle.dumps(obj), dtype=np.uint8)
     sizes = gather(np.array([data.size], dtype=np.int64), "size")
