@@ -186,14 +186,14 @@ class Collectives(Generic[T]):
 
         Raises what it failed with. May be called again: the result stays.
         """
+        ticket = handle.slot
         try:
             handle.wait()
-        finally:
-            ticket = handle.slot
-            if ticket is not None and handle.done():
-                handle.slot = None
-                if ticket.lent is not None:
-                    _SLOTS[ticket.kind].give_back(ticket.lent)
+        except BaseException:
+            if handle.done():  # not when the wait was interrupted
+                self._give_back(handle)
+            raise
+        self._give_back(handle)
         if ticket is not None:
             finish = handle.finish
             if finish is not None:
@@ -202,6 +202,12 @@ class Collectives(Generic[T]):
             if ticket.single:
                 handle.result = handle.result[0]
         return handle.result
+
+    @staticmethod
+    def _give_back(handle: Handle) -> None:
+        ticket, handle.slot = handle.slot, None
+        if ticket is not None and ticket.lent is not None:
+            _SLOTS[ticket.kind].give_back(ticket.lent)
 
     def poll(self, handle: Handle) -> bool:
         """Whether ``synchronize()`` would return without waiting."""

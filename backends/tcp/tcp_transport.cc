@@ -5,7 +5,6 @@
 #include <sys/uio.h>
 
 #include <cerrno>
-#include <cstring>
 
 namespace polyhvd::tcp {
 namespace {
@@ -22,8 +21,11 @@ static_assert(sizeof(MessageHeader) == 16);
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
-[[noreturn]] void lost(int rank, const std::string& how) {
-  throw Failure(ErrorCode::kPeerLost, "the data connection to rank " + std::to_string(rank) + how);
+using OnLost = std::function<void(int)>;
+
+[[noreturn]] void lost(int rank, const OnLost& on_lost) {
+  on_lost(rank);
+  throw Failure(ErrorCode::kPeerLost, "rank " + std::to_string(rank) + " was lost");
 }
 
 }  // namespace
@@ -34,6 +36,7 @@ struct TcpTransport::Outgoing {
   int fd;
   MessageHeader header;
   ConstBytes body;
+  const OnLost& on_lost;
   std::size_t done = 0;
 
   std::size_t total() const { return sizeof header + body.size(); }
@@ -62,7 +65,7 @@ struct TcpTransport::Outgoing {
       } else if (n < 0 && would_block()) {
         return false;
       } else {
-        lost(rank, std::string(" broke: ") + std::strerror(errno));
+        lost(rank, on_lost);
       }
     }
     return true;
@@ -74,6 +77,7 @@ struct TcpTransport::Incoming {
   int rank;
   int fd;
   Bytes body;
+  const OnLost& on_lost;
   MessageHeader header{};
   std::size_t done = 0;
 
@@ -106,8 +110,7 @@ struct TcpTransport::Incoming {
       } else if (n < 0 && would_block()) {
         return false;
       } else {
-        lost(rank,
-             n == 0 ? std::string(" was closed") : std::string(" broke: ") + std::strerror(errno));
+        lost(rank, on_lost);
       }
     }
     return true;
@@ -139,8 +142,8 @@ int TcpTransport::fd_of(int rank) const {
 }
 
 void TcpTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) {
-  Outgoing sending{to, out.empty() ? -1 : fd_of(to), {kMagic, kData, out.size()}, out};
-  Incoming receiving{from, in.empty() ? -1 : fd_of(from), in};
+  Outgoing sending{to, out.empty() ? -1 : fd_of(to), {kMagic, kData, out.size()}, out, on_lost_};
+  Incoming receiving{from, in.empty() ? -1 : fd_of(from), in, on_lost_};
   struct Interest {  // what to sleep for; back to idle whatever happens
     Parking& parking;
     int to_fd, from_fd;

@@ -18,7 +18,7 @@ namespace polyhvd::tcp {
 class TcpTransport final : public Transport {
  public:
   // Takes the descriptors (by world rank) over. A peer that closes without a
-  // goodbye is reported to `on_lost`.
+  // goodbye is reported to `on_lost`, which throws.
   TcpTransport(const std::map<int, int>& fds, Parking& parking,
                std::function<void(int world_rank)> on_lost);
   ~TcpTransport() override;

@@ -1,6 +1,7 @@
 #include "controller.h"
 
 #include <algorithm>
+#include <new>
 #include <thread>
 
 #include "wire.h"
@@ -24,6 +25,14 @@ std::vector<int> subtree_of(int rank, const std::vector<Child>& children) {
   return ranks;
 }
 
+// The last words on a channel. Best effort: that end may be gone already.
+void tell(Channel& channel, const std::string& payload) noexcept {
+  channel.post(payload);
+  const auto deadline = Clock::now() + kFarewellTime;
+  while (!channel.flush() && Clock::now() < deadline) std::this_thread::yield();
+  channel.nudge();
+}
+
 }  // namespace
 
 Controller::Controller(int rank, const ProcessSets& sets, OpQueue& queue,
@@ -43,7 +52,6 @@ Controller::Controller(int rank, const ProcessSets& sets, OpQueue& queue,
 }
 
 bool Controller::progress() {
-  if (farewell_ && work_.empty()) throw Failure(*farewell_);
   bool moved = announce();
   moved |= read_children();
   moved |= coordinator_ ? decide() : (report_up(), false);
@@ -117,12 +125,11 @@ bool Controller::read_parent() {
   bool moved = false;
   while (parent_ && !farewell_ && parent_->poll(payload_)) {
     moved = true;
-    if (type_of(payload_) == MessageType::kAbort) {
-      Error error = decode_abort(payload_);
-      // Everything that was agreed before the parent left still runs.
-      if (error.code != ErrorCode::kPeerDeparted) throw Failure(std::move(error));
+    const MessageType type = type_of(payload_);
+    if (type == MessageType::kAbort) throw Failure(decode_abort(payload_));
+    if (type == MessageType::kFarewell) {
       send_to_children(payload_);
-      farewell_ = std::move(error);
+      farewell_ = decode_farewell(payload_);
       break;
     }
     send_to_children(payload_);
@@ -206,40 +213,31 @@ void Controller::nudge() noexcept {
 
 void Controller::depart() noexcept {
   try {
-    if (!children_.empty()) {
-      post_abort({ErrorCode::kPeerDeparted,
-                  "rank " + std::to_string(rank_) +
-                      ", which coordinates others, has shut down; call shutdown() on every rank"});
-    }
+    payload_.clear();
+    encode_farewell(
+        {ErrorCode::kPeerDeparted,
+         "rank " + std::to_string(rank_) +
+             ", which coordinates others, has shut down; call shutdown() on every rank"},
+        payload_);
+    const std::string farewell = payload_;
+    for (const Child& child : children_) tell(*child.channel, farewell);
     if (parent_ && !farewell_) {
       Report report;
       report.departures = subtree_of(rank_, children_);
       payload_.clear();
       encode(report, payload_);
-      parent_->post(payload_);
-      const auto deadline = Clock::now() + kFarewellTime;
-      while (!parent_->flush() && Clock::now() < deadline) std::this_thread::yield();
+      tell(*parent_, payload_);
     }
-  } catch (const Failure&) {
-    // The other end is gone already; there is nobody left to tell.
+  } catch (const std::bad_alloc&) {
+    // Nothing can be said then; the others see the connections close.
   }
 }
 
 void Controller::post_abort(const Error& error) noexcept {
   std::string payload;
   encode(error, payload);
-  const auto tell = [&payload](Channel& channel) {
-    try {
-      channel.post(payload);
-      const auto deadline = Clock::now() + kFarewellTime;
-      while (!channel.flush() && Clock::now() < deadline) std::this_thread::yield();
-      channel.nudge();
-    } catch (const Failure&) {
-      // That end is gone already.
-    }
-  };
-  for (const Child& child : children_) tell(*child.channel);
-  if (parent_ && !farewell_ && error.code != ErrorCode::kPeerDeparted) tell(*parent_);
+  for (const Child& child : children_) tell(*child.channel, payload);
+  if (parent_ && !farewell_) tell(*parent_, payload);
 }
 
 std::vector<Stalled> Controller::stalled(std::chrono::duration<double> at_least) const {

@@ -43,6 +43,10 @@ class Controller {
   // when a connection breaks or the job was aborted elsewhere.
   bool progress();
 
+  // Why the parent has left in good order, once it has. Everything that was agreed
+  // before is in the work; nothing comes after.
+  const std::optional<Error>& farewell() const noexcept { return farewell_; }
+
   bool has_work() const noexcept { return !work_.empty(); }
   Work take_work();
 
@@ -78,7 +82,7 @@ class Controller {
   std::optional<Coordinator> coordinator_;  // on the root
   std::optional<Relay> relay_;              // on inner nodes that are not the root
   std::deque<Work> work_;
-  std::optional<Error> farewell_;  // the parent has left; holds once work_ is done
+  std::optional<Error> farewell_;  // the parent has left
   std::string payload_;            // scratch
   Report report_;                  // scratch
 };

@@ -185,6 +185,7 @@ bool Engine::progress() {
     execute(work);
     moved = true;
   }
+  if (!failed_ && !executing_ && controller_->farewell()) throw Failure(*controller_->farewell());
   return moved;
 }
 
@@ -335,8 +336,12 @@ void Engine::fail(const Error& error) noexcept {
   if (failed_) return;
   failed_ = true;
   executing_ = false;
-  parts_.liveness->spread_abort(error);
-  controller_->post_abort(error);
+  // A farewell concerns whoever hears it: others may still run what was agreed.
+  const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
+  if (!heard) {
+    parts_.liveness->spread_abort(error);
+    controller_->post_abort(error);
+  }
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));
@@ -368,7 +373,7 @@ void Engine::shutdown() {
     const Error left{ErrorCode::kPeerDeparted, "rank " + std::to_string(rank_) +
                                                    " has shut down while operations were pending"};
     parts_.liveness->spread_abort(left);
-    controller_->post_abort({ErrorCode::kPeerLost, left.message});
+    controller_->post_abort(left);
   } else if (!failed_) {
     controller_->depart();
   }

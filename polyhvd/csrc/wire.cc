@@ -179,6 +179,11 @@ void encode(const Error& abort_reason, std::string& out) {
   put_error(out, abort_reason);
 }
 
+void encode_farewell(const Error& reason, std::string& out) {
+  put(out, MessageType::kFarewell);
+  put_error(out, reason);
+}
+
 // ---- reading ----------------------------------------------------------------
 
 namespace {
@@ -343,7 +348,7 @@ Refusal get_refusal(Reader& in) {
 MessageType type_of(std::string_view payload) {
   if (payload.empty()) fail_at(0, "an empty payload");
   const auto type = static_cast<MessageType>(payload[0]);
-  if (type < MessageType::kReport || type > MessageType::kAbort) fail_at(0, "an unknown type");
+  if (type < MessageType::kReport || type > MessageType::kFarewell) fail_at(0, "an unknown type");
   return type;
 }
 
@@ -390,11 +395,21 @@ Decision decode_decision(std::string_view payload) {
   return decision;
 }
 
-Error decode_abort(std::string_view payload) {
-  Reader in(payload, MessageType::kAbort);
+namespace {
+
+Error decode_error(std::string_view payload, MessageType type) {
+  Reader in(payload, type);
   Error error = get_error(in);
   in.finish();
   return error;
+}
+
+}  // namespace
+
+Error decode_abort(std::string_view payload) { return decode_error(payload, MessageType::kAbort); }
+
+Error decode_farewell(std::string_view payload) {
+  return decode_error(payload, MessageType::kFarewell);
 }
 
 }  // namespace polyhvd

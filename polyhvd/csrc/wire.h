@@ -21,7 +21,9 @@ inline constexpr int kTensorRankMax = 64;
 // in bytes never overflow.
 inline constexpr std::int64_t kElementsMax = std::int64_t{1} << 59;
 
-enum class MessageType : std::uint8_t { kReport = 1, kDecision = 2, kAbort = 3 };
+// kAbort ends everything at once; kFarewell says that the sender has left in good
+// order: what was agreed before it still runs.
+enum class MessageType : std::uint8_t { kReport = 1, kDecision = 2, kAbort = 3, kFarewell = 4 };
 
 // CRC-32C (Castagnoli, RFC 3720 appendix B.4), with the SSE4.2 or ARMv8
 // instruction where the machine has it.
@@ -33,6 +35,7 @@ std::uint32_t crc32c_portable(std::span<const std::byte> bytes) noexcept;
 void encode(const Report& report, std::string& out);
 void encode(const Decision& decision, std::string& out);
 void encode(const Error& abort_reason, std::string& out);
+void encode_farewell(const Error& reason, std::string& out);
 
 // Type of a payload; throws Failure(kInternal) when it is empty or unknown.
 MessageType type_of(std::string_view payload);
@@ -41,5 +44,6 @@ MessageType type_of(std::string_view payload);
 Report decode_report(std::string_view payload);
 Decision decode_decision(std::string_view payload);
 Error decode_abort(std::string_view payload);
+Error decode_farewell(std::string_view payload);
 
 }  // namespace polyhvd

@@ -303,6 +303,43 @@ TEST_CASE("a rank that leaves in good order fails only those who still need it")
   }
 }
 
+TEST_CASE("a rank may leave as soon as its own part of the last operation is done") {
+  for (const Layout& layout : kLayouts) {
+    CAPTURE(text_of(layout));
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      ThreadWorld world(layout);
+      std::atomic<int> wrong{0};
+      world.run([&](int rank, Engine& engine) {
+        auto v = values(rank, 100'000);
+        engine.wait(engine.submit(allreduce("last", v)));
+        engine.shutdown();
+        wrong += !is_sum(v, world.size());
+      });
+      CHECK(wrong == 0);
+    }
+  }
+}
+
+TEST_CASE("a rank that leaves with an operation pending fails it on all, as one that has left") {
+  for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0}, {1, 2}}}) {
+    ThreadWorld world(layout);
+    std::atomic<int> told{0};
+    world.run([&](int rank, Engine& engine) {
+      std::vector<float> v(10, 1);
+      const bool leaves = rank == 1;
+      const auto operation = engine.submit(allreduce(leaves ? "never" : "too late", v));
+      if (leaves) engine.shutdown();
+      try {
+        engine.wait(operation);
+      } catch (const Failure& failure) {
+        told += failure.error().code == (leaves ? ErrorCode::kShutdown : ErrorCode::kPeerDeparted);
+      }
+    });
+    CHECK(told == 3);
+    world.shutdown();
+  }
+}
+
 TEST_CASE("when one rank aborts, every pending operation of every rank fails with the reason") {
   for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0, 1}, {2, 3}}, Layout{{0}, {1}, {2}}}) {
     ThreadWorld world(layout);

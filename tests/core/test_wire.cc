@@ -90,6 +90,9 @@ std::string decoding_error(const std::string& payload) {
       case MessageType::kAbort:
         decode_abort(payload);
         break;
+      case MessageType::kFarewell:
+        decode_farewell(payload);
+        break;
     }
   } catch (const Failure& failure) {
     CHECK(failure.error().code == ErrorCode::kInternal);
@@ -199,7 +202,7 @@ TEST_CASE("the hot frames are small") {
 TEST_CASE("an empty payload, an unknown type and a message of another type are refused") {
   CHECK_THROWS_AS(type_of(""), Failure);
   CHECK_THROWS_AS(type_of(std::string_view("\0", 1)), Failure);
-  CHECK_THROWS_AS(type_of("\4"), Failure);
+  CHECK_THROWS_AS(type_of("\5"), Failure);
   CHECK_THROWS_AS(type_of("\xff"), Failure);
   CHECK_THROWS_AS(decode_report(encoded(Decision{})), Failure);
   CHECK_THROWS_AS(decode_decision(encoded(Report{})), Failure);

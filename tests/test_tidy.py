@@ -1,0 +1,387 @@
+"""The layers of DESIGN.md, section 2, and what the style sheet can be held to by a program.
+
+Reads the sources and runs none of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "polyhvd" / "csrc"
+BACKENDS = ROOT / "backends"
+FRAMEWORKS = ROOT / "frameworks"
+LAUNCH = ROOT / "polyhvd" / "launch"
+
+LINES_MAX = 600
+ADAPTER_LINES_MAX = 400  # of the module that has the adapter in it
+
+#: Backends that are built on another one.
+BUILT_ON = {"host": {"shm"}}
+#: Adapters that are one with another framework's.
+PART_OF = {"keras": {"tensorflow"}}
+#: What each framework is imported as.
+PACKAGES = {
+    "cupy": {"cupy"},
+    "keras": {"keras", "tensorflow"},
+    "mxnet": {"mxnet"},
+    "numpy": {"ml_dtypes", "numpy"},
+    "tensorflow": {"keras", "tensorflow"},
+    "torch": {"torch"},
+}
+#: NumPy is everybody's: the oracle, and how frameworks exchange arrays.
+FOREIGN = {"cupy", "horovod", "jax", "keras", "mpi4py", "mxnet", "tensorflow", "torch"}
+#: Identifiers that come from elsewhere, and the folders that may speak of them.
+NAMES = {
+    r"\bMPI_[A-Z]\w+|\bompi_\w+": ("backends/mpi",),
+    r"\bnccl[A-Z]\w+|\bcuda[A-Z]\w+|\bcu(?:Mem|Ctx|Stream|Event|Device)[A-Z]\w+": (
+        "backends/nccl",
+        "frameworks/cupy",
+    ),
+    r"\bTF_[A-Z]\w+|\btensorflow::": ("frameworks/tensorflow",),
+    r"\bMX(?:NDArray|Engine|Get|Shallow)\w*|\bNDArrayHandle\b": ("frameworks/mxnet",),
+    r"\bat::\w+|\bc10::\w+|\btorch::": ("frameworks/torch",),
+}
+FOREIGN_HEADER = re.compile(
+    r"^(?:mpi|cuda|cuda_runtime|cuda_fp16|nccl)\w*\.h$|^(?:torch|ATen|c10|tensorflow|mxnet|dmlc|nnvm|dlpack|jax|xla|tsl)/"
+)
+
+
+@cache
+def files() -> tuple[Path, ...]:
+    """What is in the repository or could be: nothing that git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    found = [ROOT / name for name in listed.split("\0") if name]
+    return tuple(sorted(path for path in found if path.is_file()))
+
+
+def sources(*suffixes: str, under: Path = ROOT) -> list[Path]:
+    found = [path for path in files() if path.suffix in suffixes and path.is_relative_to(under)]
+    return found
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def included(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Line, opening character and name of each header that a file includes."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if match := re.match(r'\s*#\s*include\s+([<"])([^>"]+)[>"]', line):
+            yield number, match[1], match[2]
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module that a file imports, wherever in it."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.lineno, node.module
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@cache
+def code(path: Path) -> str:
+    """C++ without comments and string literals, the lines kept."""
+    text = re.sub(r'"(?:\\.|[^"\\\n])*"', '""', path.read_text())
+    text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def folder_of_header(name: str, own: Path) -> Path | None:
+    """Where a quoted header lies: in the own folder, in csrc, or in backends."""
+    for folder in (own, CSRC, BACKENDS):
+        if (folder / name).is_file():
+            return (folder / name).parent
+    return None
+
+
+def report(offences: list[str], rule: str) -> None:
+    __tracebackhide__ = True
+    if offences:
+        pytest.fail(rule + ":\n  " + "\n  ".join(offences), pytrace=False)
+
+
+def test_the_rules_have_something_to_look_at() -> None:
+    assert len(sources(".cc", ".h", under=CSRC)) > 20
+    assert len(sources(".cc", ".h", under=BACKENDS)) > 10
+    assert len(sources(".py", under=ROOT / "polyhvd")) > 10
+    assert len(sources(".py", under=FRAMEWORKS)) > 1
+
+
+def test_the_core_includes_no_backend_but_in_its_bindings() -> None:
+    offences = []
+    for path in sources(".cc", ".h", under=CSRC):
+        for line, quote, name in included(path):
+            folder = folder_of_header(name, path.parent) if quote == '"' else None
+            if quote == '"' and folder is None:
+                offences.append(f"{relative(path)}:{line}: {name} is not found")
+            if folder not in (None, CSRC) and path.name != "bindings.cc":
+                offences.append(f"{relative(path)}:{line}: {name}")
+    report(offences, "csrc/ includes its own headers only")
+
+
+def test_a_backend_includes_the_interfaces_and_its_own_folder() -> None:
+    """world.* puts the engine's parts together, and so sees all of them."""
+    offences = []
+    for path in sources(".cc", ".h", under=BACKENDS):
+        if path.parent == BACKENDS:
+            assert path.stem == "world", f"{relative(path)}: a backend is a folder"
+            continue
+        own = path.relative_to(BACKENDS).parts[0]
+        for line, quote, name in included(path):
+            folder = folder_of_header(name, path.parent) if quote == '"' else None
+            if quote == '"' and folder is None:
+                offences.append(f"{relative(path)}:{line}: {name} is not found")
+            if folder in (None, CSRC):
+                continue
+            other = folder.relative_to(BACKENDS).parts
+            if not other or other[0] not in {own, *BUILT_ON.get(own, ())}:
+                offences.append(f"{relative(path)}:{line}: {name}")
+    report(offences, "a backend includes csrc/'s headers and its own")
+
+
+def test_a_native_adapter_includes_the_c_interface_and_its_own_folder() -> None:
+    vocabulary = {"c_api.h", "error.h", "types.h"}
+    offences = []
+    for path in sources(".cc", ".h", under=FRAMEWORKS):
+        for line, quote, name in included(path):
+            if quote == "<" or name in vocabulary or (path.parent / name).is_file():
+                continue
+            offences.append(f"{relative(path)}:{line}: {name}")
+    report(offences, "an adapter's library knows of the core what c_api.h says, and its vocabulary")
+
+
+def test_no_header_of_a_framework_cuda_nccl_or_mpi_is_needed() -> None:
+    offences = [
+        f"{relative(path)}:{line}: {name}"
+        for path in sources(".cc", ".h", ".cpp", ".hpp", ".cu")
+        for line, _, name in included(path)
+        if FOREIGN_HEADER.match(name)
+    ]
+    report(offences, "nothing but a compiler is needed to build")
+
+
+@pytest.mark.parametrize(("pattern", "homes"), NAMES.items(), ids=[homes[0] for homes in NAMES.values()])
+def test_foreign_names_stand_in_their_own_folder_only(pattern: str, homes: tuple[str, ...]) -> None:
+    offences = []
+    for path in sources(".cc", ".h"):
+        if relative(path).startswith(tuple(f"{home}/" for home in homes)):
+            continue
+        for number, line in enumerate(code(path).splitlines(), 1):
+            offences += [f"{relative(path)}:{number}: {name}" for name in re.findall(pattern, line)]
+    report(offences, f"these names belong to {' and '.join(homes)}")
+
+
+def test_the_shared_python_imports_no_framework() -> None:
+    offences = [
+        f"{relative(path)}:{line}: {name}"
+        for path in sources(".py", under=ROOT / "polyhvd")
+        for line, name in imported(path)
+        if name.split(".")[0] in FOREIGN
+    ]
+    report(offences, "polyhvd/*.py imports no framework")
+
+
+def test_the_shared_python_imports_no_adapter() -> None:
+    adapters = {path.name for path in FRAMEWORKS.iterdir() if path.is_dir()}
+    offences = [
+        f"{relative(path)}:{line}: {name}"
+        for path in sources(".py", under=ROOT / "polyhvd")
+        for line, name in imported(path)
+        if name.split(".")[0] == "polyhvd" and name.split(".")[1:2] and name.split(".")[1] in adapters
+    ]
+    report(offences, "polyhvd/*.py knows adapters by their protocol")
+
+
+def test_an_adapter_imports_its_own_framework_and_no_other_adapter() -> None:
+    adapters = {path.name for path in FRAMEWORKS.iterdir() if path.is_dir()}
+    offences = []
+    for path in sources(".py", under=FRAMEWORKS):
+        own = path.relative_to(FRAMEWORKS).parts[0]
+        if own == "__init__.py":
+            continue
+        for line, name in imported(path):
+            parts = name.split(".")
+            others = adapters - {own} - PART_OF.get(own, set())
+            if parts[0] == "polyhvd" and len(parts) > 1 and parts[1] in others:
+                offences.append(f"{relative(path)}:{line}: {name}")
+            if parts[0] in FOREIGN - PACKAGES.get(own, set()):
+                offences.append(f"{relative(path)}:{line}: {name}")
+    report(offences, "adapters never import each other, or another framework")
+
+
+def test_adapters_are_small() -> None:
+    offences = []
+    for path in sources(".py", under=FRAMEWORKS):
+        length = len(path.read_text().splitlines())
+        if path.name == "adapter.py" and length > ADAPTER_LINES_MAX:
+            offences.append(f"{relative(path)}: {length} lines, at most {ADAPTER_LINES_MAX}")
+    report(offences, "an adapter holds no collective semantics")
+
+
+def test_files_are_short() -> None:
+    offences = []
+    for path in sources(".py", ".pyi", ".cc", ".h"):
+        if path.is_relative_to(ROOT / "tests"):  # lists of cases
+            continue
+        length = len(path.read_text().splitlines())
+        if length > LINES_MAX:
+            offences.append(f"{relative(path)}: {length} lines, at most {LINES_MAX}")
+    report(offences, "a file is about one thing")
+
+
+def test_the_environment_is_read_in_config_alone() -> None:
+    """The launcher makes environments, and may look at its own."""
+    offences = []
+    reading = re.compile(r"\b(?:os\.(?:environb?|getenvb?|putenv|unsetenv)|(?:secure_)?getenv)\b")
+    product = [*sources(".py", under=ROOT / "polyhvd"), *sources(".py", under=FRAMEWORKS)]
+    for path in product:
+        if path.is_relative_to(LAUNCH) or path.name == "config.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and reading.fullmatch(ast.unparse(node)):
+                offences.append(f"{relative(path)}:{node.lineno}: {ast.unparse(node)}")
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                names = {alias.name for alias in node.names} & {"environ", "environb", "getenv"}
+                offences += [f"{relative(path)}:{node.lineno}: {name}" for name in names]
+    native = [path for root in (CSRC, BACKENDS, FRAMEWORKS) for path in sources(".cc", ".h", under=root)]
+    for path in native:
+        for number, line in enumerate(code(path).splitlines(), 1):
+            if reading.search(line):
+                offences.append(f"{relative(path)}:{number}: {line.strip()}")
+    report(offences, "config.py has the one table of variables")
+
+
+def exports(path: Path) -> list[str] | None:
+    """The names in ``__all__``; None when a module has none."""
+    for node in tree(path).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return None
+
+
+def defined(path: Path) -> set[str]:
+    """Names that a module binds at its top level, conditional ones included."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def public_modules() -> list[Path]:
+    return [
+        path
+        for root in (ROOT / "polyhvd", FRAMEWORKS)
+        for path in sources(".py", under=root)
+        if path.read_text().strip() and path.name != "__main__.py"
+    ]
+
+
+def test_every_module_says_what_it_exports() -> None:
+    offences = [relative(path) for path in public_modules() if exports(path) is None and not is_script(path)]
+    report(offences, "a module has __all__")
+
+
+def is_script(path: Path) -> bool:
+    """A package's docstring, or what runs by itself, exports nothing."""
+    statements = [node for node in tree(path).body if not isinstance(node, ast.Expr)]
+    return not statements or 'if __name__ == "__main__"' in path.read_text()
+
+
+def order(name: str) -> tuple[int, str]:
+    """Constants, classes, functions: the order that ruff keeps."""
+    kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
+    return kind, name
+
+
+def test_all_is_sorted_and_true() -> None:
+    offences = []
+    for path in [*public_modules(), *sources(".py", under=ROOT / "tests" / "harness")]:
+        names = exports(path)
+        if names is None:
+            continue
+        if names != sorted(set(names), key=order):
+            offences.append(f"{relative(path)}: __all__ is not sorted")
+        offences += [f"{relative(path)}: {name} is not defined" for name in set(names) - defined(path)]
+    report(offences, "__all__ is sorted, and what it names exists")
+
+
+def test_adapters_export_the_same_names() -> None:
+    """A program moves from one framework to another by changing its import."""
+    common = {
+        "Average Max Min Product Sum ProcessSet HorovodInternalError allgather allgather_object allreduce "
+        "barrier broadcast broadcast_object counters cross_rank cross_size global_process_set init "
+        "is_homogeneous is_initialized local_rank local_size rank shutdown size"
+    }
+    wanted = set(" ".join(common).split())
+    offences = []
+    for folder in sorted(path for path in FRAMEWORKS.iterdir() if (path / "__init__.py").is_file()):
+        missing = wanted - set(exports(folder / "__init__.py") or ())
+        if missing:
+            offences.append(f"{relative(folder)}: {', '.join(sorted(missing))}")
+    report(offences, "each framework's module offers these")
+
+
+def test_no_path_of_a_developers_machine_is_written_down() -> None:
+    somebody = re.compile(r"(?<![\w.])/(?:work|home|root|Users|mnt|data|scratch)/[\w.-]+|\b[A-Z]:\\\\?\w")
+    offences = []
+    for path in files():
+        if path.suffix not in {
+            ".py",
+            ".pyi",
+            ".cc",
+            ".h",
+            ".toml",
+            ".md",
+            ".txt",
+            ".yml",
+            ".yaml",
+            ".sh",
+            "",
+        }:
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            offences += [f"{relative(path)}:{number}: {found}" for found in somebody.findall(line)]
+    report(offences, "paths are relative, or found at run time")
+
+
+def test_files_end_in_one_newline_and_lines_in_no_space() -> None:
+    offences = []
+    for path in sources(".py", ".pyi", ".cc", ".h", ".toml", ".md"):
+        text = path.read_text()
+        if text and (not text.endswith("\n") or text.endswith("\n\n")):
+            offences.append(f"{relative(path)}: ends in other than one newline")
+        offences += [
+            f"{relative(path)}:{number}: space at the end, or a tab"
+            for number, line in enumerate(text.splitlines(), 1)
+            if line != line.rstrip() or "\t" in line
+        ]
+    report(offences, "text is clean")
