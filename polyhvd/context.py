@@ -60,7 +60,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
     Raises:
         ConfigError: an environment variable cannot be used.
         InvalidArgumentError: a process set names a rank that does not exist.
-        TimeoutError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
+        PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
     """
     global _engine, _config, _generation, _homogeneous
     if isinstance(comm, (list, tuple)) and all(isinstance(item, ProcessSet) for item in comm):

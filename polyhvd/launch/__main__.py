@@ -1,0 +1,7 @@
+"""``python -m polyhvd.launch`` is ``polyhvdrun``."""
+
+import sys
+
+from polyhvd.launch.cli import main
+
+sys.exit(main())

@@ -1,0 +1,154 @@
+"""The ``polyhvdrun`` command: reads the command line, runs a job."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import resource
+import sys
+from collections.abc import Sequence
+
+from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
+from polyhvd.launch.job import Job, JobSpec
+from polyhvd.launch.output import Output
+from polyhvd.launch.spawn import SshOptions
+
+__all__ = ["main"]
+
+_USAGE_STATUS = 2
+_INTERRUPTED_STATUS = 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="polyhvdrun",
+        usage="polyhvdrun [options] command [arguments]",
+        description="Run a command as the ranks of one job, on this host or on several.",
+        epilog="example: polyhvdrun -np 4 -H algo-1:2,algo-2:2 python train.py",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks; default: every slot of the hosts")
+    add(
+        "-H", "--hosts", metavar="H1:N1,H2:N2", help="hosts and how many ranks each takes; default: this host"
+    )
+    add(
+        "-hostfile",
+        "--hostfile",
+        metavar="FILE",
+        help="the same from a file, with 'host slots=N' in each line",
+    )
+    add(
+        "--network-interface",
+        "--network-interfaces",
+        metavar="NAME",
+        default="",
+        help="interface (eth0), or network (10.0.0.0/16), of all connections",
+    )
+    add(
+        "--output-filename",
+        metavar="DIR",
+        help="write each rank's output to DIR/rank.N/stdout and stderr as well",
+    )
+    add("--no-tag", action="store_true", help="do not begin each line with its rank")
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        help="seconds for all ranks to start, and to meet in init()",
+    )
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+    add("--ssh-option", action="append", default=[], metavar="OPTION", help="as ssh -o; may be repeated")
+    add(
+        "--remote-python",
+        metavar="PATH",
+        default=sys.executable,
+        help="Python on the other hosts; default: the path of this one",
+    )
+    add("-v", "--verbose", action="store_true", help="say what is started where")
+    add(
+        "--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS
+    )  # horovodrun's; the only way here
+    add("--version", action="version", version=f"polyhvd {_version()}")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("polyhvd")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``polyhvdrun`` and return its exit status; the first failing rank's, if one fails."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("no command to run, such as: polyhvdrun -np 2 python train.py")
+    _raise_descriptor_limit()
+    try:
+        spec = _spec(options, command)
+        output = Output(len(spec.placements), tag=not options.no_tag, directory=options.output_filename)
+    except (ValueError, OSError) as error:
+        parser.exit(_USAGE_STATUS, f"polyhvdrun: {error}\n")
+    with contextlib.closing(output):
+        try:
+            with Job(spec, output) as job:
+                return job.run()
+        except (ValueError, OSError) as error:
+            output.say(str(error), alarm=True)
+            return 1
+        except KeyboardInterrupt:
+            return _INTERRUPTED_STATUS
+
+
+def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
+    if options.hosts and options.hostfile:
+        raise HostsError("give -H or --hostfile, not both")
+    if options.hosts:
+        hosts = parse_hosts(options.hosts)
+    elif options.hostfile:
+        hosts = parse_hostfile(options.hostfile)
+    else:
+        hosts = [Host("localhost", options.num_proc or 1)]
+    env = {}
+    if options.start_timeout is not None:
+        if not options.start_timeout > 0:
+            raise ValueError(f"--start-timeout {options.start_timeout:g}: must be above 0")
+        env["POLYHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
+    if options.network_interface:
+        env["POLYHVD_GLOO_IFACE"] = options.network_interface
+    start_timeout_s = options.start_timeout or 30.0
+    ssh = SshOptions(
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        options=tuple(options.ssh_option),
+        python=options.remote_python,
+        connect_timeout_s=start_timeout_s,
+    )
+    return JobSpec(
+        argv=command,
+        hosts=hosts,
+        placements=place(hosts, options.num_proc),
+        env=env,
+        interface=options.network_interface,
+        ssh=ssh,
+        start_timeout_s=start_timeout_s,
+        verbose=options.verbose,
+    )
+
+
+def _raise_descriptor_limit() -> None:
+    """Each rank holds a few of our descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

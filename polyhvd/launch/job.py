@@ -1,0 +1,317 @@
+"""Runs one job: ranks on hosts, from the first agent to the last exit.
+
+A rank that fails ends the job. Signals to the launcher are passed on, gently first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyhvd.launch import agent, network
+from polyhvd.launch.auth import new_secret, parse_secret
+from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, traceback_lines
+from polyhvd.launch.hosts import Host, Placement
+from polyhvd.launch.output import Output
+from polyhvd.launch.rendezvous import Server
+from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment
+
+__all__ = ["Job", "JobSpec"]
+
+#: After the first failure: time for the cause to show up, when it looks like another rank's.
+_SETTLE_VICTIM_S = 1.0
+_SETTLE_S = 0.1
+_INTERRUPT_GRACE_S = 5.0
+_TERM_GRACE_S = 3.0
+_KILL_GRACE_S = 5.0
+_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class JobSpec:
+    """What to run and where."""
+
+    argv: list[str]
+    hosts: list[Host]
+    placements: list[Placement]
+    env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's own
+    interface: str = ""
+    ssh: SshOptions = field(default_factory=SshOptions)
+    start_timeout_s: float = 30.0
+    verbose: bool = False
+
+
+class Job:
+    """One run of a job. ``secret`` and ``rendezvous`` exist from construction to ``close``."""
+
+    def __init__(self, spec: JobSpec, output: Output) -> None:
+        """Open the rendezvous; raises ValueError or OSError where there is no usable address."""
+        self._spec = spec
+        self._output = output
+        self.secret = new_secret()
+        self.cause: Ending | None = None  # of the job's failure, after ``run``
+        self._local = [network.is_local(host.name) for host in spec.hosts]
+        self.rendezvous = Server(parse_secret(self.secret), self._address())
+        self._selector = selectors.DefaultSelector()
+        self._agents: list[AgentProcess] = []
+        self._running = {placement.rank for placement in spec.placements}
+        self._endings: list[Ending] = []
+        self._stopping = False  # ranks end because we told them to
+        self._stop_at: float | None = None  # when to look for the cause, and stop the others
+        self._steps: list[tuple[float, int]] = []  # when to send which signal next
+        self._signals: list[int] = []  # that the launcher has received
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs, and the rendezvous."""
+        for process in self._agents:
+            process.cut()
+        for process in self._agents:
+            process.close()
+        self._selector.close()
+        self.rendezvous.close()
+
+    def run(self) -> int:
+        """Start the ranks and return the job's exit status, after everything has ended."""
+        with self._forwarding_signals():
+            self._start()
+            start_by = time.monotonic() + self._spec.start_timeout_s
+            while not all(process.ended for process in self._agents):
+                self._turn(start_by)
+        return self._conclude()
+
+    # Starting
+
+    def _address(self) -> str:
+        if self._spec.interface:
+            return network.address_of(self._spec.interface)
+        others = [host.name for host, local in zip(self._spec.hosts, self._local, strict=True) if not local]
+        return network.address_towards(others[0].rpartition("@")[2]) if others else "127.0.0.1"
+
+    def _start(self) -> None:
+        for number, host in enumerate(self._spec.hosts):
+            placements = [item for item in self._spec.placements if item.host == number]
+            if not placements:
+                continue
+            local = self._local[number]
+            job = self._job(placements, host, {} if local else forwarded_environment())
+            process = AgentProcess(host.name, None if local else self._spec.ssh, job)
+            self._agents.append(process)
+            self._selector.register(process.stdout, selectors.EVENT_READ, (process, process.receive))
+            self._selector.register(process.stderr, selectors.EVENT_READ, (process, process.complain))
+        if self._spec.verbose:
+            size, count = len(self._spec.placements), len(self._agents)
+            self._output.say(f"{size} ranks on {count} hosts; rendezvous at {self.rendezvous.endpoint}")
+
+    def _job(self, placements: list[Placement], host: Host, env: dict[str, str]) -> dict[str, Any]:
+        common = {
+            **env,
+            "PYTHONUNBUFFERED": "1",
+            **self._spec.env,
+            "POLYHVD_RENDEZVOUS": self.rendezvous.endpoint,
+            "POLYHVD_SECRET": self.secret,
+        }
+        return {
+            "argv": self._spec.argv,
+            "cwd": os.getcwd(),
+            "env": common,
+            "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
+            "ranks": [(item.rank, self._rank_environment(item, host)) for item in placements],
+        }
+
+    def _rank_environment(self, item: Placement, host: Host) -> dict[str, str]:
+        values = {
+            "RANK": item.rank,
+            "SIZE": len(self._spec.placements),
+            "LOCAL_RANK": item.local_rank,
+            "LOCAL_SIZE": item.local_size,
+            "CROSS_RANK": item.cross_rank,
+            "CROSS_SIZE": item.cross_size,
+            "HOSTNAME": host.name,
+        }
+        names = {
+            f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")
+        }
+        return {**names, "POLYHVD_HOST_ID": str(item.host)}
+
+    # The loop
+
+    def _turn(self, start_by: float) -> None:
+        for key, _ in self._selector.select(self._timer_s(start_by)):
+            if key.data is None:
+                self._forward_signals(key.fd)
+                continue
+            process, read = key.data
+            if read == process.complain:
+                if not process.ended and not process.complain():
+                    self._selector.unregister(process.stderr)
+                continue
+            self._take(process)
+        now = time.monotonic()
+        late = [process for process in self._agents if not process.ready and not process.ended]
+        if late and now >= start_by:
+            for process in late:
+                process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
+                process.process.kill()
+        if self._stop_at is not None and now >= self._stop_at:
+            self._stop()
+        while self._steps and now >= self._steps[0][0]:
+            self._send(self._steps.pop(0)[1])
+
+    def _timer_s(self, start_by: float) -> float | None:
+        times = [moment for moment, _ in self._steps[:1]]
+        if self._stop_at is not None:
+            times.append(self._stop_at)
+        if any(not process.ready and not process.ended for process in self._agents):
+            times.append(start_by)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _take(self, process: AgentProcess) -> None:
+        try:
+            frames = process.receive()
+        except ValueError as error:
+            process.complaints.append(str(error))
+            process.process.kill()
+            return
+        for kind, rank, payload in frames:
+            if kind in (agent.STDOUT, agent.STDERR):
+                self._output.write(rank, kind, payload)
+            elif kind == agent.STARTED and self._spec.verbose:
+                pid, _ = agent.parse_status(payload)
+                self._output.say(f"rank {rank} is pid {pid} on {process.host}")
+            elif kind == agent.EXITED:
+                self._exited(rank, process, agent.parse_status(payload)[0])
+            elif kind == agent.FAILED:
+                status, reason = agent.parse_status(payload)
+                self._exited(rank, process, status, f"was not started: {reason}")
+        if process.ended:
+            self._agent_ended(process)
+
+    def _agent_ended(self, process: AgentProcess) -> None:
+        self._selector.unregister(process.stdout)
+        lost = [rank for rank in process.ranks if rank in self._running]
+        if not lost:
+            return
+        with contextlib.suppress(KeyError):  # read to the end already
+            self._selector.unregister(process.stderr)
+            while process.complain():
+                pass
+        program = "ssh" if process.remote else "the agent"
+        what = "was lost" if process.ready else "was not started"
+        reason = f"{what}: {program} ended with status {process.close()}"
+        if process.complaints:
+            reason += ": " + "; ".join(process.complaints)
+        for rank in lost:
+            self._exited(rank, process, 1, reason)
+
+    def _exited(self, rank: int, process: AgentProcess, status: int, reason: str = "") -> None:
+        if rank not in self._running:
+            return
+        self._running.discard(rank)
+        self._output.finish(rank)
+        if self._stopping or (status == 0 and not reason):
+            return
+        ending = Ending(rank, process.host, status, self._output.tail(rank), reason)
+        self._endings.append(ending)
+        settle_s = (0.0, _SETTLE_S, _SETTLE_VICTIM_S)[ending.certainty]
+        stop_at = time.monotonic() + settle_s
+        self._stop_at = stop_at if self._stop_at is None else min(stop_at, self._stop_at)
+
+    # Ending
+
+    def _stop(self) -> None:
+        """The job has failed: end the other ranks."""
+        self._stop_at = None
+        self._stopping = True
+        now = time.monotonic()
+        self._steps = [(now, signal.SIGTERM), (now + _TERM_GRACE_S, signal.SIGKILL)]
+        self._steps.append((now + _TERM_GRACE_S + _KILL_GRACE_S, 0))
+
+    def _send(self, number: int) -> None:
+        for process in self._agents:
+            if process.ended:
+                continue
+            if number and process.ready:
+                process.signal(number)
+            else:
+                process.cut()
+            if not number:
+                process.process.kill()
+
+    @contextlib.contextmanager
+    def _forwarding_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # then the program around us handles signals
+            return
+        wake, alarm = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(alarm, False)
+        self._selector.register(wake, selectors.EVENT_READ)
+        former_alarm = signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+        former = {number: signal.signal(number, self._signalled) for number in _FORWARDED_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(former_alarm)
+            self._selector.unregister(wake)
+            os.close(wake)
+            os.close(alarm)
+
+    def _signalled(self, number: int, _: object) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 2:
+            # We do not get to act, perhaps since nobody reads our output. The agents see us go.
+            os._exit(128 + self._signals[0])
+
+    def _forward_signals(self, wake: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(wake, 4096)
+        if not self._signals:
+            return
+        now = time.monotonic()
+        if self._stopping or len(self._signals) > 1:
+            self._steps = [(now, signal.SIGKILL), (now + _KILL_GRACE_S, 0)]
+        else:
+            number = self._signals[0]
+            self._output.say(f"{signal.Signals(number).name}: stopping the ranks; once more to kill them")
+            self._steps = [(now, number)]
+            if number != signal.SIGTERM:
+                now += _INTERRUPT_GRACE_S
+                self._steps.append((now, signal.SIGTERM))
+            self._steps.append((now + _TERM_GRACE_S, signal.SIGKILL))
+            self._steps.append((now + _TERM_GRACE_S + _KILL_GRACE_S, 0))
+        self._stopping = True
+        self._stop_at = None
+
+    def _conclude(self) -> int:
+        if self._endings:
+            self.cause = first_cause(self._endings)
+            return self._report(self.cause)
+        return 128 + self._signals[0] if self._signals else 0
+
+    def _report(self, ending: Ending) -> int:
+        self._output.say(describe(ending), alarm=True)
+        self._output.quote(ending.rank, _trim(traceback_lines(ending.tail)))
+        return exit_status(ending)
+
+
+def _trim(lines: Sequence[bytes]) -> list[bytes]:
+    """Without empty lines at the end, so that the error itself is the last thing that is seen."""
+    kept = list(lines)
+    while kept and not kept[-1].strip():
+        kept.pop()
+    return kept

@@ -1,0 +1,128 @@
+"""Addresses and socket options: which interface to listen on, which host is this one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+
+__all__ = ["address_of", "address_towards", "endpoint_text", "is_local", "parse_endpoint", "tune"]
+
+_SIOCGIFADDR = 0x8915
+_KEEPALIVE_IDLE_S = 5
+_KEEPALIVE_INTERVAL_S = 5
+_KEEPALIVE_COUNT = 3
+#: As long as keepalive takes to give a silent peer up; covers data that is never acknowledged.
+_USER_TIMEOUT_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_COUNT)
+
+
+def tune(connection: socket.socket) -> None:
+    """Set on a TCP socket: no delay, and give up a silent peer after about 20 seconds."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    tcp = socket.IPPROTO_TCP
+    connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(tcp, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port`` as a pair; raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ValueError(f"{text!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def endpoint_text(host: str, port: int) -> str:
+    """The inverse of :func:`parse_endpoint`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_of(interface: str) -> str:
+    """The address of an interface of this host.
+
+    ``interface`` is a name (``eth0``), an address, a network (``10.0.0.0/16``), or several of them
+    with commas, of which the first that exists here counts. Raises ValueError when none does.
+    """
+    own = _interface_addresses()
+    for item in filter(None, (part.strip() for part in interface.split(","))):
+        if item in own:
+            return own[item]
+        try:
+            network = ipaddress.ip_network(item, strict=False)
+        except ValueError:
+            continue
+        for address in own.values():
+            if ipaddress.ip_address(address) in network:
+                return address
+        if "/" not in item and _is_own_address(item):
+            return item
+    known = ", ".join(f"{name} {address}" for name, address in own.items())
+    raise ValueError(
+        f"there is no network interface {interface!r} on {socket.gethostname()} (it has: {known})"
+    )
+
+
+def _interface_addresses() -> dict[str, str]:
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # the interface has no IPv4 address
+            addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
+
+
+def _is_own_address(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
+            return False
+        raise
+    return True
+
+
+def address_towards(host: str) -> str:
+    """The address of this host that the kernel would use to reach ``host``; sends nothing."""
+    try:
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        # An alias that only ssh knows: take the way to the outside.
+        targets = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("192.0.2.1", 9))]
+    for family, kind, protocol, _, target in targets:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    raise ValueError(f"this host has no route to {host}; name an interface with --network-interface")
+
+
+def is_local(host: str) -> bool:
+    """Whether processes of ``host`` are started here, without ssh.
+
+    127.0.0.2 and above count as other hosts, so that several can be played on one machine.
+    """
+    if host in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found = {str(item[4][0]) for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return any(
+        address in ("127.0.0.1", "::1") or (not address.startswith("127.") and _is_own_address(address))
+        for address in found
+    )

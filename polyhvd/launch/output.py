@@ -1,0 +1,181 @@
+"""Prints what the ranks write: whole lines, each with its rank, never two mixed into one.
+
+Works on bytes, since a rank may write anything. A progress bar of rank 0 moves on a terminal and
+leaves its last state elsewhere. A closed pipe (``| head``) ends the printing, not the job.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["STDERR", "STDOUT", "Output"]
+
+STDOUT, STDERR = 1, 2
+_LINE_BYTES_MAX = 1 << 16
+_TAIL_LINES = 200
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_RED = 31
+_ERASE_LINE = b"\r\x1b[K"
+
+
+@dataclass
+class _Rank:
+    prefix: str
+    colour: int
+    partial: dict[int, bytearray] = field(default_factory=lambda: {STDOUT: bytearray(), STDERR: bytearray()})
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+    files: dict[int, BinaryIO] = field(default_factory=dict)
+
+
+class Output:
+    """The launcher's two output streams. Not thread-safe."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        tag: bool = True,
+        directory: str | None = None,
+        stdout: int = 1,
+        stderr: int = 2,
+        colour: bool | None = None,
+    ) -> None:
+        """Print to two descriptors, and to ``directory``/rank.N/ as well; ``colour`` None: find out."""
+        self._streams = {STDOUT: stdout, STDERR: stderr}
+        self._closed: set[int] = set()
+        self._terminal = {stream: os.isatty(fd) for stream, fd in self._streams.items()}
+        plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+        self._coloured = {
+            s: colour if colour is not None else t and not plain for s, t in self._terminal.items()
+        }
+        width = len(str(size - 1))
+        self._ranks = [
+            _Rank(f"[{rank:>{width}}] " if tag else "", _COLOURS[rank % len(_COLOURS)])
+            for rank in range(size)
+        ]
+        self._live: tuple[int, bytes] | None = None  # the unfinished line that a terminal shows
+        if directory is not None:
+            self._open_files(Path(directory))
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Take what a rank has written; prints the lines that are complete."""
+        state = self._ranks[rank]
+        if stream in state.files:
+            state.files[stream].write(data)
+        buffer = state.partial[stream]
+        buffer += data
+        *lines, rest = buffer.split(b"\n")
+        while len(rest) > _LINE_BYTES_MAX and b"\r" not in rest:
+            lines.append(rest[:_LINE_BYTES_MAX])
+            rest = rest[_LINE_BYTES_MAX:]
+        state.partial[stream] = _last_state(rest)
+        self._print(rank, stream, [bytes(line) for line in lines])
+
+    def finish(self, rank: int) -> None:
+        """The rank has ended: print what has no end of line, too."""
+        for stream, rest in self._ranks[rank].partial.items():
+            if rest:
+                self._ranks[rank].partial[stream] = bytearray()
+                self._print(rank, stream, [bytes(rest)])
+
+    def tail(self, rank: int) -> list[bytes]:
+        """The last lines that the rank wrote to its standard error."""
+        return list(self._ranks[rank].tail)
+
+    def say(self, text: str, *, alarm: bool = False) -> None:
+        """Print a message of the launcher itself to standard error."""
+        line = f"polyhvdrun: {text}"
+        if alarm:
+            line = self._paint(STDERR, line, _RED)
+        self._emit(STDERR, line.encode("utf-8", "surrogateescape") + b"\n")
+
+    def quote(self, rank: int, lines: list[bytes]) -> None:
+        """Print lines of a rank on standard error once more."""
+        self._emit(STDERR, b"".join(self._line(rank, STDERR, line) for line in lines))
+
+    def close(self) -> None:
+        """Close the files, and leave a terminal with a clean line."""
+        self._hide_live()
+        self._live = None
+        for state in self._ranks:
+            for file in state.files.values():
+                file.close()
+
+    def _open_files(self, directory: Path) -> None:
+        width = len(str(len(self._ranks) - 1))
+        for rank, state in enumerate(self._ranks):
+            folder = directory / f"rank.{rank:0{width}}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
+                state.files[stream] = open(folder / name, "wb", buffering=0)  # noqa: SIM115 - see close
+
+    def _print(self, rank: int, stream: int, lines: list[bytes]) -> None:
+        shown = [_shown(line) for line in lines]
+        if stream == STDERR:
+            self._ranks[rank].tail.extend(shown)
+        if shown:
+            self._emit(stream, b"".join(self._line(rank, stream, line) for line in shown))
+        if rank == 0 and self._terminal[stream]:
+            self._show_live(stream)
+
+    def _line(self, rank: int, stream: int, text: bytes) -> bytes:
+        state = self._ranks[rank]
+        prefix = self._paint(stream, state.prefix, state.colour) if state.prefix else ""
+        return prefix.encode() + text + b"\n"
+
+    def _paint(self, stream: int, text: str, colour: int) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._coloured[stream] else text
+
+    # The line that is not finished
+
+    def _show_live(self, stream: int) -> None:
+        text = _shown(bytes(self._ranks[0].partial[stream]))
+        if not text:
+            if self._live is not None and self._live[0] == stream:
+                self._hide_live()
+                self._live = None
+            return
+        if b"\x1b" not in text:
+            columns = shutil.get_terminal_size().columns - len(self._ranks[0].prefix) - 1
+            text = text.decode("utf-8", "replace")[: max(columns, 8)].encode()
+        self._live = (stream, self._line(0, stream, text).removesuffix(b"\n"))
+        self._write(stream, _ERASE_LINE + self._live[1])
+
+    def _hide_live(self) -> None:
+        if self._live is not None:
+            self._write(self._live[0], _ERASE_LINE)
+
+    def _emit(self, stream: int, data: bytes) -> None:
+        if self._live is None or not self._terminal[stream]:
+            self._write(stream, data)
+            return
+        self._hide_live()
+        self._write(stream, data)
+        self._write(*self._live)
+
+    def _write(self, stream: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and stream not in self._closed:
+            try:
+                view = view[os.write(self._streams[stream], view) :]
+            except BlockingIOError:
+                select.select([], [self._streams[stream]], [])
+            except OSError:
+                self._closed.add(stream)  # nobody reads any more; the job goes on
+
+
+def _shown(line: bytes) -> bytes:
+    """What a terminal would show of a line with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _last_state(rest: bytearray) -> bytearray:
+    """An unfinished line without the states of a progress bar that were overwritten."""
+    text = rest.rstrip(b"\r")
+    return rest[text.rfind(b"\r") + 1 :]

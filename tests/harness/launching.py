@@ -1,0 +1,226 @@
+"""A running polyhvdrun, and worlds of ranks as threads; tests/launch makes fixtures of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyhvd import bootstrap
+from polyhvd.config import Config
+from polyhvd.launch.auth import new_secret, parse_secret
+from polyhvd.launch.rendezvous import Server
+from polyhvd.wiring import Wiring
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0  # for liveness only
+
+RANK = "import os, sys, time, signal\nrank = int(os.environ['POLYHVD_RANK'])\n"
+#: Says where it is, then waits to be ended.
+WAITING = RANK + "os.write(1, b'pid %d\\n' % os.getpid())\nwhile True: time.sleep(60)\n"
+#: Each rank has a child in its group and one that has left it, as daemons do.
+FAMILY = RANK + (
+    "import subprocess\n"
+    "ignore = 'import os, time, signal; signal.signal(15, signal.SIG_IGN)'\n"
+    "say = 'os.write(1, b\"pid %d\\\\n\" % os.getpid())'\n"  # at once: they share a pipe
+    "child = [sys.executable, '-c', f'{ignore}; {say}; time.sleep(600)']\n"
+    "subprocess.Popen(child)\n"
+    "subprocess.Popen(child, start_new_session=True)\n"
+)
+
+
+def pids(out: bytes) -> list[int]:
+    return [int(number) for number in re.findall(rb"pid (\d+)", out)]
+
+
+class Launcher:
+    """A polyhvdrun process. Its ranks run Python source given as text."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._scripts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.out = b""
+        self.err = b""
+
+    def script(self, source: str) -> str:
+        """Write a script and return its path."""
+        self._scripts += 1
+        path = self._folder / f"script{self._scripts}.py"
+        path.write_text(source)
+        return str(path)
+
+    def start(
+        self,
+        *options: str,
+        source: str = "",
+        argv: list[str] | None = None,
+        env: dict[str, str] | None = None,
+        session: bool = False,
+    ) -> Launcher:
+        """Start polyhvdrun with options and, as its command, Python with `source` or else `argv`."""
+        command = argv if argv is not None else [sys.executable, self.script(source)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "polyhvd.launch", *options, *command],
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=session,
+        )
+        return self
+
+    def wait_for(self, text: str, count: int) -> bytes:
+        """Read until `text` has come `count` times; returns all standard output so far."""
+        process = self.process
+        assert process is not None
+        deadline = time.monotonic() + DEADLINE_S
+        while self.out.count(text.encode()) < count:
+            assert time.monotonic() < deadline, f"no {text!r} in time:\n{self.out!r}\n{self.err!r}"
+            self._read(process, deadline)
+        return self.out
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the end; returns exit status, standard output and error."""
+        process = self.process
+        assert process is not None
+        try:
+            out, err = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            pytest.fail(f"polyhvdrun did not end:\n{self.out + out!r}\n{self.err + err!r}")
+        self.out, self.err = self.out + out, self.err + err
+        return process.returncode, self.out.decode(), self.err.decode()
+
+    def run(
+        self,
+        *options: str,
+        source: str = "",
+        argv: list[str] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> tuple[int, str, str]:
+        """Start, and wait for the end."""
+        return self.start(*options, source=source, argv=argv, env=env).finish()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher alone."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def _read(self, process: subprocess.Popen[bytes], deadline: float) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        ready, _, _ = select.select([process.stdout, process.stderr], [], [], deadline - time.monotonic())
+        for stream in ready:
+            data = os.read(stream.fileno(), 65536)
+            assert data or stream is process.stderr, f"polyhvdrun ended early:\n{self.out!r}\n{self.err!r}"
+            if stream is process.stdout:
+                self.out += data
+            else:
+                self.err += data
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll for something that happens in another process."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.01)
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Fail, and clean up, unless all of these processes end soon."""
+    try:
+        wait_until(lambda: not any(alive(pid) for pid in pids), f"the end of {pids}", 10.0)
+    finally:
+        for pid in pids:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+class World:
+    """Ranks as threads of this process, around one rendezvous."""
+
+    def __init__(self) -> None:
+        self.secret = new_secret()
+        self.server = Server(parse_secret(self.secret))
+        self._wirings: list[Wiring] = []
+
+    def config(self, rank: int, size: int, **settings: object) -> Config:
+        """A rank's configuration; one host and five seconds unless told otherwise."""
+        values: dict[str, object] = {"start_timeout_s": 5.0, "secret": self.secret, **settings}
+        return Config(rank=rank, size=size, rendezvous=self.server.endpoint, **values)  # type: ignore[arg-type]
+
+    def start(
+        self, configs: list[Config], *, generation: int = 1, process_sets: list[list[list[int]]] | None = None
+    ) -> Callable[[], list[Wiring | Exception]]:
+        """Begin init() on a thread for each config; the result waits for what each one got."""
+        results: list[Wiring | Exception | None] = [None] * len(configs)
+
+        def init(index: int) -> None:
+            sets = process_sets[index] if process_sets else []
+            try:
+                wiring = bootstrap.connect(configs[index], generation, sets)
+                self._wirings.append(wiring)
+                results[index] = wiring
+            except Exception as error:
+                results[index] = error
+
+        threads = [threading.Thread(target=init, args=(i,)) for i in range(len(configs))]
+        for thread in threads:
+            thread.start()
+
+        def wait() -> list[Wiring | Exception]:
+            for thread in threads:
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive(), "init() hangs"
+            return [result for result in results if result is not None]
+
+        return wait
+
+    def connect(self, size: int, *, hosts: str = "", generation: int = 1, **settings: object) -> list[Wiring]:
+        """init() on all ranks; `hosts` has a letter a rank."""
+        configs = [self.config(r, size, host_id=(hosts or "a" * size)[r], **settings) for r in range(size)]
+        results = self.start(configs, generation=generation)()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return [result for result in results if isinstance(result, Wiring)]
+
+    def disconnect(self) -> None:
+        """Close every descriptor that was handed out."""
+        for wiring in self._wirings:
+            for descriptor in descriptors(wiring):
+                os.close(descriptor)
+        self._wirings = []
+
+    def close(self) -> None:
+        self.disconnect()
+        self.server.close()
+
+
+def descriptors(wiring: Wiring) -> list[int]:
+    """All descriptors of a wiring."""
+    tables = (wiring.local_fds, wiring.control_fds, wiring.data_fds)
+    found = [descriptor for table in tables for descriptor in table.values()]
+    return found + ([wiring.segment_fd] if wiring.segment_fd >= 0 else [])

@@ -1,0 +1,306 @@
+"""The handshake and the gate that drives it: who knows the secret passes, nobody else harms."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyhvd.launch.auth import Answerer, AuthError, Caller, Claim, new_secret, parse_secret, prove
+from polyhvd.launch.gate import Gate, Passed
+
+SECRET = parse_secret(new_secret())
+CLAIM = Claim("data", 7, 2, 1)
+HELLO_BYTES = 72
+
+
+def handshake(
+    caller: Caller, answerer: Answerer, tamper: Callable[[int, bytes], bytes] = lambda _, m: m
+) -> None:
+    """Carry the three messages across; `tamper` may change them on the way."""
+    answer = answerer.receive(tamper(0, caller.hello))
+    answerer.receive(tamper(2, caller.receive(tamper(1, answer))))
+
+
+def test_both_sides_pass_with_one_secret() -> None:
+    caller, answerer = Caller(SECRET, CLAIM), Answerer(SECRET)
+    handshake(caller, answerer)
+    assert caller.wanted == answerer.wanted == 0
+    assert answerer.claim == CLAIM
+
+
+def test_caller_refuses_an_answerer_with_another_secret() -> None:
+    with pytest.raises(AuthError, match="does not know this job's secret"):
+        handshake(Caller(SECRET, CLAIM), Answerer(parse_secret(new_secret())))
+
+
+def test_answerer_refuses_a_caller_with_another_secret() -> None:
+    caller, answerer = Caller(parse_secret(new_secret()), CLAIM), Answerer(SECRET)
+    answerer.receive(caller.hello)
+    with pytest.raises(AuthError, match="does not know this job's secret"):
+        answerer.receive(bytes(32))
+    assert answerer.wanted > 0
+
+
+@given(st.integers(0, 2), st.integers(0, HELLO_BYTES - 1), st.integers(1, 255))
+def test_a_change_of_any_byte_ends_the_handshake(message: int, position: int, change: int) -> None:
+    def tamper(number: int, data: bytes) -> bytes:
+        if number != message:
+            return data
+        changed = bytearray(data)
+        changed[position % len(data)] ^= change
+        return bytes(changed)
+
+    with pytest.raises(AuthError):
+        handshake(Caller(SECRET, CLAIM), Answerer(SECRET), tamper)
+
+
+def test_an_answer_cannot_be_reflected_as_the_caller_s_proof() -> None:
+    answerer = Answerer(SECRET)
+    answer = answerer.receive(Caller(SECRET, CLAIM).hello)
+    with pytest.raises(AuthError):
+        answerer.receive(answer[-32:])
+
+
+def test_a_recorded_handshake_cannot_be_replayed() -> None:
+    caller, first, second = Caller(SECRET, CLAIM), Answerer(SECRET), Answerer(SECRET)
+    proof = caller.receive(first.receive(caller.hello))
+    second.receive(caller.hello)
+    with pytest.raises(AuthError):
+        second.receive(proof)
+
+
+@pytest.mark.parametrize("text", ["", "00", "ab" * 15, "no hexadecimal number"])
+def test_short_or_malformed_secrets_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="secret must"):
+        parse_secret(text)
+
+
+# The gate
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        yield listener
+
+
+@pytest.fixture
+def gate(listener: socket.socket) -> Iterator[Gate]:
+    gate = Gate(SECRET, lambda claim: claim.generation == CLAIM.generation, patience_s=2.0, pending_max=32)
+    gate.listen(listener.dup())
+    yield gate
+    gate.close()
+
+
+def drive(gate: Gate, until: Callable[[], bool], deadline_s: float = 20.0) -> list[Passed]:
+    passed: list[Passed] = []
+    deadline = time.monotonic() + deadline_s
+    while not until():
+        assert time.monotonic() < deadline, "the gate takes too long"
+        passed += gate.poll(0.05)
+    return passed
+
+
+def call(listener: socket.socket, claim: Claim = CLAIM, secret: bytes = SECRET) -> socket.socket:
+    connection = socket.create_connection(listener.getsockname())
+    try:
+        prove(connection, secret, claim, time.monotonic() + 15)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class Call(threading.Thread):
+    """A caller on a thread, since the gate is driven by the test."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(daemon=True)
+        self.arguments = arguments
+        self.connection: socket.socket | None = None
+        self.error: OSError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.connection = call(*self.arguments)  # type: ignore[arg-type]
+        except OSError as error:
+            self.error = error
+
+    def ended(self) -> bool:
+        return not self.is_alive()
+
+
+def drop(passed: list[Passed], *calls: Call) -> None:
+    for item in passed:
+        item.connection.close()
+    for caller in calls:
+        if caller.connection:
+            caller.connection.close()
+
+
+def test_gate_reads_no_byte_beyond_the_handshake(gate: Gate, listener: socket.socket) -> None:
+    caller = Call(listener)
+    passed = drive(gate, caller.ended)
+    assert caller.connection is not None
+    caller.connection.sendall(b"belongs to the engine")
+    passed = passed or gate.poll(10.0)
+    passed[0].connection.settimeout(10)
+    assert passed[0].connection.recv(100) == b"belongs to the engine"
+    assert passed[0].claim == CLAIM
+    drop(passed, caller)
+
+
+def test_gate_refuses_a_stale_generation(gate: Gate, listener: socket.socket) -> None:
+    caller = Call(listener, Claim("data", 6, 2, 1))
+    assert drive(gate, caller.ended) == []
+    assert "another job, generation or protocol" in str(caller.error)
+
+
+def test_gate_refuses_another_secret(gate: Gate, listener: socket.socket) -> None:
+    caller = Call(listener, CLAIM, parse_secret(new_secret()))
+    assert drive(gate, caller.ended) == []
+    assert "does not know this job's secret" in str(caller.error)
+
+
+def test_silent_stranger_is_dropped_after_a_while(gate: Gate, listener: socket.socket) -> None:
+    with socket.create_connection(listener.getsockname()) as stranger:
+        stranger.settimeout(0)
+
+        def dropped() -> bool:
+            try:
+                return stranger.recv(1) == b""
+            except BlockingIOError:
+                return False
+
+        drive(gate, dropped)
+
+
+def test_garbage_is_dropped_at_once(gate: Gate, listener: socket.socket) -> None:
+    with socket.create_connection(listener.getsockname()) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
+        began = time.monotonic()
+        stranger.settimeout(0.0)
+
+        def dropped() -> bool:
+            try:
+                return stranger.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+
+        drive(gate, dropped)
+        assert time.monotonic() - began < 1.5, "garbage was treated like silence"
+
+
+@pytest.mark.parametrize("word", [b"", b"polyhvd\x01", b"x"])
+def test_hundreds_of_half_open_strangers_do_not_keep_a_rank_out(
+    gate: Gate, listener: socket.socket, word: bytes
+) -> None:
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(150)]
+    try:
+        for stranger in strangers:
+            stranger.sendall(word)
+        before = len(os.listdir("/proc/self/fd"))
+        caller = Call(listener)
+        passed: list[Passed] = []
+        deadline = time.monotonic() + 15
+        while not passed:
+            assert time.monotonic() < deadline
+            passed += gate.poll(0.05)
+            assert len(os.listdir("/proc/self/fd")) <= before + 32 + 4, "strangers are not bounded"
+        drive(gate, caller.ended)
+        assert caller.error is None
+        drop(passed, caller)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_burst_of_ranks_beyond_the_bound_comes_through_at_the_first_try(
+    gate: Gate, listener: socket.socket
+) -> None:
+    callers = Gate(SECRET, lambda _: False)
+    claims = [Claim("data", CLAIM.generation, rank, 0) for rank in range(1, 200)]
+    dials = [
+        callers.dial(socket.AF_INET, listener.getsockname(), claim, persistent=False) for claim in claims
+    ]
+    passed: list[Passed] = []
+
+    def settled() -> bool:
+        passed.extend(gate.poll(0))
+        return all(dial.done or dial.failed for dial in dials)
+
+    passed += drive(callers, settled)
+    while sum(item.incoming for item in passed) < len(claims):
+        passed += gate.poll(1.0)
+    assert [dial.error for dial in dials if dial.failed] == []
+    assert {item.claim for item in passed if item.incoming} == set(claims)
+    drop(passed)
+    callers.close()
+
+
+def test_dials_are_tried_again_until_somebody_listens(listener: socket.socket) -> None:
+    address = listener.getsockname()
+    listener.close()
+    caller = Gate(SECRET, lambda _: False)
+    answerer = Gate(SECRET, lambda _: True)
+    dial = caller.dial(socket.AF_INET, address, CLAIM)
+    assert caller.poll(0.1) == []
+    answerer.listen(socket.create_server(address))
+    passed: list[Passed] = []
+    drive(caller, lambda: bool(passed.extend(answerer.poll(0.01))) or dial.done)
+    assert dial.done
+    drop(passed)
+    caller.close()
+    answerer.close()
+
+
+def test_dial_to_an_impostor_fails_for_good(listener: socket.socket) -> None:
+    impostor = Gate(parse_secret(new_secret()), lambda _: True)
+    impostor.listen(listener.dup())
+    caller = Gate(SECRET, lambda _: False)
+    dial = caller.dial(socket.AF_INET, listener.getsockname(), CLAIM)
+    drive(caller, lambda: bool(impostor.poll(0.01)) or dial.failed)
+    assert dial.error == "the peer does not know this job's secret"
+    caller.close()
+    impostor.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_another_user_is_refused_on_a_unix_socket() -> None:
+    name = f"\0polyhvd-test-{os.getpid()}"
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unix.bind(name)
+    unix.listen()
+    gate = Gate(SECRET, lambda _: True)
+    gate.listen(unix)
+    child = os.fork()
+    if child == 0:
+        try:
+            os.seteuid(65534)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect(name)
+            prove(connection, SECRET, CLAIM, time.monotonic() + 10)
+        except ConnectionError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status: list[int] = []
+
+    def ended() -> bool:
+        pid, code = os.waitpid(child, os.WNOHANG)
+        status.extend([code] if pid else [])
+        return bool(pid)
+
+    assert drive(gate, ended) == []
+    assert status == [0]
+    gate.close()

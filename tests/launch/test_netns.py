@@ -1,0 +1,114 @@
+"""Two hosts with networks of their own: real addresses, no shared abstract sockets, cables to cut."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import netns
+import pytest
+from launching import DEADLINE_S, ROOT
+
+pytestmark = pytest.mark.skipif(not netns.available(), reason="needs root and iproute2")
+
+#: Serves a rendezvous on argv[1] until standard input ends.
+SERVER = """
+import sys
+from polyhvd.launch.rendezvous import Server
+from polyhvd.launch.auth import parse_secret
+with Server(parse_secret("ab" * 32), sys.argv[1]) as server:
+    print(server.endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+RANK = """
+import os, socket, sys
+from polyhvd import bootstrap
+from polyhvd.config import Config
+bootstrap._segment_bytes = lambda ranks, sets: 4096
+rank, size, host, endpoint, interface = sys.argv[1:]
+config = Config(rank=int(rank), size=int(size), host_id=host, rendezvous=endpoint, secret="ab" * 32,
+                interface=interface, start_timeout_s=20.0)
+wiring = bootstrap.connect(config, 1, [])
+print(wiring.domains, wiring.segment_fd >= 0)
+for peer, descriptor in sorted(wiring.data_fds.items()):
+    connection = socket.socket(fileno=descriptor)
+    connection.setblocking(True)
+    connection.sendall(bytes([config.rank]))
+    assert connection.recv(1) == bytes([peer])
+    print(peer, connection.getsockname()[0], connection.getpeername()[0])
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[netns.Namespace, netns.Namespace]]:
+    with netns.two_hosts() as hosts:
+        yield hosts
+
+
+def meet(
+    hosts: tuple[netns.Namespace, netns.Namespace], layout: str, ids: str, interface: str = ""
+) -> list[str]:
+    """Ranks at the namespaces `layout` ("ab"), with host ids `ids`; returns what each printed."""
+    python = [sys.executable, "-c"]
+    pipes = {"cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    server = hosts[0].popen(*python, SERVER, hosts[0].address, **pipes)
+    assert server.stdout is not None
+    endpoint = server.stdout.readline().decode().strip()
+    ranks = [
+        hosts["ab".index(place)].popen(
+            *python, RANK, str(r), str(len(layout)), ids[r], endpoint, interface, **pipes
+        )
+        for r, place in enumerate(layout)
+    ]
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(outputs)
+    server.communicate()
+    return outputs
+
+
+@pytest.mark.parametrize("interface", ["", "eth0", "10.213.0.0/24"])
+def test_ranks_of_two_hosts_meet(hosts: tuple[netns.Namespace, netns.Namespace], interface: str) -> None:
+    outputs = meet(hosts, "aabb", "0011", interface)
+    assert outputs[0] == "[[0, 1], [2, 3]] True\n2 10.213.0.1 10.213.0.2\n3 10.213.0.1 10.213.0.2\n"
+    assert outputs[3] == "[[0, 1], [2, 3]] True\n0 10.213.0.2 10.213.0.1\n1 10.213.0.2 10.213.0.1\n"
+
+
+def test_one_host_in_two_containers_falls_back_to_tcp(hosts: tuple[netns.Namespace, netns.Namespace]) -> None:
+    outputs = meet(hosts, "aab", "000")
+    assert "ranks [0, 1, 2] of one host use TCP, not shared memory: rank 2: cannot reach rank 0" in outputs[0]
+    assert outputs[2].splitlines()[0] == "[[0], [1], [2]] False"
+
+
+def test_listeners_are_bound_to_the_chosen_interface_alone(
+    hosts: tuple[netns.Namespace, netns.Namespace], tmp_path: Path
+) -> None:
+    server = hosts[0].popen(
+        sys.executable,
+        "-c",
+        SERVER,
+        hosts[0].address,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    endpoint = server.stdout.readline().decode().strip()
+    rank = hosts[1].popen(
+        *(sys.executable, "-c", RANK, "0", "2", "0", endpoint, ""),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    found = ""
+    while "10.213.0.2:" not in found:
+        assert rank.poll() is None
+        found = hosts[1].run("ss", "-Hltn", capture_output=True).stdout
+    for host in hosts:
+        listening = host.run("ss", "-Hltn", capture_output=True).stdout.splitlines()
+        assert [line.split()[3].rpartition(":")[0] for line in listening] == [host.address]
+    server.communicate()
+    _, err = rank.communicate(timeout=DEADLINE_S)
+    assert b"the launcher is gone" in err

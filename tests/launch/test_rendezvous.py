@@ -1,0 +1,179 @@
+"""The launcher's store: what is written once is found by all, and strangers find nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from launching import wait_until
+
+from polyhvd.launch.auth import new_secret, parse_secret
+from polyhvd.launch.network import parse_endpoint
+from polyhvd.launch.rendezvous import Client, GatherTimeoutError, RendezvousError, Server
+
+SECRET = parse_secret(new_secret())
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(SECRET) as server:
+        yield server
+
+
+def client(server: Server, rank: int = 0, secret: bytes = SECRET) -> Client:
+    return Client(server.endpoint, secret, rank=rank, generation=1, deadline=time.monotonic() + 10)
+
+
+def test_gather_returns_everybody_s_value_in_order(server: Server) -> None:
+    clients = [client(server, rank) for rank in range(3)]
+    requests = [c.post_gather("a", 3, 10, own=(r, bytes([r]) * r)) for r, c in enumerate(clients)]
+    for rank, c in enumerate(clients):
+        wait_until(lambda c=c, r=requests[rank]: c.take(r) == [b"", b"\1", b"\2\2"], "the values")  # type: ignore[misc]
+        c.close()
+
+
+def test_first_writer_wins(server: Server) -> None:
+    with client(server) as c:
+        c.put("key", 0, b"first")
+        c.put("key", 0, b"second")
+        assert c.gather("key", 1, 10) == [b"first"]
+
+
+def test_gather_that_times_out_names_the_missing(server: Server) -> None:
+    with client(server) as c, pytest.raises(GatherTimeoutError) as caught:
+        c.gather("a", 4, 0.1, own=(2, b""))
+    assert caught.value.missing == [0, 1, 3]
+
+
+def test_own_values_live_as_long_as_their_connection(server: Server) -> None:
+    with client(server) as staying:
+        with client(server) as leaving:
+            assert leaving.gather("a", 1, 10, own=(0, b"mine")) == [b"mine"]
+            leaving.put("b", 0, b"mine too", own=True)
+            leaving.put("c", 0, b"kept")
+            assert staying.gather("c", 1, 10) == [b"kept"]
+        wait_until(lambda: server._store.scopes == {"c": {0: b"kept"}}, "the end of own values")
+        assert staying.gather("a", 1, 10, own=(0, b"next")) == [b"next"]
+
+
+def test_only_its_writer_can_have_a_value_forgotten(server: Server) -> None:
+    with client(server, 1) as first, client(server, 2) as other:
+        first.put("a", 0, b"told")
+        assert other.gather("a", 1, 10) == [b"told"]
+        other.forget("a", 0)
+        other.forget("no such", 0)
+        assert other.gather("a", 1, 10) == [b"told"]
+    with client(server, 1) as later:
+        later.forget("a", 0)
+        assert later.gather("a", 1, 10, own=(0, b"new")) == [b"new"]
+
+
+def test_gather_waits_again_for_a_rank_that_died_and_came_back(server: Server) -> None:
+    with client(server) as waiting:
+        with client(server, 1) as dying:
+            dying.post_gather("a", 2, 10, own=(1, b"old"))
+            wait_until(lambda: 1 in server._store.scopes.get("a", {}), "the old value")
+            request = waiting.post_gather("a", 2, 10)
+        wait_until(lambda: "a" not in server._store.scopes, "its end")
+        waiting.put("a", 0, b"zero")
+        with client(server, 1) as restarted:
+            assert restarted.gather("a", 2, 10, own=(1, b"new")) == [b"zero", b"new"]
+            wait_until(lambda: waiting.take(request) == [b"zero", b"new"], "both")
+
+
+def test_waiters_of_a_lost_client_are_forgotten(server: Server) -> None:
+    with client(server) as c:
+        c.post_gather("never", 1, 1000)
+        c.put("flag", 0, b"")
+        c.gather("flag", 1, 10)
+    wait_until(lambda: not server._store._gathers, "forgetting")
+
+
+def test_large_values_pass(server: Server) -> None:
+    value = os.urandom(1 << 22)
+    with client(server) as c, client(server) as other:
+        c.put("large", 0, value)
+        assert other.gather("large", 1, 10) == [value]
+
+
+def test_waiting_ends_when_the_launcher_is_gone() -> None:
+    server = Server(SECRET)
+    with client(server) as c:
+        request = c.post_gather("never", 1, 1000)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        closing.join()
+        with pytest.raises(RendezvousError, match="launcher is gone"):
+            c.take(request)
+
+
+def test_wrong_secret_is_refused_at_once(server: Server) -> None:
+    began = time.monotonic()
+    with pytest.raises(RendezvousError, match="refused this rank: the peer does not know this job's secret"):
+        client(server, secret=parse_secret(new_secret()))
+    assert time.monotonic() - began < 5
+
+
+def test_absent_server_is_an_error_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(RendezvousError, match=f"cannot reach the rendezvous at 127.0.0.1:{port}"):
+        Client(f"127.0.0.1:{port}", SECRET, rank=0, generation=1, deadline=time.monotonic() + 0.3)
+
+
+def test_only_the_given_address_is_listened_on(server: Server) -> None:
+    host, port = parse_endpoint(server.endpoint)
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("!II", 0xFFFFFFFF, 0),
+        struct.pack("!II", 2, 0xFFFFFFFF) + b"{}",
+        struct.pack("!II", 2, 0) + b"{}",
+        struct.pack("!II", 2, 0) + b"[]",
+        struct.pack("!II", 4, 0) + b"\xff\xff\xff\xff",
+        struct.pack("!II", 32, 0) + b'{"count":"gathr","scope":1,"id":{}}',
+    ],
+)
+def test_malformed_frames_cost_a_rank_its_connection_and_nobody_else(server: Server, frame: bytes) -> None:
+    with client(server) as bad, client(server) as good:
+        bad._socket.setblocking(True)
+        bad._socket.sendall(frame + bytes(8))
+        assert bad._socket.recv(100) == b""
+        good.put("a", 0, b"fine")
+        assert good.gather("a", 1, 10) == [b"fine"]
+
+
+def test_half_open_strangers_by_the_hundred_do_not_keep_ranks_out(server: Server) -> None:
+    strangers = [socket.create_connection(parse_endpoint(server.endpoint)) for _ in range(600)]
+    try:
+        for stranger in strangers[::2]:
+            stranger.sendall(b"\x00" * 71)
+        with client(server) as c:
+            c.put("a", 0, b"in")
+            assert c.gather("a", 1, 10) == [b"in"]
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_servers_leave_no_descriptor_and_no_thread() -> None:
+    def once() -> None:
+        with Server(SECRET) as server, client(server) as c:
+            c.post_gather("never", 1, 1000)
+
+    once()
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(50):
+        once()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert threading.active_count() == threads

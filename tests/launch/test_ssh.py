@@ -1,0 +1,197 @@
+"""Ranks on other hosts, over a real sshd of the test's own; 127.0.0.2 and 127.0.0.3 play the hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import FAMILY, RANK, WAITING, Launcher, assert_gone, pids
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or ""
+pytestmark = pytest.mark.skipif(not SSHD or shutil.which("ssh") is None, reason="needs openssh-server")
+
+CONFIG = """
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/authorized_keys
+PidFile {folder}/pid
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+PermitRootLogin prohibit-password
+"""
+
+
+def key(path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Options of polyhvdrun that reach the test's sshd."""
+    folder = tmp_path_factory.mktemp("ssh")
+    key(folder / "host_key")
+    key(folder / "id")
+    shutil.copy(folder / "id.pub", folder / "authorized_keys")
+    with socket.create_server(("127.0.0.2", 0)) as probe:
+        port = probe.getsockname()[1]
+    (folder / "sshd_config").write_text(CONFIG.format(folder=folder))
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    log = (folder / "log").open("wb")
+    command = [SSHD, "-D", "-e", "-f", str(folder / "sshd_config")]
+    for host in ("127.0.0.2", "127.0.0.3"):
+        command += ["-o", f"ListenAddress={host}:{port}"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.3", port), timeout=5).close()
+            break
+        except OSError:
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    public = " ".join((folder / "host_key.pub").read_text().split()[:2])
+    known = folder / "known_hosts"
+    known.write_text(f"[127.0.0.2]:{port} {public}\n[127.0.0.3]:{port} {public}\n")
+    yield ["-p", str(port), "-i", str(folder / "id"), "--ssh-option", f"UserKnownHostsFile={known}"]
+    process.terminate()
+    process.wait(20)
+    log.close()
+
+
+HOSTS = ["-H", "localhost:1,127.0.0.2:2,127.0.0.3:1"]
+
+
+def test_ranks_run_on_all_hosts(launcher: Launcher, ssh: list[str]) -> None:
+    source = (
+        RANK + "print(os.environ['POLYHVD_HOST_ID'], os.environ.get('SSH_CONNECTION', '- - here').split()[2])"
+    )
+    status, out, err = launcher.run(*HOSTS, *ssh, source=source)
+    assert status == 0, err
+    expected = ["[0] 0 here", "[1] 1 127.0.0.2", "[2] 1 127.0.0.2", "[3] 2 127.0.0.3"]
+    assert sorted(out.splitlines()) == expected
+
+
+def test_environment_and_folder_go_along_and_the_secret_is_on_no_command_line(
+    launcher: Launcher, ssh: list[str]
+) -> None:
+    source = RANK + (
+        "import glob\n"
+        "secret = os.environ['POLYHVD_SECRET'].encode()\n"
+        "def read(path):\n"
+        "  try: return open(path, 'rb').read()\n"
+        "  except OSError: return b''\n"
+        "seen = [p for p in glob.glob('/proc/[0-9]*/cmdline') if secret in read(p)]\n"
+        "print(os.environ['MY_SETTING'], os.getcwd(), len(secret), seen)\n"
+    )
+    status, out, err = launcher.run(*HOSTS, *ssh, source=source, env={"MY_SETTING": "two words\nand lines"})
+    assert status == 0, err
+    assert out.count(f"and lines {os.getcwd()} 64 []") == 4
+
+
+def test_ranks_on_several_hosts_connect(launcher: Launcher, ssh: list[str]) -> None:
+    source = (
+        "import os\n"
+        "from polyhvd import bootstrap\n"
+        "from polyhvd.config import Config\n"
+        "bootstrap._segment_bytes = lambda ranks, sets: 4096\n"
+        "wiring = bootstrap.connect(Config.from_environment(), 1, [])\n"
+        "print(wiring.domains, sorted(wiring.data_fds), sorted(wiring.local_fds))\n"
+    )
+    environment = {"PYTHONPATH": os.getcwd()}
+    status, out, err = launcher.run(*HOSTS, *ssh, source=source, env=environment)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == [
+        "[0] [[0], [1, 2], [3]] [1, 2, 3] []",
+        "[1] [[0], [1, 2], [3]] [0, 3] [2]",
+        "[2] [[0], [1, 2], [3]] [0, 3] [1]",
+        "[3] [[0], [1, 2], [3]] [0, 1, 2] []",
+    ]
+
+
+def test_failure_on_another_host_is_reported(launcher: Launcher, ssh: list[str]) -> None:
+    source = RANK + "if rank == 3: raise ValueError('far away')\nwhile True: time.sleep(60)"
+    status, _, err = launcher.run(*HOSTS, *ssh, source=source)
+    assert status == 1
+    assert "polyhvdrun: rank 3 on 127.0.0.3 exited with status 1" in err
+    assert err.splitlines()[-1] == "[3] ValueError: far away"
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_on_any_host(launcher: Launcher, ssh: list[str]) -> None:
+    launcher.start(*HOSTS, *ssh, source=FAMILY + WAITING)
+    everyone = pids(launcher.wait_for("pid ", 12))
+    launcher.signal(signal.SIGKILL)
+    assert_gone(everyone)
+
+
+def test_ctrl_c_reaches_all_hosts(launcher: Launcher, ssh: list[str]) -> None:
+    launcher.start(*HOSTS, *ssh, source=WAITING)
+    everyone = pids(launcher.wait_for("pid ", 4))
+    launcher.signal(signal.SIGINT)
+    assert launcher.finish()[0] == 130
+    assert_gone(everyone)
+
+
+def test_lost_connection_to_a_host_fails_the_job(launcher: Launcher, ssh: list[str]) -> None:
+    launcher.start(*HOSTS, *ssh, source=WAITING)
+    everyone = pids(launcher.wait_for("pid ", 4))
+    assert launcher.process is not None
+    tasks = Path(f"/proc/{launcher.process.pid}/task/{launcher.process.pid}/children").read_text().split()
+    clients = [int(pid) for pid in tasks if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ssh\0")]
+    assert len(clients) == 2
+    os.kill(clients[1], signal.SIGKILL)
+    status, _, err = launcher.finish()
+    assert status == 1
+    assert "rank 3 on 127.0.0.3 was lost: ssh ended with status -9" in err
+    assert_gone(everyone)
+
+
+def test_host_that_cannot_be_reached_is_explained(launcher: Launcher, ssh: list[str]) -> None:
+    status, _, err = launcher.run("-H", "localhost:1,127.0.0.9:1", *ssh, source="import time; time.sleep(60)")
+    assert status == 1
+    assert "rank 1 on 127.0.0.9 was not started: ssh ended with status 255" in err
+    assert "Connection refused" in err
+
+
+def test_unknown_host_key_is_not_trusted(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
+    options = [*ssh[:-1], f"UserKnownHostsFile={tmp_path / 'empty'}"]
+    status, _, err = launcher.run("-H", "127.0.0.2:1", *options, source="pass")
+    assert status == 1
+    assert "Host key verification failed" in err
+
+
+def test_python_that_is_absent_on_the_host_is_explained(launcher: Launcher, ssh: list[str]) -> None:
+    options = ["--remote-python", "/no/such/python"]
+    status, _, err = launcher.run("-H", "127.0.0.2:1", *ssh, *options, source="pass")
+    assert status == 1
+    assert "rank 0 on 127.0.0.2 was not started: ssh ended with status 127" in err
+    assert "/no/such/python" in err
+
+
+def test_host_that_does_not_answer_is_given_up(launcher: Launcher, ssh: list[str]) -> None:
+    with socket.create_server(("127.0.0.4", 0)) as silent:
+        port = silent.getsockname()[1]
+        options = ["-p", str(port), "--start-timeout", "1"]
+        status, _, err = launcher.run("-H", "127.0.0.4:1", *options, argv=[sys.executable, "-c", "pass"])
+    assert status == 1
+    assert "rank 0 on 127.0.0.4 was not started" in err
+
+
+def test_noise_of_a_login_shell_is_skipped(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho welcome to this host\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    status, out, err = launcher.run(
+        "-H", "127.0.0.2:1", *ssh, "--remote-python", str(python), source="print('fine')"
+    )
+    assert (status, out) == (0, "[0] fine\n"), err
