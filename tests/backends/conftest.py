@@ -1,0 +1,71 @@
+"""Tests of the host backend over each transport: NumPy's ranks, laid out over hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import netns
+import pytest
+from netns import Namespace
+from pool import Pool, Pools, PoolSpec
+
+_TCP = (("POLYHVD_SHARED_MEMORY", "0"),)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks are laid out, and so which transports carry their data."""
+
+    name: str
+    hosts: tuple[int, ...]
+    settings: tuple[tuple[str, str], ...] = ()
+    shm: bool = True
+    tcp: bool = True
+    namespaces: bool = False
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sorts tests so that those of one pool follow each other."""
+        return ("backends", self.namespaces, self.name)
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """Numbers of ranks that share memory: what a sum's association depends on."""
+        return self.hosts if self.shm else [1] * sum(self.hosts)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LAYOUTS = (
+    Layout("shm-2", (2,), tcp=False),
+    Layout("shm-4", (4,), tcp=False),
+    Layout("tcp-3", (3,), _TCP, shm=False),
+    Layout("hosts-1+1+1", (1, 1, 1), shm=False),
+    Layout("hosts-2+1", (2, 1)),
+    Layout("hosts-2+2", (2, 2)),
+    Layout("hosts-3+1", (3, 1)),
+    Layout("netns-1+1", (1, 1), shm=False, namespaces=True),
+    Layout("netns-2+2", (2, 2), namespaces=True),
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        metafunc.parametrize("world", LAYOUTS, ids=str)
+
+
+@pytest.fixture(scope="session")
+def two_hosts(pools: Pools) -> Iterator[tuple[Namespace, ...]]:
+    if not netns.available():
+        pytest.skip("network namespaces need root and iproute2")
+    with netns.two_hosts() as hosts:
+        yield hosts
+        pools.close()  # before the hosts are gone
+
+
+@pytest.fixture
+def pool(world: Layout, pools: Pools, request: pytest.FixtureRequest) -> Pool:
+    namespaces = request.getfixturevalue("two_hosts") if world.namespaces else ()
+    return pools.get(PoolSpec("numpy", world.hosts, world.settings, namespaces))

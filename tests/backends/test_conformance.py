@@ -1,0 +1,138 @@
+"""Every collective over every transport, against NumPy, and which transport has carried the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import collectives
+import numpy as np
+import oracle
+import polyhvd.numpy as hvd
+import pytest
+from pool import Pool
+from worlds import assert_alike
+
+
+@pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
+def test_allreduce_returns_the_reduction_on_every_rank(pool: Pool, world: Any, op: str) -> None:
+    assert_alike(pool.run(collectives.allreduce, "numpy", op, 1.0, 1.0, world.groups))
+
+
+def test_allreduce_scales_before_and_after_the_sum(pool: Pool, world: Any) -> None:
+    assert_alike(pool.run(collectives.allreduce, "numpy", "Sum", 0.3, 0.7, world.groups))
+
+
+def test_allreduces_in_flight_may_be_submitted_in_any_order(pool: Pool) -> None:
+    assert_alike(pool.run(collectives.allreduce_async, "numpy", "Max", True))
+
+
+def test_order_grouping_and_offset_do_not_show_in_the_bits(pool: Pool, world: Any) -> None:
+    if pool.size < 3:
+        return  # a + b is b + a: nothing to show
+    for seed in (1, 2):
+        assert_alike(pool.run(collectives.same_bits, "numpy", seed, world.groups))
+
+
+def test_infinities_nans_and_signed_zeros_follow_numpy(pool: Pool) -> None:
+    assert_alike(pool.run(collectives.special_values, "numpy"))
+
+
+@pytest.mark.parametrize("pattern", ["growing", "many", "one has none", "only the last has some", "none"])
+def test_allgather_concatenates_in_rank_order(pool: Pool, pattern: str) -> None:
+    assert_alike(pool.run(collectives.allgather, "numpy", pattern))
+
+
+def test_allgathers_in_flight_keep_their_rows_apart(pool: Pool) -> None:
+    assert_alike(pool.run(collectives.allgather_async, "numpy"))
+
+
+def test_broadcast_returns_the_roots_values(pool: Pool) -> None:
+    assert_alike(pool.run(collectives.broadcast, "numpy"))
+
+
+def test_broadcasts_from_all_roots_may_be_in_flight(pool: Pool) -> None:
+    assert_alike(pool.run(collectives.broadcast_async, "numpy", True))
+
+
+def count_bytes(kind: str, count: int) -> dict[str, int]:
+    """By how much the counters grow during one operation on `count` floats."""
+    tensor = np.full(count, hvd.rank(), np.float32)
+    hvd.barrier()
+    before = hvd.counters()
+    if kind == "allreduce":
+        oracle.check(kind, hvd.allreduce(tensor, op=hvd.Sum), np.full_like(tensor, sum(range(hvd.size()))))
+    elif kind == "allgather":
+        oracle.check(kind, hvd.allgather(tensor), np.repeat(np.arange(hvd.size()), count).astype(np.float32))
+    else:
+        oracle.check(kind, hvd.broadcast(tensor, 0), np.zeros_like(tensor))
+    after = hvd.counters()
+    return {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize("count", [1000, 1_000_000])
+@pytest.mark.parametrize("kind", ["allreduce", "allgather", "broadcast"])
+def test_counters_prove_which_transport_has_carried_the_data(
+    pool: Pool, world: Any, kind: str, count: int
+) -> None:
+    """Within a host nothing goes through TCP; between hosts each one has to send what it knows."""
+    grown = pool.run(count_bytes, kind, count)
+    total = {name: sum(item[name] for item in grown) for name in grown[0]}
+    payload = 4 * count
+    assert [item["operations"] for item in grown] == [1] * world_size(world), grown
+    assert (total["shm_bytes"] > 0) == world.shm, total
+    assert (total["tcp_bytes_sent"] > 0) == world.tcp, total
+    assert total["tcp_bytes_sent"] == total["tcp_bytes_received"], total
+    if not world.tcp:
+        return
+    # What has to reach the other hosts at least, and twice that, as nothing is sent in vain.
+    hosts = len(world.groups)
+    least = {
+        "allreduce": hosts * (hosts - 1) * payload,
+        "allgather": (hosts - 1) * world_size(world) * payload,
+        "broadcast": (hosts - 1) * payload,
+    }[kind]
+    if kind == "allreduce":
+        least = 2 * (hosts - 1) * payload  # the least of any algorithm: reduce-scatter and gather
+        most = hosts * (hosts - 1) * payload
+    else:
+        most = least
+    assert least <= total["tcp_bytes_sent"] <= most + 4096 * hosts * hosts, total
+
+
+def world_size(world: Any) -> int:
+    return sum(world.hosts)
+
+
+def take_subsets() -> None:
+    """Process sets that cross hosts and lie within them, in flight together."""
+    size, rank = hvd.size(), hvd.rank()
+    everyone = range(size)
+    members = [everyone[::2], everyone[1::2], [0, size - 1], everyone[:1], everyone]
+    sets = [hvd.ProcessSet(list(ranks)) for ranks in members]
+    hvd.shutdown()
+    hvd.init(process_sets=sets)
+    mine = [i for i, item in enumerate(sets) if item.included()]
+    for count in (5, 100_000):
+        flying = []
+        for i in np.random.default_rng(rank).permutation(mine):
+            terms = [oracle.contribution(np.dtype(np.int64), (count,), r, i) for r in members[i]]
+            tensor = terms[members[i].index(rank)]
+            rows = tensor[: 10 * (1 + members[i].index(rank))]
+            root = members[i][-1]
+            flying += [
+                (hvd.allreduce_async(tensor, name="sum", op=hvd.Sum, process_set=sets[i]), sum(terms)),
+                (
+                    hvd.allgather_async(rows, name="rows", process_set=sets[i]),
+                    np.concatenate([term[: 10 * (1 + k)] for k, term in enumerate(terms)]),
+                ),
+                (hvd.broadcast_async(tensor, root, name="root", process_set=sets[i]), terms[-1]),
+            ]
+        for handle, expected in flying:
+            oracle.check(f"set with {count}", hvd.synchronize(handle), expected)
+    hvd.barrier()  # rank 0, which leads, must not leave before the sets without it are done
+    hvd.shutdown()
+    hvd.init()
+
+
+def test_process_sets_may_be_busy_at_the_same_time(pool: Pool) -> None:
+    pool.run(take_subsets)

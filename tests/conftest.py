@@ -1,0 +1,39 @@
+"""What all tests share: warm pools of ranks, and the order of tests that keeps one at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Test modules are imported by name, here and by the ranks of a pool.
+_TESTS = Path(__file__).resolve().parent
+for _folder in ("harness", "parity", "backends"):
+    if str(_TESTS / _folder) not in sys.path:
+        sys.path.insert(0, str(_TESTS / _folder))
+
+from pool import Pools  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "sizes(*numbers): run with these numbers of ranks")
+    config.addinivalue_line("markers", "drivers(*names): run with these drivers only")
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one pool follow each other; everything else keeps its place before them."""
+
+    def pool_of(item: pytest.Item) -> tuple[object, ...]:
+        world = getattr(item, "callspec", None) and item.callspec.params.get("world")
+        return (0,) if world is None else (1, *world.order)
+
+    items.sort(key=pool_of)

@@ -1,0 +1,377 @@
+"""Warm pools of ranks: worker processes that import one framework once and serve many tests.
+
+The ranks find each other as in production, through the launcher's rendezvous, which the pool
+serves itself. A rank that fails or hangs fails the test at once, and ends its pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import ranks_alive
+from inside import inside
+from netns import Namespace
+
+from polyhvd.launch.auth import new_secret, parse_secret
+from polyhvd.launch.hosts import Host, Placement, place
+from polyhvd.launch.rendezvous import Server
+
+__all__ = ["MARK", "Pool", "PoolSpec", "Pools", "RankFailure"]
+
+ROOT = Path(__file__).resolve().parents[2]
+#: In the environment of every process of a pool, children of its ranks included.
+MARK = "POLYHVD_TEST_POOL"
+_START_S = 180.0  # imports of four TensorFlows on two cores
+_RUN_S = 60.0
+_END_S = 20.0
+_DUMP_S = 2.0
+_LOG_BYTES_SHOWN = 4000
+#: One core a rank is more than there is. One thread between operations, so that a kernel that
+#: blocks is found out.
+_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "MXNET_CPU_WORKER_NTHREADS": "1",
+    "MXNET_MP_WORKER_NTHREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "PYTHONFAULTHANDLER": "1",
+}
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or hung."""
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """What a pool is made of. Equal specs share a pool."""
+
+    framework: str
+    hosts: tuple[int, ...]  # ranks on each
+    settings: tuple[tuple[str, str], ...] = ()  # environment on top
+    namespaces: tuple[Namespace, ...] = ()  # of the hosts, if they have their own network
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(self.hosts)
+
+    def __str__(self) -> str:
+        settings = "".join(f" {name}={value}" for name, value in self.settings)
+        return f"{self.framework} {'+'.join(map(str, self.hosts))}{settings}"
+
+
+class _Rank:
+    """The pool's end of one worker."""
+
+    def __init__(self, number: int, command: list[str], env: dict[str, str], folder: Path) -> None:
+        self.number = number
+        self.stacks = folder / f"rank{number}.stacks"
+        self.log = folder / f"rank{number}.log"
+        self.notes: list[Any] = []
+        self.answer: tuple[str, Any] | None = None
+        ours, theirs = socket.socketpair()
+        with theirs, self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *command,
+                    *(sys.executable, "-c", "import worker; worker.main()"),
+                    *(str(theirs.fileno()), str(os.getpid()), str(self.stacks)),
+                    env["POLYHVD_TEST_FRAMEWORK"],
+                ],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for pytest
+            )
+        self.connection = connection.Connection(ours.detach())
+
+    def receive(self) -> None:
+        """Read one message; the end of the stream becomes an answer too."""
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, ConnectionError):
+            status = self.process.wait(_END_S)
+            how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+            kind, value = "end", f"the process ended: {how}"
+        if kind == "note":
+            self.notes.append(value)
+        else:
+            self.answer = (kind, value)
+
+    def shown_log(self) -> str:
+        """The end of what the rank has printed."""
+        data = self.log.read_bytes()[-_LOG_BYTES_SHOWN:].decode("utf-8", "replace").strip()
+        return f"\n--- printed by rank {self.number}:\n{data}" if data else ""
+
+
+class Pool:
+    """Ranks that wait for functions. Close it, or use it as a context manager."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        """Start the ranks and run hvd.init() on all of them."""
+        self.spec = spec
+        self.mark = secrets.token_hex(8)
+        self.usable = True
+        self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-pool-")
+        secret = new_secret()
+        where, address = contextlib.nullcontext(), "127.0.0.1"
+        if spec.namespaces:
+            where, address = inside(spec.namespaces[0].name), spec.namespaces[0].address
+        with where:
+            self._rendezvous = Server(parse_secret(secret), address)
+        hosts = [Host(f"host{number}", slots) for number, slots in enumerate(spec.hosts)]
+        self._ranks = [self._start_rank(placement, secret) for placement in place(hosts)]
+        self._awaited = list(self._ranks)
+        self._gather(_START_S, f"the start of {spec}")
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.spec.size
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def run(self, function: Callable[..., Any], *arguments: Any, deadline_s: float = _RUN_S) -> list[Any]:
+        """Call a function of a module on every rank, and return what it returned, by rank.
+
+        The first rank that raises, dies or takes longer than ``deadline_s`` fails the run for all:
+        RankFailure with its traceback or stacks, and the pool is gone.
+        """
+        __tracebackhide__ = True
+        self.start(function, *arguments)
+        return self._gather(deadline_s, function.__qualname__)
+
+    def start(
+        self, function: Callable[..., Any], *arguments: Any, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Begin a run, on some ranks or on all; ``answer`` and ``note`` hear from them."""
+        assert self.usable, "this pool has ended"
+        self._awaited = [self._ranks[number] for number in ranks or range(self.size)]
+        for rank in self._awaited:
+            rank.answer = None
+            rank.notes.clear()
+            rank.connection.send((function.__module__, function.__qualname__, arguments))
+
+    def answer(self, number: int, deadline_s: float = _RUN_S) -> Any:
+        """Wait for what one rank returns; RankFailure as in ``run``."""
+        __tracebackhide__ = True
+        rank = self._ranks[number]
+        self._listen(lambda: rank.answer is not None, [rank], deadline_s, f"rank {number}")
+        assert rank.answer is not None
+        self._check(rank)
+        return rank.answer[1]
+
+    def has_answered(self, number: int) -> bool:
+        """Whether a rank has returned or raised by now."""
+        rank = self._ranks[number]
+        while rank.answer is None and rank.connection.poll():
+            rank.receive()
+        return rank.answer is not None
+
+    def note(self, number: int, deadline_s: float = _RUN_S) -> Any:
+        """Wait for the next thing that a rank tells with ``worker.note``."""
+        __tracebackhide__ = True
+        rank = self._ranks[number]
+
+        def heard() -> bool:
+            return bool(rank.notes) or rank.answer is not None
+
+        self._listen(heard, [rank], deadline_s, f"a note of rank {number}")
+        if not rank.notes:
+            self._check(rank)
+            raise RankFailure(f"rank {number} returned without a note")
+        return rank.notes.pop(0)
+
+    def end(self, number: int, deadline_s: float = _END_S) -> int:
+        """Let one rank end in good order; returns its exit status."""
+        rank = self._ranks[number]
+        rank.connection.close()
+        return rank.process.wait(deadline_s)
+
+    def signal(self, number: int, which: int) -> None:
+        """Send a signal to one rank."""
+        os.kill(self._ranks[number].process.pid, which)
+
+    def processes(self) -> list[int]:
+        """Every process of this pool that runs: ranks, and children of them."""
+        return ranks_alive.processes_with(MARK, self.mark)
+
+    def close(self) -> None:
+        """End the ranks in good order; RankFailure when one does not manage to."""
+        if not self.usable:
+            return
+        self.usable = False
+        try:
+            for rank in self._ranks:
+                rank.connection.close()
+            deadline = time.monotonic() + _END_S
+            for rank in self._ranks:
+                try:
+                    status = rank.process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    raise RankFailure(
+                        f"rank {rank.number} of {self.spec} does not end{self._stacks()}"
+                    ) from None
+                if status != 0:
+                    raise RankFailure(
+                        f"rank {rank.number} of {self.spec} ended with status {status}{rank.shown_log()}"
+                    )
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End everything at once; idempotent."""
+        self.usable = False
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.wait()
+            rank.connection.close()
+        self._rendezvous.close()
+        self._folder.cleanup()
+
+    def _start_rank(self, placement: Placement, secret: str) -> _Rank:
+        values = {
+            "RANK": placement.rank,
+            "SIZE": self.spec.size,
+            "LOCAL_RANK": placement.local_rank,
+            "LOCAL_SIZE": placement.local_size,
+            "CROSS_RANK": placement.cross_rank,
+            "CROSS_SIZE": placement.cross_size,
+            "HOST_ID": placement.host,
+            "RENDEZVOUS": self._rendezvous.endpoint,
+            "SECRET": secret,
+        }
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTEST_"))
+        }
+        env = {
+            **inherited,
+            **_THREADS,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            MARK: self.mark,
+            "POLYHVD_TEST_FRAMEWORK": self.spec.framework,
+            **{f"POLYHVD_{name}": str(value) for name, value in values.items()},
+            **dict(self.spec.settings),
+        }
+        command = self.spec.namespaces[placement.host].command() if self.spec.namespaces else []
+        return _Rank(placement.rank, command, env, Path(self._folder.name))
+
+    def _gather(self, deadline_s: float, what: str) -> list[Any]:
+        """Wait for all that were started; the first that fails ends it for all."""
+        __tracebackhide__ = True
+
+        def settled() -> bool:
+            answers = [rank.answer for rank in self._awaited]
+            return None not in answers or any(a is not None and a[0] != "value" for a in answers)
+
+        self._listen(settled, self._awaited, deadline_s, what)
+        for rank in sorted(
+            self._awaited, key=lambda rank: rank.answer is not None and rank.answer[0] == "end"
+        ):
+            if rank.answer is not None:
+                self._check(rank)
+        return [rank.answer[1] for rank in self._awaited if rank.answer is not None]
+
+    def _listen(self, done: Callable[[], bool], ranks: Sequence[_Rank], deadline_s: float, what: str) -> None:
+        __tracebackhide__ = True
+        deadline = time.monotonic() + deadline_s
+        while not done():
+            open_ends = {rank.connection: rank for rank in ranks if rank.answer is None}
+            ready = connection.wait(list(open_ends), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stacks = self._stacks()
+                self.kill()
+                raise RankFailure(f"{what} takes more than {deadline_s:g} s{stacks}")
+            for end in ready:
+                open_ends[end].receive()  # type: ignore[index]
+
+    def _check(self, rank: _Rank) -> None:
+        """Raise what a rank has raised, and end the pool."""
+        __tracebackhide__ = True
+        assert rank.answer is not None
+        kind, value = rank.answer
+        if kind == "value":
+            return
+        log = rank.shown_log()
+        self.kill()
+        raise RankFailure(f"rank {rank.number} of {self.spec}:\n{value}{log}")
+
+    def _stacks(self) -> str:
+        """Where every rank is, in Python."""
+        running = [rank for rank in self._ranks if rank.process.poll() is None]
+        for rank in running:
+            rank.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline:
+            if all(rank.stacks.exists() and rank.stacks.stat().st_size for rank in running):
+                break
+            time.sleep(0.05)
+        parts = []
+        for rank in self._ranks:
+            state = "has ended" if rank not in running else "has answered" if rank.answer else "is at"
+            stacks = rank.stacks.read_text() if rank.stacks.exists() else ""
+            parts.append(f"\n--- rank {rank.number} {state}:\n{stacks}{rank.shown_log()}")
+        return "".join(parts)
+
+
+class Pools:
+    """At most one pool at a time: memory is for one framework's ranks."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+        self._cannot_start: dict[PoolSpec, str] = {}
+
+    def get(self, spec: PoolSpec) -> Pool:
+        """The pool of this spec; a new one when there is none, or the last one failed."""
+        __tracebackhide__ = True
+        if spec in self._cannot_start:
+            raise RankFailure(self._cannot_start[spec])
+        if self._pool is None or not self._pool.usable or self._pool.spec != spec:
+            self.close()
+            try:
+                self._pool = Pool(spec)
+            except RankFailure as failure:
+                self._cannot_start[spec] = f"as in the first test of this pool: {failure}"
+                raise
+        return self._pool
+
+    def close(self) -> None:
+        """End the pool that is left."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()

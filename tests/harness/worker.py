@@ -1,0 +1,67 @@
+"""One rank of a pool: runs the functions that the pool sends it, one after the other.
+
+Started as ``python -c "import worker; worker.main()" FD PARENT STACKS FRAMEWORK``. Functions reach
+their pool through ``note``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main", "note"]
+
+_PR_SET_PDEATHSIG = 1
+_pool: Connection | None = None
+
+
+def note(value: Any) -> None:
+    """Tell the pool something while the function still runs; see ``Pool.note``."""
+    assert _pool is not None, "only a pool's rank can take notes"
+    _pool.send(("note", value))
+
+
+def main() -> None:
+    """Serve the pool until it closes the connection."""
+    global _pool
+    descriptor, parent, stacks, framework = sys.argv[1:]
+    _die_with(int(parent))
+    # Opened now: a rank that is stuck may have no descriptor, memory or GIL left later.
+    faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
+    faulthandler.enable()
+    _pool = Connection(int(descriptor))
+    if not _perform(_pool, "polyhvd." + framework, "init", ()):
+        return
+    while True:
+        try:
+            module, name, arguments = _pool.recv()
+        except EOFError:
+            return
+        _perform(_pool, module, name, arguments)
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _perform(pool: Connection, module: str, name: str, arguments: tuple[Any, ...]) -> bool:
+    """Run one function and send what it returned or raised."""
+    try:
+        function = attrgetter(name)(importlib.import_module(module))
+        value = function(*arguments)
+        pool.send(("value", value))
+    except BaseException:
+        pool.send(("error", traceback.format_exc()))
+        return False
+    return True

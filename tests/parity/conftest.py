@@ -1,0 +1,28 @@
+"""Every test here runs with every framework that is installed, and on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import drivers
+import pytest
+from pool import Pools, PoolSpec
+from worlds import Ranks, World
+
+_SIZES = (1, 2, 3, 4)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "ranks" not in metafunc.fixturenames:
+        return
+    names, sizes = [driver.name for driver in drivers.DRIVERS], list(_SIZES)
+    for mark in metafunc.definition.iter_markers():
+        sizes = list(mark.args) if mark.name == "sizes" else sizes
+        names = list(mark.args) if mark.name == "drivers" else names
+    metafunc.parametrize("world", [World(name, size) for name in names for size in sizes], ids=str)
+
+
+@pytest.fixture
+def ranks(world: World, pools: Pools) -> Ranks:
+    driver = drivers.get(world.driver)
+    if not driver.is_installed():
+        pytest.skip(f"{driver.package} is not installed")
+    return Ranks(pools.get(PoolSpec(driver.framework, (world.size,))), world.driver)

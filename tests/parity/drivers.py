@@ -1,0 +1,244 @@
+"""The frameworks under test, each described by what differs: how NumPy goes in and comes out.
+
+Nothing here imports a framework until a driver is used, by a rank of its pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from polyhvd.adapter import Capability
+
+__all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "get"]
+
+Array = np.ndarray[Any, Any]
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
+_OPTIONAL = {"int16": Capability.INT16, "bfloat16": Capability.BFLOAT16, "bool": Capability.BOOL}
+
+
+class Driver:
+    """A way into one framework. Tensors hold what ``from_numpy`` was given."""
+
+    name = ""
+    framework = ""  # polyhvd.<framework>
+    package = ""  # that must be installed
+    #: What a collective raises when the ranks disagree.
+    mismatch_error = "polyhvd.errors.RankMismatchError"
+
+    @functools.cached_property
+    def hvd(self) -> Any:
+        """The framework's module of polyhvd."""
+        return importlib.import_module("polyhvd." + self.framework)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the adapter declares."""
+        module = importlib.import_module(f"polyhvd.{self.framework}.adapter")
+        (adapter,) = (vars(module)[name] for name in module.__all__ if name.endswith("Adapter"))
+        declared: frozenset[Capability] = adapter.capabilities
+        return declared
+
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """Element types that the framework can communicate."""
+        return [
+            BFLOAT16 if name == "bfloat16" else np.dtype(name)
+            for name in _DTYPES
+            if name not in _OPTIONAL or _OPTIONAL[name] in self.capabilities
+        ]
+
+    def is_installed(self) -> bool:
+        """Whether the framework is there; imports nothing."""
+        return importlib.util.find_spec(self.package) is not None
+
+    def from_numpy(self, array: Array) -> Any:
+        """A new tensor with these values."""
+        raise NotImplementedError
+
+    def to_numpy(self, tensor: Any) -> Array:
+        """The values of a tensor, when they are there."""
+        raise NotImplementedError
+
+    def transposed(self, tensor: Any) -> Any:
+        """A view of a tensor with its dimensions reversed, not dense in memory."""
+        raise NotImplementedError
+
+    def call(self, function: Callable[..., Any], *tensors: Any) -> Any:
+        """``function(*tensors)``, in a compiled graph where that is what the driver tests."""
+        return function(*tensors)
+
+    def parameter(self, array: Array) -> Any:
+        """A trainable tensor, as models hold them."""
+        return self.from_numpy(array)
+
+    def broadcast_parameters(self, parameters: dict[str, Any], root: int) -> None:
+        """The framework's way to overwrite a model's parameters with the root's."""
+        self.hvd.broadcast_parameters(parameters, root_rank=root)
+
+    def unsupported(self) -> Sequence[Any]:
+        """Tensors that no collective takes."""
+        raise NotImplementedError
+
+    def argument_errors(self) -> tuple[type[BaseException], ...]:
+        """What a call that is wrong by itself may raise."""
+        return (ValueError,)
+
+    def error_type(self) -> type[BaseException]:
+        """The class of ``mismatch_error``."""
+        module, _, name = self.mismatch_error.rpartition(".")
+        found: type[BaseException] = getattr(importlib.import_module(module), name)
+        return found
+
+
+class _NumPy(Driver):
+    name = framework = package = "numpy"
+
+    def from_numpy(self, array: Array) -> Any:
+        return array.copy()
+
+    def to_numpy(self, tensor: Any) -> Array:
+        assert isinstance(tensor, np.ndarray), type(tensor)
+        return tensor
+
+    def transposed(self, tensor: Any) -> Any:
+        return tensor.transpose()
+
+    def unsupported(self) -> Sequence[Any]:
+        big_endian = np.ones(4, np.dtype(np.float32).newbyteorder(">"))
+        names = ("complex64", "uint16", "uint32", "uint64", "datetime64[s]", "object", "U3")
+        return [big_endian, *(np.zeros(4, name) for name in names)]
+
+
+class _Torch(Driver):
+    name = framework = package = "torch"
+
+    def from_numpy(self, array: Array) -> Any:
+        import torch
+
+        if array.dtype == BFLOAT16:
+            return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(array.copy())
+
+    def to_numpy(self, tensor: Any) -> Array:
+        import torch
+
+        assert isinstance(tensor, torch.Tensor), type(tensor)
+        tensor = tensor.detach()
+        if tensor.dtype == torch.bfloat16:
+            bits: Array = tensor.contiguous().view(torch.int16).numpy()
+            return bits.view(BFLOAT16)
+        values: Array = tensor.numpy()
+        return values
+
+    def transposed(self, tensor: Any) -> Any:
+        return tensor.permute(*reversed(range(tensor.dim())))
+
+    def parameter(self, array: Array) -> Any:
+        import torch
+
+        return torch.nn.Parameter(self.from_numpy(array))
+
+    def unsupported(self) -> Sequence[Any]:
+        import torch
+
+        return [torch.ones(4, dtype=torch.complex64), torch.ones(4).to_sparse()]
+
+
+class _MXNet(Driver):
+    name = framework = package = "mxnet"
+    mismatch_error = "mxnet.base.MXNetError"
+
+    #: As MXNet spells it.
+    _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+
+    def from_numpy(self, array: Array) -> Any:
+        import mxnet as mx
+
+        mx.util.set_np_shape(True)  # scalars and dimensions of 0 mean what they mean in NumPy
+        if array.dtype == BFLOAT16:
+            array = array.view(self._BFLOAT16)
+        return mx.nd.array(array, dtype=array.dtype)
+
+    def to_numpy(self, tensor: Any) -> Array:
+        import mxnet as mx
+
+        assert isinstance(tensor, mx.nd.NDArray), type(tensor)
+        values: Array = tensor.asnumpy()
+        return values.view(BFLOAT16) if values.dtype == self._BFLOAT16 else values
+
+    def unsupported(self) -> Sequence[Any]:
+        import mxnet as mx
+
+        return [mx.nd.ones((3, 4)).tostype("csr")]
+
+    def argument_errors(self) -> tuple[type[BaseException], ...]:
+        return (ValueError, self.error_type())
+
+
+class _TensorFlow(Driver):
+    name = framework = package = "tensorflow"
+    mismatch_error = "tensorflow.errors.FailedPreconditionError"
+
+    def from_numpy(self, array: Array) -> Any:
+        import tensorflow as tf
+
+        return tf.constant(array)
+
+    def to_numpy(self, tensor: Any) -> Array:
+        values: Array = np.asarray(tensor.numpy())
+        return values
+
+    def parameter(self, array: Array) -> Any:
+        import tensorflow as tf
+
+        return tf.Variable(array)
+
+    def broadcast_parameters(self, parameters: dict[str, Any], root: int) -> None:
+        # Horovod's signature: a list, matched by position.
+        self.hvd.broadcast_variables([parameters[key] for key in sorted(parameters)], root_rank=root)
+
+    def unsupported(self) -> Sequence[Any]:
+        import tensorflow as tf
+
+        return [tf.ones(4, tf.complex64), tf.constant(["text"])]
+
+    def argument_errors(self) -> tuple[type[BaseException], ...]:
+        import tensorflow as tf
+
+        return (ValueError, tf.errors.InvalidArgumentError)
+
+
+class _TensorFlowFunction(_TensorFlow):
+    name = "tensorflow-function"
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        # In a graph every collective is asynchronous, and none has a handle.
+        return super().capabilities - {Capability.ASYNC}
+
+    def call(self, function: Callable[..., Any], *tensors: Any) -> Any:
+        import tensorflow as tf
+
+        return tf.function(function, autograph=False)(*tensors)
+
+
+DRIVERS: Sequence[Driver] = (_NumPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction())
+
+
+def get(name: str) -> Driver:
+    """The driver of this name."""
+    return next(driver for driver in DRIVERS if driver.name == name)
+
+
+def capabilities(name: str) -> frozenset[Capability]:
+    """What the adapter of a driver declares; asked on a rank."""
+    return get(name).capabilities

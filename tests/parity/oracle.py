@@ -1,0 +1,115 @@
+"""What the collectives should return, by NumPy alone. Imports nothing of polyhvd."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["check", "contribution", "digest", "reduce"]
+
+Array = np.ndarray[Any, Any]
+
+#: Relative and absolute tolerance: a few roundings of terms near 1. Half types are rounded once.
+_TOLERANCES = {
+    "float16": (1e-3, 1e-4),
+    "bfloat16": (8e-3, 1e-3),
+    "float32": (2e-6, 2e-6),
+    "float64": (4e-15, 4e-15),
+}
+_COMBINE = {
+    "Sum": np.add,
+    "Average": np.add,
+    "Min": np.minimum,
+    "Max": np.maximum,
+    "Product": np.multiply,
+}
+
+
+def contribution(dtype: np.dtype[Any], shape: Sequence[int], rank: int, seed: int = 0) -> Array:
+    """A rank's tensor: integers from the type's whole range, floats near 1, no two ranks alike."""
+    random = np.random.default_rng([seed, rank, zlib.crc32(f"{dtype.name} {list(shape)}".encode())])
+    if dtype.kind == "b":
+        return random.integers(0, 2, shape).astype(bool)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return np.asarray(random.integers(limits.min, limits.max, shape, dtype, endpoint=True))
+    return np.asarray(random.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def reduce(
+    op: str,
+    terms: Sequence[Array],
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    hosts: Sequence[int] | None = None,
+) -> Array:
+    """The reduction over ranks, added in rank order on each host, then in host order."""
+    dtype = terms[0].dtype
+    if op == "Average":
+        postscale /= len(terms)
+    wide = _wide(dtype)
+    with np.errstate(all="ignore"):
+        scaled = [_scaled(term.astype(wide), prescale) for term in terms]
+        partials, first = [], 0
+        for count in hosts or [len(terms)]:
+            partials.append(_combine(op, scaled[first : first + count]))
+            first += count
+        return _scaled(_combine(op, partials), postscale).astype(dtype)
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in which terms are added."""
+    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+
+
+def _combine(op: str, terms: Sequence[Array]) -> Array:
+    total = terms[0]
+    for term in terms[1:]:
+        total = np.asarray(_COMBINE[op](total, term))
+    return total
+
+
+def _scaled(values: Array, factor: float) -> Array:
+    if factor == 1.0:
+        return values
+    if values.dtype.kind in "iu":
+        return np.asarray(np.trunc(values.astype(np.float64) * factor)).astype(values.dtype)
+    return np.asarray(values * values.dtype.type(factor))
+
+
+def check(case: str, actual: Array, expected: Array, *, exact: bool = False) -> None:
+    """Fail, naming the case, unless type and shape are equal and the values are as close as may be."""
+    assert actual.dtype == expected.dtype, f"{case}: dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"{case}: shape {actual.shape}, expected {expected.shape}"
+    if exact or expected.dtype.name not in _TOLERANCES:
+        equal = _bits(actual) == _bits(expected)
+    else:
+        relative, absolute = _TOLERANCES[expected.dtype.name]
+        equal = np.isclose(
+            actual.astype(np.float64),
+            expected.astype(np.float64),
+            rtol=relative,
+            atol=absolute,
+            equal_nan=True,
+        )
+    if np.all(equal):
+        return
+    wrong = np.flatnonzero(~np.asarray(equal).reshape(-1))
+    i = wrong[0]
+    raise AssertionError(
+        f"{case}: {wrong.size} of {expected.size} elements differ, the first at {i}: "
+        f"{actual.reshape(-1)[i]!r}, expected {expected.reshape(-1)[i]!r}"
+    )
+
+
+def _bits(array: Array) -> Array:
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize]
+    return np.ascontiguousarray(array).view(unsigned).reshape(array.shape)
+
+
+def digest(array: Array) -> int:
+    """A number that is equal for equal bits."""
+    return zlib.crc32(np.ascontiguousarray(array).tobytes())

@@ -1,0 +1,153 @@
+"""Python objects, named parameters and barriers, in every framework."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import drivers
+import numpy as np
+import oracle
+import pytest
+from worlds import Ranks
+
+
+def _object_of(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "text": "ä" * 1000 * rank, "array": np.arange(rank * 700), "nothing": None}
+
+
+def _assert_object_of(found: Any, rank: int) -> None:
+    expected = _object_of(rank)
+    assert np.array_equal(found.pop("array"), expected.pop("array")), f"the array of rank {rank}"
+    assert found == expected, f"{found} is not the object of rank {rank}"
+
+
+def broadcast_objects(name: str) -> None:
+    hvd = drivers.get(name).hvd
+    for root in range(hvd.size()):
+        _assert_object_of(hvd.broadcast_object(_object_of(hvd.rank()), root_rank=root), root)
+        mine = _object_of(root) if hvd.rank() == root else None
+        _assert_object_of(hvd.broadcast_object(mine, root_rank=root, name=f"named {root}"), root)
+
+
+def test_broadcast_object_returns_the_roots_object(ranks: Ranks) -> None:
+    ranks.run(broadcast_objects)
+
+
+def gather_objects(name: str) -> None:
+    hvd = drivers.get(name).hvd
+    for _ in range(3):
+        found = hvd.allgather_object(_object_of(hvd.rank()))
+        assert len(found) == hvd.size()
+        for rank, item in enumerate(found):
+            _assert_object_of(item, rank)
+
+
+def test_allgather_object_returns_all_objects_in_rank_order(ranks: Ranks) -> None:
+    ranks.run(gather_objects)
+
+
+def broadcast_model(name: str, root: int) -> dict[str, int]:
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    shapes = {"weight": (17, 5), "bias": (5,), "scale": (1,), "embedding": (300, 31)}
+
+    def values_of(rank: int) -> dict[str, Any]:
+        return {key: oracle.contribution(np.dtype(np.float32), shape, rank) for key, shape in shapes.items()}
+
+    values = values_of(hvd.rank())
+    # Another order of insertion on each rank: names match, not positions.
+    keys = list(shapes)[hvd.rank() % 4 :] + list(shapes)[: hvd.rank() % 4]
+    parameters = {key: driver.parameter(values[key]) for key in keys}
+    driver.broadcast_parameters(parameters, root)
+    digests = {}
+    for key, wanted in values_of(root).items():
+        actual = driver.to_numpy(parameters[key])
+        oracle.check(f"parameter {key} from {root}", actual, wanted, exact=True)
+        digests[key] = oracle.digest(actual)
+    return digests
+
+
+def test_broadcast_parameters_overwrites_them_with_the_roots(ranks: Ranks) -> None:
+    for root in range(ranks.size):
+        ranks.run_alike(broadcast_model, root)
+
+
+def cross_barriers(name: str, rounds: int) -> list[tuple[float, float]]:
+    hvd = drivers.get(name).hvd
+    random = np.random.default_rng(hvd.rank())
+    times = []
+    for _ in range(rounds):
+        random.standard_normal(int(random.integers(1, 100_000)))  # arrive at different times
+        entered = time.clock_gettime(time.CLOCK_MONOTONIC)
+        hvd.barrier()
+        times.append((entered, time.clock_gettime(time.CLOCK_MONOTONIC)))
+    return times
+
+
+def test_no_rank_leaves_a_barrier_before_all_have_entered(ranks: Ranks) -> None:
+    by_round = zip(*ranks.run(cross_barriers, 30), strict=True)
+    for number, times in enumerate(by_round):
+        entered, left = zip(*times, strict=True)
+        assert max(entered) <= min(left), f"round {number}: {times}"
+
+
+def ask_where(name: str) -> tuple[Any, ...]:
+    hvd = drivers.get(name).hvd
+    assert hvd.is_initialized()
+    hvd.init()  # a second time does nothing
+    local = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    return (hvd.rank(), hvd.size(), *local, hvd.is_homogeneous())
+
+
+def test_every_rank_knows_its_place(ranks: Ranks) -> None:
+    size = ranks.size
+    expected = [(rank, size, rank, size, 0, 1, True) for rank in range(size)]
+    assert ranks.run(ask_where) == expected
+
+
+def start_again(name: str) -> None:
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    for _ in range(3):
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        hvd.init()
+        ones = driver.from_numpy(np.ones(5, np.float32))
+        result = driver.call(lambda x: hvd.allreduce(x, name="again", op=hvd.Sum), ones)
+        oracle.check("after init", driver.to_numpy(result), np.full(5, hvd.size(), np.float32))
+
+
+def test_init_may_follow_shutdown(ranks: Ranks) -> None:
+    ranks.run(start_again)
+
+
+def two_threads(name: str) -> None:
+    """Each thread has its own sequence of calls; the ranks start them in different orders."""
+    import threading
+
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    failures: list[BaseException] = []
+
+    def work(label: str) -> None:
+        try:
+            for i in range(50):
+                tensor = driver.from_numpy(np.full(100 + i, hvd.rank(), np.float32))
+                result = driver.to_numpy(hvd.allreduce(tensor, name=f"{label} {i}", op=hvd.Sum))
+                oracle.check(label, result, np.full(100 + i, sum(range(hvd.size())), np.float32))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(label,)) for label in ("left", "right")]
+    for thread in threads[:: 1 - 2 * (hvd.rank() % 2)]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.sizes(2, 4)
+def test_two_threads_may_wait_for_different_operations(ranks: Ranks) -> None:
+    ranks.run(two_threads)
