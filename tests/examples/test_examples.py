@@ -1,0 +1,118 @@
+"""The examples, as a user runs them: each trains to the same accuracy on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name != "common.py")
+TIMEOUT_S = 120.0
+LAST_LINE = re.compile(r"\[0\] test accuracy ([\d.]+), (\d+) ranks?, (\d+) images/s")
+# One thread a rank, since there may be more ranks than cores.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def run(example: str, ranks: int, *arguments: str) -> list[str]:
+    """Run an example to its end and return the lines of its standard output."""
+    script = str(ROOT / "examples" / example)
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable, script]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout.splitlines()
+
+
+def result(lines: list[str]) -> tuple[float, int, int]:
+    """Accuracy, ranks and images per second of the last line."""
+    found = LAST_LINE.fullmatch(lines[-1])
+    assert found, lines[-1]
+    return float(found[1]), int(found[2]), int(found[3])
+
+
+@pytest.fixture
+def common() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("common", ROOT / "examples" / "common.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_are_examples_for_every_framework() -> None:
+    assert EXAMPLES == [
+        "mxnet_gluon_digits.py",
+        "numpy_logistic.py",
+        "pytorch_digits.py",
+        "tensorflow_custom_loop_digits.py",
+        "tensorflow_keras_digits.py",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_trains_on_any_number_of_ranks(example: str, ranks: int) -> None:
+    lines = run(example, ranks)
+    accuracy, ranks_told, images_per_s = result(lines)
+    assert accuracy > 0.95
+    assert ranks_told == ranks
+    assert images_per_s > 0
+    assert all(line.startswith("[0] ") for line in lines), "only rank 0 prints"
+    assert sum("epoch" in line for line in lines) == len(lines) - 1, "a line per epoch and the last one"
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    plot = tmp_path / "loss.png"
+    run("numpy_logistic.py", 2, "--epochs", "3", "--plot", str(plot))
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_gluon_trains_on_fashion_mnist(common: ModuleType) -> None:
+    if not common.FASHION_MNIST.exists():
+        pytest.skip("the Debian package dataset-fashion-mnist is not installed")
+    lines = run("mxnet_gluon_digits.py", 2, "--data", "fashion-mnist", "--epochs", "1", "--batch-size", "64")
+    accuracy, _, _ = result(lines)
+    assert accuracy > 0.8
+
+
+def test_missing_fashion_mnist_is_told_with_the_command_that_installs_it(
+    common: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "FASHION_MNIST", tmp_path)
+    with pytest.raises(SystemExit, match="apt-get install dataset-fashion-mnist"):
+        common.load("fashion-mnist")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shards_are_distinct_and_equally_long(common: ModuleType, size: int) -> None:
+    train, _ = common.load("digits")
+    numbered = common.Images(train.pixels, np.arange(len(train)))
+    shards = [numbered.shard(rank, size).labels for rank in range(size)]
+    assert {len(shard) for shard in shards} == {len(train) // size}
+    assert len(np.unique(np.concatenate(shards))) == len(train) // size * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_uneven_shards_cover_all_test_images(common: ModuleType, size: int) -> None:
+    _, test = common.load("digits")
+    numbered = common.Images(test.pixels, np.arange(len(test)))
+    shards = [numbered.shard(rank, size, even=False).labels for rank in range(size)]
+    assert sorted(np.concatenate(shards)) == list(range(len(test)))
