@@ -76,7 +76,7 @@ class Config:
         "FUSION_THRESHOLD", _count, 128 << 20, "Bytes of the operations that run as one at most."
     )
     cycle_time_ms: float = _row(
-        "CYCLE_TIME", _number, 1.0, "Longest time that the engine gathers asynchronous work before it acts."
+        "CYCLE_TIME", _number, 1.0, "Longest time, in milliseconds, that asynchronous work is gathered before the engine acts."
     )
     cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
     data_timeout_s: float = _row(
@@ -115,3 +115,28 @@ class Config:
 def table() -> list[Variable]:
     """The rows of the table, in the order of the fields of :class:`Config`."""
     return [item.metadata["variable"] for item in fields(Config)]
+
+
+def _as_markdown() -> str:
+    def shown(value: Any) -> str:
+        number = int(value) if isinstance(value, bool) else value
+        text = f"{number:g}" if isinstance(number, float) else str(number)
+        return f"`{text}`" if text else "empty"
+
+    lines = [
+        "# Configuration",
+        "",
+        "Environment variables, read once by `init()`. Each is also accepted with Horovod's prefix,",
+        "`HOROVOD_`; with both, `POLYHVD_` wins.",
+        "",
+        "This page is made by `python -m polyhvd.config > docs/configuration.md`.",
+        "",
+        "| variable | default | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `POLYHVD_{row.name}` | {shown(row.default)} | {row.meaning} |" for row in table()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(_as_markdown(), end="")

@@ -1,0 +1,81 @@
+"""The documents say what the code does, as far as a program can tell."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+#: A path in backticks, or the target of a link within the repository.
+PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+/?)`|\]\(((?!https?:)[\w./-]+)\)")
+#: "`OpQueue::submit` (`polyhvd/csrc/op_queue.cc`)": a name, and the file that it stands in.
+PLACE = re.compile(r"`([\w.:]+)`\s+\(`([\w./-]+\.\w+)`\)")
+
+
+def found(pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    for document in DOCUMENTS:
+        for match in pattern.finditer(document.read_text()):
+            yield document, match
+
+
+def test_configuration_is_the_table_of_config() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "polyhvd.config"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    assert (ROOT / "docs" / "configuration.md").read_text() == printed
+
+
+def test_files_that_documents_name_exist() -> None:
+    missing = []
+    for document, match in found(PATH):
+        path = ROOT / match[1] if match[1] else document.parent / match[2]
+        if not path.exists():
+            missing.append(f"{document.name}: {match[0]}")
+    assert not missing
+
+
+def test_functions_that_documents_name_stand_in_the_file_beside_them() -> None:
+    missing = []
+    for document, match in found(PLACE):
+        path = ROOT / match[2]
+        name = re.split(r"::|\.", match[1])[-1]
+        if not path.is_file() or not re.search(rf"\b{name}\b", path.read_text()):
+            missing.append(f"{document.name}: {match[1]} in {match[2]}")
+    assert not missing
+    assert len(list(found(PLACE))) > 20
+
+
+def examples_of_the_readme() -> dict[str, str]:
+    """The programs in the README, by the module of polyhvd that they import."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    programs = [block for block in blocks if "hvd.init()" in block]
+    return {re.findall(r"import polyhvd\.([\w.]+) as hvd", program)[0]: program for program in programs}
+
+
+def test_the_readme_has_an_example_for_each_framework() -> None:
+    assert sorted(examples_of_the_readme()) == ["keras", "mxnet", "numpy", "tensorflow", "torch"]
+    longest = max(examples_of_the_readme().values(), key=len)
+    assert len([line for line in longest.splitlines() if line]) <= 13, "about ten lines"
+
+
+@pytest.mark.parametrize("module", sorted(examples_of_the_readme()))
+def test_example_of_the_readme_runs_on_two_ranks(module: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(examples_of_the_readme()[module])
+    done = subprocess.run(
+        [sys.executable, "-m", "polyhvd.launch", "-np", "2", sys.executable, str(script)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
