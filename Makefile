@@ -13,7 +13,7 @@ help:
 # Installing --------------------------------------------------------------------
 
 # The extension is rebuilt when a source of it changes.
-SOURCES := setup.py pyproject.toml $(wildcard polyhvd/csrc/* backends/* backends/*/* frameworks/*/*.cc frameworks/*/*.h)
+SOURCES := setup.py pyproject.toml $(wildcard polyhvd/csrc/* backends/* backends/*/* frameworks/*/*.cc frameworks/*/*.h) $(wildcard frameworks/*/__init__.py)
 
 $(PY):
 	sh tools/python.sh $(PYTHON)
@@ -33,7 +33,7 @@ $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: requirements/test.txt $(STAMPS)/demo
-	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2
+	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist
 	$(PY) -m pip install -q -r requirements/test.txt
 	$(PY) -m pip install -q --no-deps -r requirements/test-nodeps.txt
 	@mkdir -p $(STAMPS) && touch $@

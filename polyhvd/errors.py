@@ -5,16 +5,18 @@
     Exception
     ├── ValueError
     │   ├── NotInitializedError        a call before init()
-    │   └── InvalidArgumentError       a bad call, found at submit; the job goes on
+    │   ├── InvalidArgumentError       a bad call, found at submit; the job goes on
+    │   └── config.ConfigError         an environment variable cannot be used
     ├── RuntimeError
-    │   └── HorovodInternalError       a collective failed
-    │       ├── RankMismatchError      ranks disagree; raised on every rank; the job goes on
-    │       ├── PeerLostError          a rank died or was cut off
-    │       ├── PeerDepartedError      a rank that is needed has shut down
-    │       ├── ShutdownError          shutdown() while work was pending
-    │       └── TransferTimeoutError   an agreed transfer did not finish in time
-    └── HostsUpdatedInterrupt          elastic: the set of hosts has changed
-    HorovodVersionMismatchError(ImportError)   parts of different versions were mixed
+    │   ├── HorovodInternalError       a collective failed
+    │   │   ├── RankMismatchError      ranks disagree; raised on every rank; the job goes on
+    │   │   ├── PeerLostError          a rank died or was cut off
+    │   │   ├── PeerDepartedError      a rank that is needed has shut down
+    │   │   ├── ShutdownError          shutdown() while work was pending
+    │   │   └── TransferTimeoutError   an agreed transfer did not finish in time
+    │   └── HostsUpdatedInterrupt      elastic: the set of hosts has changed
+    └── ImportError
+        └── HorovodVersionMismatchError   parts of different versions were mixed
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ inline constexpr std::size_t kRingBytes = 32 << 10;
 inline constexpr int kSlots = 4;
 // Bytes that one rank stages for one other in one step, at most: stays in L2.
 inline constexpr std::size_t kChunkBytesMax = 128 << 10;
-// Bytes of one staging area at most, whatever the number of ranks.
+// Bytes of one staging area at most, up to 256 ranks; beyond, chunks stay at a
+// cache line.
 inline constexpr std::size_t kStagingBytesMax = 16 << 20;
 
 struct alignas(kCacheLine) Counter {

@@ -462,25 +462,31 @@ void Engine::gather() const {
 
 void Engine::check_stalls() {
   const auto now = Clock::now();
-  if (now < next_stall_check_ || options_.stall_warn.count() <= 0) return;
+  if (now < next_stall_check_) return;
   next_stall_check_ = now + kStallInterval;
+  const bool warns = options_.stall_warn.count() > 0;
+  const bool ends = options_.stall_shutdown.count() > 0;
+  if (!warns && !ends) return;
+  const auto at_least = !warns  ? options_.stall_shutdown
+                        : !ends ? options_.stall_warn
+                                : std::min(options_.stall_warn, options_.stall_shutdown);
   const auto list = [](const std::vector<int>& ranks) {
     std::string text;
     for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
     return text;
   };
   std::string report;
-  for (const Stalled& s : controller_->stalled(options_.stall_warn)) {
+  for (const Stalled& s : controller_->stalled(at_least)) {
     report += "\n  " + s.name + ": ranks " + list(s.ready_ranks) + " wait for ranks " +
               list(s.absent_ranks) + " since " + std::to_string(static_cast<long>(s.age.count())) +
               " s";
-    if (options_.stall_shutdown.count() > 0 && s.age > options_.stall_shutdown) {
+    if (ends && s.age > options_.stall_shutdown) {
       throw Failure(ErrorCode::kTimeout, "stalled for too long:" + report);
     }
   }
-  if (report.empty()) return;
+  if (!warns || report.empty() || now < next_stall_report_) return;
+  next_stall_report_ = now + std::chrono::duration_cast<Clock::duration>(options_.stall_warn);
   options_.log("operations are waiting for ranks that have not asked for them:" + report);
-  next_stall_check_ = now + std::chrono::duration_cast<Clock::duration>(options_.stall_warn);
 }
 
 std::map<std::string, std::uint64_t> Engine::counters() const {

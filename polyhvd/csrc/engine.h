@@ -126,6 +126,7 @@ class Engine {
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
   Clock::time_point next_stall_check_{};
+  Clock::time_point next_stall_report_{};
   std::vector<Segment> in_;   // scratch
   std::vector<Segment> out_;  // scratch
 

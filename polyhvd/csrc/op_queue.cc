@@ -35,7 +35,7 @@ void OpQueue::check(const Submission& s) const {
   if (s.name.empty()) invalid(s, "the name is empty");
   if (!sets_.contains(s.process_set)) {
     invalid(s, "process set " + std::to_string(s.process_set) +
-                   " does not exist; add it at init() or with add_process_set() on every rank");
+                   " does not exist; pass it to init(process_sets=[...]) on every rank");
   }
   if (!sets_.position(s.process_set, rank_)) {
     invalid(s, "rank " + std::to_string(rank_) + " is not in process set " +
