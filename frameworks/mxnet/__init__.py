@@ -1,0 +1,119 @@
+"""Collectives on MXNet arrays, ordered by MXNet's engine.
+
+Every call returns at once; reads of the results wait for them, as after any operator of MXNet.
+What goes wrong later shows at the next read, as MXNetError.
+
+Example::
+
+    import polyhvd.mxnet as hvd
+    hvd.init()
+    hvd.broadcast_parameters(net.collect_params())
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+"""
+
+from __future__ import annotations
+
+import numpy as _np
+
+# Before the first import of mxnet, which needs what NumPy 1.24 to 1.26 lack.
+if "bool" not in vars(_np):
+    _np.bool = bool  # type: ignore[attr-defined]
+
+from polyhvd.mxnet.ops import (
+    Compression,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    poll,
+    synchronize,
+)
+from polyhvd.mxnet.optimizer import DistributedOptimizer
+from polyhvd.mxnet.state import broadcast_parameters
+from polyhvd.mxnet.trainer import DistributedTrainer
+
+from polyhvd import (
+    Average,
+    HorovodInternalError,
+    InvalidArgumentError,
+    Max,
+    Min,
+    NotInitializedError,
+    ProcessSet,
+    Product,
+    RankMismatchError,
+    Sum,
+    allgather_object,
+    barrier,
+    broadcast_object,
+    counters,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "HorovodInternalError",
+    "InvalidArgumentError",
+    "Max",
+    "Min",
+    "NotInitializedError",
+    "ProcessSet",
+    "Product",
+    "RankMismatchError",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_parameters",
+    "counters",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]

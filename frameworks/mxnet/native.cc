@@ -1,0 +1,408 @@
+// MXNet's engine on one side, the core's C table on the other: a collective is
+// an asynchronous engine operation that reads and writes NDArrays. Loaded with
+// ctypes, links to nothing, never calls Python and never blocks.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <shared_mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "c_api.h"
+#include "error.h"
+#include "mxnet_c_api.h"
+#include "program_order.h"
+#include "types.h"
+
+#define POLYHVD_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace polyhvd::mxnet {
+namespace {
+
+struct Library {
+#define POLYHVD_POINTER(name, result, arguments) result(*name) arguments = nullptr;
+  POLYHVD_MXNET_FUNCTIONS(POLYHVD_POINTER)
+#undef POLYHVD_POINTER
+  void (*reorder_async)(NDArrayHandle) = nullptr;         // null: not a oneDNN build
+  bool (*in_onednn_layout)(const void* chunk) = nullptr;  // likewise
+};
+Library g_mx;  // set once by polyhvd_mxnet_load, before anything else is called
+
+// types.cc belongs to the core, which this library does not link.
+constexpr const char* kKindNames[] = {"allreduce", "allgather", "broadcast", "barrier"};
+
+// A failed C call of MXNet.
+void check(int status) {
+  if (status != 0) throw std::runtime_error(g_mx.MXGetLastError());
+}
+
+// mshadow's type codes, by position.
+int dtype_of(NDArrayHandle array) {
+  constexpr DType kTable[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16,
+                              DType::kUint8,   DType::kInt32,   DType::kInt8,
+                              DType::kInt64,   DType::kBool,    DType::kInt16};
+  constexpr int kMxBfloat16 = 12;
+  int code = -1;
+  check(g_mx.MXNDArrayGetDType(array, &code));
+  if (code == kMxBfloat16) return static_cast<int>(DType::kBfloat16);
+  return code >= 0 && code < static_cast<int>(std::size(kTable)) ? static_cast<int>(kTable[code])
+                                                                 : -1;
+}
+
+// A reference of our own to an array, so that it outlives the caller's.
+class Array {
+ public:
+  explicit Array(NDArrayHandle other) { check(g_mx.MXShallowCopyNDArray(other, &handle_)); }
+  Array(Array&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  ~Array() {
+    if (handle_ != nullptr) g_mx.MXNDArrayFree(handle_);
+  }
+  NDArrayHandle get() const noexcept { return handle_; }
+
+ private:
+  NDArrayHandle handle_ = nullptr;
+};
+
+// One collective, shared by MXNet's engine, the core and Python's handle.
+struct Op {
+  std::string name;
+  std::string about;  // begins messages: "allreduce 'x': "
+  std::string line;   // in the program order
+  std::string where;
+  polyhvd_submission submission{};
+  std::uint64_t generation = 0;  // of the engine that it was meant for
+  ProgramOrder<std::shared_ptr<Op>>::Ticket ticket = 0;
+
+  std::vector<Array> inputs;
+  std::vector<Array> outputs;  // empty: in place
+  std::vector<Shape> shapes;   // of the inputs, then of the outputs
+  int dtype = 0;
+
+  OnComplete on_complete{};  // from MXNet, when its engine runs the operation
+  bool has_run = false;      // likewise
+  bool inside_push = false;  // likewise: by NaiveEngine, on the caller's thread
+
+  // Written before `finished`, by the thread that completes the operation.
+  int error_code = 0;
+  std::string error;
+  std::atomic<bool> finished{false};
+};
+using OpPtr = std::shared_ptr<Op>;
+
+// The engine that is current. Locked while a submission goes through the table,
+// so that the engine cannot go away meanwhile.
+std::shared_mutex g_slot_mutex;
+const polyhvd_engine_api* g_slot = nullptr;  // guarded by g_slot_mutex
+
+// Never destroyed: threads of MXNet outlive our static objects at exit.
+ProgramOrder<OpPtr>& g_order = *new ProgramOrder<OpPtr>;
+
+thread_local bool t_pushing = false;
+thread_local std::string t_failure;  // of the last polyhvd_mxnet_push of the thread
+
+void complete(Op& op, int code, const char* message) {
+  if (code == 0) {
+    op.on_complete.callback(op.on_complete.engine, op.on_complete.param, nullptr);
+    return;
+  }
+  op.error_code = code;
+  op.error = message;
+  const std::runtime_error error(op.error);
+  op.on_complete.callback(op.on_complete.engine, op.on_complete.param, &error);
+}
+
+// From the core, on any thread.
+void on_done(void* context, std::int32_t code, const char* message) {
+  const std::unique_ptr<OpPtr> op(static_cast<OpPtr*>(context));
+  complete(**op, code, message);
+}
+
+polyhvd_tensor tensor_of(const Op& op, const Array& array, const Shape& shape) {
+  // Reading the address of an array in oneDNN's layout would wait for ourselves.
+  if (g_mx.in_onednn_layout != nullptr && g_mx.in_onednn_layout(chunk_of(array.get()))) {
+    throw std::runtime_error("an operator has put the array into a layout of oneDNN meanwhile");
+  }
+  void* data = nullptr;
+  check(g_mx.MXNDArrayGetData(array.get(), &data));
+  if (data == nullptr && std::find(shape.begin(), shape.end(), 0) == shape.end()) {
+    throw std::runtime_error("the array has no memory yet");
+  }
+  return {data, shape.data(), static_cast<std::int32_t>(shape.size()), op.dtype, 0, 0};
+}
+
+int submit_to_engine(const OpPtr& op, char* message, std::size_t message_bytes) {
+  std::vector<polyhvd_tensor> inputs;
+  std::vector<polyhvd_tensor> outputs;
+  const std::size_t count = op->inputs.size();
+  for (std::size_t i = 0; i < count; ++i) {
+    inputs.push_back(tensor_of(*op, op->inputs[i], op->shapes[i]));
+  }
+  for (std::size_t i = 0; i < op->outputs.size(); ++i) {
+    outputs.push_back(tensor_of(*op, op->outputs[i], op->shapes[count + i]));
+  }
+  polyhvd_submission s = op->submission;
+  s.inputs = inputs.data();
+  s.outputs = outputs.empty() ? inputs.data() : outputs.data();
+  auto context = std::make_unique<OpPtr>(op);
+  s.context = context.get();
+  const std::shared_lock lock(g_slot_mutex);
+  if (g_slot == nullptr || g_slot->generation != op->generation) {
+    throw Failure(ErrorCode::kShutdown, "the engine was shut down before MXNet ran the operation");
+  }
+  const int code = g_slot->submit(g_slot->engine, &s, message, message_bytes);
+  if (code == 0) (void)context.release();  // on_done has it now
+  return code;
+}
+
+// The operation's turn has come.
+void submit(const OpPtr& op) {
+  if (!op) return;  // MXNet skipped it
+  char message[4096] = "";
+  int code = 0;
+  std::string text;
+  try {
+    code = submit_to_engine(op, message, sizeof message);
+    if (code != 0) text = message;
+    if (code != 0 && text.find(op->about) == text.npos) text = op->about + text;
+  } catch (const Failure& failure) {
+    code = static_cast<int>(failure.error().code);
+    text = op->about + failure.what();
+  } catch (const std::exception& error) {
+    code = static_cast<int>(ErrorCode::kInternal);
+    text = op->about + error.what();
+  }
+  if (code != 0) complete(*op, code, text.c_str());
+}
+
+// From MXNet: the arrays are ours until on_complete is called.
+void run(void*, void* on_complete, void* param) {
+  const OpPtr op = *static_cast<OpPtr*>(param);
+  std::memcpy(&op->on_complete, on_complete, sizeof op->on_complete);
+  op->has_run = true;
+  op->inside_push = t_pushing;
+  g_order.arrive(op->line, op->ticket, op, submit);
+}
+
+// From MXNet: the operation is complete, or was skipped as an array of it holds an error.
+void drop(void* param) {
+  const std::unique_ptr<OpPtr> box(static_cast<OpPtr*>(param));
+  Op& op = **box;
+  if (!op.has_run) g_order.arrive(op.line, op.ticket, nullptr, submit);
+  op.inputs.clear();
+  op.outputs.clear();
+  op.finished.store(true, std::memory_order_release);
+}
+
+// A bad call that can be seen before MXNet's engine runs the operation.
+[[noreturn]] void refuse(const std::string& why) {
+  throw Failure(ErrorCode::kInvalidArgument, why);
+}
+
+std::string to_string(const Shape& shape) {
+  std::string text = "[";
+  for (const std::int64_t dim : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
+
+Shape shape_of(NDArrayHandle array) {
+  int storage = -1;
+  check(g_mx.MXNDArrayGetStorageType(array, &storage));
+  if (storage < 0) refuse("the array has no shape yet; compute it, or initialize() first");
+  if (storage != kDefaultStorage) {
+    refuse("sparse arrays are not supported; use tostype('default')");
+  }
+  int dev_type = 0;
+  int dev_id = 0;
+  check(g_mx.MXNDArrayGetContext(array, &dev_type, &dev_id));
+  if (dev_type != kDevCpu && dev_type != kDevCpuPinned && dev_type != kDevCpuShared) {
+    refuse("the array lies on a GPU; use as_in_context(mx.cpu()) first");
+  }
+  int ndim = -1;
+  const std::int64_t* dims = nullptr;
+  check(g_mx.MXNDArrayGetShapeEx64(array, &ndim, &dims));
+  if (ndim < 0 || std::any_of(dims, dims + ndim, [](std::int64_t d) { return d < 0; })) {
+    refuse("the shape of the array is not known yet; initialize() it first");
+  }
+  return Shape(dims, dims + ndim);
+}
+
+void take_arrays(Op& op, std::span<const NDArrayHandle> inputs,
+                 std::span<const NDArrayHandle> outputs) {
+  const auto kind = static_cast<OpKind>(op.submission.kind);
+  for (const NDArrayHandle input : inputs) {
+    op.shapes.push_back(shape_of(input));
+    const int dtype = dtype_of(input);
+    if (dtype < 0) refuse("the element type is not supported; cast the array");
+    if (op.inputs.empty()) op.dtype = dtype;
+    if (dtype != op.dtype) {
+      refuse("arrays of one operation have one dtype; cast them or reduce them apart");
+    }
+    op.inputs.emplace_back(input);
+  }
+  const auto reduction = static_cast<ReduceOp>(op.submission.op);
+  if (kind == OpKind::kAllreduce && reduction == ReduceOp::kAverage &&
+      static_cast<DType>(op.dtype) == DType::kBool) {
+    refuse("the average of bool is not defined; cast it, or use Min or Max");
+  }
+  if (inputs.data() == outputs.data()) return;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    op.shapes.push_back(shape_of(outputs[i]));
+    const bool gathers = kind == OpKind::kAllgather;
+    if ((!gathers && op.shapes.back() != op.shapes[i]) || dtype_of(outputs[i]) != op.dtype) {
+      refuse("the output has shape " + to_string(op.shapes.back()) + ", the input " +
+             to_string(op.shapes[i]) + ", or their types differ");
+    }
+    op.outputs.emplace_back(outputs[i]);
+  }
+}
+
+// The arrays without those whose memory is in `others` or came before: MXNet
+// never runs an operation that names the same memory twice.
+std::vector<NDArrayHandle> distinct(const std::vector<Array>& arrays,
+                                    const std::vector<NDArrayHandle>& others) {
+  std::vector<const void*> seen;
+  std::vector<NDArrayHandle> kept;
+  for (const NDArrayHandle other : others) seen.push_back(chunk_of(other));
+  for (const Array& array : arrays) {
+    const void* chunk = chunk_of(array.get());
+    if (std::find(seen.begin(), seen.end(), chunk) != seen.end()) continue;
+    seen.push_back(chunk);
+    kept.push_back(array.get());
+  }
+  return kept;
+}
+
+void push(const OpPtr& op) {
+  const std::vector<Array>& written = op->outputs.empty() ? op->inputs : op->outputs;
+  std::vector<NDArrayHandle> writes = distinct(written, {});
+  std::vector<NDArrayHandle> reads = distinct(op->inputs, writes);
+  if (g_mx.reorder_async != nullptr) {
+    for (const NDArrayHandle array : distinct(op->inputs, {})) g_mx.reorder_async(array);
+  }
+  static constexpr Context kCpu{kDevCpu, 0};
+  op->ticket = g_order.take(op->line);
+  // MXNet owns the box from here on, and calls drop() in the end.
+  t_pushing = true;
+  const int status = g_mx.MXEnginePushAsyncND(&run, new OpPtr(op), &drop, &kCpu, reads.data(),
+                                              static_cast<int>(reads.size()), writes.data(),
+                                              static_cast<int>(writes.size()), &kCpuPrioritized,
+                                              op->submission.priority, "polyhvd", false);
+  t_pushing = false;
+  check(status);
+}
+
+}  // namespace
+}  // namespace polyhvd::mxnet
+
+using namespace polyhvd;
+using namespace polyhvd::mxnet;
+
+// Finds MXNet's functions in the library at `path`, which the process has loaded.
+// Returns null, or what is missing.
+POLYHVD_EXPORT const char* polyhvd_mxnet_load(const char* path) {
+  void* library = dlopen(path, RTLD_NOLOAD | RTLD_NOW);
+  if (library == nullptr) return "libmxnet.so";
+#define POLYHVD_RESOLVE(name, result, arguments)                            \
+  g_mx.name = reinterpret_cast<decltype(g_mx.name)>(dlsym(library, #name)); \
+  if (g_mx.name == nullptr) return #name;
+  POLYHVD_MXNET_FUNCTIONS(POLYHVD_RESOLVE)
+#undef POLYHVD_RESOLVE
+  g_mx.reorder_async = reinterpret_cast<void (*)(NDArrayHandle)>(dlsym(library, kReorderAsync));
+  g_mx.in_onednn_layout = reinterpret_cast<bool (*)(const void*)>(dlsym(library, kInOnednnLayout));
+  return nullptr;
+}
+
+// The table of the engine that is current, or null when there is none. Returns
+// when no submission goes through the former one any more.
+POLYHVD_EXPORT void polyhvd_mxnet_set_engine(const polyhvd_engine_api* api) {
+  const std::unique_lock lock(g_slot_mutex);
+  g_slot = api != nullptr && api->version == POLYHVD_C_API_VERSION ? api : nullptr;
+}
+
+// A collective as adapter.py describes it; the fields of polyhvd_submission.
+struct polyhvd_mxnet_call {
+  const char* name;
+  const char* where;
+  std::int32_t kind;
+  std::int32_t op;
+  std::int32_t root;
+  std::int32_t priority;
+  double prescale;
+  double postscale;
+  std::uint32_t process_set;
+  std::int32_t count;
+  const NDArrayHandle* inputs;
+  const NDArrayHandle* outputs;  // the same address: in place
+};
+
+// Pushes a collective into MXNet's engine and returns a handle; or null, with an
+// error code and its text, which lasts until the thread's next call. With
+// NaiveEngine the operation is over by then, and its failure is returned as well:
+// that engine tells nobody else.
+POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_call* call, std::int32_t* code,
+                                        const char** message) {
+  const auto fail = [&](int error, const std::string& text) {
+    *code = error;
+    t_failure = text;
+    *message = t_failure.c_str();
+    return nullptr;
+  };
+  const std::string about = std::string(kKindNames[call->kind]) + " '" + call->name + "': ";
+  try {
+    auto op = std::make_shared<Op>();
+    op->name = call->name;
+    op->about = about;
+    op->line = std::to_string(call->process_set) + '/' + op->name;
+    op->where = call->where;
+    polyhvd_submission& s = op->submission;
+    s.name = op->name.c_str();
+    s.where = op->where.c_str();
+    s.kind = call->kind;
+    s.op = call->op;
+    s.root = call->root;
+    s.priority = call->priority;
+    s.prescale = call->prescale;
+    s.postscale = call->postscale;
+    s.process_set = call->process_set;
+    s.count = call->count;
+    s.queue_duplicates = 1;
+    s.done = &on_done;
+    const auto count = static_cast<std::size_t>(call->count);
+    take_arrays(*op, {call->inputs, count}, {call->outputs, count});
+    {
+      const std::shared_lock lock(g_slot_mutex);
+      if (g_slot == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");
+      op->generation = g_slot->generation;
+    }
+    push(op);
+    if (op->inside_push && op->error_code != 0) return fail(op->error_code, op->error);
+    return new OpPtr(std::move(op));
+  } catch (const Failure& failure) {
+    return fail(static_cast<int>(failure.error().code), about + failure.what());
+  } catch (const std::exception& error) {
+    return fail(static_cast<int>(ErrorCode::kInternal), about + error.what());
+  }
+}
+
+// Whether the operation is over: a read of its results returns at once.
+POLYHVD_EXPORT int polyhvd_mxnet_finished(const void* handle) {
+  return (*static_cast<const OpPtr*>(handle))->finished.load(std::memory_order_acquire) ? 1 : 0;
+}
+
+// Of an operation whose results were waited for: its error code, 0 for none, and the text. An
+// operation that MXNet skipped has no error of its own; its arrays have.
+POLYHVD_EXPORT int polyhvd_mxnet_error(const void* handle, const char** message) {
+  const Op& op = **static_cast<const OpPtr*>(handle);
+  *message = op.error.c_str();
+  return op.error_code;
+}
+
+// Gives a handle back; the operation goes on.
+POLYHVD_EXPORT void polyhvd_mxnet_release(void* handle) { delete static_cast<OpPtr*>(handle); }

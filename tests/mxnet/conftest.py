@@ -1,0 +1,51 @@
+"""Worlds of MXNet ranks: each test hands a function of its own file to a few processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+DEADLINE_S = 180.0  # for hangs only
+
+if importlib.util.find_spec("mxnet") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+Program = Callable[..., None]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., str]:
+    """``ranks(n, program, MXNET_X="1")`` runs ``program(hvd, mx, np)`` on n ranks; returns their output.
+
+    A program that raises on a rank fails the test. ``POLYHVD_TEST_FOLDER`` is a folder of the test.
+    """
+
+    def run(number: int, program: Program, **environment: str) -> str:
+        command = [sys.executable, "-m", "polyhvd.launch", "-np", str(number)]
+        command += [sys.executable, str(FOLDER / "mxnet_rank.py"), program.__code__.co_filename]
+        process = subprocess.Popen(
+            [*command, program.__name__],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "POLYHVD_TEST_FOLDER": str(tmp_path), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            output, _ = process.communicate(timeout=30)
+            pytest.fail(f"the ranks hang; they said:\n{output}")
+        assert process.returncode == 0, output
+        return output
+
+    return run

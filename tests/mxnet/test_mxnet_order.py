@@ -1,0 +1,230 @@
+"""MXNet's engine orders collectives with everything else that touches their arrays."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+
+def slow_ones(mx, shape):
+    """Ones that take the engine a while to compute."""
+    a = mx.nd.ones((700, 700)) / 700
+    for _ in range(12):
+        a = mx.nd.dot(a, a)
+    return mx.nd.broadcast_to(a[0, 0:1] * 700, shape)
+
+
+def reads_and_writes(hvd, mx, np):
+    hvd.init()
+    rank = hvd.rank()
+    for _ in range(20):
+        x = slow_ones(mx, (64,)) * (rank + 1) if rank == 0 else mx.nd.ones(64) * (rank + 1)
+        y = hvd.allreduce(x, op=hvd.Sum)  # reads x ...
+        x[:] = 100  # ... before this write
+        z = y + 1  # waits for y
+        hvd.allreduce_(y, op=hvd.Sum)  # after the read for z
+        y *= 2
+        np.testing.assert_allclose(x.asnumpy(), np.full(64, 100.0))
+        np.testing.assert_allclose(z.asnumpy(), np.full(64, 4.0), rtol=1e-4)
+        np.testing.assert_allclose(y.asnumpy(), np.full(64, 12.0), rtol=1e-4)
+
+
+def test_reads_and_writes_around_a_collective_keep_program_order(ranks):
+    ranks(2, reads_and_writes)
+
+
+def recorded_gradients(hvd, mx, np):
+    hvd.init()
+    w = mx.nd.array([1.0, 2.0]) * (hvd.rank() + 1)
+    w.attach_grad()
+    with mx.autograd.record():
+        loss = (w * w * 3).sum()
+    loss.backward()
+    hvd.allreduce_(w.grad)
+    w -= w.grad
+    np.testing.assert_allclose(w.asnumpy(), np.array([1.0, 2.0]) * (hvd.rank() + 1 - 9))
+
+
+def test_gradients_are_reduced_after_backward(ranks):
+    ranks(2, recorded_gradients)
+
+
+def one_name(hvd, mx, np):
+    hvd.init()
+    for _ in range(10):
+        # The first is late on rank 0, the second on rank 1: engines reach them in other orders.
+        first = slow_ones(mx, (8,)) if hvd.rank() == 0 else mx.nd.ones(8)
+        second = slow_ones(mx, (8,)) * 10 if hvd.rank() == 1 else mx.nd.ones(8) * 10
+        a = hvd.allreduce(first, name="same", op=hvd.Sum)
+        b = hvd.allreduce(second, name="same", op=hvd.Sum)
+        np.testing.assert_allclose(a.asnumpy(), np.full(8, 2.0), rtol=1e-4)
+        np.testing.assert_allclose(b.asnumpy(), np.full(8, 20.0), rtol=1e-4)
+
+
+def test_operations_of_one_name_meet_in_program_order(ranks):
+    ranks(2, one_name)
+
+
+def many_unnamed(hvd, mx, np):
+    hvd.init()
+    first = slow_ones(mx, (4,)) if hvd.rank() == 0 else mx.nd.ones(4)
+    results = [hvd.allreduce(first, op=hvd.Sum)]
+    count = 1000  # several periods of the names, all at once
+    for i in range(1, count):
+        results.append(hvd.allreduce(mx.nd.ones(4) * i * (hvd.rank() + 1), op=hvd.Sum))
+    np.testing.assert_allclose(results[0].asnumpy(), np.full(4, 2.0), rtol=1e-4)
+    for i in range(1, count):
+        assert results[i].asnumpy().tolist() == [3.0 * i] * 4
+    # A regular step finds its names in the cache.
+    hits = hvd.counters()["cache_hits"]
+    for _ in range(240 // 3 * 2):
+        for n in (2, 3, 4):
+            hvd.allreduce(mx.nd.ones(n))
+    mx.nd.waitall()
+    assert hvd.counters()["cache_hits"] - hits >= 240
+
+
+def test_more_unnamed_calls_than_names(ranks):
+    ranks(2, many_unnamed)
+
+
+def returns_at_once(hvd, mx, np):
+    hvd.init()
+    flag = Path(os.environ["POLYHVD_TEST_FOLDER"]) / "rank 0 has called"
+    x = mx.nd.ones(4) * hvd.rank()
+    if hvd.rank() == 0:
+        y = hvd.allreduce(x)
+        handle = hvd.broadcast_async_(x, 0)
+        assert not hvd.poll(handle)
+        other = mx.nd.ones(3) + 1  # MXNet's engine is free for other work
+        assert other.asnumpy().tolist() == [2.0] * 3
+        flag.touch()
+    else:
+        while not flag.exists():
+            time.sleep(0.01)
+        y = hvd.allreduce(x)
+        handle = hvd.broadcast_async_(x, 0)
+    assert y.asnumpy().tolist() == [0.5] * 4
+    assert hvd.synchronize(handle) is x
+    assert hvd.poll(handle)
+    assert hvd.synchronize(handle) is x
+    assert x.asnumpy().tolist() == [0.0] * 4
+
+
+def test_calls_return_before_the_other_ranks_come(ranks):
+    ranks(2, returns_at_once)
+
+
+def more_outstanding_than_threads(hvd, mx, np):
+    hvd.init()
+    order = range(200) if hvd.rank() == 0 else reversed(range(200))
+    arrays = [mx.nd.ones(16) * (i + hvd.rank()) for i in range(200)]
+    for i in order:
+        hvd.allreduce_(arrays[i], name=f"array{i}", priority=i if hvd.rank() else -i)
+    for i, x in enumerate(arrays):
+        assert x.asnumpy().tolist() == [i + 0.5] * 16
+
+
+def test_named_calls_in_any_order_and_more_than_engine_threads(ranks):
+    ranks(2, more_outstanding_than_threads)
+
+
+def dropped(hvd, mx, np):
+    hvd.init()
+    for _ in range(30):
+        x = slow_ones(mx, (20000,)) * hvd.rank()
+        hvd.allreduce_(x)
+        y = hvd.allreduce(x, op=hvd.Sum)
+        hvd.allgather(x[:10])
+        hvd.allreduce_async(x)
+        del x
+        junk = [mx.nd.ones(20000) * -1 for _ in range(5)]  # would take the memory
+        np.testing.assert_allclose(y.asnumpy(), np.full(20000, 1.0), rtol=1e-4)
+        del y, junk
+    mx.nd.waitall()
+
+
+def test_arrays_and_handles_that_are_dropped_live_until_done(ranks):
+    ranks(2, dropped)
+
+
+def threads(hvd, mx, np):
+    hvd.init()
+    failures = []
+
+    def work(number):
+        try:
+            for i in range(50):
+                x = mx.nd.ones(100) * (number + i + hvd.rank())
+                got = hvd.allreduce(x, name=f"thread{number}", op=hvd.Sum).asnumpy()
+                np.testing.assert_array_equal(got, np.full(100, 2.0 * (number + i) + 1))
+        except Exception as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures
+
+
+def test_calls_from_several_python_threads(ranks):
+    ranks(2, threads)
+
+
+def restarts(hvd, mx, np):
+    for i in range(5):
+        hvd.init()
+        x = mx.nd.ones(4) * hvd.rank()
+        # These shift the names of a rank; with a new engine they begin again.
+        alone = hvd.allreduce(x) if hvd.rank() == 0 else hvd.broadcast(x, 1, name="alone")
+        hvd.shutdown()
+        with pytest.raises(mx.base.MXNetError, match="shut down"):
+            alone.wait_to_read()
+        hvd.init()
+        got = hvd.allreduce(mx.nd.ones(4) * (hvd.rank() + i), op=hvd.Sum)
+        assert got.asnumpy().tolist() == [2.0 * i + 1] * 4
+        hvd.barrier()
+        hvd.shutdown()
+
+
+def shutdown_while_pending(hvd, mx, np):
+    hvd.init()
+    if hvd.rank() == 0:
+        x = mx.nd.ones(4)
+        handle = hvd.allreduce_async_(x)
+        late = slow_ones(mx, (4,))
+        hvd.allreduce_(late)  # reaches the engine of MXNet only after the shutdown
+        time.sleep(0.05)
+        hvd.shutdown()
+        for read in (x.asnumpy, late.asnumpy):
+            with pytest.raises(mx.base.MXNetError, match="shut down"):
+                read()
+        with pytest.raises(hvd.HorovodInternalError, match="shut down"):
+            hvd.synchronize(handle)
+        with pytest.raises(ValueError, match="init"):
+            hvd.allreduce(x)
+        assert (mx.nd.ones(2) + 1).asnumpy().tolist() == [2.0, 2.0]
+
+
+def test_shutdown_fails_what_is_pending_and_leaves_mxnet_alive(ranks):
+    ranks(2, shutdown_while_pending)
+
+
+def exit_while_pending(hvd, mx, np):
+    hvd.init()
+    hvd.allreduce(mx.nd.ones(4), name=f"of rank {hvd.rank()} alone")
+    hvd.allreduce(slow_ones(mx, (4,)), name=f"late, of rank {hvd.rank()} alone")
+
+
+def test_a_process_ends_with_operations_pending(ranks):
+    ranks(2, exit_while_pending)
+
+
+def test_init_after_shutdown(ranks):
+    ranks(2, restarts)

@@ -1,0 +1,388 @@
+"""Training on n ranks is training of one process on the joined batch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+
+BATCH = 4  # of a rank
+
+
+def convolutional(mx, np, seed=1):
+    """A small network with known shapes, initialised from a seed."""
+    net = mx.gluon.nn.HybridSequential()
+    net.add(
+        mx.gluon.nn.Conv2D(8, 3, in_channels=3, activation="relu"),
+        mx.gluon.nn.Conv2D(8, 3, in_channels=8),
+        mx.gluon.nn.Flatten(),
+        mx.gluon.nn.Dense(16, in_units=8 * 4 * 4, activation="tanh"),
+        mx.gluon.nn.Dense(5, in_units=16),
+    )
+    net.initialize()
+    fill(mx, np, net, seed)
+    return net
+
+
+def fill(mx, np, net, seed):
+    """Set all parameters from a seed, in the order of the model."""
+    random = np.random.RandomState(seed)
+    for parameter in net.collect_params().values():
+        parameter.set_data(mx.nd.array(random.randn(*parameter.shape) * 0.1))
+
+
+def batch(mx, np, step, ranks):
+    """The samples of some ranks in a step."""
+    pairs = [np.random.RandomState(1000 * step + r) for r in ranks]
+    x = np.concatenate([p.randn(BATCH, 3, 8, 8) for p in pairs])
+    y = np.concatenate([p.randint(0, 5, BATCH) for p in pairs])
+    return mx.nd.array(x), mx.nd.array(y)
+
+
+def train(mx, np, net, trainer, ranks, steps=20):
+    """Steps on the ranks' samples."""
+    loss_function = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    for step in range(steps):
+        x, y = batch(mx, np, step, ranks)
+        with mx.autograd.record():
+            loss = loss_function(net(x), y)
+        loss.backward()
+        trainer.step(len(x))
+
+
+def weights(np, net):
+    return [p.data().asnumpy() for p in net.collect_params().values()]
+
+
+def assert_same_bits_on_all_ranks(hvd, arrays):
+    mine = b"".join(a.tobytes() for a in arrays)
+    assert all(other == mine for other in hvd.allgather_object(mine))
+
+
+def assert_equal_to_joined_batch(hvd, mx, np, net, name, options, steps=20):
+    """``net`` has been trained with ``options``; train another in this process alone."""
+    alone = convolutional(mx, np)
+    trainer = mx.gluon.Trainer(alone.collect_params(), name, dict(options), kvstore=None)
+    train(mx, np, alone, trainer, range(hvd.size()), steps)
+    for got, expected in zip(weights(np, net), weights(np, alone), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    assert_same_bits_on_all_ranks(hvd, weights(np, net))
+
+
+SGD = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
+
+
+def trainer(hvd, mx, np):
+    hvd.init()
+    for hybrid in (None, {}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True}):
+        net = convolutional(mx, np)
+        if hybrid is not None:
+            net.hybridize(**hybrid)
+        before = weights(np, net)
+        train(mx, np, net, hvd.DistributedTrainer(net.collect_params(), "sgd", SGD), [hvd.rank()])
+        assert np.abs(weights(np, net)[0] - before[0]).max() > 1e-3
+        assert_equal_to_joined_batch(hvd, mx, np, net, "sgd", SGD)
+
+
+def test_trainer_equals_one_process_with_the_joined_batch(ranks):
+    ranks(2, trainer)
+
+
+def three_ranks(hvd, mx, np):
+    hvd.init()
+    net = convolutional(mx, np)
+    train(mx, np, net, hvd.DistributedTrainer(net.collect_params(), "adam"), [hvd.rank()], 5)
+    alone = convolutional(mx, np)
+    train(mx, np, alone, mx.gluon.Trainer(alone.collect_params(), "adam", kvstore=None), range(3), 5)
+    for got, expected in zip(weights(np, net), weights(np, alone), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)  # Adam divides by small numbers
+    assert_same_bits_on_all_ranks(hvd, weights(np, net))
+
+
+def test_trainer_on_three_ranks_with_adam(ranks):
+    ranks(3, three_ranks)
+
+
+def options_of_trainer(hvd, mx, np):
+    hvd.init()
+    for options, tolerance in (
+        ({"gradient_predivide_factor": 2.0}, 1e-5),
+        ({"prefix": "generator"}, 1e-5),
+        ({"compression": hvd.Compression.fp16}, 1e-2),
+        ({"compression": hvd.Compression.bf16}, 5e-2),
+    ):
+        net = convolutional(mx, np)
+        train(
+            mx, np, net, hvd.DistributedTrainer(net.collect_params(), "sgd", SGD, **options), [hvd.rank()], 5
+        )
+        alone = convolutional(mx, np)
+        train(mx, np, alone, mx.gluon.Trainer(alone.collect_params(), "sgd", SGD, kvstore=None), range(2), 5)
+        for got, expected in zip(weights(np, net), weights(np, alone), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+        assert_same_bits_on_all_ranks(hvd, weights(np, net))
+
+
+def test_compression_and_predivision_keep_the_average(ranks):
+    ranks(2, options_of_trainer)
+
+
+def differing_counters(hvd, mx, np):
+    hvd.init()
+    for _ in range(hvd.rank() * 9):
+        mx.gluon.nn.Dense(1)  # now Gluon names the layers of this rank otherwise, and sorts them otherwise
+    net = mx.gluon.nn.Sequential()
+    for units in (3, 4, 5, 6):
+        net.add(mx.gluon.nn.Dense(units))
+    net.initialize(mx.init.Normal(1.0 + hvd.rank()))
+    hvd.broadcast_parameters(net.collect_params())
+    net(mx.nd.ones((1, 3)))
+    distributed = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
+    names = hvd.allgather_object([p.name for p in distributed._params])
+    assert [n.split("_")[0] for n in names[0]] != [n.split("_")[0] for n in names[1]]
+    for _ in range(3):
+        with mx.autograd.record():
+            loss = net(mx.nd.ones((2, 3)) * (hvd.rank() + 1)).sum()
+        loss.backward()
+        distributed.step(2)
+    assert_same_bits_on_all_ranks(hvd, weights(np, net))
+
+
+def test_parameters_meet_by_position_not_by_gluons_names(ranks):
+    ranks(2, differing_counters)
+
+
+def deferred(hvd, mx, np):
+    hvd.init()
+    for hybrid in (False, True):
+        for broadcast_first in (False, True):
+            mx.random.seed(hvd.rank() + 1)
+            net = mx.gluon.nn.HybridSequential()
+            net.add(
+                mx.gluon.nn.Conv2D(4, 3), mx.gluon.nn.BatchNorm(), mx.gluon.nn.Dense(7), mx.gluon.nn.Dense(2)
+            )
+            if hybrid:
+                net.hybridize(static_alloc=True)
+            if broadcast_first:
+                hvd.broadcast_parameters(net.collect_params(), root_rank=1)
+            net.initialize(mx.init.Normal(1.0))
+            if not broadcast_first:
+                hvd.broadcast_parameters(net.collect_params(), root_rank=1)
+            outputs = net(mx.nd.ones((1, 3, 6, 6)))
+            assert_same_bits_on_all_ranks(hvd, [*weights(np, net), outputs.asnumpy()])
+            # Once only: what a rank initialises later is its own affair.
+            if hvd.rank() == 0:
+                net.initialize(mx.init.Normal(5.0), force_reinit=True)
+                net(mx.nd.ones((1, 3, 6, 6))).wait_to_read()
+            first = hvd.allgather_object(weights(np, net)[0].tobytes())
+            assert first[0] != first[1]
+
+
+def test_deferred_parameters_are_broadcast_after_their_initialisation(ranks):
+    ranks(2, deferred)
+
+
+def broadcasts(hvd, mx, np):
+    hvd.init()
+    rank = hvd.rank()
+    net = convolutional(mx, np, seed=rank)
+    hvd.broadcast_parameters(net.collect_params(), root_rank=1)
+    expected = weights(np, convolutional(mx, np, seed=1))
+    for got, want in zip(weights(np, net), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+    arrays = {"b": mx.nd.ones(3) * rank, "a": mx.nd.zeros((2, 2)) + rank}
+    hvd.broadcast_parameters(dict(sorted(arrays.items())) if rank else arrays, prefix="module")
+    assert arrays["a"].asnumpy().tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert arrays["b"].asnumpy().tolist() == [0.0] * 3
+    with pytest.raises(ValueError, match="expected a dict of arrays"):
+        hvd.broadcast_parameters([mx.nd.ones(1)])
+    with pytest.raises(hvd.RankMismatchError, match="Mismatched"):
+        hvd.broadcast_parameters({"a": mx.nd.ones(2 + rank)})
+
+
+def test_broadcast_parameters(ranks):
+    ranks(2, broadcasts)
+
+
+def overflow(hvd, mx, np):
+    from mxnet.contrib.amp.loss_scaler import LossScaler
+
+    hvd.init()
+    net = convolutional(mx, np)
+    distributed = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
+    distributed._amp_loss_scaler = scaler = LossScaler()
+    distributed._amp_original_scale = distributed._scale
+    before = weights(np, net)
+    for step, rank_with_inf in enumerate((1, 0, None)):
+        x, _ = batch(mx, np, step, [hvd.rank()])
+        factor = float("inf") if hvd.rank() == rank_with_inf else 1.0
+        with mx.autograd.record():
+            loss = (net(x) * factor).sum()
+        loss.backward()
+        distributed.step(BATCH)
+        changed = any((a != b).any() for a, b in zip(weights(np, net), before, strict=True))
+        assert changed == (rank_with_inf is None)
+        assert_same_bits_on_all_ranks(hvd, weights(np, net))
+    assert scaler.loss_scale == 2.0**14
+
+
+def test_one_ranks_overflow_is_every_ranks(ranks):
+    ranks(2, overflow)
+
+
+def states(hvd, mx, np):
+    hvd.init()
+    path = str(Path(os.environ["POLYHVD_TEST_FOLDER"]) / f"states{hvd.rank()}")
+    net = convolutional(mx, np)
+    first = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
+    train(mx, np, net, first, [hvd.rank()], 10)
+    first.save_states(path)
+    second = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
+    second.load_states(path)
+    loss_function = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    for step in range(10, 20):
+        x, y = batch(mx, np, step, [hvd.rank()])
+        with mx.autograd.record():
+            loss = loss_function(net(x), y)
+        loss.backward()
+        second.allreduce_grads()
+        second.update(BATCH)
+    assert_equal_to_joined_batch(hvd, mx, np, net, "sgd", SGD)
+
+
+def test_saved_states_and_the_two_halves_of_a_step(ranks):
+    ranks(2, states)
+
+
+def refused(hvd, mx, np):
+    hvd.init()
+    net = convolutional(mx, np)
+    for make in (
+        lambda: hvd.DistributedTrainer(net.collect_params(), "sgd", num_groups=2),
+        lambda: hvd.DistributedOptimizer(mx.optimizer.SGD(), num_groups=2),
+    ):
+        with pytest.raises(hvd.InvalidArgumentError, match="num_groups=2 is not supported"):
+            make()
+    sparse = mx.gluon.nn.Embedding(4, 3, sparse_grad=True)
+    sparse.initialize()
+    with pytest.raises(hvd.InvalidArgumentError, match="sparse"):
+        hvd.DistributedTrainer(sparse.collect_params(), "sgd")
+    twice = convolutional(mx, np)
+    twice.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
+    with pytest.raises(hvd.InvalidArgumentError, match="one device"):
+        hvd.DistributedTrainer(twice.collect_params(), "sgd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unwrapped = hvd.DistributedTrainer(net.collect_params(), hvd.DistributedOptimizer(mx.optimizer.SGD()))
+    assert type(unwrapped.optimizer) is mx.optimizer.SGD
+    assert any("unwrapped" in str(w.message) for w in caught)
+
+
+def test_what_the_trainer_refuses(ranks):
+    ranks(1, refused)
+
+
+def disagreeing_models(hvd, mx, np):
+    hvd.init()
+    net = mx.gluon.nn.Dense(3 + hvd.rank(), in_units=2)
+    net.initialize()
+    distributed = hvd.DistributedTrainer(net.collect_params(), "sgd")
+    with mx.autograd.record():
+        loss = net(mx.nd.ones((1, 2))).sum()
+    loss.backward()
+    distributed.step(1)
+    with pytest.raises(mx.base.MXNetError, match=r"Mismatched .*'DistributedTrainer.gradient.0'"):
+        net.weight.data().asnumpy()
+
+
+def test_models_that_differ_show_at_the_next_read(ranks):
+    ranks(2, disagreeing_models)
+
+
+def optimizer(hvd, mx, np):
+    hvd.init()
+    for multi_precision, dtype, tolerance in ((False, "float32", 1e-5), (True, "float16", 2e-3)):
+        options = {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": multi_precision}
+        wrapper = hvd.DistributedOptimizer(mx.optimizer.SGD(**options, rescale_grad=1 / BATCH))
+        assert isinstance(wrapper, mx.optimizer.Optimizer)
+        wrapper.set_learning_rate(0.2)
+        assert wrapper.learning_rate == wrapper.wrapped.learning_rate == wrapper.lr == 0.2
+        wrapper.rescale_grad = 1 / (2 * BATCH)
+        assert wrapper.wrapped.rescale_grad == 1 / (2 * BATCH)
+        copy = pickle.loads(pickle.dumps(wrapper))
+        assert copy.momentum == 0.9
+        plain = mx.optimizer.SGD(**{**options, "learning_rate": 0.2}, rescale_grad=1 / (2 * BATCH))
+        update, expected_update = mx.optimizer.get_updater(copy), mx.optimizer.get_updater(plain)
+        shapes = [(3, 2), (4,), (2, 2), (5,), (1,), (6,)]
+        mine = [mx.nd.ones(s, dtype=dtype) for s in shapes]
+        expected = [mx.nd.ones(s, dtype=dtype) for s in shapes]
+        for step in range(5):
+            every = [
+                [np.random.RandomState(100 * step + 10 * i + r).randn(*s) for r in range(2)]
+                for i, s in enumerate(shapes)
+            ]
+            gradients = [mx.nd.array(g[hvd.rank()], dtype=dtype) for g in every]
+            means = [mx.nd.array(sum(g) / 2, dtype=dtype) for g in every]
+            keys = list(range(len(shapes)))
+            update(keys, gradients, mine)
+            expected_update(keys, means, expected)
+        for got, want in zip(mine, expected, strict=True):
+            np.testing.assert_allclose(got.asnumpy(), want.asnumpy(), rtol=tolerance, atol=tolerance)
+        assert_same_bits_on_all_ranks(hvd, [a.asnumpy() for a in mine])
+
+
+def test_optimizer_averages_before_its_update(ranks):
+    ranks(2, optimizer)
+
+
+def module(hvd, mx, np):
+    hvd.init()
+    data = mx.sym.Variable("data")
+    hidden = mx.sym.Activation(mx.sym.FullyConnected(data, num_hidden=8, name="fc1"), act_type="tanh")
+    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(hidden, num_hidden=5, name="fc2"), name="softmax")
+
+    def trained(members, opt):
+        samples = len(members) * BATCH
+        made = mx.mod.Module(symbol, context=mx.cpu())
+        made.bind(data_shapes=[("data", (samples, 192))], label_shapes=[("softmax_label", (samples,))])
+        mx.random.seed(hvd.rank() if len(members) == 1 else 0)
+        made.init_params(mx.init.Normal(0.1))
+        if len(members) == 1:
+            arguments, auxiliary = made.get_params()
+            hvd.broadcast_parameters(arguments)
+            made.set_params(arguments, auxiliary)
+        made.init_optimizer(optimizer=opt)
+        for step in range(10):
+            x, y = batch(mx, np, step, members)
+            made.forward_backward(mx.io.DataBatch([x.reshape((samples, -1))], [y]))
+            made.update()
+        return [v.asnumpy() for _, v in sorted(made.get_params()[0].items())]
+
+    options = {"learning_rate": 0.1, "momentum": 0.9}
+    mine = trained(
+        [hvd.rank()], hvd.DistributedOptimizer(mx.optimizer.SGD(**options, rescale_grad=1 / BATCH))
+    )
+    alone = trained([0, 1], mx.optimizer.SGD(**options, rescale_grad=1 / (2 * BATCH)))
+    for got, want in zip(mine, alone, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert_same_bits_on_all_ranks(hvd, mine)
+
+
+def test_module_api(ranks):
+    ranks(2, module)
+
+
+def naive(hvd, mx, np):
+    hvd.init()
+    net = convolutional(mx, np)
+    train(mx, np, net, hvd.DistributedTrainer(net.collect_params(), "sgd", SGD), [hvd.rank()])
+    assert_equal_to_joined_batch(hvd, mx, np, net, "sgd", SGD)
+    with pytest.raises(hvd.RankMismatchError, match="Mismatched"):  # it has no later to raise at
+        hvd.allreduce(mx.nd.ones(3 + hvd.rank()), name="w")
+    assert hvd.allreduce(mx.nd.ones(2), name="w").asnumpy().tolist() == [1.0, 1.0]
+
+
+def test_naive_engine_runs_collectives_one_by_one(ranks):
+    ranks(2, naive, MXNET_ENGINE_TYPE="NaiveEngine")
