@@ -1,0 +1,229 @@
+"""PyTorch tensors, as the collectives see them. CPU tensors of strided layout; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from polyhvd import _core, context
+from polyhvd.adapter import Capability, Handle, Operation, OpKind
+from polyhvd.errors import InvalidArgumentError
+
+__all__ = ["TorchAdapter", "check"]
+
+Tensor = torch.Tensor
+
+# Absent before torch 2.10: tensors are then described by address, shape and dtype.
+_EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+if _EXCHANGE is not None:
+    _core.register_dlpack_exchange(Tensor, _EXCHANGE)
+
+
+def check(tensor: Tensor) -> None:
+    """Raise TypeError for what cannot be communicated."""
+    try:
+        if tensor.is_cpu and tensor.layout is torch.strided:
+            return
+    except AttributeError:
+        pass
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected a torch.Tensor, found {type(tensor).__name__}; use torch.as_tensor()")
+    if not tensor.is_cpu:
+        raise TypeError(f"the tensor is on {tensor.device}, expected one on the CPU; move it with .cpu()")
+    raise TypeError(f"the layout is {tensor.layout}, expected torch.strided; use .to_dense()")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _label(operation: Operation) -> str:
+    return f"{OpKind(operation.kind).name.lower()} {operation.name!r}"
+
+
+def _reference(tensor: Tensor) -> _core.TensorRef:
+    if not tensor.is_contiguous():
+        raise BufferError("not dense")
+    return _core.TensorRef(tensor.data_ptr(), tuple(tensor.shape), _dtype_name(tensor.dtype), tensor)
+
+
+def _tensor(buffer: _core.Buffer, dtype: torch.dtype) -> Tensor:
+    """The core's buffer as a tensor that keeps it alive. DLPack has no bool in older versions of torch."""
+    if 0 in buffer.shape:
+        return torch.empty(buffer.shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype).view(buffer.shape)
+
+
+class _ByDtype:
+    """The handles of one grouped operation, one for each dtype; see :class:`polyhvd.adapter.Handle`."""
+
+    def __init__(self, name: str, parts: list[tuple[list[int], Handle]], count: int) -> None:
+        self.name = name
+        self.result: Any = None
+        self.finish: Callable[[Any], Any] | None = self._collect
+        self.slot: Any = None
+        self._parts = parts
+        self._count = count
+
+    def done(self) -> bool:
+        return all(handle.done() for _, handle in self._parts)
+
+    def wait(self) -> None:
+        """Wait for all; when one fails, the others are waited for all the same."""
+        first_error: Exception | None = None
+        for _, handle in self._parts:
+            try:
+                handle.wait()
+            except Exception as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+
+    def _collect(self, _: Any) -> list[Tensor]:
+        result: list[Any] = [None] * self._count
+        for positions, handle in self._parts:
+            tensors = handle.finish(handle) if handle.finish is not None else handle.result
+            for position, tensor in zip(positions, tensors, strict=True):
+                result[position] = tensor
+        return result
+
+
+class TorchAdapter:
+    """See :class:`polyhvd.adapter.FrameworkAdapter`.
+
+    Args:
+        by_reference: describe tensors in Python, even where torch has DLPack's C exchange API.
+    """
+
+    name = "torch"
+    capabilities = frozenset(
+        {
+            Capability.DIRECT,
+            Capability.IN_PLACE,
+            Capability.ASYNC,
+            Capability.BFLOAT16,
+            Capability.INT16,
+            Capability.BOOL,
+            Capability.NON_CONTIGUOUS,
+            Capability.EMPTY,
+            Capability.AUTOGRAD,
+        }
+    )
+
+    def __init__(self, *, by_reference: bool = _EXCHANGE is None) -> None:
+        self._by_reference = by_reference
+        if by_reference:
+            self.capabilities = self.capabilities - {Capability.DIRECT}
+
+    def submit(self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Handle:
+        """Hand tensors to the core where they lie; those that are not dense through a copy."""
+        for tensor in tensors:
+            check(tensor)
+        if len(tensors) > 1 and any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+            return self._submit_by_dtype(operation, tensors, out)
+        if not any(tensor.is_neg() for tensor in tensors):  # such a view has other values than its memory
+            try:
+                return self._submit(operation, tensors, out)
+            except BufferError:
+                pass
+        return self._submit_copies(operation, tensors, out)
+
+    def _submit(
+        self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
+    ) -> Handle:
+        gathers = operation.kind == OpKind.ALLGATHER
+        if out is None and not gathers:
+            out = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        inputs: Sequence[Any] = tensors
+        outputs: Sequence[Any] | None = out
+        if self._by_reference:
+            inputs = [_reference(t) for t in tensors]
+            outputs = inputs if out is tensors else out and [_reference(t) for t in out]
+        handle = context.engine().submit(
+            operation.kind,
+            operation.name,
+            inputs,
+            outputs,
+            operation.op,
+            operation.root,
+            operation.prescale,
+            operation.postscale,
+            operation.process_set,
+            operation.priority,
+            operation.blocking,
+        )
+        if gathers:
+            dtype = tensors[0].dtype
+            handle.finish = lambda h: [_tensor(buffer, dtype) for buffer in h.buffers()]
+        else:
+            handle.result = out
+        return handle
+
+    def _submit_copies(
+        self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
+    ) -> Handle:
+        dense = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+        if operation.kind == OpKind.ALLGATHER:
+            return self._submit(operation, dense, None)
+        if out is None:
+            return self._submit(operation, dense, dense)
+        for target in out:
+            if any(step == 0 and n > 1 for step, n in zip(target.stride(), target.shape, strict=True)):
+                raise InvalidArgumentError(
+                    f"{_label(operation)}: elements of the expanded tensor share memory; pass a clone()"
+                )
+        handle = self._submit(operation, dense, dense)
+
+        def copy_back(_: Any) -> Sequence[Tensor]:
+            for target, value in zip(out, dense, strict=True):
+                self.assign(target, value)
+            return out
+
+        handle.finish = copy_back
+        return handle
+
+    def _submit_by_dtype(
+        self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
+    ) -> Handle:
+        positions: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            positions.setdefault(tensor.dtype, []).append(i)
+        name = operation.name
+        parts: list[tuple[list[int], Handle]] = []
+        try:
+            for dtype, chosen in positions.items():
+                operation.name = f"{name}.{_dtype_name(dtype)}"
+                some = [tensors[i] for i in chosen]
+                target = None if out is None else some if out is tensors else [out[i] for i in chosen]
+                parts.append((chosen, self.submit(operation, some, target)))
+        finally:
+            operation.name = name
+        return _ByDtype(name, parts, len(tensors))
+
+    def dtype(self, tensor: Tensor) -> str:
+        """Name of the tensor's element type, without "torch."."""
+        return _dtype_name(tensor.dtype)
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        """``tensor.to(dtype)``; the same tensor when it has that type."""
+        return tensor.to(getattr(torch, dtype))
+
+    def assign(self, target: Tensor, value: Tensor) -> None:
+        """``target.copy_(value)``, unseen by autograd."""
+        with torch.no_grad():
+            target.copy_(value)
+
+    def named_parameters(self, owner: object) -> Iterable[tuple[str, Tensor]]:
+        """State of a module, items of a mapping, pairs, or tensors named by position."""
+        if isinstance(owner, torch.nn.Module):
+            owner = owner.state_dict(keep_vars=True)
+        if isinstance(owner, Mapping):
+            return sorted(owner.items())
+        if isinstance(owner, Tensor) or not isinstance(owner, Iterable):
+            raise InvalidArgumentError(
+                f"expected a dict of tensors or (name, tensor) pairs, found {type(owner).__name__}"
+            )
+        pairs = list(owner)
+        return [pair if isinstance(pair, tuple) else (str(i), pair) for i, pair in enumerate(pairs)]

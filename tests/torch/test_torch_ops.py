@@ -1,0 +1,110 @@
+"""The collectives on torch tensors: what parity with the other frameworks does not show."""
+
+from __future__ import annotations
+
+import pytest
+from on_ranks import Functions
+from pool import Pool
+
+cases = Functions("torch_ops_cases")
+
+
+def test_every_dtype_survives_every_form(ranks: Pool) -> None:
+    ranks.run(cases.dtypes_survive_every_form)
+
+
+def test_gathered_tensors_own_their_memory(ranks: Pool) -> None:
+    ranks.run(cases.gathered_tensors_own_their_memory)
+
+
+def test_in_place_forms_return_their_argument(ranks: Pool) -> None:
+    ranks.run(cases.in_place_forms_return_their_argument)
+
+
+def test_other_forms_leave_their_argument_alone(ranks: Pool) -> None:
+    ranks.run(cases.other_forms_leave_their_argument_alone)
+
+
+def test_parameters_may_be_overwritten(ranks: Pool) -> None:
+    ranks.run(cases.parameters_may_be_overwritten)
+
+
+def test_views_are_written_through(ranks: Pool) -> None:
+    ranks.run(cases.views_are_written_through)
+
+
+def test_negative_views_have_their_values_not_those_of_their_memory(ranks: Pool) -> None:
+    ranks.run(cases.negative_views_have_their_values)
+
+
+def test_groups_may_mix_dtypes(ranks: Pool) -> None:
+    ranks.run(cases.groups_of_mixed_dtypes)
+
+
+def test_a_group_of_one_dtype_is_one_operation(ranks: Pool) -> None:
+    ranks.run(cases.groups_through_the_async_form_are_one_operation)
+
+
+def test_compression_restores_the_dtype(ranks: Pool) -> None:
+    ranks.run(cases.compression_restores_the_dtype)
+
+
+def test_average_can_be_asked_for_in_the_old_ways(ranks: Pool) -> None:
+    ranks.run(cases.old_ways_to_ask_for_an_average)
+
+
+def test_tensors_can_be_read_without_the_exchange_api(ranks: Pool) -> None:
+    ranks.run(cases.tensors_without_the_exchange_api)
+
+
+def test_handles_keep_their_tensors_and_no_longer(ranks: Pool) -> None:
+    ranks.run(cases.handles_keep_their_tensors)
+
+
+def test_a_name_or_memory_in_flight_cannot_be_used_again(ranks: Pool) -> None:
+    ranks.run(cases.names_in_flight_are_an_error)
+
+
+def test_what_cannot_be_communicated_is_a_type_error(ranks: Pool) -> None:
+    ranks.run(cases.what_is_no_tensor_is_named)
+
+
+def test_bad_arguments_are_errors_at_once(ranks: Pool) -> None:
+    ranks.run(cases.bad_arguments_are_errors_at_once)
+
+
+def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on(ranks: Pool) -> None:
+    ranks.run(cases.disagreements_are_errors_on_every_rank)
+
+
+def test_overwriting_what_backward_needs_is_an_error(ranks: Pool) -> None:
+    ranks.run(cases.overwriting_what_backward_needs_is_an_error)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gradient_of_allreduce",
+        "gradient_through_compression",
+        "gradient_of_grouped_allreduce",
+        "gradient_of_allgather",
+        "gradient_of_broadcast",
+        "second_derivatives",
+    ],
+)
+def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(ranks: Pool, case: str) -> None:
+    ranks.run(getattr(cases, case))
+
+
+def test_there_is_no_gradient_where_none_is_defined(ranks: Pool) -> None:
+    ranks.run(cases.no_gradient_where_there_is_none)
+
+
+@pytest.mark.sizes(2)
+def test_signatures_are_those_of_horovod(ranks: Pool) -> None:
+    ranks.run(cases.signatures_are_those_of_horovod)
+
+
+@pytest.mark.sizes(2)
+def test_exported_names_exist_and_are_sorted(ranks: Pool) -> None:
+    ranks.run(cases.exported_names_exist_and_are_sorted)

@@ -1,0 +1,199 @@
+"""DistributedOptimizer: what it computes, against torch on the joined batch, and how it fails."""
+
+from __future__ import annotations
+
+import pytest
+from on_ranks import Functions
+from pool import Pool
+
+cases = Functions("torch_optimizer_cases")
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("kind", ["momentum", "adam", "adamw"])
+def test_training_is_that_of_one_process_on_the_joined_batch(
+    ranks: Pool, kind: str, set_to_none: bool, clip: float | None
+) -> None:
+    ranks.run(cases.trains_like_one_process, kind, set_to_none, clip)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
+def test_checkpoints_that_call_backward_within_backward(ranks: Pool, passes: int, tied: bool) -> None:
+    ranks.run(cases.backward_within_backward, passes, tied)
+
+
+@pytest.mark.parametrize("kind", ["none", "fp16", "bf16"])
+def test_compressed_gradients_are_near_and_alike(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.compression_and_predivision, kind)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_parameters_of_half_precision_stay_alike(ranks: Pool, dtype: str) -> None:
+    ranks.run(cases.half_precision_parameters, dtype)
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_gradients_of_several_passes_are_added_up_locally(ranks: Pool, passes: int) -> None:
+    ranks.run(cases.accumulates_locally, passes)
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_layers_of_different_losses_are_reduced_once_each(ranks: Pool, op: str) -> None:
+    ranks.run(cases.two_losses_of_different_layers, op)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+def test_gradients_may_be_cleared_through_the_model(ranks: Pool, set_to_none: bool) -> None:
+    ranks.run(cases.model_zero_grad_serves_as_well, set_to_none)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "optimizer first"])
+def test_schedulers_work_without_warnings(ranks: Pool, before: bool) -> None:
+    ranks.run(cases.schedulers_work, before)
+
+
+def test_backward_returns_with_averages_and_step_has_nothing_to_wait_for(ranks: Pool) -> None:
+    ranks.run(cases.has_averages_when_backward_returns)
+
+
+def test_the_optimizer_stays_the_users_object_and_of_its_class(ranks: Pool) -> None:
+    ranks.run(cases.is_of_the_users_class)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pool) -> None:
+    ranks.run(cases.skips_a_step_when_one_rank_overflows)
+
+
+def test_a_step_within_an_accumulation_reduces_what_there_is(ranks: Pool) -> None:
+    ranks.run(cases.steps_early_within_an_accumulation)
+
+
+def test_a_layer_used_in_one_pass_of_several_is_complete_when_the_last_returns(ranks: Pool) -> None:
+    ranks.run(cases.layers_of_one_pass_are_reduced_with_the_others)
+
+
+def test_the_number_of_passes_can_be_changed(ranks: Pool) -> None:
+    ranks.run(cases.changes_the_number_of_passes)
+
+
+def test_a_parameter_unused_on_some_ranks_has_zero_gradients_there_before_clipping(ranks: Pool) -> None:
+    ranks.run(cases.parameters_unused_on_some_ranks)
+
+
+def test_a_rank_may_skip_backward(ranks: Pool) -> None:
+    ranks.run(cases.a_rank_without_backward)
+
+
+def test_a_rank_may_have_one_more_loss(ranks: Pool) -> None:
+    ranks.run(cases.an_auxiliary_loss_on_some_ranks)
+
+
+def test_backward_twice_before_a_step_adds_up(ranks: Pool) -> None:
+    ranks.run(cases.backward_twice_before_a_step)
+
+
+def test_backward_twice_before_a_step_is_an_error_for_sums(ranks: Pool) -> None:
+    ranks.run(cases.backward_twice_is_an_error_for_sums)
+
+
+def test_an_extra_backward_on_one_rank_is_an_error_on_every_rank(ranks: Pool) -> None:
+    ranks.run(cases.an_extra_backward_on_one_rank_is_seen)
+
+
+def test_a_closure_returns_to_averaged_gradients(ranks: Pool) -> None:
+    ranks.run(cases.closure_sees_averages)
+
+
+def test_a_rank_may_skip_backward_in_its_closure(ranks: Pool) -> None:
+    ranks.run(cases.closure_without_backward_on_a_rank)
+
+
+def test_lbfgs_may_evaluate_its_closure_often(ranks: Pool) -> None:
+    ranks.run(cases.lbfgs_evaluates_its_closure_often)
+
+
+def test_two_optimizers_in_one_backward_do_not_wait_for_each_other(ranks: Pool) -> None:
+    ranks.run(cases.two_optimizers_in_one_backward)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_may_compute_what_they_like_as_often_as_they_like(ranks: Pool, seed: int) -> None:
+    ranks.run(cases.any_program, seed)
+
+
+def test_two_optimizers_may_take_turns(ranks: Pool) -> None:
+    ranks.run(cases.optimizers_that_take_turns)
+
+
+def test_frozen_parameters_are_left_alone_and_may_be_thawed(ranks: Pool) -> None:
+    ranks.run(cases.frozen_parameters_are_left_alone_and_may_be_thawed)
+
+
+def test_parameter_groups_added_later_are_reduced(ranks: Pool) -> None:
+    ranks.run(cases.groups_added_later_are_reduced)
+
+
+def test_a_shared_parameter_is_reduced_once(ranks: Pool) -> None:
+    ranks.run(cases.shared_parameters_are_reduced_once)
+
+
+def test_gradients_set_by_hand_are_reduced_in_step(ranks: Pool) -> None:
+    ranks.run(cases.gradients_set_by_hand_are_reduced_in_step)
+
+
+def test_synchronize_and_skip_synchronize_work_as_in_horovod(ranks: Pool) -> None:
+    ranks.run(cases.synchronize_then_skip)
+
+
+def test_memory_layouts_may_differ_between_ranks(ranks: Pool) -> None:
+    ranks.run(cases.layouts_other_than_row_major)
+
+
+def test_step_hooks_run_once(ranks: Pool) -> None:
+    ranks.run(cases.step_hooks_run_once)
+
+
+def test_a_newer_optimizer_takes_over(ranks: Pool) -> None:
+    ranks.run(cases.a_newer_optimizer_takes_over)
+
+
+def test_a_deleted_optimizer_leaves_no_trace(ranks: Pool) -> None:
+    ranks.run(cases.deleted_optimizers_leave_no_trace)
+
+
+def test_a_copy_does_not_train_silently_alone(ranks: Pool) -> None:
+    ranks.run(cases.copies_are_refused)
+
+
+def test_bad_arguments_are_refused_and_leave_the_optimizer_as_it_was(ranks: Pool) -> None:
+    ranks.run(cases.bad_arguments_are_named)
+
+
+def test_sparse_gradients_are_refused(ranks: Pool) -> None:
+    ranks.run(cases.sparse_gradients_are_refused)
+
+
+def test_gradients_with_a_graph_are_refused(ranks: Pool) -> None:
+    ranks.run(cases.gradients_with_a_graph_are_refused)
+
+
+def test_a_backward_that_fails_can_be_recovered_from(ranks: Pool) -> None:
+    ranks.run(cases.a_backward_that_fails_can_be_recovered_from)
+
+
+def test_gradients_of_other_shapes_are_an_error_on_every_rank(ranks: Pool) -> None:
+    ranks.run(cases.other_shapes_are_an_error_on_every_rank)
+
+
+def test_other_numbers_of_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
+    ranks.run(cases.other_numbers_of_parameters_are_an_error_on_every_rank)
+
+
+def test_ranks_outside_the_process_set_train_alone(ranks: Pool) -> None:
+    ranks.run(cases.ranks_outside_the_process_set_train_alone)
+
+
+def test_before_init_it_says_so(ranks: Pool) -> None:
+    ranks.run(cases.not_initialized_is_an_error)

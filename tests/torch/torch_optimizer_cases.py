@@ -1,0 +1,854 @@
+"""What the ranks do in test_torch_optimizer.py. The oracle is torch itself on the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import polyhvd.torch as hvd
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch_common import (
+    Tensor,
+    assert_close,
+    assert_same_bits,
+    assert_usable,
+    batches,
+    loss_of,
+    model,
+    own,
+    raises,
+)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def pair(make: Callable[[Any], torch.optim.Optimizer] = sgd, **options: Any) -> Any:
+    """A distributed model with its optimizer, and the oracle's."""
+    module, oracle = model(), model()
+    return (
+        module,
+        hvd.DistributedOptimizer(make(module.parameters()), **options),
+        oracle,
+        make(oracle.parameters()),
+    )
+
+
+def trains_like_one_process(kind: str, set_to_none: bool, clip: float | None) -> None:
+    module, optimizer, oracle, oracle_optimizer = pair(OPTIMIZERS[kind])
+    for x, y in batches(6):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(module, own(x), own(y)).backward()
+        oracle_optimizer.zero_grad()
+        loss_of(oracle, x, y).backward()
+        if clip is not None:
+            for some in (module, oracle):
+                norm = torch.nn.utils.clip_grad_norm_(some.parameters(), clip)
+                assert norm > clip, "nothing was clipped"
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def has_averages_when_backward_returns() -> None:
+    module, optimizer, oracle, _ = pair()
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    loss_of(oracle, x, y).backward()
+    for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    before = hvd.counters()["operations"]
+    optimizer.step()
+    assert hvd.counters()["operations"] == before, "step() had something left to do"
+
+
+def is_of_the_users_class() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    plain = Mine(model().parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain)
+    assert optimizer is plain
+    assert isinstance(optimizer, Mine)
+    assert type(optimizer).__name__ == "Mine"
+    assert optimizer.defaults["lr"] == 0.1
+
+
+def skips_a_step_when_one_rank_overflows() -> None:
+    module, optimizer, _, _ = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, (x, y) in enumerate(batches(4)):
+        before = [p.detach().clone() for p in module.parameters()]
+        optimizer.zero_grad()
+        loss = loss_of(module, own(x), own(y))
+        if step == 1 and hvd.rank() == hvd.size() - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        unchanged = all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        assert unchanged == (step == 1)
+    assert scaler.get_scale() == 512.0
+    assert_same_bits(list(module.parameters()))
+
+
+def accumulates_locally(passes: int) -> None:
+    module, optimizer, oracle, oracle_optimizer = pair(backward_passes_per_step=passes)
+    parameters = len(list(module.parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        before = hvd.counters()["operations"]
+        for number, (x, y) in enumerate(batches(passes)):
+            assert hvd.counters()["operations"] == before, f"pass {number} has communicated"
+            loss_of(module, own(x), own(y)).backward()
+            loss_of(oracle, x, y).backward()
+        assert hvd.counters()["operations"] == before + parameters + 1
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def steps_early_within_an_accumulation() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair(backward_passes_per_step=3)
+    for x, y in batches(2):
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+    optimizer.step()
+    oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def layers_of_one_pass_are_reduced_with_the_others() -> None:
+    """A layer that only the first pass of two has used is complete when the second returns."""
+    module, optimizer, oracle, oracle_optimizer = _branches(backward_passes_per_step=2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        for left, (x, y) in zip((True, False), batches(2), strict=True):
+            (module(own(x), left) - own(y)).square().mean().backward()
+            (oracle(x, left) - y).square().mean().backward()
+        assert_same_bits(module)
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+def changes_the_number_of_passes() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair()
+    for passes in (1, 2, 1):
+        optimizer.set_backward_passes_per_step(passes)
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        for x, y in batches(passes):
+            loss_of(module, own(x), own(y)).backward()
+            loss_of(oracle, x, y).backward()
+        assert_same_bits(module)
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+class Branches(torch.nn.Module):
+    """Uses some of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.common = torch.nn.Linear(5, 4)
+        self.left = torch.nn.Linear(4, 2)
+        self.right = torch.nn.Linear(4, 2)
+        self.never = torch.nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        result: Tensor = (self.left if left else self.right)(self.common(x))
+        return result
+
+
+def _branches(make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["momentum"], **options: Any) -> Any:
+    module, oracle = Branches(), Branches()
+    optimizer = hvd.DistributedOptimizer(make(module.parameters()), **options)
+    return module, optimizer, oracle, make(oracle.parameters())
+
+
+def parameters_unused_on_some_ranks() -> None:
+    module, optimizer, oracle, oracle_optimizer = _branches()
+    for step, (x, y) in enumerate(batches(5)):
+        # In the last step, all ranks turn left.
+        turns = [step == 4 or (rank + step) % 2 == 0 for rank in range(hvd.size())]
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        (module(own(x), turns[hvd.rank()]) - own(y)).square().mean().backward()
+        for rank, left in enumerate(turns):
+            ((oracle(own(x, rank), left) - own(y, rank)).square().mean() / hvd.size()).backward()
+        for some in (module, oracle):
+            torch.nn.utils.clip_grad_norm_(some.parameters(), 0.1)
+        assert_same_bits(module)
+        optimizer.step()
+        oracle_optimizer.step()
+        assert (module.right.weight.grad is None) == (step == 4)
+        assert module.never.weight.grad is None, "no rank has computed it"
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def a_rank_without_backward() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair()
+    last = hvd.size() - 1
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        if hvd.rank() != last:
+            loss_of(module, own(x), own(y)).backward()
+        for rank in range(last):
+            (loss_of(oracle, own(x, rank), own(y, rank)) / hvd.size()).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def two_losses_of_different_layers(op_name: str) -> None:
+    """Each layer is reduced once, and those without a gradient stay without, until theirs comes."""
+    op = getattr(hvd, op_name)
+    module, optimizer, oracle, oracle_optimizer = _branches(op=op)
+    factor = 1 if op == hvd.Average else hvd.size()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        for left in (True, False):
+            before = hvd.counters()["operations"]
+            layer = module.left if left else module.right
+            (layer(own(x)[:, :4]) - own(y)).square().mean().backward()
+            assert hvd.counters()["operations"] == before + 3
+            assert_same_bits(module)
+            layer = oracle.left if left else oracle.right
+            ((layer(x[:, :4]) - y).square().mean() * factor).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+def an_auxiliary_loss_on_some_ranks() -> None:
+    """Rank 0 alone calls backward a second time; torch's own accumulation says what is right."""
+    module, optimizer, oracle, oracle_optimizer = _branches()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        (module(own(x), True) - own(y)).square().mean().backward()
+        if hvd.rank() == 0:
+            (module(own(x), False) - own(y)).square().mean().backward()
+        (oracle(x, True) - y).square().mean().backward()
+        ((oracle(own(x, 0), False) - own(y, 0)).square().mean() / hvd.size()).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def backward_twice_before_a_step() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair()
+    for x, y in batches(2):
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        assert_same_bits(module)
+    optimizer.step()
+    oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+def backward_twice_is_an_error_for_sums() -> None:
+    module, optimizer, _, _ = pair(op=hvd.Sum)
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    with raises(hvd.InvalidArgumentError, "backward_passes_per_step", "zero_grad()"):
+        loss_of(module, own(x), own(y)).backward()
+    optimizer.zero_grad()
+    loss_of(module, own(x), own(y)).backward()
+    optimizer.step()
+    assert_same_bits(module)
+
+
+def an_extra_backward_on_one_rank_is_seen() -> None:
+    """Nobody hangs, and nobody takes gradients of another step for those of this one."""
+    module, optimizer, _, _ = pair()
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    with raises(hvd.RankMismatchError, "equally often"):
+        if hvd.rank() != 0:
+            optimizer.step()
+        loss_of(module, own(x), own(y)).backward()
+    assert_usable()
+
+
+def closure_sees_averages() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair(OPTIMIZERS["momentum"])
+    for x, y in batches(3):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(module, own(x), own(y))
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        torch.testing.assert_close(loss, loss_of(module, own(x), own(y)), rtol=1.0, atol=1.0)
+        oracle_optimizer.zero_grad()
+        loss_of(oracle, x, y).backward()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def closure_without_backward_on_a_rank() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair()
+    last = hvd.size() - 1
+    for x, y in batches(2):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> None:
+            optimizer.zero_grad()
+            if hvd.rank() != last:
+                loss_of(module, own(x), own(y)).backward()
+
+        optimizer.step(closure)
+        oracle_optimizer.zero_grad()
+        for rank in range(last):
+            (loss_of(oracle, own(x, rank), own(y, rank)) / hvd.size()).backward()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def lbfgs_evaluates_its_closure_often() -> None:
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(module.parameters(), max_iter=5))
+    oracle_optimizer = torch.optim.LBFGS(oracle.parameters(), max_iter=5)
+    ((x, y),) = batches(1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(module, own(x), own(y))
+        loss.backward()
+        return hvd.allreduce(loss.detach())
+
+    def oracle_closure() -> Tensor:
+        oracle_optimizer.zero_grad()
+        loss = loss_of(oracle, x, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    oracle_optimizer.step(oracle_closure)
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def two_optimizers_in_one_backward() -> None:
+    """In the second step, each rank uses one of the two models only."""
+    modules = [model(seed) for seed in (1, 2)]
+    oracles = [model(seed) for seed in (1, 2)]
+    optimizers = [hvd.DistributedOptimizer(sgd(m.parameters())) for m in modules]
+    oracle_optimizers = [sgd(m.parameters()) for m in oracles]
+    for step, (x, y) in enumerate(batches(3)):
+        for optimizer in (*optimizers, *oracle_optimizers):
+            optimizer.zero_grad()
+        uses = [(0, 1) if step != 1 else (rank % 2,) for rank in range(hvd.size())]
+        order = uses[hvd.rank()] if hvd.rank() == 0 else tuple(reversed(uses[hvd.rank()]))
+        sum(loss_of(modules[i], own(x), own(y)) for i in order).backward()
+        for rank, some in enumerate(uses):
+            total = sum(loss_of(oracles[i], own(x, rank), own(y, rank)) for i in some)
+            (total / hvd.size()).backward()
+        for optimizer in (*optimizers, *oracle_optimizers):
+            optimizer.step()
+    for module, oracle in zip(modules, oracles, strict=True):
+        assert_close(module, oracle)
+        assert_same_bits(module)
+
+
+def any_program(seed: int) -> None:
+    """Each rank calls backward as often as it likes, each time on some layers of two optimizers."""
+    width, layers = 3, 6
+
+    def build() -> tuple[list[torch.nn.Linear], list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        # Nobody uses the last layer of each optimizer, so no backward can be known to be the last one.
+        some = [torch.nn.Linear(width, 1) for _ in range(layers + 2)]
+        halves = (
+            some[: layers // 2] + some[layers : layers + 1],
+            some[layers // 2 : layers] + some[layers + 1 :],
+        )
+        return some, [torch.optim.Adam([p for m in half for p in m.parameters()], lr=0.1) for half in halves]
+
+    module, optimizers = build()
+    optimizers = [hvd.DistributedOptimizer(o) for o in optimizers]
+    oracle, oracle_optimizers = build()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(6):
+        for optimizer in (*optimizers, *oracle_optimizers):
+            optimizer.zero_grad()
+        for rank in range(hvd.size()):  # every rank draws every rank's program
+            for _ in range(int(torch.randint(0, 4, (), generator=generator))):
+                order = torch.randperm(layers, generator=generator)
+                used = order[: int(torch.randint(1, layers + 1, (), generator=generator))].tolist()
+                x = torch.randn(2, width, generator=generator)
+                if rank == hvd.rank():
+                    sum(module[i](x).square().mean() for i in used).backward()
+                (sum(oracle[i](x).square().mean() for i in used) / hvd.size()).backward()
+        for optimizer in (*optimizers, *oracle_optimizers):
+            optimizer.step()
+        for found, expected in zip(module, oracle, strict=True):
+            assert (found.weight.grad is None) == (expected.weight.grad is None)
+            assert_close(found, expected)
+            assert_same_bits(found)
+
+
+def optimizers_that_take_turns() -> None:
+    """As in a GAN: the generator's loss reaches the discriminator's parameters, too."""
+
+    def train(distributed: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
+        generator, discriminator = torch.nn.Linear(5, 4), torch.nn.Linear(4, 2)
+        for number, module in enumerate((generator, discriminator)):
+            torch.manual_seed(number)
+            torch.nn.init.normal_(module.weight)
+            torch.nn.init.zeros_(module.bias)
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (generator, discriminator)]
+        if distributed:
+            optimizers = [hvd.DistributedOptimizer(o) for o in optimizers]
+        for x, y in batches(3):
+            x, y = (own(x), own(y)) if distributed else (x, y)
+            optimizers[1].zero_grad()
+            loss_of(discriminator, generator(x).detach(), y).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (discriminator(generator(x)).square().mean()).backward()
+            optimizers[0].step()
+        return generator, discriminator
+
+    for found, expected in zip(train(True), train(False), strict=True):
+        assert_close(found, expected)
+        assert_same_bits(list(found.parameters()))
+
+
+def frozen_parameters_are_left_alone_and_may_be_thawed() -> None:
+    module, oracle = model(), model()
+    for some in (module, oracle):
+        some[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    oracle_optimizer = sgd(oracle.parameters())
+    for step, (x, y) in enumerate(batches(4)):
+        if step == 2:
+            for some in (module, oracle):
+                some[0].requires_grad_(True)
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        assert (module[0].weight.grad is None) == (step < 2)
+        assert_same_bits(module)
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+def groups_added_later_are_reduced() -> None:
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(sgd(module[0].parameters()))
+    oracle_optimizer = sgd(oracle[0].parameters())
+    for step, (x, y) in enumerate(batches(3)):
+        if step == 1:
+            optimizer.add_param_group({"params": module[2].parameters(), "lr": 0.2})
+            oracle_optimizer.add_param_group({"params": oracle[2].parameters(), "lr": 0.2})
+            module.zero_grad()
+            oracle.zero_grad()
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = torch.nn.Linear(5, 5)
+        self.second = torch.nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.last = torch.nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.second(self.first(x).tanh()).tanh())
+        return result
+
+
+def shared_parameters_are_reduced_once() -> None:
+    module, oracle = Tied(), Tied()
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), module.named_parameters())
+    oracle_optimizer = sgd(oracle.parameters())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        before = hvd.counters()["operations"]
+        loss_of(module, own(x), own(y)).backward()
+        assert hvd.counters()["operations"] == before + 6
+        loss_of(oracle, x, y).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def backward_within_backward(passes: int, tied: bool) -> None:
+    """Reentrant checkpoints end a graph task of their own for each segment."""
+
+    def run(module: Any, x: Tensor) -> Tensor:
+        layers = [module.first, module.second, module.last] if tied else list(module)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+    module, oracle = (Tied(), Tied()) if tied else (model(), model())
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), backward_passes_per_step=passes)
+    oracle_optimizer = sgd(oracle.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        for x, y in batches(passes):
+            x.requires_grad_(True)
+            (run(module, own(x)) - own(y)).square().mean().backward()
+            (run(oracle, x) - y).square().mean().backward()
+        assert_same_bits(module)
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+def gradients_set_by_hand_are_reduced_in_step() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair()
+    ((x, y),) = batches(1)
+    gradients = torch.autograd.grad(loss_of(module, own(x), own(y)), list(module.parameters()))
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    loss_of(oracle, x, y).backward()
+    optimizer.step()
+    oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def synchronize_then_skip() -> None:
+    """The way of Horovod's scripts."""
+    module, optimizer, oracle, oracle_optimizer = pair()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        optimizer.synchronize()
+        for some in (module, oracle):
+            torch.nn.utils.clip_grad_norm_(some.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def model_zero_grad_serves_as_well(set_to_none: bool) -> None:
+    module, optimizer, oracle, oracle_optimizer = pair(op=hvd.Sum)
+    for x, y in batches(3):
+        module.zero_grad(set_to_none=set_to_none)
+        oracle.zero_grad(set_to_none=set_to_none)
+        loss_of(module, own(x), own(y)).backward()
+        (loss_of(oracle, x, y) * hvd.size()).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def layouts_other_than_row_major() -> None:
+    def build() -> torch.nn.Module:
+        torch.manual_seed(6)
+        return torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    module, oracle = build(), build()
+    if hvd.rank() == 0:  # ranks may differ
+        module = module.to(memory_format=torch.contiguous_format)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    oracle_optimizer = sgd(oracle.parameters())
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(2):
+        x = torch.randn(hvd.size(), 3, 8, 8, generator=generator)
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        module(x[hvd.rank() : hvd.rank() + 1]).square().mean().backward()
+        oracle(x.to(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def compression_and_predivision(kind: str) -> None:
+    module, optimizer, oracle, oracle_optimizer = pair(
+        compression=getattr(hvd.Compression, kind), gradient_predivide_factor=2.0
+    )
+    tolerance = {"none": 1e-5, "fp16": 1e-3, "bf16": 1e-2}[kind]
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    loss_of(oracle, x, y).backward()
+    for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+        assert found.grad.dtype == torch.float32
+        torch.testing.assert_close(found.grad, expected.grad, rtol=tolerance, atol=tolerance)
+    optimizer.step()
+    assert_same_bits(module)
+    del oracle_optimizer
+
+
+def half_precision_parameters(dtype_name: str) -> None:
+    dtype = getattr(torch, dtype_name)
+    module = model().to(dtype)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        loss_of(module, own(x).to(dtype), own(y).to(dtype)).backward()
+        optimizer.step()
+    assert all(p.dtype == dtype for p in module.parameters())
+    assert_same_bits(module)
+
+
+def step_hooks_run_once() -> None:
+    module, optimizer, _, _ = pair()
+    optimizer.load_state_dict(optimizer.state_dict())
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def schedulers_work(before: bool) -> None:
+    module, oracle = model(), model()
+    plain, oracle_optimizer = sgd(module.parameters()), sgd(oracle.parameters())
+    oracle_scheduler = torch.optim.lr_scheduler.StepLR(oracle_optimizer, 1, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if before:
+            scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+            optimizer = hvd.DistributedOptimizer(plain)
+        else:
+            optimizer = hvd.DistributedOptimizer(plain)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            oracle_optimizer.zero_grad()
+            loss_of(module, own(x), own(y)).backward()
+            loss_of(oracle, x, y).backward()
+            optimizer.step()
+            oracle_optimizer.step()
+            scheduler.step()
+            oracle_scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == oracle_optimizer.param_groups[0]["lr"]
+    assert_close(module, oracle)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, hvd.rank())  # only our own step() reduces these
+    optimizer.step()
+    assert_same_bits(module)
+
+
+def a_newer_optimizer_takes_over() -> None:
+    module, old, oracle, oracle_optimizer = pair()
+    new = hvd.DistributedOptimizer(sgd(module.parameters()))
+    for x, y in batches(2):
+        new.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        new.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    with raises(hvd.InvalidArgumentError, "newer"):
+        old.step()
+    part = hvd.DistributedOptimizer(sgd(module[0].parameters()))
+    x, y = batches(1)[0]
+    loss_of(module, own(x), own(y)).backward()
+    part.step()
+    assert not new._gradients.in_flight
+    with raises(hvd.InvalidArgumentError, "newer"):
+        new.step()
+
+
+def deleted_optimizers_leave_no_trace() -> None:
+    module = model()
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    del optimizer
+    gc.collect()
+    ((x, y),) = batches(1)
+    before = hvd.counters()["operations"]
+    loss_of(module, own(x), own(y)).backward()
+    assert hvd.counters()["operations"] == before
+    other, optimizer, _, _ = pair()
+    for _ in range(2):
+        loss_of(other, own(x), own(y)).backward()
+    seats = optimizer._gradients._board._seats
+    assert all(seat.section() is not None for seat in seats), "the seat of a deleted optimizer is left"
+
+
+def copies_are_refused() -> None:
+    _, optimizer, _, _ = pair()
+    with raises(hvd.InvalidArgumentError, "copy"):
+        copy.deepcopy(optimizer).step()
+
+
+def bad_arguments_are_named() -> None:
+    module = model()
+    plain = sgd(module.parameters())
+    named = list(module.named_parameters())
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
+        ({"num_groups": 2}, "num_groups=2"),
+        ({"groups": 2}, "groups=2"),
+        ({"sparse_as_dense": True}, "sparse_as_dense=True"),
+        ({"op": 2}, "op=2"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average"),
+        ({"named_parameters": named[:-1]}, "[3]"),
+        ({"named_parameters": [*named, named[0]]}, "0.weight"),
+        ({"named_parameters": module.parameters()}, "model.named_parameters()"),
+    ]
+    for options, part in cases:
+        with raises(ValueError, part):
+            hvd.DistributedOptimizer(plain, **options)
+    assert type(plain) is torch.optim.SGD
+    with raises(TypeError, "Sequential"):
+        hvd.DistributedOptimizer(module)  # type: ignore[arg-type]
+    with raises(ValueError, "already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(plain))
+    with raises(ValueError, "lazy"):
+        hvd.DistributedOptimizer(sgd(torch.nn.LazyLinear(3).parameters()))
+
+
+def sparse_gradients_are_refused() -> None:
+    layer = torch.nn.Embedding(4, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(sgd(layer.parameters()), layer.named_parameters())
+    with raises(hvd.InvalidArgumentError, "sparse", "'weight'"):
+        layer(torch.tensor([1])).sum().backward()
+    assert not optimizer._gradients.in_flight
+    assert_usable()
+
+
+def gradients_with_a_graph_are_refused() -> None:
+    module, optimizer, _, _ = pair()
+    ((x, y),) = batches(1)
+    with raises(hvd.InvalidArgumentError, "create_graph"):
+        loss_of(module, own(x), own(y)).backward(create_graph=True)
+    module.zero_grad()
+    del optimizer
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("a backward of the user's")
+
+
+def a_backward_that_fails_can_be_recovered_from() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair()
+    ((x, y),) = batches(1)
+    broken = module[2](_Breaks.apply(module[1](module[0](own(x)))))
+    with raises(ArithmeticError, "user's"):
+        (broken - own(y)).square().mean().backward()
+    with raises(hvd.InvalidArgumentError, "synchronize()"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    loss_of(module, own(x), own(y)).backward()
+    loss_of(oracle, x, y).backward()
+    optimizer.step()
+    oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def other_shapes_are_an_error_on_every_rank() -> None:
+    width = 3 + (hvd.rank() == 1)
+    module = torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 2))
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), module.named_parameters())
+    ((x, y),) = batches(1)
+    with raises(hvd.RankMismatchError, "'1.weight'", "[2, 3]", "[2, 4]"):
+        loss_of(module, own(x), own(y)).backward()
+    assert not optimizer._gradients.in_flight
+    assert_usable()
+
+
+def other_numbers_of_parameters_are_an_error_on_every_rank() -> None:
+    module = torch.nn.Linear(5, 2, bias=hvd.rank() == 0)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    ((x, y),) = batches(1)
+    with raises(hvd.RankMismatchError, "number of parameters"):
+        loss_of(module, own(x), own(y)).backward()
+    assert not optimizer._gradients.in_flight
+    with raises(hvd.InvalidArgumentError, "anew"):
+        optimizer.step()
+    hvd.shutdown()  # leaves behind what only one rank has started
+    hvd.init()
+    has_averages_when_backward_returns()
+
+
+def ranks_outside_the_process_set_train_alone() -> None:
+    hvd.shutdown()
+    members = hvd.ProcessSet(range(hvd_size() - 1))
+    hvd.init(process_sets=[members])
+    module, optimizer, oracle, oracle_optimizer = pair(process_set=members)
+    count = members.size()
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        some = [hvd.rank()] if not members.included() else list(range(count))
+        for rank in some:
+            (loss_of(oracle, own(x, rank), own(y, rank)) / len(some)).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    hvd.shutdown()
+    hvd.init()
+
+
+def hvd_size() -> int:
+    """Number of ranks, while hvd is shut down."""
+    from polyhvd.config import Config
+
+    return Config.from_environment().size
+
+
+def not_initialized_is_an_error() -> None:
+    hvd.shutdown()
+    with raises(ValueError, "hvd.init()"):
+        hvd.DistributedOptimizer(sgd(model().parameters()))
+    hvd.init()
