@@ -1,0 +1,95 @@
+"""Keras, as ``import keras``, with TensorFlow as its backend.
+
+Example::
+
+    import polyhvd.keras as hvd
+    hvd.init()
+    model.compile(hvd.DistributedOptimizer(optimizer), loss)
+    model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+from __future__ import annotations
+
+import keras
+
+_backend = keras.backend.backend()
+if _backend != "tensorflow":
+    raise ImportError(
+        f"polyhvd.keras needs Keras on TensorFlow, and Keras runs on {_backend}: set KERAS_BACKEND=tensorflow"
+    )
+
+from polyhvd.keras import callbacks  # noqa: E402
+from polyhvd.tensorflow.keras import (  # noqa: E402
+    Average,
+    Compression,
+    DistributedOptimizer,
+    HorovodInternalError,
+    InvalidArgumentError,
+    Max,
+    Min,
+    NotInitializedError,
+    ProcessSet,
+    Product,
+    RankMismatchError,
+    Sum,
+    allgather,
+    allgather_object,
+    allreduce,
+    barrier,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_variables,
+    counters,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from polyhvd.tensorflow.keras.models import model_loader  # noqa: E402
+
+load_model = model_loader(keras)
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "InvalidArgumentError",
+    "Max",
+    "Min",
+    "NotInitializedError",
+    "ProcessSet",
+    "Product",
+    "RankMismatchError",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "counters",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]

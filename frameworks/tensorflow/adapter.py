@@ -1,0 +1,112 @@
+"""Eager tensors, as the collectives see them. Graphs have ops of their own; see ops.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from polyhvd import context
+from polyhvd.adapter import Capability, Handle, Operation, OpKind
+
+__all__ = ["TensorflowAdapter"]
+
+# The core has no wider unsigned types: what only moves travels as the signed type of its width.
+_SIGNED = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}
+
+
+def _array(tensor: Any) -> np.ndarray[Any, Any]:
+    """The tensor's memory, without a copy when it lies on the host."""
+    dense = tensor if isinstance(tensor, tf.Tensor) else tf.convert_to_tensor(tensor)
+    if not hasattr(dense, "_numpy"):
+        raise TypeError(
+            f"{dense.name!r} is a tensor of a graph; asynchronous calls work on eager tensors, and in a "
+            "tf.function every collective is asynchronous already: call the plain form"
+        )
+    array = dense._numpy()
+    if not isinstance(array, np.ndarray):  # a scalar comes as a NumPy scalar on some versions
+        array = np.asarray(array)
+    return np.ascontiguousarray(array) if array.ndim else array
+
+
+def _tensor(buffer: Any, dtype: tf.DType) -> tf.Tensor:
+    """The core's buffer as a tensor that keeps it alive."""
+    try:
+        tensor = tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
+    except (tf.errors.OpError, RuntimeError):  # a type that DLPack did not know in older versions
+        array = np.frombuffer(buffer, dtype=dtype.as_numpy_dtype).reshape(buffer.shape)
+        return tf.constant(array, dtype)
+    return tensor if tensor.dtype == dtype else tf.bitcast(tensor, dtype)
+
+
+class TensorflowAdapter:
+    """See :class:`polyhvd.adapter.FrameworkAdapter`."""
+
+    name = "tensorflow"
+    capabilities = frozenset(
+        {
+            Capability.ASYNC,
+            Capability.BFLOAT16,
+            Capability.INT16,
+            Capability.BOOL,
+            Capability.EMPTY,
+            Capability.GRAPH,
+            Capability.AUTOGRAD,
+        }
+    )
+
+    def submit(
+        self, operation: Operation, tensors: Sequence[tf.Tensor], out: Sequence[tf.Variable] | None
+    ) -> Handle:
+        """Hand eager tensors to the core where they lie; results go to new tensors, or to variables."""
+        arrays = [_array(tensor) for tensor in tensors]
+        dtypes = [tf.as_dtype(array.dtype) for array in arrays]
+        if operation.kind != OpKind.ALLREDUCE:
+            arrays = [a.view(_SIGNED[a.dtype.name]) if a.dtype.name in _SIGNED else a for a in arrays]
+        handle = context.engine().submit(
+            operation.kind,
+            operation.name,
+            arrays,
+            None,
+            operation.op,
+            operation.root,
+            operation.prescale,
+            operation.postscale,
+            operation.process_set,
+            operation.priority,
+            operation.blocking,
+        )
+
+        def finish(done: Any) -> list[Any]:
+            results = [_tensor(b, d) for b, d in zip(done.buffers(), dtypes, strict=True)]
+            if out is None:
+                return results
+            for target, value in zip(out, results, strict=True):
+                self.assign(target, value)
+            return list(out)
+
+        handle.finish = finish
+        return handle
+
+    def dtype(self, tensor: tf.Tensor) -> str:
+        """Name of the tensor's element type."""
+        return str(tensor.dtype.name)
+
+    def cast(self, tensor: tf.Tensor, dtype: str) -> tf.Tensor:
+        """``tf.cast``, eager or in a graph."""
+        return tf.cast(tensor, tf.as_dtype(dtype))
+
+    def assign(self, target: tf.Variable, value: tf.Tensor) -> None:
+        """``target.assign(value)``."""
+        target.assign(tf.cast(value, target.dtype))
+
+    def named_parameters(self, owner: object) -> Iterable[tuple[str, Any]]:
+        """Items of a mapping, or pairs, or variables named by position."""
+        if isinstance(owner, Mapping):
+            return sorted(owner.items())
+        items = list(getattr(owner, "variables", owner))
+        if items and not isinstance(items[0], tuple):
+            return [(str(i), variable) for i, variable in enumerate(items)]
+        return items

@@ -1,0 +1,11 @@
+"""``Compression.none``, ``.fp16`` and ``.bf16`` for tensors, eager and in graphs."""
+
+from __future__ import annotations
+
+from polyhvd.tensorflow.ops import adapter
+
+from polyhvd.compression import Compression as _Compression
+
+__all__ = ["Compression"]
+
+Compression = _Compression(adapter)

@@ -1,0 +1,98 @@
+"""polyhvd's errors as TensorFlow's: each class is both, so that either can be caught.
+
+Operations inside a ``tf.function`` fail with TensorFlow's class alone, as TensorFlow raises them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from polyhvd import errors
+
+__all__ = [
+    "AbortedError",
+    "FailedPreconditionError",
+    "InvalidArgumentError",
+    "PeerDepartedError",
+    "PeerLostError",
+    "ShutdownError",
+    "TransferTimeoutError",
+    "as_tensorflow",
+]
+
+
+class _Both:
+    """Made from a message alone, unlike TensorFlow's errors."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(None, None, message)  # type: ignore[call-arg]
+
+
+class InvalidArgumentError(_Both, tf.errors.InvalidArgumentError, errors.InvalidArgumentError):
+    """A bad call: nothing was sent, and the job goes on."""
+
+
+class FailedPreconditionError(_Both, tf.errors.FailedPreconditionError, errors.RankMismatchError):
+    """Ranks asked for different things under one name; raised on every rank."""
+
+
+class PeerLostError(_Both, tf.errors.AbortedError, errors.PeerLostError):
+    """A rank died or was cut off; this engine cannot go on."""
+
+
+class PeerDepartedError(_Both, tf.errors.AbortedError, errors.PeerDepartedError):
+    """A rank that this operation needs has shut down in good order."""
+
+
+class TransferTimeoutError(_Both, tf.errors.AbortedError, errors.TransferTimeoutError):
+    """An agreed transfer did not finish within POLYHVD_DATA_TIMEOUT_SECONDS."""
+
+
+class ShutdownError(_Both, tf.errors.AbortedError, errors.ShutdownError):
+    """The engine was shut down while the operation was pending."""
+
+
+class AbortedError(_Both, tf.errors.AbortedError, errors.HorovodInternalError):
+    """A collective failed."""
+
+
+# What TensorFlow puts in front of a kernel's message.
+_NODE = re.compile(r"^\{\{function_node [^}]*\}\} ")
+
+# The core's errors, and those that the op library's kernels report.
+_FROM_CORE: dict[type[Exception], Any] = {
+    errors.InvalidArgumentError: InvalidArgumentError,
+    errors.RankMismatchError: FailedPreconditionError,
+    errors.PeerLostError: PeerLostError,
+    errors.PeerDepartedError: PeerDepartedError,
+    errors.TransferTimeoutError: TransferTimeoutError,
+    errors.ShutdownError: ShutdownError,
+    errors.HorovodInternalError: AbortedError,
+}
+_FROM_KERNEL: dict[type[Exception], Any] = {
+    tf.errors.InvalidArgumentError: InvalidArgumentError,
+    tf.errors.FailedPreconditionError: FailedPreconditionError,
+    tf.errors.AbortedError: AbortedError,
+}
+
+
+@contextmanager
+def as_tensorflow() -> Iterator[None]:
+    """Raise what the core or a kernel raises as the class above that stands for it."""
+    try:
+        yield
+    except tuple(_FROM_CORE) as error:
+        both = _FROM_CORE.get(type(error))
+        if both is None:
+            raise
+        raise both(str(error)) from None
+    except tuple(_FROM_KERNEL) as error:
+        both = _FROM_KERNEL.get(type(error))
+        if both is None:
+            raise
+        raise both(_NODE.sub("", error.message)) from None

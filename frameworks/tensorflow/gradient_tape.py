@@ -1,0 +1,86 @@
+"""A gradient tape whose gradients are reduced over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow.compression import Compression
+from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device, only_default
+from polyhvd.tensorflow.names import do_not_convert
+
+from polyhvd import context
+from polyhvd.adapter import ReduceOp
+from polyhvd.compression import Compressor
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedGradientTape"]
+
+
+class _Mixin:
+    """What the subclass adds to the tape's own class."""
+
+    _polyhvd: Reduction
+
+    @do_not_convert
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the tape's, then reduced over the ranks."""
+        gradients = super().gradient(target, sources, *args, **kwargs)  # type: ignore[misc]
+        context.engine()
+        flat = self._polyhvd(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(gradients, flat)
+
+    def register_local_source(self, source: tf.Variable) -> None:
+        """Leave the gradient of a variable on its rank."""
+        self._polyhvd.local.add(_reference(source))
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap a ``tf.GradientTape`` so that ``gradient()`` returns gradients reduced over the ranks.
+
+    Args:
+        gradtape: the tape; it may have recorded already. Both share what was recorded.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire.
+        sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else they are refused.
+        op: Average or Sum.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        num_groups, groups: the gradients of a step are one operation already; leave the defaults.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide those of :meth:`register_local_source` by the number of ranks.
+
+    Example::
+
+        with tf.GradientTape() as tape:
+            loss = compute(model, batch)
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+    """
+    accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
+    only_default("DistributedGradientTape", num_groups=(num_groups, 0), groups=(groups, None))
+    base = type(gradtape)
+    reduction = Reduction(
+        prefix="DistributedGradientTape",
+        compression=compression,
+        op=op,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    wrapped = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reduction}))
+    # Shared, so that a tape wrapped inside its `with` block sees the block end.
+    object.__setattr__(wrapped, "__dict__", gradtape.__dict__)
+    return wrapped

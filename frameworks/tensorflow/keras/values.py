@@ -1,0 +1,98 @@
+"""Collectives on values, and the optimizer, with the arguments that Horovod's Keras modules have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow import Compression
+from polyhvd.tensorflow.names import do_not_convert
+
+from polyhvd import tensorflow as hvd
+from polyhvd.adapter import ReduceOp
+from polyhvd.compression import Compressor
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedOptimizer", "allgather", "allreduce", "broadcast", "broadcast_global_variables"]
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap an optimizer of Keras; see :func:`polyhvd.tensorflow.DistributedOptimizer`."""
+    return hvd.DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The operation that overwrites all global variables of a tf.compat.v1 graph with the root's.
+
+    Raises RuntimeError in eager mode, which has no global variables.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "broadcast_global_variables() needs a graph of tf.compat.v1; use "
+            "broadcast_variables(model.variables, root_rank), or BroadcastGlobalVariablesCallback"
+        )
+    return hvd.broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+@do_not_convert
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Compressor = Compression.none,
+) -> tf.Tensor:
+    """Reduce a value (a number, an array or a tensor) over the ranks."""
+    return hvd.allreduce(
+        tf.convert_to_tensor(value),
+        average=average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+    )
+
+
+@do_not_convert
+def allgather(value: Any, name: str | None = None) -> tf.Tensor:
+    """Concatenate the ranks' values along the first dimension."""
+    return hvd.allgather(tf.convert_to_tensor(value), name=name)
+
+
+@do_not_convert
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
+    """The root's value, on every rank."""
+    return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name)

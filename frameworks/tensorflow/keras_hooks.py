@@ -1,0 +1,101 @@
+"""What Keras has to know of a wrapped optimizer, and has no public way of being told.
+
+Functions of Keras are replaced by ones that ask first whether the optimizer is ours; for others they
+do what they did. If a version of Keras lacks them, the consequences are: with ``jit_compile`` a clear
+error at the first step instead of a step that is not compiled; and a LossScaleOptimizer around ours,
+instead of in it, takes the ranks apart when one of them overflows.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+__all__ = ["teach_keras_2", "teach_keras_3"]
+
+
+def _is_distributed(optimizer: object) -> bool:
+    from polyhvd.tensorflow.optimizer import is_distributed
+
+    return is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None))
+
+
+def _without_xla(supports_jit: Any) -> Any:
+    """Of ``model_supports_jit``: a model that calls collectives cannot be compiled by XLA."""
+
+    @functools.wraps(supports_jit)
+    def model_supports_jit(model: Any) -> bool:
+        return not _is_distributed(getattr(model, "optimizer", None)) and bool(supports_jit(model))
+
+    return model_supports_jit
+
+
+def _reduced_first(apply: Any) -> Any:
+    """Of ``LossScaleOptimizer.apply``: reduce before it looks for overflow.
+
+    It would call the inner optimizer on the ranks without overflow only, which would wait for the others.
+    """
+
+    @functools.wraps(apply)
+    def reduce_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        from polyhvd.tensorflow.optimizer import is_distributed
+
+        inner = self.inner_optimizer
+        if not is_distributed(inner):
+            return apply(self, grads, trainable_variables)
+        reduced = inner.polyhvd_reduce(grads, trainable_variables)
+        with inner.polyhvd_already_reduced():
+            return apply(self, reduced, trainable_variables)
+
+    return reduce_and_apply
+
+
+def _pairs_reduced_first(apply_gradients: Any) -> Any:
+    """The same of ``apply_gradients`` in Keras 2."""
+
+    @functools.wraps(apply_gradients)
+    def reduce_and_apply(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        from polyhvd.tensorflow.optimizer import is_distributed
+
+        inner = self.inner_optimizer
+        if not is_distributed(inner):
+            return apply_gradients(self, grads_and_vars, *args, **kwargs)
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        reduced = inner.polyhvd_reduce([gradient for gradient, _ in pairs], variables)
+        with inner.polyhvd_already_reduced():
+            return apply_gradients(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
+
+    return reduce_and_apply
+
+
+def _replace(owner: Any, name: str, make: Any) -> None:
+    original = getattr(owner, name, None)
+    if original is None or getattr(original, "polyhvd", False):
+        return
+    replacement = make(original)
+    replacement.polyhvd = True
+    setattr(owner, name, replacement)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def teach_keras_3() -> None:
+    """Replace what is to be replaced in ``keras``, once."""
+    from keras.optimizers import LossScaleOptimizer
+
+    _replace(_module("keras.src.trainers.trainer"), "model_supports_jit", _without_xla)
+    _replace(LossScaleOptimizer, "apply", _reduced_first)
+
+
+def teach_keras_2(package: str) -> None:
+    """The same in ``keras`` before its version 3, or in ``tf_keras``."""
+    module = _module(f"{package}.src.mixed_precision.loss_scale_optimizer")
+    for name in ("LossScaleOptimizer", "LossScaleOptimizerV3"):
+        _replace(getattr(module, name, None), "apply_gradients", _pairs_reduced_first)

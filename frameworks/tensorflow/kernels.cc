@@ -1,0 +1,392 @@
+#include "kernels.h"
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "block_pool.h"
+#include "error.h"
+#include "types.h"
+
+namespace polyhvd::tf {
+namespace {
+
+constexpr std::size_t kMessageBytes = 8192;
+
+// By DType.
+constexpr std::array<std::size_t, kDTypeCount> kItemBytes{1, 1, 2, 4, 8, 2, 2, 4, 8, 1};
+
+// Never destroyed: TensorFlow's threads may outlive static objects.
+BlockPool& block_pool() {
+  static BlockPool& pool = *new BlockPool;
+  return pool;
+}
+
+// Unsigned types travel as signed ones of their width; only collectives that move
+// bytes accept them (see define()).
+std::optional<DType> dtype_of(int type) {
+  switch (type) {
+    case kFloat:
+      return DType::kFloat32;
+    case kDouble:
+      return DType::kFloat64;
+    case kHalf:
+      return DType::kFloat16;
+    case kBfloat16:
+      return DType::kBfloat16;
+    case kUint8:
+      return DType::kUint8;
+    case kInt8:
+      return DType::kInt8;
+    case kInt16:
+    case kUint16:
+      return DType::kInt16;
+    case kInt32:
+    case kUint32:
+      return DType::kInt32;
+    case kInt64:
+    case kUint64:
+      return DType::kInt64;
+    case kBool:
+      return DType::kBool;
+    default:
+      return std::nullopt;
+  }
+}
+
+// A lost peer is not kUnavailable: TensorFlow lets only its own communication ops
+// return that, and turns it into an internal error for others.
+int status_code_of(std::int32_t error_code) {
+  if (error_code == EngineSlot::kNoEngine) return kFailedPrecondition;
+  switch (static_cast<ErrorCode>(error_code)) {
+    case ErrorCode::kInvalidArgument:
+      return kInvalidArgument;
+    case ErrorCode::kRankMismatch:
+      return kFailedPrecondition;
+    default:
+      return kAborted;
+  }
+}
+
+// Kernels ---------------------------------------------------------------------
+
+// One node of a graph, or one set of attributes in eager mode.
+struct Kernel {
+  OpKind kind = OpKind::kAllreduce;
+  std::string name;
+  std::string where;
+  std::int32_t op = 0;
+  std::int32_t root = -1;
+  std::int32_t priority = 0;
+  std::uint32_t process_set = 0;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  // Executions between submit and done: iterations of a loop may overlap.
+  std::atomic<int> in_flight{0};
+  std::mutex submitting;  // so that in_flight tells what was submitted before
+  // Per input: it was not forwarded the last time, so an attempt would only allocate.
+  // Grows at the first execution; a deque, as atomics do not move.
+  std::deque<std::atomic<bool>> unforwardable;
+};
+
+std::string string_attr(TF_OpKernelConstruction* construction, const char* name) {
+  Status status;
+  std::int32_t list_size = 0;
+  std::int32_t bytes = 0;
+  tf.TF_OpKernelConstruction_GetAttrSize(construction, name, &list_size, &bytes, status);
+  if (!status.ok() || bytes <= 0) return "";
+  std::string value(static_cast<std::size_t>(bytes), '\0');
+  tf.TF_OpKernelConstruction_GetAttrString(construction, name, value.data(), value.size(), status);
+  return value;
+}
+
+std::int64_t int_attr(TF_OpKernelConstruction* construction, const char* name) {
+  const Status status;
+  std::int64_t value = 0;
+  tf.TF_OpKernelConstruction_GetAttrInt64(construction, name, &value, status);
+  if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
+  return value;
+}
+
+template <OpKind kKind>
+void* create_kernel(TF_OpKernelConstruction* construction) {
+  auto kernel = std::make_unique<Kernel>();
+  kernel->kind = kKind;
+  kernel->name = string_attr(construction, "tensor_name");
+  kernel->where = string_attr(construction, "where");
+  kernel->process_set = static_cast<std::uint32_t>(int_attr(construction, "process_set"));
+  kernel->priority = static_cast<std::int32_t>(int_attr(construction, "priority"));
+  if (kKind == OpKind::kAllreduce) {
+    kernel->op = static_cast<std::int32_t>(int_attr(construction, "reduce_op"));
+    kernel->prescale = std::bit_cast<double>(int_attr(construction, "prescale_bits"));
+    kernel->postscale = std::bit_cast<double>(int_attr(construction, "postscale_bits"));
+  } else {
+    kernel->op = static_cast<std::int32_t>(ReduceOp::kSum);
+  }
+  if (kKind == OpKind::kBroadcast) {
+    kernel->root = static_cast<std::int32_t>(int_attr(construction, "root_rank"));
+  }
+  const std::int64_t inputs = int_attr(construction, "N");
+  for (std::int64_t i = 0; i < inputs; ++i) kernel->unforwardable.emplace_back(false);
+  return kernel.release();
+}
+
+// Executions ------------------------------------------------------------------
+
+// TensorFlow's `done`, to be run once, on any thread. See TfApi::done_is_owned.
+class Done {
+ public:
+  explicit Done(TF_AsyncOpKernelDoneCallback* callback) {
+    if (tf.done_is_owned) {
+      callback_ = callback;
+    } else {
+      copy_ = *reinterpret_cast<std::function<void()>*>(callback);
+    }
+  }
+  void run() {
+    if (callback_ != nullptr) {
+      tf.TF_RunAsyncOpKernelDoneCallback(callback_);
+    } else {
+      copy_();
+    }
+  }
+
+ private:
+  TF_AsyncOpKernelDoneCallback* callback_ = nullptr;
+  std::function<void()> copy_;
+};
+
+struct DeleteTensor {
+  void operator()(TF_Tensor* tensor) const noexcept { tf.TF_DeleteTensor(tensor); }
+};
+using TensorPtr = std::unique_ptr<TF_Tensor, DeleteTensor>;
+
+// A failed step of preparing an execution.
+struct Refusal {
+  int code;
+  std::string message;
+};
+
+void check(const Status& status) {
+  if (!status.ok()) throw Refusal{tf.TF_GetCode(status), status.message()};
+}
+
+// One execution of an op, from compute to done. Deletes itself when it is done.
+class Execution {
+ public:
+  Execution(Kernel& kernel, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done)
+      : kernel_(kernel), context_(context), done_(done) {}
+
+  void start() noexcept;
+
+ private:
+  void prepare();
+  TensorPtr input(int index) const;
+  void* output_for(int index, TensorPtr& input);
+  void* view_of_block(int index, std::size_t bytes);
+  std::int32_t submit(char* message);
+  void finish(int code, const char* message) noexcept;
+
+  static void* allocate(void* self, std::int32_t index, const std::int64_t* shape,
+                        std::int32_t ndim);
+  static void on_done(void* self, std::int32_t error_code, const char* message);
+
+  Kernel& kernel_;
+  TF_OpKernelContext* context_;
+  Done done_;
+  int type_ = 0;
+  std::vector<TensorPtr> inputs_;  // null where the input became the output
+  std::vector<std::vector<std::int64_t>> shapes_;
+  std::vector<polyhvd_tensor> in_;
+  std::vector<polyhvd_tensor> out_;
+};
+
+TensorPtr Execution::input(int index) const {
+  const Status status;
+  TF_Tensor* tensor = nullptr;
+  tf.TF_GetInput(context_, index, &tensor, status);
+  check(status);
+  return TensorPtr(tensor);
+}
+
+// Sets an output that lies in a block of the pool and gives it back when it dies.
+void* Execution::view_of_block(int index, std::size_t bytes) {
+  BlockPool::Block* block = block_pool().take(bytes);
+  const auto give_back = [](void*, std::size_t, void* argument) {
+    block_pool().give_back(static_cast<BlockPool::Block*>(argument));
+  };
+  const auto& shape = shapes_[static_cast<std::size_t>(index)];
+  const TensorPtr view(tf.TF_NewTensor(type_, shape.data(), static_cast<int>(shape.size()),
+                                       block->data, bytes, give_back, block));
+  const Status status;
+  tf.TF_SetOutput(context_, index, view.get(), status);
+  check(status);
+  return tf.TF_TensorData(view.get());
+}
+
+// Memory for an output like its input: the input's own if nobody else needs it.
+// TensorFlow forwards only what has no other reference, so `input` is let go for the
+// attempt, and comes back if that failed.
+void* Execution::output_for(int index, TensorPtr& input_tensor) {
+  const std::size_t bytes = tf.TF_TensorByteSize(input_tensor.get());
+  auto& unforwardable = kernel_.unforwardable[static_cast<std::size_t>(index)];
+  const bool large = bytes >= BlockPool::kBytesMin;
+  if (large && unforwardable.load(std::memory_order_relaxed)) return view_of_block(index, bytes);
+  input_tensor.reset();
+  const auto& shape = shapes_[static_cast<std::size_t>(index)];
+  int forwarded = -1;
+  const Status status;
+  const TensorPtr output(
+      tf.TF_ForwardInputOrAllocateOutput(context_, &index, 1, index, shape.data(),
+                                         static_cast<int>(shape.size()), &forwarded, status));
+  check(status);
+  if (forwarded < 0) {
+    if (large) unforwardable.store(true, std::memory_order_relaxed);
+    input_tensor = input(index);
+  }
+  return tf.TF_TensorData(output.get());  // the context owns it as well
+}
+
+void Execution::prepare() {
+  const int count = tf.TF_NumInputs(context_);
+  const auto n = static_cast<std::size_t>(count);
+  inputs_.reserve(n);
+  shapes_.resize(n);
+  in_.resize(n);
+  if (kernel_.kind != OpKind::kAllgather) out_.resize(n);
+  for (int index = 0; index < count; ++index) {
+    const auto i = static_cast<std::size_t>(index);
+    TensorPtr tensor = input(index);
+    type_ = tf.TF_TensorType(tensor.get());
+    const std::optional<DType> dtype = dtype_of(type_);
+    if (!dtype) throw Refusal{kInvalidArgument, "the tensor's type is not supported"};
+    auto& shape = shapes_[i];
+    shape.resize(static_cast<std::size_t>(tf.TF_NumDims(tensor.get())));
+    for (std::size_t d = 0; d < shape.size(); ++d) {
+      shape[d] = tf.TF_Dim(tensor.get(), static_cast<int>(d));
+    }
+    in_[i] = {nullptr,
+              shape.data(),
+              static_cast<std::int32_t>(shape.size()),
+              static_cast<std::int32_t>(*dtype),
+              static_cast<std::int32_t>(DeviceKind::kCpu),
+              0};
+    if (out_.empty()) {
+      in_[i].data = tf.TF_TensorData(tensor.get());
+    } else {
+      out_[i] = in_[i];
+      out_[i].data = output_for(index, tensor);
+      in_[i].data = tensor ? tf.TF_TensorData(tensor.get()) : out_[i].data;
+    }
+    inputs_.push_back(std::move(tensor));
+  }
+}
+
+std::int32_t Execution::submit(char* message) {
+  polyhvd_submission s{};
+  s.name = kernel_.name.c_str();
+  s.kind = static_cast<std::int32_t>(kernel_.kind);
+  s.op = kernel_.op;
+  s.root = kernel_.root;
+  s.priority = kernel_.priority;
+  s.prescale = kernel_.prescale;
+  s.postscale = kernel_.postscale;
+  s.process_set = kernel_.process_set;
+  s.count = static_cast<std::int32_t>(in_.size());
+  s.inputs = in_.data();
+  s.outputs = out_.empty() ? nullptr : out_.data();
+  s.where = kernel_.where.empty() ? nullptr : kernel_.where.c_str();
+  s.context = this;
+  s.allocate = &Execution::allocate;
+  s.done = &Execution::on_done;
+  Kernel& kernel = kernel_;  // once submitted, another thread may finish and delete this
+  std::lock_guard lock(kernel.submitting);
+  // Two executions of one node follow each other; two nodes of one name are a mistake.
+  s.queue_duplicates = kernel.in_flight.fetch_add(1) > 0 ? 1 : 0;
+  const std::int32_t error = engine_slot().submit(s, message, kMessageBytes);
+  if (error != 0) kernel.in_flight.fetch_sub(1);
+  return error;
+}
+
+void Execution::start() noexcept {
+  std::array<char, kMessageBytes> message{};
+  std::int32_t error = 0;
+  try {
+    prepare();
+    error = submit(message.data());
+    if (error == 0) return;  // and *this may be gone
+  } catch (const Refusal& refusal) {
+    finish(refusal.code, refusal.message.c_str());
+    return;
+  } catch (const std::bad_alloc&) {
+    finish(kResourceExhausted, "no memory for the outputs of a collective");
+    return;
+  }
+  finish(status_code_of(error), error == EngineSlot::kNoEngine
+                                    ? "polyhvd has not been initialized; use hvd.init()."
+                                    : message.data());
+}
+
+void Execution::finish(int code, const char* message) noexcept {
+  if (code != kOk) {
+    const Status status(code, message);
+    tf.TF_OpKernelContext_Failure(context_, status);
+  }
+  Done done = std::move(done_);
+  delete this;
+  done.run();
+}
+
+void* Execution::allocate(void* self, std::int32_t index, const std::int64_t* shape,
+                          std::int32_t ndim) {
+  auto& execution = *static_cast<Execution*>(self);
+  const auto dtype = execution.in_[static_cast<std::size_t>(index)].dtype;
+  std::size_t bytes = kItemBytes[static_cast<std::size_t>(dtype)];
+  for (std::int32_t d = 0; d < ndim; ++d) bytes *= static_cast<std::size_t>(shape[d]);
+  const Status status;
+  const TensorPtr output(
+      tf.TF_AllocateOutput(execution.context_, index, execution.type_, shape, ndim, bytes, status));
+  return status.ok() ? tf.TF_TensorData(output.get()) : nullptr;
+}
+
+void Execution::on_done(void* self, std::int32_t error_code, const char* message) {
+  auto* execution = static_cast<Execution*>(self);
+  execution->kernel_.in_flight.fetch_sub(1);
+  execution->finish(error_code == 0 ? kOk : status_code_of(error_code), message);
+}
+
+}  // namespace
+
+EngineSlot& engine_slot() {
+  static EngineSlot& slot = *new EngineSlot;
+  return slot;
+}
+
+CreateKernel create_function(OpKind kind) {
+  switch (kind) {
+    case OpKind::kAllreduce:
+      return &create_kernel<OpKind::kAllreduce>;
+    case OpKind::kAllgather:
+      return &create_kernel<OpKind::kAllgather>;
+    case OpKind::kBroadcast:
+      return &create_kernel<OpKind::kBroadcast>;
+    default:
+      return nullptr;
+  }
+}
+
+void compute(void* kernel, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done) {
+  (new Execution(*static_cast<Kernel*>(kernel), context, done))->start();
+}
+
+void delete_kernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
+
+}  // namespace polyhvd::tf

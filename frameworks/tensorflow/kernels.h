@@ -1,0 +1,23 @@
+// The kernels of the collectives: they turn one execution of a TensorFlow op into
+// one submission to the core, and never block a thread of TensorFlow's.
+#pragma once
+
+#include "engine_slot.h"
+#include "tf_c_api.h"
+#include "types.h"
+
+namespace polyhvd::tf {
+
+// The slot that all kernels submit through. Never destroyed.
+EngineSlot& engine_slot();
+
+// What TensorFlow needs for the kernel of one kind of op: null for a kind without one.
+CreateKernel create_function(OpKind kind);
+void compute(void* kernel, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done);
+void delete_kernel(void* kernel);
+
+// Registers ops and kernels with TensorFlow. Null, or the op that TensorFlow refused.
+// Called once, when the library is loaded.
+const char* register_ops();
+
+}  // namespace polyhvd::tf

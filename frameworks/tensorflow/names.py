@@ -1,0 +1,117 @@
+"""Names of operations in graphs, and the lines they come from.
+
+Ranks match operations by name, so a name must be the same on all ranks, the same in every step, and
+different for two operations that may be in flight together. It is made of the Python function's name
+and the operation's place in it, never of TensorFlow's process-wide counters.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from polyhvd.adapter import OpKind
+from polyhvd.api import _SLOTS
+
+__all__ = ["caller_line", "do_not_convert", "eager", "in_graph", "unnamed_in_graph"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_COUNTED = "_polyhvd_names"
+_GENERATED = re.compile(r"^__(forward|backward|inference)_(.*)_\d+$")
+_CONTROL_FLOW = ("CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph")
+_NOT_CALLERS = ("polyhvd", "tensorflow", "keras", "tf_keras")
+_OURS = str(Path(__file__).parent)
+_IN_A_FRAMEWORK = re.compile(rf"^{re.escape(_OURS)}/|/site-packages/({'|'.join(_NOT_CALLERS)})/|^<")
+
+
+def do_not_convert(function: F) -> F:
+    """Mark what a user may call in a ``tf.function``: AutoGraph is not to rewrite polyhvd.
+
+    Unlike TensorFlow's public decorator this adds no call in between, which would cost time and stand
+    for the caller in the core's messages.
+    """
+    from tensorflow.python.autograph.impl import api
+
+    mark = getattr(api, "autograph_artifact", tf.autograph.experimental.do_not_convert)
+    marked: F = mark(function)
+    return marked
+
+
+@contextmanager
+def eager(kind: OpKind, name: str | None) -> Iterator[str]:
+    """The name of an eager operation while it runs.
+
+    One without a name gets what :class:`polyhvd.api.Collectives` would give it, since another rank may
+    make the same call there.
+    """
+    if name is not None:
+        yield name
+        return
+    label = _SLOTS[kind].take()
+    try:
+        yield label
+    finally:
+        _SLOTS[kind].give_back(label)
+
+
+def in_graph(name: str) -> str:
+    """``name``, or ``name_1`` and so on when this graph has it already."""
+    graph = tf.compat.v1.get_default_graph()
+    counts = getattr(graph, _COUNTED, None)
+    if counts is None:
+        counts = Counter[str]()
+        setattr(graph, _COUNTED, counts)
+    number = counts[name]
+    counts[name] += 1
+    return f"{name}_{number}" if number else name
+
+
+def unnamed_in_graph(kind: str) -> str:
+    """Such as ``allreduce.train_step.0``."""
+    parts: list[str] = []
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        name = getattr(graph, "name", "") or "graph"
+        if type(graph).__name__ in _CONTROL_FLOW:
+            # A branch or body is traced anew with its function; its name ends in a counter.
+            parts.append(re.sub(r"_\d+$", "", name))
+            graph = getattr(graph, "outer_graph", None)
+            continue
+        generated = _GENERATED.match(name)
+        parts.append(f"{generated[1]}_{generated[2]}" if generated else name)
+        break
+    return in_graph(f"{kind}.{'.'.join(reversed(parts))}.0")
+
+
+def caller_line() -> str:
+    """``train.py:88``: the innermost line outside polyhvd, TensorFlow and Keras."""
+    if not tf.executing_eagerly():
+        return _traced_line()
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_CALLERS:
+            return _line(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _line(path: str, number: int) -> str:
+    return f"{path.rpartition('/')[2]}:{number}"
+
+
+def _traced_line() -> str:
+    """While a function is traced, AutoGraph runs a copy of it: TensorFlow knows the lines it came from."""
+    from tensorflow.python.util import tf_stack
+
+    for frame in reversed(list(tf_stack.extract_stack())):
+        if not _IN_A_FRAMEWORK.search(frame.filename):
+            return _line(frame.filename, frame.lineno)
+    return ""

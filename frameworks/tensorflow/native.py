@@ -1,0 +1,76 @@
+"""The op library: loaded into TensorFlow, and told which engine is current."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import os
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from polyhvd import context
+from polyhvd.errors import HorovodVersionMismatchError
+
+__all__ = ["library"]
+
+_OPS = frozenset({"PolyhvdAllreduce", "PolyhvdAllgather", "PolyhvdBroadcast"})
+
+
+def _path() -> Path:
+    candidates = [
+        Path(__file__).with_name(f"_native{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES
+    ]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    raise ImportError(
+        f"polyhvd.tensorflow was installed without its op library {candidates[0].name}; reinstall polyhvd"
+    )
+
+
+def _load() -> Any:
+    """Register the ops and follow the engine; the module of the ops' Python functions."""
+    path = str(_path())
+    ops = tf.load_op_library(path)  # before anybody else: TensorFlow lists what the loading registers
+    native = ctypes.CDLL(path)
+    native.polyhvd_tensorflow_problem.restype = ctypes.c_char_p
+    native.polyhvd_tensorflow_set_engine.argtypes = [ctypes.c_void_p]
+    problem = native.polyhvd_tensorflow_problem()
+    if problem is not None:
+        raise ImportError(
+            f"polyhvd.tensorflow does not know this TensorFlow ({tf.__version__}): it lacks "
+            f"{problem.decode()}; TensorFlow 2.13 and later are supported"
+        )
+    _exempt_from_ordering()
+
+    def follow(address: int) -> None:
+        if not native.polyhvd_tensorflow_set_engine(address or None):
+            raise HorovodVersionMismatchError(
+                "the op library of polyhvd.tensorflow is of another version than the core; reinstall polyhvd"
+            )
+
+    context.on_engine_change(follow)
+    os.register_at_fork(after_in_child=native.polyhvd_tensorflow_forget_engine)
+    return ops
+
+
+def _exempt_from_ordering() -> None:
+    """Let collectives of one graph overlap, and let all of them run.
+
+    TensorFlow serialises stateful ops in program order. Ours may start in any order, as ranks match
+    them by name; but they must run even if this rank does not use the result, since others may, and
+    one call of a function must end before the next one, as both have the same names. Without
+    the list, in a TensorFlow that has none, they are merely slower.
+    """
+    from tensorflow.python.framework import auto_control_deps
+
+    name = "MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS"
+    known = getattr(auto_control_deps, name, None)
+    if known is not None:
+        setattr(auto_control_deps, name, frozenset(known) | _OPS)
+
+
+#: ``polyhvd_allreduce`` and so on, as TensorFlow generates them.
+library = _load()

@@ -1,0 +1,412 @@
+"""Training with Keras and with tapes. Run by test_tf_keras.py as two ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
+
+# isort: split
+import keras
+import numpy as np
+import polyhvd.keras as hvd
+import polyhvd.tensorflow as hvd_tf
+import polyhvd.tensorflow.keras as hvd_tf_keras
+import tensorflow as tf
+
+import polyhvd
+
+tf.get_logger().setLevel("ERROR")
+tf.config.threading.set_inter_op_parallelism_threads(2)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+
+RANK = int(os.environ["HOROVOD_RANK"])
+SIZE = int(os.environ["HOROVOD_SIZE"])
+BATCH, STEPS, FEATURES = 8, 6, 5
+
+
+def dataset() -> tuple[Any, Any]:
+    numbers = np.random.default_rng(3)
+    inputs = numbers.normal(size=(BATCH * SIZE * STEPS, FEATURES)).astype(np.float32)
+    targets = (inputs @ numbers.normal(size=(FEATURES, 1)) + 0.1).astype(np.float32)
+    return inputs, targets
+
+
+def mine(array: Any) -> Any:
+    """This rank's share of every batch of the union."""
+    return array.reshape(STEPS, SIZE, BATCH, -1)[:, RANK].reshape(STEPS * BATCH, -1)
+
+
+def value(variable: Any) -> float:
+    return float(keras.ops.convert_to_numpy(variable))
+
+
+def make_model(seed: int = 1, **first: Any) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((FEATURES,)), layers.Dense(7, activation="tanh", **first), layers.Dense(1)]
+    )
+
+
+def sgd(**arguments: Any) -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9, **arguments)
+
+
+def train_alone(optimizer: Any = None, epochs: int = 2) -> list[Any]:
+    """The weights after training in one process on the union of the ranks' batches."""
+    model = make_model()
+    model.compile(optimizer or sgd(), loss="mse")
+    inputs, targets = dataset()
+    model.fit(inputs, targets, batch_size=BATCH * SIZE, epochs=epochs, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def train_together(model: Any, callbacks: Any = (), epochs: int = 2) -> Any:
+    inputs, targets = (mine(array) for array in dataset())
+    return model.fit(
+        inputs, targets, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+
+
+def assert_same_on_all_ranks(weights: list[Any]) -> None:
+    everybody = hvd.allgather_object([np.asarray(w).tobytes() for w in weights])
+    assert all(other == everybody[0] for other in everybody), "ranks differ"
+
+
+def assert_close(weights: list[Any], expected: list[Any], tolerance: float = 1e-5) -> None:
+    for found, wanted in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@check
+def fit_equals_training_alone_on_the_union() -> None:
+    hvd.init()
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+    before = polyhvd.counters()["operations"]
+    train_together(model)
+    # All gradients of a step are one operation.
+    assert polyhvd.counters()["operations"] - before == 2 * STEPS
+    assert_same_on_all_ranks(model.get_weights())
+    assert_close(model.get_weights(), train_alone())
+
+
+@check
+def training_without_the_wrapper_differs() -> None:
+    model = make_model()
+    model.compile(sgd(), loss="mse")
+    train_together(model)
+    everybody = hvd.allgather_object(model.get_weights()[0].tobytes())
+    assert everybody[0] != everybody[1]
+
+
+@check
+def clipping_comes_after_averaging() -> None:
+    for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}):
+        model = make_model()
+        model.compile(hvd.DistributedOptimizer(sgd(**clip)), loss="mse")
+        train_together(model)
+        assert_same_on_all_ranks(model.get_weights())
+        assert_close(model.get_weights(), train_alone(sgd(**clip)))
+
+
+@check
+def other_optimizers_and_arguments_average_too() -> None:
+    for optimizer, arguments in (
+        (keras.optimizers.Adam(0.01), {"gradient_predivide_factor": 2.0}),
+        (keras.optimizers.AdamW(0.01), {"name": "mine"}),
+        (keras.optimizers.Adam(0.01), {"process_set": hvd.global_process_set}),
+    ):
+        alone = train_alone(type(optimizer).from_config(optimizer.get_config()))
+        model = make_model()
+        model.compile(hvd.DistributedOptimizer(optimizer, **arguments), loss="mse")
+        train_together(model)
+        assert_same_on_all_ranks(model.get_weights())
+        assert_close(model.get_weights(), alone, 2e-4)
+
+
+@check
+def fp16_compression_trains() -> None:
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16), loss="mse")
+    train_together(model)
+    assert_same_on_all_ranks(model.get_weights())
+    assert_close(model.get_weights(), train_alone(), 1e-2)
+
+
+@check
+def a_custom_loop_with_a_tape_equals_training_alone() -> None:
+    def train(distributed: bool, in_graph: bool) -> list[Any]:
+        model, optimizer = make_model(), sgd()
+        inputs, targets = (mine(a) for a in dataset()) if distributed else dataset()
+        batch = BATCH if distributed else BATCH * SIZE
+
+        def step(x: Any, y: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            if distributed:
+                tape = hvd_tf.DistributedGradientTape(tape)
+                assert isinstance(tape, tf.GradientTape)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        optimizer.build(model.trainable_variables)
+        run = tf.function(step) if in_graph else step
+        for k in range(STEPS):
+            run(
+                tf.constant(inputs[k * batch : (k + 1) * batch]),
+                tf.constant(targets[k * batch : (k + 1) * batch]),
+            )
+        return model.get_weights()
+
+    alone = train(False, True)
+    for in_graph in (False, True):
+        together = train(True, in_graph)
+        assert_same_on_all_ranks(together)
+        assert_close(together, alone)
+
+
+@check
+def a_tape_that_wraps_another_records() -> None:
+    variable, local, unused = tf.Variable(2.0), tf.Variable(3.0), tf.Variable(1.0)
+    with hvd_tf.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = variable * local * (RANK + 1.0)
+    tape.register_local_source(local)
+    gradients = tape.gradient(loss, {"v": variable, "l": local, "u": unused})
+    assert float(gradients["v"]) == 3.0 * 1.5
+    assert float(gradients["l"]) == 2.0 * (RANK + 1.0) / SIZE
+    assert gradients["u"] is None
+    with hvd_tf.DistributedGradientTape(tf.GradientTape(), op=hvd_tf.Sum) as tape:
+        loss = variable * (RANK + 1.0)
+    assert float(tape.gradient(loss, variable)) == 3.0
+
+
+@check
+def sparse_gradients_are_dense_on_request_and_refused_otherwise() -> None:
+    table = tf.Variable(tf.ones([4, 2]))
+    for sparse_as_dense in (True, False):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [RANK, 2]))
+        tape = hvd_tf.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense)
+        if sparse_as_dense:
+            expected = np.array([[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.0, 0.0]])
+            np.testing.assert_array_equal(tape.gradient(loss, table).numpy(), expected)
+        else:
+            assert "sparse_as_dense=True" in raises(NotImplementedError, tape.gradient, loss, table)
+
+
+@check
+def a_wrapped_optimizer_is_of_its_own_class() -> None:
+    plain = sgd(nesterov=True)
+    wrapped = hvd.DistributedOptimizer(plain)
+    assert isinstance(wrapped, keras.optimizers.SGD)
+    assert isinstance(wrapped, keras.optimizers.Optimizer)
+    assert wrapped.get_config() == plain.get_config()
+    copy = type(wrapped).from_config(wrapped.get_config())
+    assert copy.get_config() == plain.get_config()
+    assert value(wrapped.learning_rate) == value(plain.learning_rate)
+    wrapped.learning_rate = 0.5
+    assert value(plain.learning_rate) == 0.5
+    raises(ValueError, hvd.DistributedOptimizer, wrapped)
+    raises(ValueError, hvd.DistributedOptimizer, object())
+
+
+@check
+def a_saved_model_keeps_the_optimizers_state() -> None:
+    alone = train_alone(epochs=4)
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+    train_together(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        model.save(path)
+        plain = keras.models.load_model(path)  # as in a script without polyhvd
+        assert type(plain.optimizer) is keras.optimizers.SGD
+        again = hvd.load_model(path)
+        with_table = keras.models.load_model(path, custom_objects={"SGD": type(model.optimizer)})
+    assert isinstance(again.optimizer, keras.optimizers.SGD)
+    assert type(again.optimizer) is not keras.optimizers.SGD
+    assert value(again.optimizer.iterations) == 2 * STEPS
+    train_together(again)
+    assert_same_on_all_ranks(again.get_weights())
+    assert_close(again.get_weights(), alone)
+    assert with_table.optimizer.get_config() == model.optimizer.get_config()
+
+
+@check
+def jit_compile_is_declined() -> None:
+    alone = train_alone()
+    model = make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", jit_compile=True)
+    assert any("jit_compile" in str(warning.message) for warning in caught)
+    assert not model.jit_compile
+    train_together(model)
+    assert_same_on_all_ranks(model.get_weights())
+    assert_close(model.get_weights(), alone)
+    # Another optimizer's model may still be compiled.
+    plain = make_model()
+    plain.compile(sgd(), loss="mse", jit_compile=True)
+    assert plain.jit_compile
+
+
+@check
+def auto_does_not_choose_xla_on_a_machine_with_a_gpu() -> None:
+    real = tf.config.list_physical_devices
+    pretended = [type("Device", (), {"device_type": "GPU"})]
+    tf.config.list_physical_devices = lambda *a: pretended
+    try:
+        model, plain = make_model(), make_model()
+        model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+        plain.compile(sgd(), loss="mse")
+    finally:
+        tf.config.list_physical_devices = real
+    assert plain.jit_compile
+    assert not model.jit_compile
+
+
+@check
+def a_step_under_xla_says_what_to_do() -> None:
+    variable, optimizer = tf.Variable(1.0), hvd.DistributedOptimizer(sgd())
+    optimizer.build([variable])
+    step = tf.function(lambda: optimizer.apply([tf.constant(1.0)], [variable]), jit_compile=True)
+    assert "compile(jit_compile=False)" in raises(NotImplementedError, step)
+
+
+@check
+def overflow_on_one_rank_is_everybodys() -> None:
+    variable = tf.Variable(1.0)
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+    scaled.build([variable])
+
+    @tf.function
+    def step(gradient: Any) -> None:
+        scaled.apply([gradient], [variable])
+
+    step(tf.constant(float("inf") if RANK == 1 else 4.0))
+    assert float(variable) == 1.0
+    assert value(scaled.dynamic_scale) == 2.0
+    step(tf.constant(2.0 * (RANK + 1)))
+    assert float(variable) == 1.0 - 1.5
+    outside = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)))
+    outside.build([variable])
+    outside.apply([tf.constant(float("inf") if RANK == 0 else 1.0)], [variable])
+    assert float(variable) == -0.5
+
+
+@check
+def mixed_precision_trains_alike() -> None:
+    model = make_model(dtype="mixed_float16")
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", auto_scale_loss=True)
+    train_together(model)
+    assert_same_on_all_ranks(model.get_weights())
+
+
+@check
+def callbacks_start_all_ranks_alike_and_average_metrics() -> None:
+    model = make_model(seed=1 + RANK)
+    optimizer = hvd.DistributedOptimizer(sgd())
+    optimizer.learning_rate = 0.05 if RANK == 0 else 0.5
+    model.compile(optimizer, loss="mse", metrics=["mae"])
+    send = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    history = train_together(model, [send, hvd.callbacks.MetricAverageCallback()])
+    assert send.broadcast_done
+    assert_same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)])
+    assert_close(model.get_weights(), train_alone())
+    everybody = hvd.allgather_object(history.history)
+    assert everybody[0] == everybody[1]
+    assert isinstance(history.history["loss"][0], float)
+
+
+@check
+def a_model_that_is_built_by_its_first_batch_is_broadcast_too() -> None:
+    keras.utils.set_random_seed(10 + RANK)
+    model = keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+    train_together(model, [hvd_tf_keras.callbacks.BroadcastGlobalVariablesCallback(1)])
+    assert_same_on_all_ranks(model.get_weights())
+
+
+@check
+def local_variables_stay() -> None:
+    model = make_model(seed=1 + RANK)
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
+    send = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=model.layers[0].weights)
+    send.set_model(model)
+    before = model.get_weights()
+    send.on_train_begin()
+    after = model.get_weights()
+    np.testing.assert_array_equal(before[0], after[0])
+    everybody = hvd.allgather_object([w.tobytes() for w in after])
+    assert everybody[0][0] != everybody[1][0]
+    assert everybody[0][2] == everybody[1][2]
+
+
+@check
+def two_optimizers_in_one_graph_do_not_mix() -> None:
+    first, second = tf.Variable(tf.zeros([2])), tf.Variable(tf.zeros([2]))
+    a, b = (hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2))
+    a.build([first])
+    b.build([second])
+
+    @tf.function
+    def step() -> None:
+        a.apply([tf.ones([2]) * (RANK + 1.0)], [first])
+        b.apply([tf.ones([2]) * 10.0 * (RANK + 1.0)], [second])
+
+    for k in range(1, 4):
+        step()
+        np.testing.assert_array_equal(first.numpy(), [-1.5 * k] * 2)
+        np.testing.assert_array_equal(second.numpy(), [-15.0 * k] * 2)
+
+
+@check
+def steps_per_execution_and_evaluate_work() -> None:
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", steps_per_execution=3)
+    train_together(model)
+    assert_close(model.get_weights(), train_alone())
+    inputs, targets = dataset()
+    assert model.evaluate(inputs, targets, verbose=0) > 0
+    assert model.predict(inputs[:4], verbose=0).shape == (4, 1)
+
+
+@check
+def an_optimizer_of_version_1_reduces() -> None:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.get_variable("v", initializer=2.0)
+        optimizer = hvd_tf.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
+        assert isinstance(optimizer, tf.compat.v1.train.GradientDescentOptimizer)
+        step = optimizer.minimize(variable * (RANK + 1.0))
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(step)
+        assert session.run(variable) == 0.5
+        assert "eager" not in str(session.run(hvd.broadcast_global_variables(1)))
+
+
+@check
+def values_are_reduced() -> None:
+    assert float(hvd.allreduce(1.0 + RANK)) == 1.5
+    assert float(hvd.allreduce(np.float32(1.0 + RANK), average=False)) == 3.0
+    np.testing.assert_array_equal(hvd_tf_keras.allgather(np.array([RANK])).numpy(), [0, 1])
+    assert int(hvd.broadcast(RANK, 1)) == 1
+    raises(RuntimeError, hvd.broadcast_global_variables, 0)
+
+
+@check
+def what_is_not_supported_yet_says_so() -> None:
+    for arguments in ({"backward_passes_per_step": 2}, {"num_groups": 2}, {"device_dense": "/gpu:0"}):
+        raises(NotImplementedError, lambda a=arguments: hvd.DistributedOptimizer(sgd(), **a))
+    raises(ValueError, lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Max))
+    hvd.DistributedOptimizer(sgd(), device_dense="/cpu:0", device_sparse="")
+
+
+if __name__ == "__main__":
+    run_checks()

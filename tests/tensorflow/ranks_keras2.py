@@ -1,0 +1,145 @@
+"""Training with Keras 2: of TensorFlow 2.13 to 2.15, or tf_keras. Run by test_tf_keras2.py as two ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
+
+from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
+
+# isort: split
+import numpy as np
+import polyhvd.tensorflow.keras as hvd
+import tensorflow as tf
+
+tf.get_logger().setLevel("ERROR")
+tf.config.threading.set_inter_op_parallelism_threads(2)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+RANK = int(os.environ["HOROVOD_RANK"])
+SIZE = int(os.environ["HOROVOD_SIZE"])
+BATCH, STEPS, FEATURES = 8, 6, 5
+
+
+def dataset() -> tuple[Any, Any]:
+    numbers = np.random.default_rng(3)
+    inputs = numbers.normal(size=(BATCH * SIZE * STEPS, FEATURES)).astype(np.float32)
+    return inputs, (inputs @ numbers.normal(size=(FEATURES, 1)) + 0.1).astype(np.float32)
+
+
+def mine(array: Any) -> Any:
+    return array.reshape(STEPS, SIZE, BATCH, -1)[:, RANK].reshape(STEPS * BATCH, -1)
+
+
+def make_model(seed: int = 1, build: bool = True) -> Any:
+    tf.keras.utils.set_random_seed(seed)
+    layers = tf.keras.layers
+    model = tf.keras.Sequential([layers.Dense(7, activation="tanh"), layers.Dense(1)])
+    if build:
+        model.build((None, FEATURES))
+    return model
+
+
+def optimizers() -> list[Any]:
+    legacy = getattr(tf.keras.optimizers, "legacy", None)
+    classes = [tf.keras.optimizers.SGD, *([legacy.SGD] if legacy else [])]
+    return [lambda cls=cls, **kw: cls(0.05, momentum=0.9, **kw) for cls in classes]
+
+
+def train_alone(make: Any, **arguments: Any) -> list[Any]:
+    model = make_model()
+    model.compile(make(**arguments), loss="mse")
+    inputs, targets = dataset()
+    model.fit(inputs, targets, batch_size=BATCH * SIZE, epochs=2, shuffle=False, verbose=0)
+    return list(model.get_weights())
+
+
+def train_together(model: Any, callbacks: Any = ()) -> Any:
+    inputs, targets = (mine(array) for array in dataset())
+    return model.fit(
+        inputs, targets, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+
+
+def assert_same_on_all_ranks(weights: list[Any]) -> None:
+    everybody = hvd.allgather_object([np.asarray(w).tobytes() for w in weights])
+    assert all(other == everybody[0] for other in everybody), "ranks differ"
+
+
+def assert_close(weights: list[Any], expected: list[Any]) -> None:
+    for found, wanted in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@check
+def fit_equals_training_alone_on_the_union() -> None:
+    hvd.init()
+    for make in optimizers():
+        for clip in ({}, {"clipnorm": 0.05}):
+            model = make_model()
+            model.compile(hvd.DistributedOptimizer(make(**clip)), loss="mse")
+            train_together(model)
+            assert_same_on_all_ranks(model.get_weights())
+            assert_close(model.get_weights(), train_alone(make, **clip))
+
+
+@check
+def callbacks_start_all_ranks_alike_and_average_metrics() -> None:
+    for make in optimizers():
+        for build in (True, False):
+            model = make_model(1 + RANK, build)
+            model.compile(hvd.DistributedOptimizer(make()), loss="mse", metrics=["mae"])
+            send = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            history = train_together(model, [send, hvd.callbacks.MetricAverageCallback()])
+            assert_same_on_all_ranks(model.get_weights())
+            everybody = hvd.allgather_object(history.history)
+            assert everybody[0] == everybody[1]
+
+
+@check
+def overflow_on_one_rank_is_everybodys() -> None:
+    variable = tf.Variable(1.0)
+    inner = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
+    scaled = tf.keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=4.0)
+
+    @tf.function
+    def step(gradient: Any) -> None:
+        scaled.apply_gradients([(gradient, variable)])
+
+    step(tf.constant(float("inf") if RANK == 1 else 4.0))
+    assert float(variable) == 1.0
+    assert float(scaled.loss_scale) == 2.0
+    step(tf.constant(2.0 * (RANK + 1)))
+    assert float(variable) == 1.0 - 3.0  # apply_gradients takes unscaled gradients here
+
+
+@check
+def a_saved_model_keeps_the_optimizers_state() -> None:
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.05, momentum=0.9)), loss="mse")
+    train_together(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.h5"
+        model.save(path)
+        plain = tf.keras.models.load_model(path)
+        again = hvd.load_model(path)
+    assert type(plain.optimizer) is tf.keras.optimizers.SGD
+    assert isinstance(again.optimizer, tf.keras.optimizers.SGD)
+    assert int(again.optimizer.iterations) == 2 * STEPS
+    train_together(again)
+    assert_same_on_all_ranks(again.get_weights())
+
+
+@check
+def xla_is_refused_with_advice() -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.05))
+    model.compile(optimizer, loss="mse", jit_compile=True)
+    assert "compile(jit_compile=False)" in raises(Exception, train_together, model)
+
+
+if __name__ == "__main__":
+    run_checks()

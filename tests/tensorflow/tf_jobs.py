@@ -1,0 +1,52 @@
+"""Runs a script of checks once as the ranks of a job; each check is a test of its own.
+
+TensorFlow takes seconds to import, so the checks of one script share their processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 400
+
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+
+def checks_in(script: str) -> list[str]:
+    """Names of the functions that ``spmd.check`` marks in a script."""
+    return re.findall(r"^@check\ndef (\w+)", (HERE / script).read_text(), re.MULTILINE)
+
+
+@functools.cache
+def run(script: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    """The finished job."""
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable, str(HERE / script)]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as expired:
+        output = [(part or b"").decode(errors="replace") for part in (expired.stdout, expired.stderr)]
+        return subprocess.CompletedProcess(command, 124, output[0], output[1] + "\ntimed out")
+
+
+def expect_passed(script: str, ranks: int, check: str) -> None:
+    """Fail unless the check has passed on every rank."""
+    job = run(script, ranks)
+    passed = len(re.findall(rf"PASSED {check}$", job.stdout, re.MULTILINE))
+    assert passed == ranks, f"{passed} of {ranks} ranks passed; {_tail(job)}"
+
+
+def expect_clean_exit(script: str, ranks: int) -> None:
+    """Fail unless the job has ended well."""
+    job = run(script, ranks)
+    assert job.returncode == 0, _tail(job)
+
+
+def _tail(job: subprocess.CompletedProcess[str]) -> str:
+    return f"exit status {job.returncode}\n{job.stdout[-3000:]}\n{job.stderr[-6000:]}"
