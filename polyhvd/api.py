@@ -15,7 +15,7 @@ from polyhvd.adapter import Capability, FrameworkAdapter, Handle, OpKind, Reduce
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["Call", "Collectives", "process_set_id", "resolve_op"]
+__all__ = ["Call", "Collectives", "barrier", "names_of", "process_set_id", "resolve_op"]
 
 T = TypeVar("T")
 
@@ -94,16 +94,29 @@ class _Slots:
         self._free.append(name)
 
 
-_SLOTS = {kind: _Slots(kind.name.lower()) for kind in OpKind}
+# By kind and process set: members of a set agree on its names whatever they do in others.
+_slots: dict[tuple[OpKind, int], _Slots] = {}
+
+
+def names_of(kind: OpKind, process_set: int) -> _Slots:
+    """Names for calls without one, of a kind and on a process set."""
+    slots = _slots.get((kind, process_set))
+    if slots is None:
+        slots = _slots.setdefault((kind, process_set), _Slots(kind.name.lower()))
+    return slots
+
+
+# Handles that were never synchronized may have kept other names on each rank.
+context.on_engine_change(lambda _: _slots.clear())
 
 
 class _Ticket:
     """What the API remembers in a handle: the name it lent, and whether the caller passed a list."""
 
-    __slots__ = ("kind", "lent", "single")
+    __slots__ = ("lent", "single", "slots")
 
-    def __init__(self, kind: OpKind, lent: str | None, single: bool) -> None:
-        self.kind = kind
+    def __init__(self, slots: _Slots | None, lent: str, single: bool) -> None:
+        self.slots = slots  # None: the caller gave the name
         self.lent = lent
         self.single = single
 
@@ -128,18 +141,19 @@ class Collectives(Generic[T]):
         priority: int,
     ) -> bool:
         """Run a blocking in-place call in one step of the core; False when it must be done by parts."""
-        lent = None
-        if name is None:
-            lent = name = _SLOTS[kind].take()
         set_id = 0 if process_set is global_process_set else process_set_id(process_set)
+        slots = None
+        if name is None:
+            slots = names_of(kind, set_id)
+            name = slots.take()
         try:
             engine = context.engine()
             _core.run(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
         except BufferError:  # not dense
             return False
         finally:
-            if lent is not None:
-                _SLOTS[kind].give_back(lent)
+            if slots is not None:
+                slots.give_back(name)
         return True
 
     def _start(
@@ -158,9 +172,11 @@ class Collectives(Generic[T]):
         single: bool,
     ) -> Handle:
         context.engine()
-        lent = None
+        set_id = 0 if process_set is global_process_set else process_set_id(process_set)
+        slots = None
         if name is None:
-            lent = name = _SLOTS[kind].take()
+            slots = names_of(kind, set_id)
+            name = slots.take()
         call = Call(
             kind,
             name,
@@ -168,17 +184,17 @@ class Collectives(Generic[T]):
             root,
             prescale,
             postscale,
-            0 if process_set is global_process_set else process_set_id(process_set),
+            set_id,
             priority,
             blocking,
         )
         try:
             handle = self.adapter.submit(call, tensors, out)
         except BaseException:
-            if lent is not None:
-                _SLOTS[kind].give_back(lent)
+            if slots is not None:
+                slots.give_back(name)
             raise
-        handle.slot = _Ticket(kind, lent, single)
+        handle.slot = _Ticket(slots, name, single)
         return handle
 
     def synchronize(self, handle: Handle) -> Any:
@@ -206,8 +222,8 @@ class Collectives(Generic[T]):
     @staticmethod
     def _give_back(handle: Handle) -> None:
         ticket, handle.slot = handle.slot, None
-        if ticket is not None and ticket.lent is not None:
-            _SLOTS[ticket.kind].give_back(ticket.lent)
+        if ticket is not None and ticket.slots is not None:
+            ticket.slots.give_back(ticket.lent)
 
     def poll(self, handle: Handle) -> bool:
         """Whether ``synchronize()`` would return without waiting."""
@@ -456,11 +472,10 @@ class Collectives(Generic[T]):
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    name = _SLOTS[OpKind.BARRIER].take()
+    set_id = process_set_id(process_set)
+    slots = names_of(OpKind.BARRIER, set_id)
+    name = slots.take()
     try:
-        handle = context.engine().submit(
-            OpKind.BARRIER, name, (), None, process_set=process_set_id(process_set), blocking=True
-        )
-        handle.wait()
+        context.engine().submit(OpKind.BARRIER, name, (), None, process_set=set_id, blocking=True).wait()
     finally:
-        _SLOTS[OpKind.BARRIER].give_back(name)
+        slots.give_back(name)

@@ -76,7 +76,10 @@ class Config:
         "FUSION_THRESHOLD", _count, 128 << 20, "Bytes of the operations that run as one at most."
     )
     cycle_time_ms: float = _row(
-        "CYCLE_TIME", _number, 1.0, "Longest time, in milliseconds, that asynchronous work is gathered before the engine acts."
+        "CYCLE_TIME",
+        _number,
+        1.0,
+        "Longest time, in milliseconds, that asynchronous work is gathered before the engine acts.",
     )
     cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
     data_timeout_s: float = _row(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from polyhvd.adapter import OpKind
-from polyhvd.api import _SLOTS
+from polyhvd.api import names_of
 
 __all__ = ["caller_line", "do_not_convert", "eager", "in_graph", "unnamed_in_graph"]
 
@@ -46,7 +46,7 @@ def do_not_convert(function: F) -> F:
 
 
 @contextmanager
-def eager(kind: OpKind, name: str | None) -> Iterator[str]:
+def eager(kind: OpKind, name: str | None, process_set: int) -> Iterator[str]:
     """The name of an eager operation while it runs.
 
     One without a name gets what :class:`polyhvd.api.Collectives` would give it, since another rank may
@@ -55,26 +55,30 @@ def eager(kind: OpKind, name: str | None) -> Iterator[str]:
     if name is not None:
         yield name
         return
-    label = _SLOTS[kind].take()
+    lent = names_of(kind, process_set)
+    label = lent.take()
     try:
         yield label
     finally:
-        _SLOTS[kind].give_back(label)
+        lent.give_back(label)
 
 
-def in_graph(name: str) -> str:
-    """``name``, or ``name_1`` and so on when this graph has it already."""
+def in_graph(name: str, process_set: int) -> str:
+    """``name``, or ``name_1`` and so on when this graph has it already for the process set.
+
+    Each set counts for itself, since only its members trace its operations.
+    """
     graph = tf.compat.v1.get_default_graph()
     counts = getattr(graph, _COUNTED, None)
     if counts is None:
-        counts = Counter[str]()
+        counts = Counter[tuple[str, int]]()
         setattr(graph, _COUNTED, counts)
-    number = counts[name]
-    counts[name] += 1
+    number = counts[name, process_set]
+    counts[name, process_set] += 1
     return f"{name}_{number}" if number else name
 
 
-def unnamed_in_graph(kind: str) -> str:
+def unnamed_in_graph(kind: str, process_set: int) -> str:
     """Such as ``allreduce.train_step.0``."""
     parts: list[str] = []
     graph = tf.compat.v1.get_default_graph()
@@ -88,7 +92,7 @@ def unnamed_in_graph(kind: str) -> str:
         generated = _GENERATED.match(name)
         parts.append(f"{generated[1]}_{generated[2]}" if generated else name)
         break
-    return in_graph(f"{kind}.{'.'.join(reversed(parts))}.0")
+    return in_graph(f"{kind}.{'.'.join(reversed(parts))}.0", process_set)
 
 
 def caller_line() -> str:

@@ -77,10 +77,14 @@ def _run_op(
     where = names.caller_line()
     common = {"process_set": process_set, "priority": priority, "where": where, **attributes}
     if not tf.executing_eagerly():
-        _refuse_xla(kind.name.lower())
-        label = names.unnamed_in_graph(kind.name.lower()) if name is None else names.in_graph(name)
+        verb = kind.name.lower()
+        _refuse_xla(verb)
+        if name is None:
+            label = names.unnamed_in_graph(verb, process_set)
+        else:
+            label = names.in_graph(name, process_set)
         return list(op(tensors=tensors, tensor_name=label, **common))
-    with as_tensorflow(), names.eager(kind, name) as label:
+    with as_tensorflow(), names.eager(kind, name, process_set) as label:
         return list(op(tensors=tensors, tensor_name=label, **common))
 
 

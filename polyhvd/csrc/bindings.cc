@@ -305,44 +305,51 @@ TensorView view_of(const polyhvd_tensor& t) {
           {static_cast<DeviceKind>(t.device_kind), t.device_index}};
 }
 
-std::int32_t submit_native(void* engine, const polyhvd_submission* in, char* message,
-                           std::size_t message_bytes) {
+Submission submission_of(const polyhvd_submission& in) {
   Submission s;
-  s.name = in->name;
-  s.kind = static_cast<OpKind>(in->kind);
-  s.op = static_cast<ReduceOp>(in->op);
-  s.root = in->root;
-  s.priority = in->priority;
-  s.scale = {in->prescale, in->postscale};
-  s.process_set = in->process_set;
-  s.queue_duplicates = in->queue_duplicates != 0;
-  if (in->where != nullptr) s.where = in->where;
-  for (int i = 0; i < in->count; ++i) {
-    s.inputs.push_back(view_of(in->inputs[i]));
-    if (in->outputs != nullptr) s.outputs.push_back(view_of(in->outputs[i]));
+  s.name = in.name;
+  s.kind = static_cast<OpKind>(in.kind);
+  s.op = static_cast<ReduceOp>(in.op);
+  s.root = in.root;
+  s.priority = in.priority;
+  s.scale = {in.prescale, in.postscale};
+  s.process_set = in.process_set;
+  s.queue_duplicates = in.queue_duplicates != 0;
+  if (in.where != nullptr) s.where = in.where;
+  for (int i = 0; i < in.count; ++i) {
+    s.inputs.push_back(view_of(in.inputs[i]));
+    if (in.outputs != nullptr) s.outputs.push_back(view_of(in.outputs[i]));
   }
-  void* context = in->context;
-  if (in->outputs == nullptr && in->allocate != nullptr) {
-    s.allocate = [context, allocate = in->allocate](int index, const Shape& shape) {
+  void* context = in.context;
+  if (in.outputs == nullptr && in.allocate != nullptr) {
+    s.allocate = [context, allocate = in.allocate](int index, const Shape& shape) {
       return allocate(context, index, shape.data(), static_cast<std::int32_t>(shape.size()));
     };
   }
-  s.done = [context, done = in->done](const Error* error) {
+  s.done = [context, done = in.done](const Error* error) {
     done(context, error == nullptr ? 0 : static_cast<std::int32_t>(error->code),
          error == nullptr ? nullptr : error->message.c_str());
   };
+  return s;
+}
+
+std::int32_t submit_native(void* engine, const polyhvd_submission* submission, char* message,
+                           std::size_t message_bytes) {
+  Error error;
   try {
-    static_cast<Engine*>(engine)->submit(std::move(s));
+    static_cast<Engine*>(engine)->submit(submission_of(*submission));
     return 0;
   } catch (const Failure& failure) {
-    const std::string& text = failure.error().message;
-    if (message_bytes > 0) {
-      const std::size_t n = std::min(text.size(), message_bytes - 1);
-      std::memcpy(message, text.data(), n);
-      message[n] = '\0';
-    }
-    return static_cast<std::int32_t>(failure.error().code);
+    error = failure.error();
+  } catch (const std::exception& other) {
+    error.message = other.what();
   }
+  if (message_bytes > 0) {
+    const std::size_t n = std::min(error.message.size(), message_bytes - 1);
+    std::memcpy(message, error.message.data(), n);
+    message[n] = '\0';
+  }
+  return static_cast<std::int32_t>(error.code);
 }
 
 }  // namespace

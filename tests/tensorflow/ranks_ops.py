@@ -25,6 +25,7 @@ NUMBERS = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "f
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 3, 2))
 RANK = int(os.environ["HOROVOD_RANK"])
 SIZE = int(os.environ["HOROVOD_SIZE"])
+OUTER = hvd.ProcessSet([0, SIZE - 1])
 
 
 def every(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> list[Any]:
@@ -60,7 +61,7 @@ def equal(found: Any, expected: Any, **tolerance: float) -> None:
 def a_call_before_init_says_so() -> None:
     message = raises(hvd.NotInitializedError, hvd.allreduce, tf.ones([2]))
     assert "hvd.init()" in message
-    hvd.init()
+    hvd.init(process_sets=[OUTER])
     assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
 
 
@@ -392,6 +393,40 @@ def compression_casts_on_the_wire_only() -> None:
             result = mode(lambda x, c=compression: hvd.allreduce(x, compression=c))(tf.constant([1.0 + RANK]))
             assert result.dtype == tf.float32
             equal(result, [(SIZE + 1) / 2])
+
+
+@check
+def a_process_set_communicates_by_itself() -> None:
+    members = [0, SIZE - 1]
+
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(hvd.allgather(x, process_set=OUTER) * [[1.0], [2.0]]) * (RANK + 1.0)
+        return tape.gradient(loss, x)
+
+    for mode in MODES:
+        average = mode(lambda x: hvd.allreduce(x, process_set=OUTER))
+        send = mode(lambda x: hvd.broadcast(x, SIZE - 1, process_set=OUTER))
+        if RANK not in members:
+            message = raises(tf.errors.InvalidArgumentError, average, tf.ones([1]))
+            assert "not in process set" in message
+            continue
+        equal(average(tf.constant([float(RANK)])), [(SIZE - 1) / 2])
+        equal(send(tf.constant([float(RANK)])), [SIZE - 1])
+        position = members.index(RANK)
+        equal(mode(gradient)(tf.ones([1, 1])), [[(position + 1.0) * (SIZE + 1)]])
+
+
+@check
+def names_do_not_depend_on_operations_of_other_process_sets() -> None:
+    def some_and_all(x: Any) -> Any:
+        if RANK in (0, SIZE - 1):
+            x = hvd.allreduce(x, process_set=OUTER) * 0.0 + x
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    for mode in MODES:
+        assert float(mode(some_and_all)(tf.constant(1.0 + RANK))) == sum(range(1, SIZE + 1))
 
 
 @check
