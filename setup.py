@@ -53,10 +53,7 @@ def native_adapter(framework: str) -> Extension:
 
 def framework_packages() -> dict[str, str]:
     """polyhvd.torch lies in frameworks/torch, and so on; frameworks/ itself is not installed."""
-    return {
-        f"polyhvd.{name}": f"frameworks/{name.replace('.', '/')}"
-        for name in find_packages("frameworks")
-    }
+    return {f"polyhvd.{name}": f"frameworks/{name.replace('.', '/')}" for name in find_packages("frameworks")}
 
 
 FRAMEWORKS = framework_packages()

@@ -24,7 +24,9 @@ def arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> a
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--epochs", type=_positive, default=epochs, help="passes over the training images")
-    parser.add_argument("--batch-size", type=_positive, default=batch_size, help="images a step, on each rank")
+    parser.add_argument(
+        "--batch-size", type=_positive, default=batch_size, help="images a step, on each rank"
+    )
     parser.add_argument("--lr", type=float, default=lr, help="learning rate of one rank")
     parser.add_argument("--data", choices=["digits", "fashion-mnist"], default="digits", help="data set")
     parser.add_argument("--plot", metavar="FILE.png", help="where rank 0 draws the loss curve")

@@ -105,8 +105,8 @@ def check(environment: Environment, wheel: Path) -> None:
     shutil.rmtree(tests, ignore_errors=True)
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (1, 2, 3))
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "parity"]
-    run(*pytest, *environment.extra_tests, cwd=tests, env={**os.environ, **environment.variables})
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/parity"]
+    run(*pytest, *environment.extra_tests, cwd=WORK, env={**os.environ, **environment.variables})
 
 
 def main() -> None:
