@@ -6,7 +6,8 @@ what a handle means are decided here.
 
 from __future__ import annotations
 
-import itertools
+import heapq
+import threading
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -81,17 +82,20 @@ class _Slots:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._free: list[str] = []  # append and pop are atomic
-        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, str]] = []  # a heap: the lowest, in whatever order they came back
+        self._used = 0
 
     def take(self) -> str:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return f"{self._kind}.noname.{next(self._numbers)}"
+        with self._lock:
+            if self._free:
+                return heapq.heappop(self._free)[1]
+            self._used += 1
+            return f"{self._kind}.noname.{self._used - 1}"
 
     def give_back(self, name: str) -> None:
-        self._free.append(name)
+        with self._lock:
+            heapq.heappush(self._free, (int(name.rpartition(".")[2]), name))
 
 
 # By kind and process set: members of a set agree on its names whatever they do in others.
