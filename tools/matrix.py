@@ -7,17 +7,16 @@ the same file in all of them. ``python tools/matrix.py legacy oldest-torch`` run
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "matrix"
-TOOLS = ("pytest>=8", "psutil>=5.9", "hypothesis>=6", "rich>=13")
+TOOLS = ("pytest>=8", "psutil>=5.9", "hypothesis>=6", "rich>=13", "scikit-learn>=1.2", "ml_dtypes")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Environment:
     drivers: tuple[str, ...]
     extra_tests: tuple[str, ...] = ()
     without_dependencies: tuple[str, ...] = ()
-    variables: dict[str, str] = field(default_factory=dict)
 
 
 ENVIRONMENTS = (
@@ -58,8 +56,8 @@ ENVIRONMENTS = (
         "tf-keras",
         ("numpy==1.26.4", "tensorflow-cpu==2.21.0", "ml_dtypes==0.5.4", "protobuf==7.36.2"),
         ("tensorflow",),
+        extra_tests=("tests/tensorflow/test_tf_keras2.py",),
         without_dependencies=("tf_keras==2.21.0",),
-        variables={"TF_USE_LEGACY_KERAS": "1"},
     ),
 )
 
@@ -105,8 +103,10 @@ def check(environment: Environment, wheel: Path) -> None:
     shutil.rmtree(tests, ignore_errors=True)
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (1, 2, 3))
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/parity"]
-    run(*pytest, *environment.extra_tests, cwd=WORK, env={**os.environ, **environment.variables})
+    pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    run(*pytest, "-k", chosen, "tests/parity", cwd=WORK)
+    if environment.extra_tests:
+        run(*pytest, *environment.extra_tests, cwd=WORK)
 
 
 def main() -> None:
