@@ -193,9 +193,15 @@ class _TensorFlow(Driver):
     def from_numpy(self, array: Array) -> Any:
         import tensorflow as tf
 
+        if array.dtype == BFLOAT16:  # older releases know another bfloat16 than ml_dtypes'
+            return tf.cast(tf.constant(array.astype(np.float32)), tf.bfloat16)
         return tf.constant(array)
 
     def to_numpy(self, tensor: Any) -> Array:
+        import tensorflow as tf
+
+        if tensor.dtype == tf.bfloat16:
+            return np.asarray(tf.cast(tensor, tf.float32).numpy()).astype(BFLOAT16)
         values: Array = np.asarray(tensor.numpy())
         return values
 
