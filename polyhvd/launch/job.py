@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import threading
@@ -67,6 +68,12 @@ class Job:
         self._stop_at: float | None = None  # when to look for the cause, and stop the others
         self._steps: list[tuple[float, int]] = []  # when to send which signal next
         self._signals: list[int] = []  # that the launcher has received
+        # Python's C handler writes the number of each signal into it, see set_wakeup_fd.
+        self._wake, self._alarm = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._alarm, False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        output.await_reader = self._await_reader
 
     def __enter__(self) -> Job:
         return self
@@ -81,6 +88,8 @@ class Job:
         for process in self._agents:
             process.close()
         self._selector.close()
+        os.close(self._wake)
+        os.close(self._alarm)
         self.rendezvous.close()
 
     def run(self) -> int:
@@ -149,9 +158,10 @@ class Job:
     # The loop
 
     def _turn(self, start_by: float) -> None:
-        for key, _ in self._selector.select(self._timer_s(start_by)):
+        starting = any(not process.ready and not process.ended for process in self._agents)
+        for key, _ in self._selector.select(self._timer_s(start_by) if starting else self._timer_s()):
             if key.data is None:
-                self._forward_signals(key.fd)
+                self._forward_signals()
                 continue
             process, read = key.data
             if read == process.complain:
@@ -165,18 +175,31 @@ class Job:
             for process in late:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
                 process.process.kill()
+        self._take_steps(now)
+
+    def _timer_s(self, *others: float) -> float | None:
+        times = [*others, *(moment for moment, _ in self._steps[:1])]
+        if self._stop_at is not None:
+            times.append(self._stop_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _take_steps(self, now: float) -> None:
         if self._stop_at is not None and now >= self._stop_at:
             self._stop()
         while self._steps and now >= self._steps[0][0]:
             self._send(self._steps.pop(0)[1])
 
-    def _timer_s(self, start_by: float) -> float | None:
-        times = [moment for moment, _ in self._steps[:1]]
-        if self._stop_at is not None:
-            times.append(self._stop_at)
-        if any(not process.ready and not process.ended for process in self._agents):
-            times.append(start_by)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+    def _await_reader(self, descriptor: int) -> bool:
+        """Nobody reads our output for now: the job waits, but can be stopped. See Output."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(descriptor, select.POLLOUT)
+        timer_s = self._timer_s()
+        ready = poll.poll(None if timer_s is None else 1000 * timer_s)
+        if any(fd == self._wake for fd, _ in ready):
+            self._forward_signals(say=False)
+        self._take_steps(time.monotonic())
+        return len(self._signals) < 2
 
     def _take(self, process: AgentProcess) -> None:
         try:
@@ -255,47 +278,34 @@ class Job:
         if threading.current_thread() is not threading.main_thread():
             yield  # then the program around us handles signals
             return
-        wake, alarm = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(alarm, False)
-        self._selector.register(wake, selectors.EVENT_READ)
-        former_alarm = signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
-        former = {number: signal.signal(number, self._signalled) for number in _FORWARDED_SIGNALS}
+        former_alarm = signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
+        former = {number: signal.signal(number, _leave_to_the_loop) for number in _FORWARDED_SIGNALS}
         try:
             yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(former_alarm)
-            self._selector.unregister(wake)
-            os.close(wake)
-            os.close(alarm)
 
-    def _signalled(self, number: int, _: object) -> None:
-        self._signals.append(number)
-        if len(self._signals) > 2:
-            # We do not get to act, perhaps since nobody reads our output. The agents see us go.
-            os._exit(128 + self._signals[0])
-
-    def _forward_signals(self, wake: int) -> None:
+    def _forward_signals(self, *, say: bool = True) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(wake, 4096)
-        if not self._signals:
-            return
+            self._signals += os.read(self._wake, 4096)
         now = time.monotonic()
         if self._stopping or len(self._signals) > 1:
             self._steps = [(now, signal.SIGKILL), (now + _KILL_GRACE_S, 0)]
         else:
             number = self._signals[0]
-            self._output.say(f"{signal.Signals(number).name}: stopping the ranks; once more to kill them")
+            self._stopping = True
+            self._stop_at = None
             self._steps = [(now, number)]
             if number != signal.SIGTERM:
                 now += _INTERRUPT_GRACE_S
                 self._steps.append((now, signal.SIGTERM))
             self._steps.append((now + _TERM_GRACE_S, signal.SIGKILL))
             self._steps.append((now + _TERM_GRACE_S + _KILL_GRACE_S, 0))
-        self._stopping = True
-        self._stop_at = None
+            if say:
+                name = signal.Signals(number).name
+                self._output.say(f"{name}: stopping the ranks; once more to kill them")
 
     def _conclude(self) -> int:
         if self._endings:
@@ -307,6 +317,10 @@ class Job:
         self._output.say(describe(ending), alarm=True)
         self._output.quote(ending.rank, _trim(traceback_lines(ending.tail)))
         return exit_status(ending)
+
+
+def _leave_to_the_loop(*_: object) -> None:
+    """Python's C handler has written the signal's number into the pipe, each time it came."""
 
 
 def _trim(lines: Sequence[bytes]) -> list[bytes]:

@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -60,6 +61,8 @@ class Output:
             for rank in range(size)
         ]
         self._live: tuple[int, bytes] | None = None  # the unfinished line that a terminal shows
+        #: Called with a descriptor that takes nothing for now; False: give its stream up.
+        self.await_reader: Callable[[int], bool] = _await_reader
         if directory is not None:
             self._open_files(Path(directory))
 
@@ -161,13 +164,28 @@ class Output:
 
     def _write(self, stream: int, data: bytes) -> None:
         view = memoryview(data)
+        descriptor = self._streams[stream]
         while view and stream not in self._closed:
             try:
-                view = view[os.write(self._streams[stream], view) :]
+                # A pipe that is ready takes this much without blocking, see pipe(7).
+                if _ready(descriptor, 0):
+                    view = view[os.write(descriptor, view[: select.PIPE_BUF]) :]
+                elif not self.await_reader(descriptor):
+                    self._closed.add(stream)
             except BlockingIOError:
-                select.select([], [self._streams[stream]], [])
+                pass
             except OSError:
                 self._closed.add(stream)  # nobody reads any more; the job goes on
+
+
+def _ready(descriptor: int, timeout_ms: int | None) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(timeout_ms))
+
+
+def _await_reader(descriptor: int) -> bool:
+    return _ready(descriptor, None)
 
 
 def _shown(line: bytes) -> bytes:
