@@ -80,8 +80,7 @@ World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), park
   }
   const auto lost = [this](int rank) { on_lost(rank); };
   if (here().size() > 1) {
-    segment_ = std::make_unique<shm::Segment>(wiring_.segment_fd, static_cast<int>(here().size()),
-                                              static_cast<int>(wiring_.process_sets.size()) + 1);
+    segment_ = std::make_unique<shm::Segment>(wiring_.segment_fd, static_cast<int>(here().size()));
     ::close(wiring_.segment_fd);
     parking_.set_sleep_flag(&segment_->sleep_flag(local_));
     peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, local_peers(), local_, lost);
@@ -194,11 +193,17 @@ int tree_parent(int domain) noexcept { return domain == 0 ? -1 : (domain - 1) / 
 std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   ProcessSets sets(wiring.size);
   for (const std::vector<int>& ranks : wiring.process_sets) sets.add(ranks);
+  if (sets.added() > kProcessSetsMax) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "at most " + std::to_string(kProcessSetsMax - 1) + " process sets are possible; " +
+                      std::to_string(sets.added() - 1) + " were given");
+  }
   options.crowded = options.crowded || is_crowded(wiring);
   const int rank = wiring.rank;
   auto parking = std::make_unique<Parking>();
   auto world = std::make_unique<World>(std::move(wiring), *parking);
   host::Fabric& fabric = world->fabric();
+  fabric.reproducible = options.reproducible;
   EngineParts parts;
   parts.parent = world->connect_parent();
   parts.children = world->connect_children();

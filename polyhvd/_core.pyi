@@ -6,7 +6,7 @@ from typing import Any, Final
 DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/types.h
 INSTRUCTION_SET: Final[str]
 
-def segment_bytes(local_size: int, process_sets: int) -> int:
+def segment_bytes(local_size: int) -> int:
     """Size of the memory that `local_size` ranks of one host share."""
 
 def register_dlpack_exchange(tensor_type: type, capsule: object) -> None:
@@ -45,6 +45,7 @@ class Handle:
     """A submitted operation. `result` and `finish` belong to Python code (see adapter.py)."""
 
     name: str
+    number: int  # of a join the last rank, of a new process set its id; after wait()
     result: Any
     finish: Any
     slot: Any
@@ -61,7 +62,7 @@ class Engine:
         """`wiring` is a bootstrap.Wiring, whose descriptors are taken over; `config` a Config."""
     def submit(
         self,
-        kind: int,  # OpKind: 0 allreduce, 1 allgather, 2 broadcast, 3 barrier
+        kind: int,  # adapter.OpKind
         name: str,
         inputs: Sequence[Any],  # numpy arrays, tensors of registered types, or TensorRef
         outputs: Sequence[Any] | None,  # None: the core allocates, see Handle.buffers()
@@ -72,6 +73,7 @@ class Engine:
         process_set: int = 0,
         priority: int = 0,
         blocking: bool = False,  # wait() follows at once: wake nobody
+        numbers: Sequence[int] = (),  # see Submission in csrc/operation.h
     ) -> Handle:
         """Raise InvalidArgumentError for a bad call; BufferError when a tensor is not dense."""
     def counters(self) -> dict[str, int]: ...

@@ -80,10 +80,10 @@ def _secret(config: Config) -> bytes:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _segment_bytes(local_size: int, process_sets: int) -> int:
+def _segment_bytes(local_size: int) -> int:
     from polyhvd import _core
 
-    return _core.segment_bytes(local_size, process_sets)
+    return _core.segment_bytes(local_size)
 
 
 @dataclass
@@ -100,6 +100,7 @@ class _Card:
     port: int
     unix_name: str  # of its abstract socket; empty: no shared memory
     process_sets: list[list[int]] = field(default_factory=list)
+    reproducible: bool = False
 
     @property
     def label(self) -> str:
@@ -204,11 +205,12 @@ class _Meeting:
             port=listener.getsockname()[1],
             unix_name=unix_name,
             process_sets=self._process_sets,
+            reproducible=self._config.reproducible,
         )
 
     def _compare(self) -> None:
         """Raise on every rank what the ranks do not agree on."""
-        for what in ("size", "process_sets"):
+        for what in ("size", "process_sets", "reproducible"):
             sides: dict[str, list[int]] = {}
             for card in self._cards:
                 sides.setdefault(str(getattr(card, what)), []).append(card.rank)
@@ -244,7 +246,7 @@ class _Meeting:
 
     def _join_host(self, ranks: list[int]) -> str:
         """Connect within the host and get hold of its memory; returns what went wrong, or nothing."""
-        size = _segment_bytes(len(ranks), 1 + len(self._process_sets))
+        size = _segment_bytes(len(ranks))
         self._host.open(ranks, size, leading=ranks[0] == self._rank)
         for peer in ranks:
             self._meet("local", peer, socket.AF_UNIX, f"\0{self._cards[peer].unix_name}")

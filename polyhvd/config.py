@@ -81,6 +81,12 @@ class Config:
         1.0,
         "Longest time, in milliseconds, that asynchronous work is gathered before the engine acts.",
     )
+    reproducible: bool = _row(
+        "REPRODUCIBLE",
+        _switch,
+        False,
+        "1: sums do not depend on how ranks are spread over hosts either; the same on every rank.",
+    )
     cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
     data_timeout_s: float = _row(
         "DATA_TIMEOUT_SECONDS", _number, 300.0, "Seconds that an agreed transfer may take."

@@ -32,7 +32,7 @@ class Wiring:
     labels: list[str] = field(default_factory=lambda: ["this process"])
     #: Host of each rank, as the launcher numbers them.
     hosts: list[str] = field(default_factory=lambda: ["0"])
-    #: Sealed memfd of the own domain, of _core.segment_bytes(len(domain), sets) bytes, zeroed; -1: none.
+    #: Sealed memfd of the own domain, of _core.segment_bytes(len(domain)) bytes, zeroed; -1: none.
     segment_fd: int = -1
     #: Connected Unix stream sockets to the other ranks of the own domain, by world rank.
     local_fds: dict[int, int] = field(default_factory=dict)

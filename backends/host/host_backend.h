@@ -24,6 +24,7 @@ struct Fabric {
   shm::LocalPeers* peers = nullptr;       // likewise
   Transport* transport = nullptr;         // null when there is one domain
   Parking* parking = nullptr;
+  bool reproducible = false;  // sums do not depend on how ranks are spread over hosts
   // Moves control traffic along, between the steps of a long transfer.
   std::function<void()> overlap = [] {};
   std::atomic<std::uint64_t> shm_bytes{0};  // staged by this rank; any thread reads it

@@ -2,7 +2,8 @@
 // straight from and to the tensors; between hosts by a Transport.
 //
 // Same bits: an element is the sum over hosts, in order, of the sums over each
-// host's ranks, in order. Slicing, chunking, fusion and timing do not enter.
+// host's ranks, in order; in reproducible mode, and in a reducescatter, the sum over
+// ranks in order. Slicing, chunking, fusion and timing do not enter.
 #pragma once
 
 #include <vector>
@@ -20,6 +21,9 @@ class HostCommunicator final : public Communicator {
                  Deadline deadline) override;
   void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
   void broadcast(Segments in, Segments out, int root, Deadline deadline) override;
+  void reducescatter(Segments in, Segments out, Counts counts, DType dtype, ReduceOp op,
+                     Scale scale, Deadline deadline) override;
+  void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
 
  private:
   struct Reduction {
@@ -36,11 +40,19 @@ class HostCommunicator final : public Communicator {
   void reduce_alone(const Reduction& r);
   void reduce_direct(const Reduction& r);
   void reduce_sliced(const Reduction& r);
+  void reduce_in_rank_order(const Reduction& r);
+  void reduce_adasum(const Reduction& r);
+  void add_adaptively_in_tree(const Reduction& r, std::size_t first, std::size_t count);
   void stage(const Reduction& r, const Slices& slices, std::size_t i, std::vector<Cursor>& cursors);
   void reduce_own_chunk(const Reduction& r, Cursor& mine, std::size_t bytes);
   void reduce_own_chunk_across(const Reduction& r, Cursor& mine, std::size_t bytes);
   void exchange_partials(std::size_t bytes, Deadline deadline);
   void gather_across(Bytes out, Counts counts, Deadline deadline);
+  void scatter_here(const Reduction& r, Segments own, Counts counts);
+  void reduce_terms(const Reduction& r, ConstBytes terms, Cursor own, std::size_t bytes);
+  ConstBytes collect_terms(ConstBytes in, Counts counts, Deadline deadline);
+  void alltoall_here(ConstBytes in, Bytes out, Counts counts, Deadline deadline);
+  void alltoall_across(ConstBytes in, Bytes out, Counts counts, Deadline deadline);
 
   int hosts() const noexcept { return static_cast<int>(sides_.size()); }
   bool leads() const noexcept { return group_.self() == 0; }
@@ -56,6 +68,9 @@ class HostCommunicator final : public Communicator {
   LocalGroup group_;
   std::vector<std::vector<std::byte>> partials_;  // by host; scratch of the owner
   std::vector<const std::byte*> sources_;         // scratch
+  std::vector<std::byte> flat_;                   // scratch: an operation's bytes in one piece
+  std::vector<std::byte> terms_;                  // scratch: everybody's share of this rank's part
+  std::vector<std::byte> vectors_;                // scratch: the same, as Adasum adds them
 };
 
 }  // namespace polyhvd::host

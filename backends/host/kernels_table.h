@@ -35,6 +35,7 @@ constexpr int kernel_column(ReduceOp op) noexcept {
     case ReduceOp::kProduct:
       return 3;
     case ReduceOp::kAverage:
+    case ReduceOp::kAdasum:
       break;
   }
   return -1;

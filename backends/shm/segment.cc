@@ -8,6 +8,8 @@
 #include <cstring>
 #include <string>
 
+#include "process_set.h"
+
 namespace polyhvd::shm {
 namespace {
 
@@ -59,12 +61,11 @@ std::size_t chunk_bytes(int size) noexcept {
   return std::clamp(fitting, kCacheLine, kChunkBytesMax);
 }
 
-std::size_t Segment::bytes(int local_size, int sets) noexcept {
-  return staging_offset(local_size) + static_cast<std::size_t>(sets) * staging_bytes(local_size);
+std::size_t Segment::bytes(int local_size) noexcept {
+  return staging_offset(local_size) + kProcessSetsMax * staging_bytes(local_size);
 }
 
-Segment::Segment(int fd, int local_size, int sets)
-    : bytes_(bytes(local_size, sets)), local_size_(local_size) {
+Segment::Segment(int fd, int local_size) : bytes_(bytes(local_size)), local_size_(local_size) {
   struct stat status{};
   if (fstat(fd, &status) != 0 || static_cast<std::size_t>(status.st_size) < bytes_) {
     throw Failure(ErrorCode::kInternal, "the shared segment is smaller than " +

@@ -58,12 +58,12 @@ std::size_t chunk_bytes(int size) noexcept;
 
 class Segment {
  public:
-  // Bytes for a host of `local_size` ranks and `sets` process sets, the world
-  // included.
-  static std::size_t bytes(int local_size, int sets) noexcept;
+  // Bytes for a host of `local_size` ranks and kProcessSetsMax process sets. Pages
+  // that are never touched take no memory.
+  static std::size_t bytes(int local_size) noexcept;
 
   // Maps `fd`, which stays the caller's. Throws Failure when it is too small.
-  Segment(int fd, int local_size, int sets);
+  Segment(int fd, int local_size);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;

@@ -14,8 +14,7 @@
 
 namespace polyhvd {
 
-// Bytes of every member of the process set, by position, one tensor after the
-// other: counts[m] is what member m contributes.
+// Bytes by position in the process set: counts[m] belong to member m.
 using Counts = std::span<const std::size_t>;
 
 class Communicator {
@@ -35,6 +34,17 @@ class Communicator {
   // Copies the root's `in` (`root` is a position) into everybody's `out`, which
   // are cut alike on all members. Only the root reads `in`.
   virtual void broadcast(Segments in, Segments out, int root, Deadline deadline) = 0;
+
+  // Reduces as allreduce does, and leaves each member its part: `out` covers
+  // counts[self] bytes. `in` holds, for one member after the other, segments cut as
+  // that member's `out` is. Every part is a whole number of elements.
+  virtual void reducescatter(Segments in, Segments out, Counts counts, DType dtype, ReduceOp op,
+                             Scale scale, Deadline deadline) = 0;
+
+  // Sends member m the m-th of the parts that follow each other in `in`, and puts
+  // what the members sent one after the other into `out`. counts[from * members +
+  // to] are the bytes of every part, the same numbers on all members.
+  virtual void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) = 0;
 };
 
 class Backend {

@@ -112,7 +112,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   std::unique_ptr<PyHandle> submit(int kind, std::string name, const py::sequence& inputs,
                                    const py::object& outputs, int op, int root, double prescale,
                                    double postscale, std::uint32_t process_set, int priority,
-                                   bool blocking) {
+                                   bool blocking, std::vector<std::int64_t> numbers) {
     release_orphans();
     Submission s;
     s.kind = static_cast<OpKind>(kind);
@@ -122,6 +122,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     s.scale = {prescale, postscale};
     s.process_set = process_set;
     s.priority = priority;
+    s.numbers = std::move(numbers);
     const std::size_t count = inputs.size();
     s.inputs.reserve(count);
     for (std::size_t i = 0; i < count; ++i) s.inputs.push_back(read_tensor(inputs[i], false));
@@ -233,6 +234,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     options.coordinator.cache_capacity = config.attr("cache_capacity").cast<std::size_t>();
     options.coordinator.fusion.bytes_max = config.attr("fusion_bytes_max").cast<std::size_t>();
     options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
+    options.reproducible = config.attr("reproducible").cast<bool>();
     options.data_timeout = Seconds(number("data_timeout_s"));
     options.stall_warn =
         Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
@@ -315,6 +317,7 @@ Submission submission_of(const polyhvd_submission& in) {
   s.scale = {in.prescale, in.postscale};
   s.process_set = in.process_set;
   s.queue_duplicates = in.queue_duplicates != 0;
+  if (in.numbers != nullptr) s.numbers.assign(in.numbers, in.numbers + in.number_count);
   if (in.where != nullptr) s.where = in.where;
   for (int i = 0; i < in.count; ++i) {
     s.inputs.push_back(view_of(in.inputs[i]));
@@ -369,7 +372,7 @@ PYBIND11_MODULE(_core, m) {
   }
   m.attr("DTYPES") = dtypes;
   m.attr("INSTRUCTION_SET") = std::string(host::instruction_set());
-  m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"), py::arg("process_sets"));
+  m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"));
   m.attr("run") = py::reinterpret_steal<py::object>(PyCFunction_New(&kRunInPlace, nullptr));
   m.def("register_dlpack_exchange", &register_dlpack_exchange);
 
@@ -408,6 +411,7 @@ PYBIND11_MODULE(_core, m) {
              return list;
            })
       .def_property_readonly("name", &PyHandle::name)
+      .def_property_readonly("number", [](const PyHandle& self) { return self.operation->number; })
       .def_readwrite("result", &PyHandle::result)
       .def_readwrite("finish", &PyHandle::finish)
       .def_readwrite("slot", &PyHandle::slot);
@@ -418,7 +422,7 @@ PYBIND11_MODULE(_core, m) {
       .def("submit", &PyEngine::submit, py::arg("kind"), py::arg("name"), py::arg("inputs"),
            py::arg("outputs"), py::arg("op") = 1, py::arg("root") = -1, py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("process_set") = 0, py::arg("priority") = 0,
-           py::arg("blocking") = false)
+           py::arg("blocking") = false, py::arg("numbers") = std::vector<std::int64_t>{})
       .def("counters", &PyEngine::counters)
       .def("native_api", &PyEngine::native_api)
       .def("shutdown", &PyEngine::shutdown)

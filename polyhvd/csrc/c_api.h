@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define POLYHVD_C_API_VERSION 1
+#define POLYHVD_C_API_VERSION 2
 
 // A dense row-major tensor; dtype, kind and op are the values of types.h.
 typedef struct polyhvd_tensor {
@@ -26,20 +26,25 @@ typedef struct polyhvd_submission {
   const char* name;  // copied
   int32_t kind;
   int32_t op;
-  int32_t root;  // broadcast only; a world rank
+  int32_t root;  // broadcast: a world rank
   int32_t priority;
   double prescale;
   double postscale;
   uint32_t process_set;
-  int32_t count;                  // number of tensors, all of one dtype; 0 for a barrier
+  int32_t count;                  // number of tensors; 0 for a barrier or a join
   const polyhvd_tensor* inputs;   // arrays are copied, memory stays the caller's until done
   const polyhvd_tensor* outputs;  // null: every output comes from allocate()
   const char* where;              // "train.py:88" or null
   // 1: a submission under a name that is in flight waits for it instead of failing.
   int32_t queue_duplicates;
   void* context;
+  // alltoall: rows for each member, as int64; null for equal parts.
+  const int64_t* numbers;
+  int32_t number_count;
   // Memory for output `index` of the given shape, or null on failure. Called
-  // once the size is agreed, on any thread, with no lock held.
+  // once the size is agreed, on any thread, with no lock held. Outputs have their
+  // inputs' dtype; an alltoall has a second one, the rows received from each member,
+  // as int32.
   void* (*allocate)(void* context, int32_t index, const int64_t* shape, int32_t ndim);
   // Exactly once, after the engine has left the tensors' memory, on any thread,
   // with no lock held. error_code is 0 (message null) or a value of error.h.

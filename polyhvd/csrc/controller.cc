@@ -4,6 +4,7 @@
 #include <new>
 #include <thread>
 
+#include "stand_in.h"
 #include "wire.h"
 
 namespace polyhvd {
@@ -188,17 +189,44 @@ void Controller::apply_batch(const Batch& batch) {
     }
     work.process_set = agreement->process_set;
     if (!sets_.position(agreement->process_set, rank_)) return;
-    OperationPtr operation = queue_.find(agreement->process_set, agreement->name);
-    if (!operation) {
-      throw Failure(ErrorCode::kInternal,
-                    "a decision names " + std::string(name_of(agreement->kind)) + " '" +
-                        agreement->name + "', which this rank has not asked for");
-    }
+    OperationPtr operation = operation_for(*agreement);
     operation->agreed = true;
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
+    change_sets(*agreement, *operation);
     work.operations.push_back(std::move(operation));
   }
   work_.push_back(std::move(work));
+}
+
+OperationPtr Controller::operation_for(const Agreement& agreement) {
+  if (auto operation = queue_.find(agreement.process_set, agreement.name)) {
+    if (operation->announced) return operation;
+  }
+  if (queue_.has_joined()) return stand_in(agreement, *sets_.position(agreement.process_set, rank_));
+  throw Failure(ErrorCode::kInternal, "a decision names " + std::string(name_of(agreement.kind)) +
+                                          " '" + agreement.name +
+                                          "', which this rank has not asked for");
+}
+
+// What an agreement means for the control plane itself.
+void Controller::change_sets(const Agreement& agreement, Operation& operation) {
+  switch (agreement.kind) {
+    case OpKind::kAddProcessSet: {
+      std::vector<int> ranks;
+      for (const Shape& rank : agreement.shapes) ranks.push_back(static_cast<int>(rank.at(0)));
+      operation.number = queue_.add_process_set(std::move(ranks));
+      break;
+    }
+    case OpKind::kRemoveProcessSet:
+      queue_.remove_process_set(static_cast<ProcessSetId>(agreement.root));
+      break;
+    case OpKind::kJoin:
+      operation.number = agreement.root;
+      if (relay_) relay_->end_join();
+      break;
+    default:
+      break;
+  }
 }
 
 Work Controller::take_work() {

@@ -70,6 +70,8 @@ class Controller {
   void accept(const Report& report, std::span<const int> from);
   void apply(const Decision& decision);
   void apply_batch(const Batch& batch);
+  OperationPtr operation_for(const Agreement& agreement);
+  void change_sets(const Agreement& agreement, Operation& operation);
   void send_to_children(std::string_view payload);
   void flush();
 

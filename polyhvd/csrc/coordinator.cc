@@ -12,20 +12,30 @@ namespace {
 
 // ---- what ranks agree on --------------------------------------------------------
 
-// Fills in rows and the first dimensions of what an allgather yields. False when
-// there is no such result: a scalar, or more rows than can be counted.
-bool add_up_rows(Agreement& agreement, std::span<const Request> requests) {
+// Sets the first dimensions to 0; false for a scalar, which has none.
+bool clear_rows(Agreement& agreement) {
   for (Shape& shape : agreement.shapes) {
     if (shape.empty()) return false;
     shape[0] = 0;
   }
-  agreement.rows.reserve(requests.size() * agreement.shapes.size());
+  return true;
+}
+
+// Fills in rows and the first dimensions of what an allgather yields; members that
+// sent no request have no rows. False when there is no such result: a scalar, or
+// more rows than can be counted.
+bool add_up_rows(Agreement& agreement, std::span<const Request> requests,
+                 std::span<const int> members) {
+  if (!clear_rows(agreement)) return false;
+  const std::size_t count = agreement.shapes.size();
+  agreement.rows.assign(members.size() * count, 0);
   for (const Request& request : requests) {
-    for (std::size_t i = 0; i < request.shapes.size(); ++i) {
+    const auto position = static_cast<std::size_t>(*position_in(members, request.rank));
+    for (std::size_t i = 0; i < count; ++i) {
       const std::int64_t rows = request.shapes[i][0];
       std::int64_t& sum = agreement.shapes[i][0];
       if (__builtin_add_overflow(sum, rows, &sum)) return false;
-      agreement.rows.push_back(rows);
+      agreement.rows[position * count + i] = rows;
     }
   }
   return true;
@@ -39,6 +49,7 @@ Agreement agreement_of(std::span<const Request> requests) {
   agreement.kind = first.kind;
   agreement.op = first.op;
   agreement.dtype = first.dtype;
+  agreement.dtypes = first.dtypes;
   agreement.device = first.device;
   agreement.root = first.root;
   agreement.priority = first.priority;
@@ -48,14 +59,20 @@ Agreement agreement_of(std::span<const Request> requests) {
   return agreement;
 }
 
-std::vector<std::string> places_of(const std::vector<Request>& requests) {
+bool is_join(std::span<const Request> requests) {
+  return std::ranges::any_of(requests, [](const Request& r) { return r.kind == OpKind::kJoin; });
+}
+
+std::vector<std::string> places_of(std::span<const Request> requests,
+                                   std::span<const int> members) {
   const bool all_equal = std::all_of(requests.begin(), requests.end(), [&](const Request& other) {
     return other.where == requests.front().where;
   });
   if (all_equal) return {requests.front().where};
-  std::vector<std::string> places;
-  places.reserve(requests.size());
-  for (const Request& request : requests) places.push_back(request.where);
+  std::vector<std::string> places(members.size());
+  for (const Request& request : requests) {
+    places[static_cast<std::size_t>(*position_in(members, request.rank))] = request.where;
+  }
   return places;
 }
 
@@ -97,7 +114,7 @@ void Coordinator::add_subtree_hit(CacheId id, std::span<const int> from_subtree,
     const auto position = position_in(known->members, rank);
     if (!position) continue;
     any = true;
-    const bool may_replace_id = known->negotiation != nullptr;
+    const bool may_replace_id = known->negotiation != nullptr || !joined_.empty();
     add_side(id, *known, *position, now);
     if (!may_replace_id) continue;
     known = find_known(id);
@@ -134,13 +151,22 @@ void Coordinator::add_side(CacheId id, Known& known, int position, Time now) {
   if (known.ready.count() == known.members.size()) {
     known.ready.clear();
     mark_ready(id, known);
-  } else if (known.ready.count() == 1) {
-    known.since = now;
+    return;
+  }
+  if (known.ready.count() == 1) known.since = now;
+  if (!joined_.empty() && is_complete(known.ready, known.members)) {
+    const Key key{agreement.process_set, agreement.name};
+    negotiation_of(key, now);
+    complete(key);
   }
 }
 
 void Coordinator::add_request(Request request, Time now) {
   const auto position = sets_.position(request.process_set, request.rank);
+  if (!sets_.contains(request.process_set) && request.process_set < sets_.added()) {
+    refuse_removed(request.process_set, request.kind, request.name);
+    return;
+  }
   if (!position) {
     fail_protocol({"rank ", std::to_string(request.rank), " asked for '", request.name,
                    "' in process set ", std::to_string(request.process_set),
@@ -154,8 +180,50 @@ void Coordinator::add_request(Request request, Time now) {
   Negotiation& negotiation = negotiation_of(key, now);
   const auto index = static_cast<std::size_t>(*position);
   if (!negotiation.present.insert(index)) fail_duplicate(request.rank, request.name);
+  const bool joins = request.kind == OpKind::kJoin;
   negotiation.requests[index] = std::move(request);
-  if (negotiation.present.count() == negotiation.requests.size()) complete(key);
+  if (joins) {
+    add_join(negotiation.requests[index].rank);
+  } else if (is_complete(negotiation.present, sets_.members(key.first))) {
+    complete(key);
+  }
+}
+
+// The join itself is complete when all ranks have said so, and runs last.
+void Coordinator::add_join(int rank) {
+  joined_.insert(rank);
+  last_joined_ = rank;
+  complete_without_joined();
+}
+
+void Coordinator::complete_without_joined() {
+  std::vector<Key> complete_keys;
+  for (const auto& [key, negotiation] : pending_) {
+    if (is_complete(negotiation.present, sets_.members(key.first))) complete_keys.push_back(key);
+  }
+  for (const CacheId id : by_age_) {
+    const Known& known = known_.at(id);
+    if (known.ready.empty() || !is_complete(known.ready, known.members)) continue;
+    complete_keys.emplace_back(known.agreement->process_set, known.agreement->name);
+  }
+  const auto is_other = [this](const Key& key) {
+    const auto found = pending_.find(key);
+    return found == pending_.end() || !is_join(found->second.requests);
+  };
+  std::ranges::stable_partition(complete_keys, is_other);
+  for (const Key& key : complete_keys) {
+    negotiation_of(key, Time{});
+    complete(key);
+  }
+}
+
+bool Coordinator::is_complete(const MemberMask& present, std::span<const int> members) const {
+  if (present.count() == members.size()) return true;
+  if (joined_.empty()) return false;
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (!present.contains(i) && !joined_.contains(members[i])) return false;
+  }
+  return true;
 }
 
 void Coordinator::add_departure(int rank) {
@@ -173,6 +241,7 @@ void Coordinator::add_departure(int rank) {
     while (!negotiation.present.contains(any)) ++any;
     refuse_departed(key.first, negotiation.requests[any].kind, key.second);
     if (negotiation.cached != 0) known_.at(negotiation.cached).negotiation = nullptr;
+    if (is_join(negotiation.requests)) joined_.clear();
     at = pending_.erase(at);
   }
   for (const CacheId id : by_age_) {
@@ -235,6 +304,7 @@ Request Coordinator::request_of(const Known& known, int position) const {
   request.kind = agreement.kind;
   request.op = agreement.op;
   request.dtype = agreement.dtype;
+  request.dtypes = agreement.dtypes;
   request.device = agreement.device;
   request.root = agreement.root;
   request.priority = agreement.priority;
@@ -253,39 +323,75 @@ Request Coordinator::request_of(const Known& known, int position) const {
 
 void Coordinator::complete(const Key& key) {
   auto node = pending_.extract(key);
-  const Negotiation& negotiation = node.mapped();
+  Negotiation& negotiation = node.mapped();
   if (negotiation.cached != 0) known_.at(negotiation.cached).negotiation = nullptr;
-  conclude(negotiation.requests);
+  std::vector<Request> requests;
+  for (std::size_t i = 0; i < negotiation.requests.size(); ++i) {
+    if (negotiation.present.contains(i)) requests.push_back(std::move(negotiation.requests[i]));
+  }
+  conclude(std::move(requests));
 }
 
-void Coordinator::conclude(const std::vector<Request>& requests) {
+std::optional<Error> Coordinator::fill_in(Agreement& agreement,
+                                          std::span<const Request> requests) const {
+  const auto refuse = [&](std::string_view why) {
+    return Error{ErrorCode::kInvalidArgument,
+                 concat({subject(agreement.kind, agreement.name), ": ", why})};
+  };
+  const bool complete = requests.size() == sets_.members(agreement.process_set).size();
+  switch (agreement.kind) {
+    case OpKind::kAllgather:
+      if (add_up_rows(agreement, requests, sets_.members(agreement.process_set))) break;
+      return refuse(
+          "a tensor without a first dimension, or too many rows; reshape it before gathering.");
+    case OpKind::kAlltoall:
+      if (clear_rows(agreement)) break;
+      return refuse("a tensor without a first dimension; reshape it to [1].");
+    case OpKind::kBroadcast:
+      if (!joined_.contains(agreement.root)) break;
+      return refuse(concat({"its root, rank ", std::to_string(agreement.root),
+                            ", has joined and has nothing to send; name a root that goes on."}));
+    case OpKind::kAllreduce:
+    case OpKind::kReducescatter:
+      if (complete || agreement.op != ReduceOp::kProduct || agreement.scale.pre == 1.0) break;
+      return refuse(
+          "a Product with a prescale_factor has no neutral element for ranks that have joined; "
+          "scale the tensors before.");
+    case OpKind::kJoin:
+      agreement.root = last_joined_;
+      break;
+    default:
+      break;
+  }
+  return std::nullopt;
+}
+
+void Coordinator::conclude(std::vector<Request> requests) {
   const Request& first = requests.front();
+  const bool joins = is_join(requests);
   if (auto error = disagreement(requests)) {
+    if (joins) joined_.clear();
     next_.refusals.push_back({first.process_set, first.name, std::move(*error)});
     return;
   }
   Agreement agreement = agreement_of(requests);
-  if (first.kind == OpKind::kAllgather && !add_up_rows(agreement, requests)) {
-    next_.refusals.push_back(
-        {first.process_set,
-         first.name,
-         {ErrorCode::kInvalidArgument,
-          concat({subject(first.kind, first.name),
-                  ": a tensor without a first dimension, or too many rows; reshape it before "
-                  "gathering."})}});
+  if (auto error = fill_in(agreement, requests)) {
+    next_.refusals.push_back({first.process_set, first.name, std::move(*error)});
     return;
   }
+  const std::span<const int> members = sets_.members(first.process_set);
+  if (joins) joined_.clear();
   if (const auto id = cache_.id_of(first.process_set, first.name)) {
     Known& known = known_.at(*id);
     agreement.priority = known.agreement->priority;
     if (agreement == *known.agreement) {
-      known.where = places_of(requests);
+      known.where = places_of(requests, members);
       mark_ready(*id, known);
       return;
     }
     agreement.priority = first.priority;
   }
-  const CacheId id = define(std::move(agreement), places_of(requests));
+  const CacheId id = define(std::move(agreement), places_of(requests, members));
   mark_ready(id, known_.at(id));
 }
 
@@ -343,12 +449,46 @@ Decision Coordinator::take_decision() {
       return *known_.at(id).agreement;
     };
     next_.batches = fuse(ready_, agreement_of_id, options_.fusion);
-    ready_.clear();
+    for (const CacheId id : std::exchange(ready_, {})) {
+      const Agreement& agreement = agreement_of_id(id);
+      if (agreement.kind == OpKind::kJoin) forget(id);  // see satisfies()
+      if (agreement.kind == OpKind::kRemoveProcessSet) {
+        forget_set(static_cast<ProcessSetId>(agreement.root));
+      }
+    }
   }
   if (known_.size() > options_.cache_capacity) shrink_cache();
   for (const CacheId id : next_.evictions) cache_.evict(id);
   ++decision_number_;
   return std::exchange(next_, {});
+}
+
+// Nothing of a set that is removed is remembered, and what its members still asked
+// for fails. The ids that run in this decision run before.
+void Coordinator::forget_set(ProcessSetId set) {
+  for (auto at = pending_.lower_bound({set, ""}); at != pending_.end() && at->first.first == set;) {
+    const auto& [key, negotiation] = *at;
+    std::size_t any = 0;
+    while (!negotiation.present.contains(any)) ++any;
+    refuse_removed(set, negotiation.requests[any].kind, key.second);
+    at = pending_.erase(at);
+  }
+  for (auto at = by_age_.begin(); at != by_age_.end();) {
+    const CacheId id = *at++;
+    const Known& known = known_.at(id);
+    const Agreement& agreement = *known.agreement;
+    if (agreement.process_set != set) continue;
+    if (!known.ready.empty()) refuse_removed(set, agreement.kind, agreement.name);
+    forget(id);
+  }
+}
+
+void Coordinator::refuse_removed(ProcessSetId set, OpKind kind, const std::string& name) {
+  next_.refusals.push_back({set,
+                            name,
+                            {ErrorCode::kInvalidArgument,
+                             concat({subject(kind, name), ": process set ", std::to_string(set),
+                                     " was removed"})}});
 }
 
 bool Coordinator::is_doomed(ProcessSetId set) const {
@@ -378,7 +518,11 @@ std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double
     Stalled& stalled = found.emplace_back(Stalled{set, name, age, {}, {}});
     const std::span<const int> members = sets_.members(set);
     for (std::size_t i = 0; i < members.size(); ++i) {
-      (ready.contains(i) ? stalled.ready_ranks : stalled.absent_ranks).push_back(members[i]);
+      if (ready.contains(i)) {
+        stalled.ready_ranks.push_back(members[i]);
+      } else if (!joined_.contains(members[i])) {
+        stalled.absent_ranks.push_back(members[i]);
+      }
     }
   };
   for (const auto& [key, negotiation] : pending_) {

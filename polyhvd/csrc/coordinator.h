@@ -1,4 +1,5 @@
-// Decides which operations run next, and finds where ranks disagree. Lives on
+// Decides which operations run next, and finds where ranks disagree. Ranks that have
+// joined count as ready for everything until all have joined. Lives on
 // world rank 0. Pure: no I/O, thread or clock (time is an argument), so every
 // ordering bug can be replayed from a list of calls.
 #pragma once
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <list>
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -95,13 +97,23 @@ class Coordinator {
   // Turns the readiness of an id into sides of a negotiation by name.
   void withdraw(CacheId id, Negotiation& negotiation);
   void complete(const Key& key);
-  void conclude(const std::vector<Request>& requests);
+  void conclude(std::vector<Request> requests);
+  // What else the agreement says, and whether it can run at all.
+  std::optional<Error> fill_in(Agreement& agreement, std::span<const Request> requests) const;
   CacheId define(Agreement agreement, std::vector<std::string> where);
   void mark_ready(CacheId id, Known& known);
   void forget(CacheId id);
   void shrink_cache();
 
+  // Whether all members of a set have reported, or have joined.
+  bool is_complete(const MemberMask& present, std::span<const int> members) const;
+  // A rank has joined: what waited for it alone can run.
+  void add_join(int rank);
+  void complete_without_joined();
+  void forget_set(ProcessSetId set);
+
   bool is_doomed(ProcessSetId set) const;
+  void refuse_removed(ProcessSetId set, OpKind kind, const std::string& name);
   void refuse_departed(ProcessSetId set, OpKind kind, const std::string& name);
   Request request_of(const Known& known, int position) const;
 
@@ -112,6 +124,8 @@ class Coordinator {
   std::list<CacheId> by_age_;  // least recently used first
   std::map<Key, Negotiation> pending_;
   std::set<int> departed_;
+  std::set<int> joined_;
+  int last_joined_ = -1;
   std::vector<CacheId> ready_;
   Decision next_;
   std::uint64_t decision_number_ = 1;

@@ -64,7 +64,8 @@ std::string text_of_shape(const Side& side, const Shape& shape) {
   std::string text("[");
   for (std::size_t i = 0; i < shape.size(); ++i) {
     if (i > 0) text += ", ";
-    if (i == 0 && side.request.kind == OpKind::kAllgather && !side.shows_rows) {
+    const OpKind kind = side.request.kind;
+    if (i == 0 && (kind == OpKind::kAlltoall || (kind == OpKind::kAllgather && !side.shows_rows))) {
       text += '*';
     } else {
       text += std::to_string(shape[i]);
@@ -80,6 +81,9 @@ std::string text_of_tensors(const Side& side) {
   const std::size_t shown = shapes.size() <= kTensorsShownMax ? shapes.size() : 2;
   for (std::size_t i = 0; i < shown; ++i) {
     text += i == 0 ? " " : ", ";
+    if (i > 0 && !side.request.dtypes.empty()) {
+      text += concat({name_of(side.request.dtypes[i]), " "});
+    }
     text += text_of_shape(side, shapes[i]);
   }
   if (shown < shapes.size()) {
@@ -90,7 +94,7 @@ std::string text_of_tensors(const Side& side) {
 
 std::string text_of_kind(const Side& side) {
   const std::string_view kind = name_of(side.request.kind);
-  if (side.request.kind == OpKind::kBarrier) return std::string(kind);
+  if (!has_tensors(side.request.kind)) return std::string(kind);
   return concat({kind, " of ", text_of_tensors(side)});
 }
 
@@ -108,6 +112,18 @@ std::string text_of_root(const Side& side) {
   return concat({text_of_tensors(side), " with root rank ", std::to_string(side.request.root)});
 }
 
+std::string text_of_set(const Side& side) {
+  if (side.request.kind == OpKind::kRemoveProcessSet) {
+    return concat({"process set ", std::to_string(side.request.root)});
+  }
+  std::string text("ranks [");
+  for (const Shape& rank : side.request.shapes) {
+    if (text.back() != '[') text += ", ";
+    text += std::to_string(rank.front());
+  }
+  return text + "]";
+}
+
 std::string text_of_device(const Side& side) {
   return concat({text_of_tensors(side),
                  side.request.device == DeviceKind::kCuda ? " on a GPU" : " on the CPU"});
@@ -123,13 +139,13 @@ std::string text_of_differing_shape(const Side& side) {
   const std::vector<Shape>& shapes = side.request.shapes;
   if (shapes.size() == 1) return text_of_tensors(side);
   return concat({"tensor ", std::to_string(side.tensor), " of ", std::to_string(shapes.size()),
-                 " as ", name_of(side.request.dtype), " ",
+                 " as ", name_of(dtype_of(side.request, side.tensor)), " ",
                  text_of_shape(side, shapes[side.tensor])});
 }
 
-// Whether an allgather or any other kind can run on two such tensors.
+// Whether an operation can run on two such tensors.
 bool shapes_agree(OpKind kind, const Shape& a, const Shape& b) {
-  if (kind != OpKind::kAllgather) return a == b;
+  if (!has_own_rows(kind)) return a == b;
   return a.size() == b.size() && (a.empty() || std::equal(a.begin() + 1, a.end(), b.begin() + 1));
 }
 
@@ -154,16 +170,18 @@ constexpr Rule kRules[] = {
      "Mismatched collective operations", text_of_kind,
      "call the same operation under a name on every rank"},
     {[](const Request& a, const Request& b) {
-       return a.kind == OpKind::kBarrier || a.dtype == b.dtype;
+       const bool changes_sets =
+           a.kind == OpKind::kAddProcessSet || a.kind == OpKind::kRemoveProcessSet;
+       return !changes_sets || (a.root == b.root && a.shapes == b.shapes);
+     },
+     "Mismatched process sets", text_of_set, "name the same process set on every rank"},
+    {[](const Request& a, const Request& b) {
+       return !has_tensors(a.kind) || (a.dtype == b.dtype && a.dtypes == b.dtypes);
      },
      "Mismatched data types", text_of_tensors, ""},
-    {[](const Request& a, const Request& b) {
-       return a.kind != OpKind::kAllreduce || a.op == b.op;
-     },
+    {[](const Request& a, const Request& b) { return !reduces(a.kind) || a.op == b.op; },
      "Mismatched reduction operations", text_of_op, "pass the same op on every rank"},
-    {[](const Request& a, const Request& b) {
-       return a.kind != OpKind::kAllreduce || a.scale == b.scale;
-     },
+    {[](const Request& a, const Request& b) { return !reduces(a.kind) || a.scale == b.scale; },
      "Mismatched prescale and/or postscale factors", text_of_scale,
      "pass the same prescale_factor and postscale_factor on every rank"},
     {[](const Request& a, const Request& b) {
@@ -171,17 +189,17 @@ constexpr Rule kRules[] = {
      },
      "Mismatched root ranks", text_of_root, "pass the same root_rank on every rank"},
     {[](const Request& a, const Request& b) {
-       return a.kind == OpKind::kBarrier || a.device == b.device;
+       return !has_tensors(a.kind) || a.device == b.device;
      },
      "Mismatched devices", text_of_device,
      "move the tensor to the same kind of device on every rank"},
     {[](const Request& a, const Request& b) {
-       return a.kind == OpKind::kBarrier || a.shapes.size() == b.shapes.size();
+       return !has_tensors(a.kind) || a.shapes.size() == b.shapes.size();
      },
      "Mismatched numbers of tensors", text_of_count,
      "pass the same tensors in the same order on every rank"},
     {[](const Request& a, const Request& b) {
-       return a.kind == OpKind::kBarrier || first_difference(a, b) == a.shapes.size();
+       return !has_tensors(a.kind) || first_difference(a, b) == a.shapes.size();
      },
      "Mismatched % tensor shapes", text_of_differing_shape, ""},
 };
@@ -192,9 +210,12 @@ std::string_view advice_on(const Rule& rule, OpKind kind) {
   const bool shapes = rule.describe == text_of_differing_shape;
   switch (kind) {
     case OpKind::kAllreduce:
+    case OpKind::kReducescatter:
       return shapes ? "pass the same shape on every rank" : "cast before reducing";
     case OpKind::kAllgather:
       return shapes ? "all dimensions except the first must match" : "cast before gathering";
+    case OpKind::kAlltoall:
+      return shapes ? "all dimensions except the first must match" : "cast before exchanging";
     default:
       return shapes ? "pass a tensor of the root's shape on every rank"
                     : "cast before broadcasting";

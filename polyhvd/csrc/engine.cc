@@ -26,6 +26,28 @@ Segment segment_of(const TensorView& tensor) {
   return {static_cast<std::byte*>(tensor.data), bytes_of(tensor.shape, tensor.dtype)};
 }
 
+// The rows of a reducescatter that `member` keeps, where they lie in the input.
+Segment part_of(const TensorView& input, int member, int members) {
+  const std::int64_t rows = input.shape[0];
+  Shape shape = input.shape;
+  shape[0] = 1;
+  const std::size_t row_bytes = bytes_of(shape, input.dtype);
+  std::int64_t first = 0;
+  for (int m = 0; m < member; ++m) first += rows_kept(rows, m, members);
+  return {static_cast<std::byte*>(input.data) + static_cast<std::size_t>(first) * row_bytes,
+          static_cast<std::size_t>(rows_kept(rows, member, members)) * row_bytes};
+}
+
+// One after the other when there are several: a group may have tensors of each.
+template <class Use>
+void for_each_dtype(const Request& request, Use&& use) {
+  if (request.dtypes.empty()) return use(request.dtype);
+  for (int d = 0; d < kDTypeCount; ++d) {
+    const auto dtype = static_cast<DType>(d);
+    if (std::ranges::count(request.dtypes, dtype) > 0) use(dtype);
+  }
+}
+
 Error error_for(const Submission& submission, const Error& cause) {
   return {cause.code,
           std::string(name_of(submission.kind)) + " '" + submission.name + "': " + cause.message};
@@ -43,16 +65,18 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       parts_(std::move(parts)) {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
                                              std::move(parts_.parent), std::move(parts_.children));
-  for (std::size_t b = 0; b < parts_.backends.size(); ++b) {
-    for (const ProcessSetId set : sets_.ids()) {
-      if (!sets_.position(set, rank_)) continue;
-      communicators_[{b, set}] = parts_.backends[b]->connect(set, sets_.members(set));
-    }
-  }
+  for (const ProcessSetId set : sets_.ids()) connect(set);
   parking_->set_crowded(options_.crowded);
   parking_->set_on_slow([this] { on_slow(); });
   overlap = [this] { controller_->progress(); };
   thread_ = std::thread([this] { run(); });
+}
+
+void Engine::connect(ProcessSetId set) {
+  if (!sets_.position(set, rank_)) return;
+  for (std::size_t b = 0; b < parts_.backends.size(); ++b) {
+    communicators_[{b, set}] = parts_.backends[b]->connect(set, sets_.members(set));
+  }
 }
 
 Engine::~Engine() {
@@ -62,11 +86,15 @@ Engine::~Engine() {
 // Submitting ------------------------------------------------------------------
 
 Backend& Engine::backend_for(const Submission& s) const {
-  const DType dtype = s.inputs.empty() ? DType::kUint8 : s.inputs[0].dtype;
   const Device device = s.inputs.empty() ? Device{} : s.inputs[0].device;
   const ReduceOp op = s.op == ReduceOp::kAverage ? ReduceOp::kSum : s.op;
+  DType dtype = DType::kUint8;
   for (const auto& backend : parts_.backends) {
-    if (backend->supports(s.kind, dtype, op, device.kind)) return *backend;
+    const auto takes = [&](const TensorView& tensor) {
+      dtype = tensor.dtype;
+      return backend->supports(s.kind, dtype, op, device.kind);
+    };
+    if (std::ranges::all_of(s.inputs, takes)) return *backend;
   }
   throw Failure(ErrorCode::kInvalidArgument,
                 std::string(name_of(s.kind)) + " '" + s.name + "': no backend does " +
@@ -77,8 +105,9 @@ Backend& Engine::backend_for(const Submission& s) const {
 
 OperationPtr Engine::submit(Submission submission, bool blocking,
                             const std::function<std::string()>& where) {
-  if (submission.op == ReduceOp::kAverage && !submission.inputs.empty() &&
-      submission.inputs[0].dtype == DType::kBool) {
+  const auto is_bool = [](const TensorView& tensor) { return tensor.dtype == DType::kBool; };
+  if (submission.op == ReduceOp::kAverage && reduces(submission.kind) &&
+      std::ranges::any_of(submission.inputs, is_bool)) {
     throw Failure(ErrorCode::kInvalidArgument,
                   std::string(name_of(submission.kind)) + " '" + submission.name +
                       "': the average of bool is not defined; cast it, or use Min or Max");
@@ -237,8 +266,21 @@ void Engine::execute(Work& work) {
         case OpKind::kBroadcast:
           execute_broadcast(first, communicator, deadline);
           break;
+        case OpKind::kReducescatter:
+          execute_reducescatter(first, communicator, deadline);
+          break;
+        case OpKind::kAlltoall:
+          execute_alltoall(first, communicator, deadline);
+          break;
         case OpKind::kBarrier:
+        case OpKind::kJoin:
           break;  // to have agreed is all
+        case OpKind::kAddProcessSet:
+          connect(static_cast<ProcessSetId>(first.number));
+          break;
+        case OpKind::kRemoveProcessSet:
+          disconnect(static_cast<ProcessSetId>(first.submission.root));
+          break;
       }
     } catch (const Failure& failure) {
       // A wait that was given up leaves executing_ set: see drive().
@@ -253,30 +295,51 @@ void Engine::execute(Work& work) {
 TensorView Engine::output_of(Operation& operation, std::size_t index, const Shape& shape) {
   const Submission& s = operation.submission;
   const DType dtype = s.inputs[index].dtype;
-  if (!s.outputs.empty()) return s.outputs[index];
+  if (s.outputs.empty()) return allocate(operation, index, shape, dtype);
+  if (s.outputs[index].shape != shape || s.outputs[index].dtype != dtype) {
+    throw Failure(ErrorCode::kInternal,
+                  "the output given for '" + s.name + "' has not the agreed shape");
+  }
+  return s.outputs[index];
+}
+
+TensorView Engine::allocate(Operation& operation, std::size_t index, const Shape& shape,
+                            DType dtype) {
+  const Submission& s = operation.submission;
   if (s.allocate) {
     void* data = s.allocate(static_cast<int>(index), shape);
     if (data == nullptr && bytes_of(shape, dtype) > 0) {
       throw Failure(ErrorCode::kInternal, "no memory for the output of '" + s.name + "'");
     }
-    return {data, shape, dtype, s.inputs[index].device};
+    return {data, shape, dtype, s.inputs[0].device};
   }
   operation.buffers.push_back(std::make_shared<OwnedBuffer>(shape, dtype, bytes_of(shape, dtype)));
-  return {operation.buffers.back()->data(), shape, dtype, s.inputs[index].device};
+  return {operation.buffers.back()->data(), shape, dtype, s.inputs[0].device};
 }
 
 void Engine::execute_allreduce(Work& work, Communicator& communicator, Deadline deadline) {
-  in_.clear();
-  out_.clear();
+  reduced_.clear();
   for (const OperationPtr& operation : work.operations) {
     const Submission& s = operation->submission;
     for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-      in_.push_back(segment_of(s.inputs[i]));
-      out_.push_back(segment_of(output_of(*operation, i, s.inputs[i].shape)));
+      reduced_.push_back(segment_of(output_of(*operation, i, s.inputs[i].shape)));
     }
   }
-  const Submission& first = work.operations[0]->submission;
-  communicator.allreduce(in_, out_, first.inputs[0].dtype, first.op, first.scale, deadline);
+  const Operation& first = *work.operations[0];
+  for_each_dtype(first.request, [&](DType dtype) {
+    in_.clear();
+    out_.clear();
+    auto out = reduced_.begin();
+    for (const OperationPtr& operation : work.operations) {
+      for (const TensorView& input : operation->submission.inputs) {
+        const Segment& output = *out++;
+        if (input.dtype != dtype) continue;
+        in_.push_back(segment_of(input));
+        out_.push_back(output);
+      }
+    }
+    communicator.allreduce(in_, out_, dtype, first.submission.op, first.submission.scale, deadline);
+  });
 }
 
 void Engine::execute_allgather(Operation& operation, Communicator& communicator,
@@ -297,10 +360,6 @@ void Engine::execute_allgather(Operation& operation, Communicator& communicator,
       counts[m] = static_cast<std::size_t>(rows) * row_bytes;
     }
     const TensorView out = output_of(operation, i, shape);
-    if (out.shape != shape) {
-      throw Failure(ErrorCode::kInternal,
-                    "the output given for '" + s.name + "' has not the agreed number of rows");
-    }
     const Segment in = segment_of(s.inputs[i]);
     const Segment all = segment_of(out);
     communicator.allgather({in.data, in.bytes}, {all.data, all.bytes}, counts, deadline);
@@ -316,11 +375,80 @@ void Engine::execute_broadcast(Operation& operation, Communicator& communicator,
     in_.push_back(segment_of(s.inputs[i]));
     out_.push_back(segment_of(output_of(operation, i, s.inputs[i].shape)));
   }
-  communicator.broadcast(in_, out_, *sets_.position(s.process_set, s.root), deadline);
+  const int root = *position_in(sets_.members(s.process_set), s.root);
+  communicator.broadcast(in_, out_, root, deadline);
+}
+
+void Engine::execute_reducescatter(Operation& operation, Communicator& communicator,
+                                   Deadline deadline) {
+  const Submission& s = operation.submission;
+  const auto members = static_cast<int>(sets_.members(s.process_set).size());
+  reduced_.clear();
+  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+    Shape shape = s.inputs[i].shape;
+    shape[0] = rows_kept(shape[0], operation.position, members);
+    reduced_.push_back(segment_of(output_of(operation, i, shape)));
+  }
+  for_each_dtype(operation.request, [&](DType dtype) {
+    in_.clear();
+    out_.clear();
+    std::vector<std::size_t> counts(static_cast<std::size_t>(members), 0);
+    for (int m = 0; m < members; ++m) {
+      for (const TensorView& input : s.inputs) {
+        if (input.dtype != dtype) continue;
+        const Segment part = part_of(input, m, members);
+        counts[static_cast<std::size_t>(m)] += part.bytes;
+        in_.push_back(part);
+      }
+    }
+    for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+      if (s.inputs[i].dtype == dtype) out_.push_back(reduced_[i]);
+    }
+    communicator.reducescatter(in_, out_, counts, dtype, s.op, s.scale, deadline);
+  });
+}
+
+// How many rows go where changes from call to call, so it is not negotiated: it
+// travels with the data.
+void Engine::execute_alltoall(Operation& operation, Communicator& communicator,
+                              Deadline deadline) {
+  const Submission& s = operation.submission;
+  const TensorView& input = s.inputs[0];
+  const std::size_t members = sets_.members(s.process_set).size();
+  const auto self = static_cast<std::size_t>(operation.position);
+  std::vector<std::int64_t> splits = s.numbers;
+  splits.resize(members, s.numbers.empty() ? input.shape[0] / static_cast<std::int64_t>(members) : 0);
+  std::vector<std::int64_t> rows(members * members);
+  const std::vector<std::size_t> row_of_table(members, members * sizeof(std::int64_t));
+  communicator.allgather(std::as_bytes(std::span(splits)), std::as_writable_bytes(std::span(rows)),
+                         row_of_table, deadline);
+
+  Shape shape = input.shape;
+  shape[0] = 1;
+  const std::size_t row_bytes = bytes_of(shape, input.dtype);
+  std::vector<std::size_t> counts(rows.size());
+  std::vector<std::int32_t> received(members);
+  shape[0] = 0;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    counts[i] = static_cast<std::size_t>(rows[i]) * row_bytes;
+    if (i % members != self) continue;
+    received[i / members] = static_cast<std::int32_t>(rows[i]);
+    shape[0] += rows[i];
+  }
+  const Segment out = segment_of(allocate(operation, 0, shape, input.dtype));
+  const Segment in = segment_of(input);
+  communicator.alltoall({in.data, in.bytes}, {out.data, out.bytes}, counts, deadline);
+  const Shape one_each{static_cast<std::int64_t>(members)};
+  const TensorView table = allocate(operation, 1, one_each, DType::kInt32);
+  std::memcpy(table.data, received.data(), members * sizeof(std::int32_t));
+}
+
+void Engine::disconnect(ProcessSetId set) {
+  std::erase_if(communicators_, [set](const auto& item) { return item.first.second == set; });
 }
 
 void Engine::complete(const OperationPtr& operation, std::optional<Error> error) {
-  queue_.retire(operation);
+  if (!operation->stands_in) queue_.retire(operation);
   operation->error = std::move(error);
   // Moved out first: once finished, the caller may drop the operation.
   const auto done = std::move(operation->submission.done);

@@ -36,6 +36,7 @@ struct EngineOptions {
   std::chrono::duration<double> data_timeout{300.0};
   std::chrono::duration<double> stall_warn{60.0};     // zero: no reports
   std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
+  bool reproducible = false;  // sums do not depend on hosts, transport or backend
   bool crowded = false;                               // more ranks than cores on this host
   std::function<void(const std::string&)> log = [](const std::string&) {};
 };
@@ -58,7 +59,6 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  const ProcessSets& process_sets() const noexcept { return sets_; }
   int rank() const noexcept { return rank_; }
 
   // `blocking`: wait() follows at once, so nobody need be woken. `where` names
@@ -93,7 +93,12 @@ class Engine {
   void execute_allreduce(Work& work, Communicator& communicator, Deadline deadline);
   void execute_allgather(Operation& operation, Communicator& communicator, Deadline deadline);
   void execute_broadcast(Operation& operation, Communicator& communicator, Deadline deadline);
+  void execute_reducescatter(Operation& operation, Communicator& communicator, Deadline deadline);
+  void execute_alltoall(Operation& operation, Communicator& communicator, Deadline deadline);
+  void connect(ProcessSetId set);
+  void disconnect(ProcessSetId set);
   TensorView output_of(Operation& operation, std::size_t index, const Shape& shape);
+  TensorView allocate(Operation& operation, std::size_t index, const Shape& shape, DType dtype);
   Backend& backend_for(const Submission& submission) const;
   Communicator& communicator_for(const Work& work);
   void complete(const OperationPtr& operation, std::optional<Error> error);
@@ -112,7 +117,7 @@ class Engine {
   void doze();
 
   const int rank_;
-  const ProcessSets sets_;
+  ProcessSets sets_;  // changed through queue_, by the driver; it alone reads them here
   const EngineOptions options_;
   OpQueue queue_;
   std::unique_ptr<Parking> parking_;
@@ -129,6 +134,7 @@ class Engine {
   Clock::time_point next_stall_report_{};
   std::vector<Segment> in_;   // scratch
   std::vector<Segment> out_;  // scratch
+  std::vector<Segment> reduced_;  // scratch
 
   std::atomic<bool> role_taken_{false};    // the driver's role
   std::atomic<bool> engine_dozes_{false};  // the engine's thread sleeps without the role

@@ -20,19 +20,20 @@ struct OpenBatch {
 
 // Saturates: a nonsensical size is larger than any bound, never small.
 std::size_t bytes_of(const Agreement& agreement) {
-  std::size_t elements = 0;
-  for (const Shape& shape : agreement.shapes) {
-    const auto count = static_cast<std::size_t>(element_count(shape));
-    if (__builtin_add_overflow(elements, count, &elements)) {
+  std::size_t total = 0;
+  for (std::size_t i = 0; i < agreement.shapes.size(); ++i) {
+    const auto count = static_cast<std::size_t>(element_count(agreement.shapes[i]));
+    std::size_t bytes = 0;
+    if (__builtin_mul_overflow(count, item_size(dtype_of(agreement, i)), &bytes) ||
+        __builtin_add_overflow(total, bytes, &total)) {
       return std::numeric_limits<std::size_t>::max();
     }
   }
-  std::size_t bytes = 0;
-  if (__builtin_mul_overflow(elements, item_size(agreement.dtype), &bytes)) {
-    return std::numeric_limits<std::size_t>::max();
-  }
-  return bytes;
+  return total;
 }
+
+// Whether it can share a batch at all.
+bool fuses(const Agreement& a) { return a.kind == OpKind::kAllreduce && a.dtypes.empty(); }
 
 bool fusible(const Agreement& a, const Agreement& b) {
   return a.process_set == b.process_set && a.dtype == b.dtype && a.op == b.op &&
@@ -69,7 +70,7 @@ std::vector<Batch> fuse(std::span<const CacheId> ready,
   }
   std::vector<OpenBatch> open;
   for (const Entry& entry : by_priority(ready, agreement_of)) {
-    if (entry.agreement->kind != OpKind::kAllreduce) {
+    if (!fuses(*entry.agreement)) {
       append_alone(batches, entry.id);
       continue;
     }

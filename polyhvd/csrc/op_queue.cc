@@ -1,6 +1,7 @@
 #include "op_queue.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "error.h"
 #include "wire.h"
@@ -33,15 +34,22 @@ std::string to_string(const Shape& shape) {
 
 void OpQueue::check(const Submission& s) const {
   if (s.name.empty()) invalid(s, "the name is empty");
+  if (joined_) {
+    invalid(s, "rank " + std::to_string(rank_) +
+                   " has joined and takes part in nothing until all ranks have; wait for join()");
+  }
   if (!sets_.contains(s.process_set)) {
     invalid(s, "process set " + std::to_string(s.process_set) +
-                   " does not exist; pass it to init(process_sets=[...]) on every rank");
+                   " does not exist; pass it to init(process_sets=[...]) or add_process_set() on "
+                   "every rank");
   }
   if (!sets_.position(s.process_set, rank_)) {
     invalid(s, "rank " + std::to_string(rank_) + " is not in process set " +
                    std::to_string(s.process_set) + "; call it on its members only");
   }
-  if (s.kind == OpKind::kBarrier) return;
+  if (s.kind == OpKind::kAddProcessSet) check_new_set(s);
+  if (s.kind == OpKind::kRemoveProcessSet) check_removal(s);
+  if (!has_tensors(s.kind)) return;
   if (s.inputs.empty()) invalid(s, "there is no tensor");
   if (!s.outputs.empty() && s.outputs.size() != s.inputs.size()) {
     invalid(s, "there are " + std::to_string(s.inputs.size()) + " inputs and " +
@@ -49,29 +57,75 @@ void OpQueue::check(const Submission& s) const {
   }
   for (std::size_t i = 0; i < s.inputs.size(); ++i) {
     const TensorView& in = s.inputs[i];
-    if (in.dtype != s.inputs[0].dtype) {
-      invalid(s, "tensors of one operation have one dtype; found " +
-                     std::string(name_of(s.inputs[0].dtype)) + " and " +
-                     std::string(name_of(in.dtype)));
-    }
     if (in.shape.size() > static_cast<std::size_t>(kTensorRankMax)) {
       invalid(s, "a tensor has " + std::to_string(in.shape.size()) + " dimensions; at most " +
                      std::to_string(kTensorRankMax) + " are possible");
     }
-    if (s.kind == OpKind::kAllgather && in.shape.empty()) {
-      invalid(s, "a scalar has no first dimension to gather along; reshape it to [1]");
+    if (in.shape.empty() && (has_own_rows(s.kind) || s.kind == OpKind::kReducescatter)) {
+      invalid(s, "a scalar has no first dimension; reshape it to [1]");
     }
-    if (s.outputs.empty() || s.kind == OpKind::kAllgather) continue;
+    if (s.outputs.empty() || (s.kind != OpKind::kAllreduce && s.kind != OpKind::kBroadcast)) {
+      continue;
+    }
     if (s.outputs[i].dtype != in.dtype || s.outputs[i].shape != in.shape) {
       invalid(s, "the output is " + std::string(name_of(s.outputs[i].dtype)) + " " +
                      to_string(s.outputs[i].shape) + ", the input " +
                      std::string(name_of(in.dtype)) + " " + to_string(in.shape));
     }
   }
+  if (s.kind == OpKind::kAlltoall) check_splits(s);
   if (s.kind == OpKind::kBroadcast && !sets_.position(s.process_set, s.root)) {
     invalid(s, "root rank " + std::to_string(s.root) + " is not in process set " +
                    std::to_string(s.process_set) + " of " +
                    std::to_string(sets_.members(s.process_set).size()) + " ranks");
+  }
+}
+
+void OpQueue::check_splits(const Submission& s) const {
+  if (s.inputs.size() != 1) invalid(s, "it takes one tensor");
+  const auto members = static_cast<std::int64_t>(sets_.members(s.process_set).size());
+  const std::int64_t rows = s.inputs[0].shape[0];
+  if (s.numbers.empty()) {
+    if (rows % members == 0 && rows / members <= std::numeric_limits<std::int32_t>::max()) return;
+    invalid(s, "a first dimension of " + std::to_string(rows) + " does not divide among " +
+                   std::to_string(members) + " ranks; pass splits");
+  }
+  if (static_cast<std::int64_t>(s.numbers.size()) != members) {
+    invalid(s, "splits has " + std::to_string(s.numbers.size()) + " entries for " +
+                   std::to_string(members) + " ranks; give one for each");
+  }
+  std::int64_t sum = 0;
+  for (const std::int64_t part : s.numbers) {
+    if (part < 0 || part > std::numeric_limits<std::int32_t>::max()) {
+      invalid(s, "splits holds " + std::to_string(part) + "; entries are from 0 to 2^31 - 1");
+    }
+    sum += part;
+  }
+  if (sum > rows) {
+    invalid(s, "splits " + to_string(s.numbers) + " sum to " + std::to_string(sum) +
+                   ", more than the first dimension of " + std::to_string(rows));
+  }
+}
+
+void OpQueue::check_new_set(const Submission& s) const {
+  std::vector<int> ranks(s.numbers.begin(), s.numbers.end());
+  ProcessSets(sets_.world_size()).add(ranks);  // throws what is wrong with them
+  if (const auto id = sets_.find(ranks)) {
+    invalid(s, "ranks " + to_string(s.numbers) + " are process set " + std::to_string(*id) +
+                   " already; use that one");
+  }
+  if (sets_.added() >= kProcessSetsMax) {
+    invalid(s, std::to_string(kProcessSetsMax) +
+                   " process sets have been added, which is all that there is room for; keep "
+                   "process sets instead of removing and adding them");
+  }
+}
+
+void OpQueue::check_removal(const Submission& s) const {
+  const auto id = static_cast<ProcessSetId>(s.root);
+  if (id == kWorld) invalid(s, "the global process set cannot be removed");
+  if (!sets_.contains(id)) {
+    invalid(s, "process set " + std::to_string(id) + " does not exist");
   }
 }
 
@@ -128,26 +182,33 @@ Request OpQueue::request_of(const Operation& operation) const {
   request.scale = s.scale;
   request.name = s.name;
   request.where = s.where;
+  request.shapes.reserve(s.inputs.size());
+  for (const TensorView& t : s.inputs) request.shapes.push_back(t.shape);
   if (!s.inputs.empty()) {
     request.dtype = s.inputs[0].dtype;
     request.device = s.inputs[0].device.kind;
   }
-  request.shapes.reserve(s.inputs.size());
-  for (const TensorView& t : s.inputs) request.shapes.push_back(t.shape);
+  const auto differs = [&](const TensorView& t) { return t.dtype != request.dtype; };
+  if (std::ranges::any_of(s.inputs, differs)) {
+    for (const TensorView& t : s.inputs) request.dtypes.push_back(t.dtype);
+  }
+  if (s.kind == OpKind::kAddProcessSet) {
+    for (const std::int64_t rank : s.numbers) request.shapes.push_back({rank});
+  }
   return request;
 }
 
 OperationPtr OpQueue::submit(Submission submission, const std::function<std::string()>& where) {
-  check(submission);
   auto operation = std::make_shared<Operation>(std::move(submission));
   Submission& s = operation->submission;
+  std::unique_lock lock(mutex_);
+  check(s);
   operation->position = *sets_.position(s.process_set, rank_);
-  if (s.op == ReduceOp::kAverage && s.kind == OpKind::kAllreduce) {
+  if (s.op == ReduceOp::kAverage && reduces(s.kind)) {
     s.op = ReduceOp::kSum;
     s.scale.post /= static_cast<double>(sets_.members(s.process_set).size());
   }
   operation->request = request_of(*operation);
-  std::unique_lock lock(mutex_);
   operation->announced_as = cache_.find(operation->request, operation->position);
   operation->cache_version = cache_version_;
   if (!operation->announced_as && where && s.where.empty()) {
@@ -163,6 +224,7 @@ OperationPtr OpQueue::submit(Submission submission, const std::function<std::str
   }
   claim_memory(*operation);
   submitted_.fetch_add(1, std::memory_order_relaxed);
+  if (s.kind == OpKind::kJoin) joined_ = true;
   if (it != in_flight_.end()) {
     waiting_[{s.process_set, s.name}].push_back(operation);
     return operation;
@@ -212,6 +274,7 @@ void OpQueue::retire(const OperationPtr& operation) {
   const Submission& s = operation->submission;
   std::lock_guard lock(mutex_);
   release_memory(*operation);
+  if (s.kind == OpKind::kJoin) joined_ = false;
   const auto it = in_flight_.find(KeyView{s.process_set, s.name});
   if (it == in_flight_.end() || it->second != operation) return;
   const auto queue = waiting_.empty() ? waiting_.end() : waiting_.find({s.process_set, s.name});
@@ -239,6 +302,21 @@ std::vector<OperationPtr> OpQueue::close(Error error) {
   unannounced_.clear();
   news_.store(0);
   return pending;
+}
+
+ProcessSetId OpQueue::add_process_set(std::vector<int> ranks) {
+  std::lock_guard lock(mutex_);
+  return sets_.add(std::move(ranks));
+}
+
+void OpQueue::remove_process_set(ProcessSetId id) {
+  std::lock_guard lock(mutex_);
+  if (sets_.contains(id)) sets_.remove(id);
+}
+
+bool OpQueue::has_joined() const {
+  std::lock_guard lock(mutex_);
+  return joined_;
 }
 
 bool OpQueue::has_announced() const {

@@ -22,7 +22,7 @@ namespace polyhvd {
 
 class OpQueue {
  public:
-  OpQueue(const ProcessSets& sets, int rank) : sets_(sets), rank_(rank) {}
+  OpQueue(ProcessSets& sets, int rank) : rank_(rank), sets_(sets) {}
 
   // Checks the submission and queues it. `where` names the caller's line; it is
   // called, without a lock, only when the operation is new to the cache. Throws
@@ -53,6 +53,12 @@ class OpQueue {
   }
   // Driver only: the driver is the cache's one writer.
   const ResponseCache& cache() const noexcept { return cache_; }
+
+  // Driver: changes the process sets, which submit() reads.
+  ProcessSetId add_process_set(std::vector<int> ranks);
+  void remove_process_set(ProcessSetId id);
+  // Driver: whether this rank has joined, and others go on without it.
+  bool has_joined() const;
 
   // Every later submit fails with `error`. Returns what was pending.
   std::vector<OperationPtr> close(Error error);
@@ -88,15 +94,20 @@ class OpQueue {
   };
 
   void check(const Submission& submission) const;
+  void check_splits(const Submission& submission) const;
+  void check_new_set(const Submission& submission) const;
+  void check_removal(const Submission& submission) const;
   void claim_memory(const Operation& operation);
   void release_memory(const Operation& operation);
   Request request_of(const Operation& operation) const;
 
-  const ProcessSets& sets_;
   const int rank_;
 
   mutable std::mutex mutex_;
-  // All guarded by mutex_.
+  // All guarded by mutex_. The driver is the one writer of sets_ and cache_, and
+  // reads them without it.
+  ProcessSets& sets_;
+  bool joined_ = false;
   ResponseCache cache_;
   std::uint64_t cache_version_ = 0;
   std::unordered_map<Key, OperationPtr, Hash, Equal> in_flight_;

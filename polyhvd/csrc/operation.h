@@ -22,12 +22,15 @@ struct Submission {
   OpKind kind = OpKind::kAllreduce;
   ReduceOp op = ReduceOp::kSum;
   Scale scale;
-  int root = -1;  // broadcast only; a world rank
+  int root = -1;  // as in Request
   int priority = 0;
   ProcessSetId process_set = kWorld;
   std::vector<TensorView> inputs;
   // As many as inputs, or none: then `allocate` is asked, or else the core allocates.
+  // An alltoall has a second output: the rows received from each member, as int32.
   std::vector<TensorView> outputs;
+  // alltoall: rows for each member, or none for equal parts. add_process_set: ranks.
+  std::vector<std::int64_t> numbers;
   std::function<void*(int index, const Shape& shape)> allocate;
   // Exactly once, with no lock held, on any thread; null error on success.
   std::function<void(const Error* error)> done;
@@ -73,10 +76,13 @@ class Operation {
   std::uint64_t cache_version = 0;      // at which announced_as was looked up; likewise
   bool announced = false;               // likewise
   bool agreed = false;                  // by the driver: decided, and now work
+  bool stands_in = false;               // by the driver: made for a rank that has joined,
+  std::vector<std::shared_ptr<OwnedBuffer>> inputs;  // with these for its inputs
   std::vector<std::int64_t> rows;       // by the driver, from the agreement (allgather)
 
   // Written by the driver before `finished`.
   std::optional<Error> error;
+  std::int64_t number = -1;  // join: the last rank; add_process_set: the new set
   std::vector<std::shared_ptr<OwnedBuffer>> buffers;
 
   bool is_finished() const noexcept { return finished_.load(std::memory_order_acquire); }

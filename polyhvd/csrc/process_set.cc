@@ -50,6 +50,20 @@ ProcessSetId ProcessSets::add(std::vector<int> ranks) {
   return id;
 }
 
+void ProcessSets::remove(ProcessSetId id) { removed_.insert(members_.extract(id)); }
+
+std::optional<ProcessSetId> ProcessSets::find(std::span<const int> ranks) const noexcept {
+  for (const auto& [id, members] : members_) {
+    if (std::ranges::equal(members, ranks)) return id;
+  }
+  return std::nullopt;
+}
+
+std::span<const int> ProcessSets::members(ProcessSetId id) const {
+  const auto found = members_.find(id);
+  return found != members_.end() ? found->second : removed_.at(id);
+}
+
 std::optional<int> ProcessSets::position(ProcessSetId id, int world_rank) const {
   const auto found = members_.find(id);
   if (found == members_.end()) return std::nullopt;

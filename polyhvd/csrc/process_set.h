@@ -45,6 +45,10 @@ class MemberMask {
 // Position of a rank among sorted members, or nothing when it is none of them.
 std::optional<int> position_in(std::span<const int> members, int world_rank) noexcept;
 
+// Process sets of one engine's life, those that were removed included: shared memory
+// holds a place for each, which is not used again.
+inline constexpr std::size_t kProcessSetsMax = 256;
+
 class ProcessSets {
  public:
   // Set 0 is the world, ranks 0 to world_size - 1.
@@ -53,14 +57,22 @@ class ProcessSets {
   int world_size() const noexcept { return world_size_; }
 
   // Ranks are sorted and distinct, within the world, at least one. Throws
-  // Failure(kInvalidArgument) otherwise.
+  // Failure(kInvalidArgument) otherwise. Ids count up and are never used again.
   ProcessSetId add(std::vector<int> ranks);
+  // The id must be known, and not the world's. Its members stay readable: what was
+  // agreed before may still be running.
+  void remove(ProcessSetId id);
+  // The set of exactly these ranks, if there is one.
+  std::optional<ProcessSetId> find(std::span<const int> ranks) const noexcept;
+  // How many were ever added, the world included.
+  std::size_t added() const noexcept { return next_; }
 
   bool contains(ProcessSetId id) const noexcept { return members_.contains(id); }
-  // Sorted world ranks. The id must be known. The span stays valid: a set never
-  // changes once it was added.
-  std::span<const int> members(ProcessSetId id) const { return members_.at(id); }
-  // Position of a world rank in the set, or nothing when it is no member.
+  // Sorted world ranks. The id must be known, or have been. The span stays valid: a
+  // set never changes once it was added.
+  std::span<const int> members(ProcessSetId id) const;
+  // Position of a world rank in the set, or nothing when it is no member of it or
+  // there is no such set.
   std::optional<int> position(ProcessSetId id, int world_rank) const;
   std::vector<ProcessSetId> ids() const;
 
@@ -68,6 +80,7 @@ class ProcessSets {
   int world_size_;
   ProcessSetId next_ = 1;
   std::map<ProcessSetId, std::vector<int>> members_;
+  std::map<ProcessSetId, std::vector<int>> removed_;
 };
 
 }  // namespace polyhvd

@@ -46,7 +46,7 @@ void Relay::withdraw(CacheId id) {
 void Relay::add_subtree_hit(CacheId id, std::span<const int> from, const ResponseCache& cache,
                             Time now) {
   const Agreement* agreement = cache.get(id);
-  if (agreement == nullptr || doomed_.contains(agreement->process_set)) {
+  if (is_passed_through(agreement)) {
     // Whose hits these are is known above, or no longer matters.
     for (const int rank : from) {
       if (agreement == nullptr || sets_.position(agreement->process_set, rank)) {
@@ -68,7 +68,7 @@ void Relay::add_subtree_hit(CacheId id, std::span<const int> from, const Respons
 
 void Relay::add_hit(int rank, CacheId id, const ResponseCache& cache, Time now) {
   const Agreement* agreement = cache.get(id);
-  if (agreement == nullptr || doomed_.contains(agreement->process_set)) {
+  if (is_passed_through(agreement)) {
     next_.hits.push_back({rank, id});
     return;
   }
@@ -101,7 +101,8 @@ void Relay::add_member(CacheId id, Partial& partial, int position, Time now) {
 
 void Relay::add_request(const Request& request, const ResponseCache& cache) {
   next_.requests.push_back(request);
-  if (doomed_.contains(request.process_set)) return;
+  if (request.kind == OpKind::kJoin) begin_join();
+  if (joined_ || doomed_.contains(request.process_set)) return;
   const auto id = cache.id_of(request.process_set, request.name);
   if (!id) return;
   // The name is negotiated anew, so the coordinator needs every side of it.
@@ -123,8 +124,22 @@ void Relay::add_departure(int rank) {
   }
 }
 
+void Relay::begin_join() {
+  if (std::exchange(joined_, true)) return;
+  for (auto& [id, partial] : partial_) {
+    flush(id, partial);
+    end_round(partial);
+  }
+}
+
+// Whether hits go up at once, as they are.
+bool Relay::is_passed_through(const Agreement* agreement) const {
+  return agreement == nullptr || joined_ || doomed_.contains(agreement->process_set);
+}
+
 void Relay::doom(ProcessSetId set) {
   if (!doomed_.insert(set).second) return;
+  if (set == kWorld) joined_ = false;  // the join has failed, too
   for (auto at = waiting_.begin(); at != waiting_.end();) {
     const CacheId id = *at++;
     Partial& partial = partial_.at(id);

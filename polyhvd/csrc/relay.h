@@ -37,6 +37,9 @@ class Relay {
   // it will run any more. What is held back goes up, and later hits at once.
   void doom(ProcessSetId set);
 
+  // All ranks have joined: every rank takes part again.
+  void end_join() noexcept { joined_ = false; }
+
  private:
   // Who was seen for an id in this round. Kept between rounds, until the id is
   // evicted, so that the steady state allocates nothing.
@@ -55,6 +58,8 @@ class Relay {
   void add_member(CacheId id, Partial& partial, int position, Time now);
   void add_request(const Request& request, const ResponseCache& cache);
   void add_departure(int rank);
+  void begin_join();
+  bool is_passed_through(const Agreement* agreement) const;
 
   Partial& partial_of(CacheId id, ProcessSetId set);
   void flush(CacheId id, Partial& partial);
@@ -67,6 +72,7 @@ class Relay {
   std::list<CacheId> waiting_;  // hits held back, the oldest first
   std::list<CacheId> idle_;
   std::set<ProcessSetId> doomed_;
+  bool joined_ = false;  // somebody below has joined: subtrees are never complete
   Report next_;
 };
 

@@ -15,31 +15,35 @@ namespace polyhvd {
 // coordinator, never reused.
 using CacheId = std::uint32_t;
 
-// One named operation as one rank asks for it. Several tensors of one dtype
-// may form one request: they become ready, run and fail together.
+// One named operation as one rank asks for it. Several tensors may form one
+// request: they become ready, run and fail together.
 struct Request {
   std::int32_t rank = 0;
   ProcessSetId process_set = kWorld;
   OpKind kind = OpKind::kAllreduce;
   ReduceOp op = ReduceOp::kSum;
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;  // of the first tensor
+  std::vector<DType> dtypes;      // of each tensor, when they differ
   DeviceKind device = DeviceKind::kCpu;
-  std::int32_t root = -1;  // broadcast only; a world rank
+  // Broadcast: a world rank. remove_process_set: the set's number.
+  std::int32_t root = -1;
   std::int32_t priority = 0;
   Scale scale;
-  std::vector<Shape> shapes;
+  std::vector<Shape> shapes;  // add_process_set: one of one number for each rank
   std::string name;
   std::string where;  // "train.py:88" of the caller, for error messages
 };
 
 // What every member of the process set will run. For allgather, shapes[i][0]
 // is the sum of the ranks' rows, and rows[m * shapes.size() + i] those of
-// member m (by position in the process set) of tensor i.
+// member m (by position in the process set) of tensor i. For alltoall it is 0:
+// the rows go with the data. The root of a join is the rank that joined last.
 struct Agreement {
   ProcessSetId process_set = kWorld;
   OpKind kind = OpKind::kAllreduce;
   ReduceOp op = ReduceOp::kSum;
   DType dtype = DType::kFloat32;
+  std::vector<DType> dtypes;
   DeviceKind device = DeviceKind::kCpu;
   std::int32_t root = -1;
   std::int32_t priority = 0;
@@ -49,6 +53,12 @@ struct Agreement {
   std::string name;
   friend bool operator==(const Agreement&, const Agreement&) = default;
 };
+
+// Element type of tensor `i` of a request or an agreement.
+template <class Operation>
+DType dtype_of(const Operation& operation, std::size_t i) noexcept {
+  return operation.dtypes.empty() ? operation.dtype : operation.dtypes[i];
+}
 
 struct Definition {
   CacheId id = 0;

@@ -43,19 +43,23 @@ const Agreement* ResponseCache::get(CacheId id) const noexcept {
 
 namespace {
 
-// All dimensions but the first are those agreed on, and the first is what this
-// position contributed when it was agreed.
+// All dimensions but the first are those agreed on.
+bool tails_match(const Agreement& agreement, const Request& request) {
+  return std::ranges::equal(
+      agreement.shapes, request.shapes, [](const Shape& agreed, const Shape& asked) {
+        return !asked.empty() && agreed.size() == asked.size() &&
+               std::equal(asked.begin() + 1, asked.end(), agreed.begin() + 1);
+      });
+}
+
+// So are the first ones: what this position contributed when it was agreed.
 bool rows_match(const Agreement& agreement, const Request& request, int position) {
   const std::size_t count = agreement.shapes.size();
-  if (request.shapes.size() != count || position < 0) return false;
+  if (position < 0 || !tails_match(agreement, request)) return false;
   const std::size_t first = static_cast<std::size_t>(position) * count;
   if (first + count > agreement.rows.size()) return false;
   for (std::size_t i = 0; i < count; ++i) {
-    const Shape& agreed = agreement.shapes[i];
-    const Shape& asked = request.shapes[i];
-    if (asked.empty() || agreed.size() != asked.size()) return false;
-    if (asked[0] != agreement.rows[first + i]) return false;
-    if (!std::equal(asked.begin() + 1, asked.end(), agreed.begin() + 1)) return false;
+    if (request.shapes[i][0] != agreement.rows[first + i]) return false;
   }
   return true;
 }
@@ -64,20 +68,29 @@ bool rows_match(const Agreement& agreement, const Request& request, int position
 
 bool satisfies(const Agreement& agreement, const Request& request, int position) {
   if (agreement.process_set != request.process_set || agreement.kind != request.kind ||
-      agreement.dtype != request.dtype || agreement.device != request.device ||
-      agreement.name != request.name) {
+      agreement.dtype != request.dtype || agreement.dtypes != request.dtypes ||
+      agreement.device != request.device || agreement.name != request.name) {
     return false;
   }
   switch (request.kind) {
     case OpKind::kAllreduce:
+    case OpKind::kReducescatter:
       return agreement.op == request.op && agreement.scale == request.scale &&
              agreement.shapes == request.shapes;
     case OpKind::kBroadcast:
       return agreement.root == request.root && agreement.shapes == request.shapes;
     case OpKind::kAllgather:
       return rows_match(agreement, request, position);
+    case OpKind::kAlltoall:
+      return tails_match(agreement, request);
     case OpKind::kBarrier:
       return true;
+    case OpKind::kAddProcessSet:
+      return agreement.shapes == request.shapes;
+    case OpKind::kRemoveProcessSet:
+      return agreement.root == request.root;
+    case OpKind::kJoin:
+      return false;  // the coordinator must hear of each
   }
   return false;
 }

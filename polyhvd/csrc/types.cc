@@ -59,6 +59,16 @@ std::string_view name_of(OpKind kind) noexcept {
       return "broadcast";
     case OpKind::kBarrier:
       return "barrier";
+    case OpKind::kAlltoall:
+      return "alltoall";
+    case OpKind::kReducescatter:
+      return "reducescatter";
+    case OpKind::kJoin:
+      return "join";
+    case OpKind::kAddProcessSet:
+      return "add_process_set";
+    case OpKind::kRemoveProcessSet:
+      return "remove_process_set";
   }
   return "unknown";
 }
@@ -69,6 +79,8 @@ std::string_view name_of(ReduceOp op) noexcept {
       return "Average";
     case ReduceOp::kSum:
       return "Sum";
+    case ReduceOp::kAdasum:
+      return "Adasum";
     case ReduceOp::kMin:
       return "Min";
     case ReduceOp::kMax:

@@ -25,12 +25,29 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kDTypeCount = 10;
 
-enum class OpKind : std::uint8_t { kAllreduce = 0, kAllgather = 1, kBroadcast = 2, kBarrier = 3 };
-inline constexpr int kOpKindCount = 4;
+enum class OpKind : std::uint8_t {
+  kAllreduce = 0,
+  kAllgather = 1,
+  kBroadcast = 2,
+  kBarrier = 3,
+  kAlltoall = 4,
+  kReducescatter = 5,
+  kJoin = 6,
+  kAddProcessSet = 7,
+  kRemoveProcessSet = 8,
+};
+inline constexpr int kOpKindCount = 9;
 
-// Horovod's numbers. kAverage never reaches a backend: the engine turns it
-// into kSum with a postscale of 1 / size. 2 is reserved for Adasum.
-enum class ReduceOp : std::uint8_t { kAverage = 0, kSum = 1, kMin = 3, kMax = 4, kProduct = 5 };
+// Horovod's numbers. kAverage never reaches a backend: the queue turns it into
+// kSum with a postscale of 1 / size.
+enum class ReduceOp : std::uint8_t {
+  kAverage = 0,
+  kSum = 1,
+  kAdasum = 2,
+  kMin = 3,
+  kMax = 4,
+  kProduct = 5,
+};
 
 enum class DeviceKind : std::uint8_t { kCpu = 0, kCuda = 1 };
 
@@ -68,6 +85,19 @@ using Segments = std::span<const Segment>;
 using ProcessSetId = std::uint32_t;
 inline constexpr ProcessSetId kWorld = 0;
 
+// Whether operations of a kind carry tensors; the others only synchronise.
+constexpr bool has_tensors(OpKind kind) noexcept {
+  return kind < OpKind::kBarrier || kind == OpKind::kAlltoall || kind == OpKind::kReducescatter;
+}
+// Whether a reduction and scale factors belong to it.
+constexpr bool reduces(OpKind kind) noexcept {
+  return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
+}
+// Whether the first dimension of a tensor is each rank's own affair.
+constexpr bool has_own_rows(OpKind kind) noexcept {
+  return kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
+}
+
 std::size_t item_size(DType dtype) noexcept;
 std::string_view name_of(DType dtype) noexcept;
 std::string_view name_of(OpKind kind) noexcept;
@@ -75,5 +105,11 @@ std::string_view name_of(ReduceOp op) noexcept;
 
 // Product of the dimensions; 1 for a scalar. Callers have checked the bound.
 std::int64_t element_count(std::span<const std::int64_t> shape) noexcept;
+
+// Rows of a reducescatter that member `position` of `size` keeps: the first ones
+// keep one more when `rows` does not divide.
+constexpr std::int64_t rows_kept(std::int64_t rows, int position, int size) noexcept {
+  return rows / size + (position < rows % size ? 1 : 0);
+}
 
 }  // namespace polyhvd

@@ -124,7 +124,8 @@ void put_text(std::string& out, const std::string& text) {
 template <class Operation>
 void put_operation(std::string& out, const Operation& op) {
   put(out, op.process_set, op.kind, op.op, op.dtype, op.device, op.root, op.priority, op.scale.pre,
-      op.scale.post, count_of(op.shapes));
+      op.scale.post, count_of(op.shapes), count_of(op.dtypes));
+  put_array(out, op.dtypes);
   for (const Shape& shape : op.shapes) {
     put(out, count_of(shape));
     put_array(out, shape);
@@ -188,7 +189,7 @@ void encode_farewell(const Error& reason, std::string& out) {
 
 namespace {
 
-constexpr std::size_t kOperationBytesMin = 4 + 4 * 1 + 2 * 4 + 2 * 8 + 2 * 4;
+constexpr std::size_t kOperationBytesMin = 4 + 4 * 1 + 2 * 4 + 2 * 8 + 3 * 4;
 constexpr std::size_t kRequestBytesMin = 4 + kOperationBytesMin + 4;
 constexpr std::size_t kDefinitionBytesMin = 4 + kOperationBytesMin + 4;
 constexpr std::size_t kRefusalBytesMin = 4 + 4 + 1 + 4;
@@ -274,17 +275,11 @@ Shape get_shape(Reader& in) {
   return shape;
 }
 
-ReduceOp get_reduce_op(Reader& in) {
-  const auto op = in.get_enum(ReduceOp::kProduct, "an unknown reduction");
-  if (static_cast<int>(op) == 2) in.fail("an unknown reduction");  // Adasum's number
-  return op;
-}
-
 template <class Operation>
 void get_operation(Reader& in, Operation& op) {
   op.process_set = in.get<ProcessSetId>();
-  op.kind = in.get_enum(OpKind::kBarrier, "an unknown operation");
-  op.op = get_reduce_op(in);
+  op.kind = in.get_enum(OpKind::kRemoveProcessSet, "an unknown operation");
+  op.op = in.get_enum(ReduceOp::kProduct, "an unknown reduction");
   op.dtype = in.get_enum(DType::kBool, "an unknown element type");
   op.device = in.get_enum(DeviceKind::kCuda, "an unknown device");
   op.root = in.get<std::int32_t>();
@@ -293,6 +288,12 @@ void get_operation(Reader& in, Operation& op) {
   op.scale.pre = in.get<double>();
   op.scale.post = in.get<double>();
   const Count shapes = in.get_count(sizeof(Count));
+  const auto dtypes = in.get<Count>();
+  if (dtypes != 0 && dtypes != shapes) in.fail("element types that are not one for each tensor");
+  op.dtypes = in.get_array<DType>(dtypes);
+  for (const DType dtype : op.dtypes) {
+    if (dtype > DType::kBool) in.fail("an unknown element type");
+  }
   op.shapes.reserve(shapes);
   for (Count i = 0; i < shapes; ++i) op.shapes.push_back(get_shape(in));
   op.name = in.get_text();

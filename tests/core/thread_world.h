@@ -59,8 +59,7 @@ class ThreadWorld {
       }
       if (layout[h].size() < 2) continue;
       const int fd = memfd_create("polyhvd-test", MFD_CLOEXEC);
-      const std::size_t bytes = shm::Segment::bytes(static_cast<int>(layout[h].size()),
-                                                    static_cast<int>(process_sets.size()) + 1);
+      const std::size_t bytes = shm::Segment::bytes(static_cast<int>(layout[h].size()));
       if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
         throw std::runtime_error("memfd_create");
       }

@@ -22,7 +22,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(bootstrap, "_segment_bytes", lambda ranks, sets: 4096 * ranks * sets)
+    monkeypatch.setattr(bootstrap, "_segment_bytes", lambda ranks: 4096 * ranks)
     world = World()
     yield world
     world.close()

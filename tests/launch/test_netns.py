@@ -27,7 +27,7 @@ RANK = """
 import os, socket, sys
 from polyhvd import bootstrap
 from polyhvd.config import Config
-bootstrap._segment_bytes = lambda ranks, sets: 4096
+bootstrap._segment_bytes = lambda ranks: 4096
 rank, size, host, endpoint, interface = sys.argv[1:]
 config = Config(rank=int(rank), size=int(size), host_id=host, rendezvous=endpoint, secret="ab" * 32,
                 interface=interface, start_timeout_s=20.0)

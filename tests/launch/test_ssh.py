@@ -104,7 +104,7 @@ def test_ranks_on_several_hosts_connect(launcher: Launcher, ssh: list[str]) -> N
         "import os\n"
         "from polyhvd import bootstrap\n"
         "from polyhvd.config import Config\n"
-        "bootstrap._segment_bytes = lambda ranks, sets: 4096\n"
+        "bootstrap._segment_bytes = lambda ranks: 4096\n"
         "wiring = bootstrap.connect(Config.from_environment(), 1, [])\n"
         "print(wiring.domains, sorted(wiring.data_fds), sorted(wiring.local_fds))\n"
     )
