@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from polyhvd import context as _context
 from polyhvd.adapter import ReduceOp
-from polyhvd.api import barrier
+from polyhvd.api import add_process_set, barrier, join, remove_process_set
 from polyhvd.config import Config
 from polyhvd.context import init, is_initialized, shutdown
 from polyhvd.errors import (
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
@@ -80,6 +81,7 @@ def counters() -> dict[str, int]:
 
 
 __all__ = [
+    "Adasum",
     "Average",
     "Config",
     "HorovodInternalError",
@@ -99,6 +101,7 @@ __all__ = [
     "Sum",
     "TransferTimeoutError",
     "__version__",
+    "add_process_set",
     "allgather_object",
     "barrier",
     "broadcast_object",
@@ -109,9 +112,11 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "rank",
+    "remove_process_set",
     "shutdown",
     "size",
 ]

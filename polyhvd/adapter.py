@@ -22,6 +22,11 @@ class OpKind(enum.IntEnum):
     ALLGATHER = 1
     BROADCAST = 2
     BARRIER = 3
+    ALLTOALL = 4
+    REDUCESCATTER = 5
+    JOIN = 6
+    ADD_PROCESS_SET = 7
+    REMOVE_PROCESS_SET = 8
 
 
 class ReduceOp(enum.IntEnum):
@@ -62,6 +67,7 @@ class Operation(Protocol):
     process_set: int
     priority: int
     blocking: bool
+    numbers: Sequence[int]  # alltoall: rows for each member; empty: equal parts
 
 
 class Handle(Protocol):
@@ -90,7 +96,9 @@ class FrameworkAdapter(Protocol[T]):
     def submit(self, operation: Operation, tensors: Sequence[T], out: Sequence[T] | None) -> Handle:
         """Start a collective on ``tensors``, results going to ``out``, or to new tensors when None.
 
-        The returned handle's ``result`` (after ``finish``) is the list of output tensors.
+        The returned handle's ``result`` (after ``finish``) is the list of output tensors; of an
+        alltoall the exchanged tensor and, as int32, the rows received from each member. ``out`` is
+        None but for allreduce and broadcast.
         Raises TypeError or ValueError, naming the operation, for tensors it cannot take.
         """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from polyhvd import _core, context
@@ -16,11 +16,22 @@ from polyhvd.adapter import Capability, FrameworkAdapter, Handle, OpKind, Reduce
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["Call", "Collectives", "barrier", "names_of", "process_set_id", "resolve_op"]
+__all__ = [
+    "Call",
+    "Collectives",
+    "add_process_set",
+    "barrier",
+    "join",
+    "names_of",
+    "process_set_id",
+    "remove_process_set",
+    "resolve_op",
+    "splits_of",
+]
 
 T = TypeVar("T")
 
-_REDUCTIONS = frozenset(ReduceOp) - {ReduceOp.Adasum}
+_REDUCTIONS = frozenset(ReduceOp)
 _SUM: int = ReduceOp.Sum  # looking a member up costs as much as the call
 _AVERAGE: int = ReduceOp.Average
 
@@ -32,7 +43,7 @@ def resolve_op(op: int | None, average: bool | None = None) -> int:
     if average is not None:
         raise InvalidArgumentError("op and average exclude each other; pass op alone")
     if op not in _REDUCTIONS:
-        raise InvalidArgumentError(f"op={op!r}: expected Average, Sum, Min, Max or Product")
+        raise InvalidArgumentError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     return op
 
 
@@ -40,14 +51,42 @@ def process_set_id(process_set: ProcessSet) -> int:
     """Number of a registered process set."""
     number = process_set.process_set_id
     if number is None:
-        raise InvalidArgumentError(f"{process_set} is not registered; pass it to init(process_sets=[...])")
+        raise InvalidArgumentError(
+            f"{process_set} is not registered; pass it to init(process_sets=[...]) or add_process_set()"
+        )
     return number
+
+
+def splits_of(splits: Any) -> list[int] | None:
+    """Rows for each rank, from a list, an array or a tensor of integers; None for equal parts."""
+    if splits is None:
+        return None
+    values = splits.tolist() if hasattr(splits, "tolist") else splits
+    if not isinstance(values, Iterable):
+        values = [values]
+    rows = list(values)
+    if not rows or not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
+        raise InvalidArgumentError(
+            f"splits={splits!r}: expected one whole number of rows for each rank, in one dimension"
+        )
+    return rows
 
 
 class Call:
     """One collective, for the adapter; see :class:`polyhvd.adapter.Operation`."""
 
-    __slots__ = ("blocking", "kind", "name", "op", "postscale", "prescale", "priority", "process_set", "root")
+    __slots__ = (
+        "blocking",
+        "kind",
+        "name",
+        "numbers",
+        "op",
+        "postscale",
+        "prescale",
+        "priority",
+        "process_set",
+        "root",
+    )
 
     def __init__(
         self,
@@ -60,6 +99,7 @@ class Call:
         process_set: int = 0,
         priority: int = 0,
         blocking: bool = False,
+        numbers: Sequence[int] = (),
     ) -> None:
         self.kind = kind
         self.name = name
@@ -70,6 +110,7 @@ class Call:
         self.process_set = process_set
         self.priority = priority
         self.blocking = blocking
+        self.numbers = numbers
 
 
 class _Slots:
@@ -114,15 +155,23 @@ def names_of(kind: OpKind, process_set: int) -> _Slots:
 context.on_engine_change(lambda _: _slots.clear())
 
 
+def _single(outputs: Sequence[Any]) -> Any:
+    return outputs[0]
+
+
+def _list(outputs: Sequence[Any]) -> Sequence[Any]:
+    return outputs
+
+
 class _Ticket:
-    """What the API remembers in a handle: the name it lent, and whether the caller passed a list."""
+    """What the API remembers in a handle: the name it lent, and what the caller gets of the outputs."""
 
-    __slots__ = ("lent", "single", "slots")
+    __slots__ = ("lent", "slots", "unpack")
 
-    def __init__(self, slots: _Slots | None, lent: str, single: bool) -> None:
+    def __init__(self, slots: _Slots | None, lent: str, unpack: Callable[[Any], Any]) -> None:
         self.slots = slots  # None: the caller gave the name
         self.lent = lent
-        self.single = single
+        self.unpack = unpack
 
 
 class Collectives(Generic[T]):
@@ -173,7 +222,8 @@ class Collectives(Generic[T]):
         process_set: ProcessSet,
         priority: int,
         blocking: bool,
-        single: bool,
+        unpack: Callable[[Any], Any],
+        numbers: Sequence[int] = (),
     ) -> Handle:
         context.engine()
         set_id = 0 if process_set is global_process_set else process_set_id(process_set)
@@ -191,6 +241,7 @@ class Collectives(Generic[T]):
             set_id,
             priority,
             blocking,
+            numbers,
         )
         try:
             handle = self.adapter.submit(call, tensors, out)
@@ -198,7 +249,7 @@ class Collectives(Generic[T]):
             if slots is not None:
                 slots.give_back(name)
             raise
-        handle.slot = _Ticket(slots, name, single)
+        handle.slot = _Ticket(slots, name, unpack)
         return handle
 
     def synchronize(self, handle: Handle) -> Any:
@@ -219,8 +270,7 @@ class Collectives(Generic[T]):
             if finish is not None:
                 handle.result = finish(handle)
                 handle.finish = None
-            if ticket.single:
-                handle.result = handle.result[0]
+            handle.result = ticket.unpack(handle.result)
         return handle.result
 
     @staticmethod
@@ -261,7 +311,7 @@ class Collectives(Generic[T]):
             process_set,
             priority,
             blocking,
-            True,
+            _single,
         )
 
     def allreduce(
@@ -281,7 +331,7 @@ class Collectives(Generic[T]):
         Args:
             tensor: any shape; the same shape and dtype on every rank.
             name: matches the calls of the ranks; without one the order of calls does.
-            op: Average (default), Sum, Min, Max or Product.
+            op: Average (default), Sum, Adasum, Min, Max or Product.
             prescale_factor: multiplies each rank's tensor; in float64 for integers.
             postscale_factor: multiplies the result, likewise.
             process_set: the ranks that take part.
@@ -349,7 +399,7 @@ class Collectives(Generic[T]):
             process_set,
             priority,
             blocking,
-            False,
+            _list,
         )
 
     def allgather_async(
@@ -374,7 +424,7 @@ class Collectives(Generic[T]):
             process_set,
             priority,
             blocking,
-            True,
+            _single,
         )
 
     def allgather(
@@ -427,7 +477,7 @@ class Collectives(Generic[T]):
             process_set,
             priority,
             blocking,
-            True,
+            _single,
         )
 
     def broadcast(
@@ -473,13 +523,228 @@ class Collectives(Generic[T]):
         result: T = self.synchronize(handle)
         return result
 
+    def grouped_allreduce(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
+        """Reduce several tensors as one operation; arguments as :meth:`allreduce`."""
+        result = self.synchronize(self.grouped_allreduce_async(tensors, blocking=True, **arguments))
+        return list(result)
+
+    def grouped_allgather_async(
+        self,
+        tensors: Sequence[T],
+        *,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        priority: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """Start gathering several tensors as one operation: all or none."""
+        return self._start(
+            OpKind.ALLGATHER,
+            tensors,
+            None,
+            name,
+            ReduceOp.Sum,
+            -1,
+            1.0,
+            1.0,
+            process_set,
+            priority,
+            blocking,
+            _list,
+        )
+
+    def grouped_allgather(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
+        """Gather several tensors as one operation; arguments as :meth:`allgather`."""
+        result = self.synchronize(self.grouped_allgather_async(tensors, blocking=True, **arguments))
+        return list(result)
+
+    def alltoall_async(
+        self,
+        tensor: T,
+        splits: Any = None,
+        *,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        priority: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """Start exchanging rows with all ranks; see :meth:`alltoall`."""
+        rows = splits_of(splits)
+        return self._start(
+            OpKind.ALLTOALL,
+            (tensor,),
+            None,
+            name,
+            ReduceOp.Sum,
+            -1,
+            1.0,
+            1.0,
+            process_set,
+            priority,
+            blocking,
+            _single if rows is None else tuple,
+            rows or (),
+        )
+
+    def alltoall(self, tensor: T, splits: Any = None, **arguments: Any) -> Any:
+        """Send consecutive rows of ``tensor`` to the ranks in turn; return what they sent, in order of rank.
+
+        Args:
+            tensor: at least one dimension; all but the first are the same on every rank.
+            splits: rows for each rank of the process set, whole numbers in one dimension, at most as
+                many in all as the tensor has; None: equal parts.
+            arguments: name, process_set and priority as for :meth:`allreduce`.
+
+        Returns:
+            The received rows; with ``splits`` a tuple of them and the number of rows received from
+            each rank, as int32.
+
+        Raises:
+            InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
+        """
+        return self.synchronize(self.alltoall_async(tensor, splits, blocking=True, **arguments))
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Sequence[T],
+        *,
+        name: str | None = None,
+        op: int = ReduceOp.Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+        priority: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """Start the reduction and scattering of several tensors as one operation: all or none."""
+        return self._start(
+            OpKind.REDUCESCATTER,
+            tensors,
+            None,
+            name,
+            op,
+            -1,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+            priority,
+            blocking,
+            _list,
+        )
+
+    def grouped_reducescatter(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
+        """Reduce and scatter several tensors as one operation; arguments as :meth:`reducescatter`."""
+        result = self.synchronize(self.grouped_reducescatter_async(tensors, blocking=True, **arguments))
+        return list(result)
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        *,
+        name: str | None = None,
+        op: int = ReduceOp.Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+        priority: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """Start the reduction of ``tensor``, of which each rank keeps its rows; see :meth:`reducescatter`."""
+        return self._start(
+            OpKind.REDUCESCATTER,
+            (tensor,),
+            None,
+            name,
+            op,
+            -1,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+            priority,
+            blocking,
+            _single,
+        )
+
+    def reducescatter(self, tensor: T, **arguments: Any) -> T:
+        """Reduce ``tensor`` elementwise over the ranks, and return this rank's part of the rows.
+
+        Rows are dealt out in order; when they do not divide, the first ranks get one more.
+
+        Args:
+            tensor: at least one dimension; the same shape and dtype on every rank.
+            arguments: as for :meth:`allreduce`; Adasum is not possible.
+
+        Raises:
+            InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
+        """
+        result: T = self.synchronize(self.reducescatter_async(tensor, blocking=True, **arguments))
+        return result
+
+
+def _run_alone(kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()) -> int:
+    """Run an operation without tensors, and return the number that it yields."""
+    slots = names_of(kind, set_id)
+    name = slots.take()
+    try:
+        handle = context.engine().submit(
+            kind, name, (), None, root=root, process_set=set_id, blocking=True, numbers=list(numbers)
+        )
+        handle.wait()
+    finally:
+        slots.give_back(name)
+    return handle.number
+
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    set_id = process_set_id(process_set)
-    slots = names_of(OpKind.BARRIER, set_id)
-    name = slots.take()
-    try:
-        context.engine().submit(OpKind.BARRIER, name, (), None, process_set=set_id, blocking=True).wait()
-    finally:
-        slots.give_back(name)
+    _run_alone(OpKind.BARRIER, process_set_id(process_set))
+
+
+def join() -> int:
+    """Say that this rank has run out of data; return when all ranks have.
+
+    Meanwhile it takes part in the operations of the others: with zeros in sums and averages (which
+    still divide by the number of ranks), with neutral elements in other reductions, without rows in
+    allgather and alltoall. It cannot be the root of a broadcast.
+
+    Returns:
+        The rank that joined last: it has seen the most data.
+    """
+    return _run_alone(OpKind.JOIN)
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set while the job runs; every rank of the world calls it with the same ranks.
+
+    Args:
+        process_set: a new :class:`ProcessSet`, or world ranks.
+
+    Returns:
+        The process set, ready for ``process_set=``.
+
+    Raises:
+        InvalidArgumentError: these ranks are a process set already, or are not in the world.
+        RankMismatchError: the ranks named different sets.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.process_set_id is not None or added.ranks is None:
+        raise InvalidArgumentError(f"{added} is registered already")
+    number = _run_alone(OpKind.ADD_PROCESS_SET, numbers=added.ranks)
+    context.register(added, number)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; every rank of the world calls it. Its pending operations fail.
+
+    Returns:
+        Whether it was registered. The global process set cannot be removed.
+    """
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
+    context.unregister(process_set)
+    for key in [key for key in _slots if key[1] == number]:
+        _slots.pop(key, None)
+    return True

@@ -7,13 +7,25 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from polyhvd import _core, bootstrap
 from polyhvd.config import Config
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 from polyhvd.process_sets import ProcessSet
 
-__all__ = ["config", "engine", "init", "is_homogeneous", "is_initialized", "on_engine_change", "shutdown"]
+__all__ = [
+    "config",
+    "engine",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "on_engine_change",
+    "register",
+    "registered",
+    "shutdown",
+    "unregister",
+]
 
 _lock = threading.RLock()
 _engine: _core.Engine | None = None
@@ -47,7 +59,12 @@ def is_homogeneous() -> bool:
     return _homogeneous
 
 
-def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
+def init(
+    comm: object = None,
+    process_sets: Sequence[ProcessSet] | None = None,
+    *,
+    reproducible: bool | None = None,
+) -> None:
     """Connect this process to the other ranks of the job; does nothing when that is done already.
 
     Without a launcher this is a world of one rank. After ``shutdown()`` it may be called again,
@@ -56,6 +73,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
     Args:
         comm: reserved for communicators of mpi4py; None.
         process_sets: groups of ranks to register, the same on every rank.
+        reproducible: whether sums must not depend on how ranks are spread over hosts either; None: as
+            ``POLYHVD_REPRODUCIBLE`` says.
 
     Raises:
         ConfigError: an environment variable cannot be used.
@@ -73,6 +92,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
         if _engine is not None:
             return
         settings = Config.from_environment()
+        if reproducible is not None:
+            settings = replace(settings, reproducible=bool(reproducible))
         sets = list(process_sets or [])
         for item in sets:
             bad = [r for r in item.ranks or [] if not 0 <= r < settings.size]
@@ -105,6 +126,27 @@ def shutdown() -> None:
         for item in _registered:
             item.process_set_id = None
         _registered.clear()
+
+
+def register(process_set: ProcessSet, number: int) -> None:
+    """Remember a process set that was added, until it is removed or the engine ends."""
+    with _lock:
+        process_set.process_set_id = number
+        _registered.append(process_set)
+
+
+def unregister(process_set: ProcessSet) -> None:
+    """Forget a process set that was removed."""
+    with _lock:
+        process_set.process_set_id = None
+        _registered[:] = [item for item in _registered if item is not process_set]
+
+
+def registered() -> dict[int, list[int]]:
+    """Ranks of every process set, by its number."""
+    with _lock:
+        sets = {item.process_set_id: list(item.ranks or ()) for item in _registered}
+        return {0: list(range(config().size)), **{k: v for k, v in sets.items() if k is not None}}
 
 
 def is_initialized() -> bool:

@@ -10,7 +10,8 @@ __all__ = ["ProcessSet", "global_process_set"]
 
 
 class ProcessSet:
-    """The given ranks. Pass it to ``init(process_sets=[...])``, then to ``process_set=`` of operations.
+    """The given ranks. Pass it to ``init(process_sets=[...])`` or to ``add_process_set()``, then to
+    ``process_set=`` of operations.
 
     Example::
 
@@ -22,7 +23,7 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks: list[int] | None = sorted(set(ranks))
-        #: None until ``init()`` has registered the set.
+        #: None while the set is not registered.
         self.process_set_id: int | None = None
         if not self.ranks:
             raise InvalidArgumentError("a process set needs at least one rank")

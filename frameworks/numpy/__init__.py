@@ -9,12 +9,14 @@ Example::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from polyhvd.numpy.adapter import NumpyAdapter
 
 from polyhvd import (
+    Adasum,
     Average,
     HorovodInternalError,
     InvalidArgumentError,
@@ -25,6 +27,7 @@ from polyhvd import (
     Product,
     RankMismatchError,
     Sum,
+    add_process_set,
     allgather_object,
     barrier,
     broadcast_object,
@@ -35,9 +38,11 @@ from polyhvd import (
     init,
     is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
 )
@@ -149,6 +154,95 @@ def allreduce_async_(
     )
 
 
+def _all_checked(tensors: Sequence[Array]) -> list[Array]:
+    return [_checked(tensor) for tensor in tensors]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """Reduce several arrays as one operation, into new arrays: all or none."""
+    packed = [compression.compress(tensor) for tensor in _all_checked(tensors)]
+    results = _collectives.grouped_allreduce(
+        [sent for sent, _ in packed],
+        name=name,
+        op=resolve_op(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+    return [
+        compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)
+    ]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """Reduce several arrays as one operation, in place."""
+    return list(
+        synchronize(
+            grouped_allreduce_async_(
+                tensors, average, name, op, prescale_factor, postscale_factor, process_set
+            )
+        )
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`grouped_allreduce`; ``synchronize(handle)`` returns the new arrays."""
+    return _collectives.grouped_allreduce_async(
+        _all_checked(tensors),
+        name=name,
+        op=resolve_op(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`grouped_allreduce_`; leave the arrays alone until ``synchronize(handle)``."""
+    return _collectives.grouped_allreduce_async(
+        _all_checked(tensors),
+        name=name,
+        op=resolve_op(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        in_place=True,
+    )
+
+
 def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """Concatenate the ranks' arrays; see :meth:`polyhvd.api.Collectives.allgather`."""
     return _collectives.allgather(_checked(tensor), name=name, process_set=process_set)
@@ -159,6 +253,125 @@ def allgather_async(
 ) -> Handle:
     """Start :func:`allgather`."""
     return _collectives.allgather_async(_checked(tensor), name=name, process_set=process_set)
+
+
+def grouped_allgather(
+    tensors: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """Gather several arrays as one operation: all or none."""
+    return _collectives.grouped_allgather(_all_checked(tensors), name=name, process_set=process_set)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start :func:`grouped_allgather`."""
+    return _collectives.grouped_allgather_async(_all_checked(tensors), name=name, process_set=process_set)
+
+
+def alltoall(
+    tensor: Array,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Exchange rows with all ranks; see :meth:`polyhvd.api.Collectives.alltoall`."""
+    return _collectives.alltoall(_checked(tensor), splits, name=name, process_set=process_set)
+
+
+def alltoall_async(
+    tensor: Array,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`alltoall`."""
+    return _collectives.alltoall_async(_checked(tensor), splits, name=name, process_set=process_set)
+
+
+def reducescatter(
+    tensor: Array,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Array:
+    """Reduce an array and keep this rank's rows; see :meth:`polyhvd.api.Collectives.reducescatter`."""
+    sent, context = compression.compress(_checked(tensor))
+    result = _collectives.reducescatter(
+        sent,
+        name=name,
+        op=resolve_op(op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+    restored: Array = compression.decompress(result, context)
+    return restored
+
+
+def reducescatter_async(
+    tensor: Array,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start :func:`reducescatter`."""
+    return _collectives.reducescatter_async(
+        _checked(tensor),
+        name=name,
+        op=resolve_op(op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Array],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Array]:
+    """Reduce several arrays and keep this rank's rows, as one operation: all or none."""
+    packed = [compression.compress(tensor) for tensor in _all_checked(tensors)]
+    results = _collectives.grouped_reducescatter(
+        [sent for sent, _ in packed],
+        name=name,
+        op=resolve_op(op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+    return [
+        compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)
+    ]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Array],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start :func:`grouped_reducescatter`."""
+    return _collectives.grouped_reducescatter_async(
+        _all_checked(tensors),
+        name=name,
+        op=resolve_op(op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
 
 
 def broadcast(
@@ -213,6 +426,7 @@ def broadcast_parameters(
 
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "HorovodInternalError",
@@ -224,6 +438,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -231,6 +446,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -242,13 +459,25 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",

@@ -23,9 +23,9 @@ def _np_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def _array(buffer: Any, like: Array) -> Array:
+def _array(buffer: Any) -> Array:
     """The core's buffer as an array that keeps it alive."""
-    array: Array = np.frombuffer(buffer, dtype=like.dtype).reshape(buffer.shape)
+    array: Array = np.frombuffer(buffer, dtype=_np_dtype(buffer.dtype)).reshape(buffer.shape)
     return array
 
 
@@ -54,8 +54,8 @@ class NumpyAdapter:
             return self._submit_copies(operation, tensors, out)
 
     def _submit(self, operation: Operation, tensors: Sequence[Array], out: Sequence[Array] | None) -> Handle:
-        gathers = operation.kind == OpKind.ALLGATHER
-        if out is None and not gathers:
+        keeps_shape = operation.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
+        if out is None and keeps_shape:
             out = [np.empty_like(tensor) for tensor in tensors]
         handle = context.engine().submit(
             operation.kind,
@@ -69,11 +69,12 @@ class NumpyAdapter:
             operation.process_set,
             operation.priority,
             operation.blocking,
+            operation.numbers,
         )
-        if gathers:
-            handle.finish = lambda h: [_array(b, t) for b, t in zip(h.buffers(), tensors, strict=True)]
-        else:
+        if keeps_shape:
             handle.result = out
+        else:
+            handle.finish = lambda h: [_array(buffer) for buffer in h.buffers()]
         return handle
 
     def _submit_copies(
