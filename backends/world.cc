@@ -194,9 +194,10 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   ProcessSets sets(wiring.size);
   for (const std::vector<int>& ranks : wiring.process_sets) sets.add(ranks);
   if (sets.added() > kProcessSetsMax) {
-    throw Failure(ErrorCode::kInvalidArgument,
-                  "at most " + std::to_string(kProcessSetsMax - 1) + " process sets are possible; " +
-                      std::to_string(sets.added() - 1) + " were given");
+    throw Failure(ErrorCode::kInvalidArgument, "at most " + std::to_string(kProcessSetsMax - 1) +
+                                                   " process sets are possible; " +
+                                                   std::to_string(sets.added() - 1) +
+                                                   " were given");
   }
   options.crowded = options.crowded || is_crowded(wiring);
   const int rank = wiring.rank;

@@ -31,8 +31,8 @@ InnerProducts products_of(const T* a, const T* b, std::size_t count) noexcept {
 template <class T>
 void add_scaled(T* a, const T* b, std::size_t count, double weight_a, double weight_b) noexcept {
   for (std::size_t i = 0; i < count; ++i) {
-    a[i] = static_cast<T>(weight_a * static_cast<double>(a[i]) +
-                          weight_b * static_cast<double>(b[i]));
+    a[i] =
+        static_cast<T>(weight_a * static_cast<double>(a[i]) + weight_b * static_cast<double>(b[i]));
   }
 }
 

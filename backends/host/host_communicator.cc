@@ -388,14 +388,14 @@ void HostCommunicator::scatter_here(const Reduction& r, Segments own, Counts cou
     }
     group_.publish_begun(step, written);
     if (piece(self) > 0) group_.await_begun(step, r.deadline);
-    mine.take(piece(self), [&](const std::byte* in, std::byte* out, std::size_t offset,
-                               std::size_t count) {
-      for (int m = 0; m < group_.size(); ++m) {
-        sources_[static_cast<std::size_t>(m)] =
-            m == self ? in : staging.part(m, self, step) + offset;
-      }
-      reduce(r.dtype, r.op, r.scale, sources_, count / item, out, nullptr);
-    });
+    mine.take(piece(self),
+              [&](const std::byte* in, std::byte* out, std::size_t offset, std::size_t count) {
+                for (int m = 0; m < group_.size(); ++m) {
+                  sources_[static_cast<std::size_t>(m)] =
+                      m == self ? in : staging.part(m, self, step) + offset;
+                }
+                reduce(r.dtype, r.op, r.scale, sources_, count / item, out, nullptr);
+              });
     group_.advance();
     fabric_.overlap();
   }
@@ -452,8 +452,7 @@ void HostCommunicator::reduce_in_rank_order(const Reduction& r) {
   Cursor writing = reading;
   for (std::size_t at = 0; at < r.bytes; at += kBlockBytes) {
     const std::size_t bytes = std::min(kBlockBytes, r.bytes - at);
-    const std::vector<std::size_t> parts =
-        even_parts(bytes, item_size(r.dtype), members_.size());
+    const std::vector<std::size_t> parts = even_parts(bytes, item_size(r.dtype), members_.size());
     flat_.resize(bytes);
     reading.copy_inputs_to(flat_.data(), bytes);
     const ConstBytes terms = collect_terms(flat_, parts, r.deadline);
@@ -578,8 +577,8 @@ void HostCommunicator::alltoall_here(ConstBytes in, Bytes out, Counts counts, De
   for (const int from : here) {
     for (const int to : here) {
       if (from == to) continue;
-      most = std::max(most, counts[static_cast<std::size_t>(from) * n +
-                                   static_cast<std::size_t>(to)]);
+      most =
+          std::max(most, counts[static_cast<std::size_t>(from) * n + static_cast<std::size_t>(to)]);
     }
   }
   for (std::size_t begin = 0; begin < most; begin += chunk) {
@@ -613,14 +612,13 @@ void HostCommunicator::alltoall_here(ConstBytes in, Bytes out, Counts counts, De
 
 // In round k every rank sends to the k-th after it and receives from the k-th before
 // it. Pairs on one host have nothing to say here.
-void HostCommunicator::alltoall_across(ConstBytes in, Bytes out, Counts counts,
-                                       Deadline deadline) {
+void HostCommunicator::alltoall_across(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
   const std::size_t n = members_.size();
   const auto self = static_cast<std::size_t>(position_);
   const Layout layout(counts, n, self);
   const auto is_here = [&](std::size_t position) {
-    return std::ranges::count(sides_[static_cast<std::size_t>(side_)],
-                              static_cast<int>(position)) > 0;
+    return std::ranges::count(sides_[static_cast<std::size_t>(side_)], static_cast<int>(position)) >
+           0;
   };
   for (std::size_t k = 1; k < n; ++k) {
     const std::size_t to = (self + k) % n;
@@ -628,8 +626,7 @@ void HostCommunicator::alltoall_across(ConstBytes in, Bytes out, Counts counts,
     const std::size_t sent = is_here(to) ? 0 : counts[self * n + to];
     const std::size_t received = is_here(from) ? 0 : counts[from * n + self];
     if (sent + received == 0) continue;
-    fabric_.transport->exchange(rank_at(static_cast<int>(to)),
-                                in.subspan(layout.sent_at[to], sent),
+    fabric_.transport->exchange(rank_at(static_cast<int>(to)), in.subspan(layout.sent_at[to], sent),
                                 rank_at(static_cast<int>(from)),
                                 out.subspan(layout.received_at[from], received), deadline);
     fabric_.overlap();

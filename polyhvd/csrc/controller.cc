@@ -156,7 +156,9 @@ void Controller::apply(const Decision& decision) {
   }
   Report again;
   for (const Resend& resend : decision.resends) {
-    if (resend.rank == rank_) queue_.announce_in_full(resend.id, again);
+    if (resend.rank != rank_) continue;
+    queue_.announce_in_full(resend.id, again);
+    again.answers.push_back(resend);
   }
   for (const Refusal& refusal : decision.refusals) {
     if (relay_ && refusal.error.code == ErrorCode::kPeerDeparted) relay_->doom(refusal.process_set);
@@ -202,7 +204,8 @@ OperationPtr Controller::operation_for(const Agreement& agreement) {
   if (auto operation = queue_.find(agreement.process_set, agreement.name)) {
     if (operation->announced) return operation;
   }
-  if (queue_.has_joined()) return stand_in(agreement, *sets_.position(agreement.process_set, rank_));
+  if (queue_.has_joined())
+    return stand_in(agreement, *sets_.position(agreement.process_set, rank_));
   throw Failure(ErrorCode::kInternal, "a decision names " + std::string(name_of(agreement.kind)) +
                                           " '" + agreement.name +
                                           "', which this rank has not asked for");

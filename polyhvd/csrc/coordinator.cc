@@ -100,13 +100,14 @@ void Coordinator::add(const Report& report, std::span<const int> from_subtree, T
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, now);
   for (const Request& request : report.requests) add_request(request, now);
   for (const int rank : report.departures) add_departure(rank);
+  for (const Resend& answer : report.answers) add_answer(answer.rank);
 }
 
 void Coordinator::add_subtree_hit(CacheId id, std::span<const int> from_subtree, Time now) {
   Known* known = find_known(id);
   if (known == nullptr) {
     // The set went with the id: whoever has nothing outstanding for it ignores this.
-    for (const int rank : from_subtree) next_.resends.push_back({rank, id});
+    for (const int rank : from_subtree) ask_again(rank, id);
     return;
   }
   bool any = false;
@@ -126,7 +127,7 @@ void Coordinator::add_subtree_hit(CacheId id, std::span<const int> from_subtree,
 void Coordinator::add_hit(int rank, CacheId id, Time now) {
   Known* known = find_known(id);
   if (known == nullptr) {
-    next_.resends.push_back({rank, id});
+    ask_again(rank, id);
     return;
   }
   const auto position = position_in(known->members, rank);
@@ -199,6 +200,7 @@ void Coordinator::add_join(int rank) {
 void Coordinator::complete_without_joined() {
   std::vector<Key> complete_keys;
   for (const auto& [key, negotiation] : pending_) {
+    if (is_join(negotiation.requests) && !resends_.empty()) continue;
     if (is_complete(negotiation.present, sets_.members(key.first))) complete_keys.push_back(key);
   }
   for (const CacheId id : by_age_) {
@@ -221,9 +223,25 @@ bool Coordinator::is_complete(const MemberMask& present, std::span<const int> me
   if (present.count() == members.size()) return true;
   if (joined_.empty()) return false;
   for (std::size_t i = 0; i < members.size(); ++i) {
-    if (!present.contains(i) && !joined_.contains(members[i])) return false;
+    if (present.contains(i)) continue;
+    if (!joined_.contains(members[i]) || resends_.contains(members[i])) return false;
   }
   return true;
+}
+
+void Coordinator::ask_again(int rank, CacheId id) {
+  next_.resends.push_back({rank, id});
+  ++resends_[rank];
+}
+
+void Coordinator::add_answer(int rank) {
+  const auto found = resends_.find(rank);
+  if (found == resends_.end()) {
+    fail_protocol({"rank ", std::to_string(rank), " answered what it was not asked"});
+  }
+  if (--found->second > 0) return;
+  resends_.erase(found);
+  if (joined_.contains(rank)) complete_without_joined();
 }
 
 void Coordinator::add_departure(int rank) {
@@ -348,7 +366,10 @@ std::optional<Error> Coordinator::fill_in(Agreement& agreement,
       if (clear_rows(agreement)) break;
       return refuse("a tensor without a first dimension; reshape it to [1].");
     case OpKind::kBroadcast:
-      if (!joined_.contains(agreement.root)) break;
+      if (std::ranges::any_of(requests,
+                              [&](const Request& r) { return r.rank == agreement.root; })) {
+        break;
+      }
       return refuse(concat({"its root, rank ", std::to_string(agreement.root),
                             ", has joined and has nothing to send; name a root that goes on."}));
     case OpKind::kAllreduce:
@@ -484,11 +505,11 @@ void Coordinator::forget_set(ProcessSetId set) {
 }
 
 void Coordinator::refuse_removed(ProcessSetId set, OpKind kind, const std::string& name) {
-  next_.refusals.push_back({set,
-                            name,
-                            {ErrorCode::kInvalidArgument,
-                             concat({subject(kind, name), ": process set ", std::to_string(set),
-                                     " was removed"})}});
+  next_.refusals.push_back(
+      {set,
+       name,
+       {ErrorCode::kInvalidArgument,
+        concat({subject(kind, name), ": process set ", std::to_string(set), " was removed"})}});
 }
 
 bool Coordinator::is_doomed(ProcessSetId set) const {

@@ -91,6 +91,8 @@ class Coordinator {
   void add_side(CacheId id, Known& known, int position, Time now);
   void add_request(Request request, Time now);
   void add_departure(int rank);
+  void ask_again(int rank, CacheId id);
+  void add_answer(int rank);
 
   Known* find_known(CacheId id) noexcept;
   Negotiation& negotiation_of(const Key& key, Time now);
@@ -125,6 +127,9 @@ class Coordinator {
   std::map<Key, Negotiation> pending_;
   std::set<int> departed_;
   std::set<int> joined_;
+  // Resends that a rank has not answered: it is ready for more than is known here, so
+  // that a join of it does not count yet.
+  std::map<int, int> resends_;
   int last_joined_ = -1;
   std::vector<CacheId> ready_;
   Decision next_;

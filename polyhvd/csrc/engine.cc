@@ -410,14 +410,14 @@ void Engine::execute_reducescatter(Operation& operation, Communicator& communica
 
 // How many rows go where changes from call to call, so it is not negotiated: it
 // travels with the data.
-void Engine::execute_alltoall(Operation& operation, Communicator& communicator,
-                              Deadline deadline) {
+void Engine::execute_alltoall(Operation& operation, Communicator& communicator, Deadline deadline) {
   const Submission& s = operation.submission;
   const TensorView& input = s.inputs[0];
   const std::size_t members = sets_.members(s.process_set).size();
   const auto self = static_cast<std::size_t>(operation.position);
   std::vector<std::int64_t> splits = s.numbers;
-  splits.resize(members, s.numbers.empty() ? input.shape[0] / static_cast<std::int64_t>(members) : 0);
+  splits.resize(members,
+                s.numbers.empty() ? input.shape[0] / static_cast<std::int64_t>(members) : 0);
   std::vector<std::int64_t> rows(members * members);
   const std::vector<std::size_t> row_of_table(members, members * sizeof(std::int64_t));
   communicator.allgather(std::as_bytes(std::span(splits)), std::as_writable_bytes(std::span(rows)),

@@ -37,7 +37,7 @@ struct EngineOptions {
   std::chrono::duration<double> stall_warn{60.0};     // zero: no reports
   std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
   bool reproducible = false;  // sums do not depend on hosts, transport or backend
-  bool crowded = false;                               // more ranks than cores on this host
+  bool crowded = false;       // more ranks than cores on this host
   std::function<void(const std::string&)> log = [](const std::string&) {};
 };
 
@@ -132,8 +132,8 @@ class Engine {
   Clock::time_point next_interrupt_check_{};
   Clock::time_point next_stall_check_{};
   Clock::time_point next_stall_report_{};
-  std::vector<Segment> in_;   // scratch
-  std::vector<Segment> out_;  // scratch
+  std::vector<Segment> in_;       // scratch
+  std::vector<Segment> out_;      // scratch
   std::vector<Segment> reduced_;  // scratch
 
   std::atomic<bool> role_taken_{false};    // the driver's role

@@ -78,7 +78,7 @@ class Operation {
   bool agreed = false;                  // by the driver: decided, and now work
   bool stands_in = false;               // by the driver: made for a rank that has joined,
   std::vector<std::shared_ptr<OwnedBuffer>> inputs;  // with these for its inputs
-  std::vector<std::int64_t> rows;       // by the driver, from the agreement (allgather)
+  std::vector<std::int64_t> rows;  // by the driver, from the agreement (allgather)
 
   // Written by the driver before `finished`.
   std::optional<Error> error;

@@ -23,6 +23,7 @@ void Relay::add(const Report& report, std::span<const int> from, const ResponseC
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, cache, now);
   for (const Request& request : report.requests) add_request(request, cache);
   for (const int rank : report.departures) add_departure(rank);
+  next_.answers.insert(next_.answers.end(), report.answers.begin(), report.answers.end());
 }
 
 Report Relay::take_report(Time now, std::chrono::duration<double> patience) {

@@ -77,7 +77,8 @@ struct Refusal {
   Error error;
 };
 
-// A rank must send its request in full: it named an id that was evicted.
+// A rank must send its request in full: it named an id that was evicted. It answers
+// each, also when nothing is left to send.
 struct Resend {
   std::int32_t rank = 0;
   CacheId id = 0;
@@ -109,8 +110,10 @@ struct Report {
   std::vector<Hit> hits;
   std::vector<Request> requests;
   std::vector<std::int32_t> departures;
+  std::vector<Resend> answers{};  // whose requests, if any, came before
   bool empty() const noexcept {
-    return subtree_hits.empty() && hits.empty() && requests.empty() && departures.empty();
+    return subtree_hits.empty() && hits.empty() && requests.empty() && departures.empty() &&
+           answers.empty();
   }
 };
 

@@ -45,11 +45,11 @@ namespace {
 
 // All dimensions but the first are those agreed on.
 bool tails_match(const Agreement& agreement, const Request& request) {
-  return std::ranges::equal(
-      agreement.shapes, request.shapes, [](const Shape& agreed, const Shape& asked) {
-        return !asked.empty() && agreed.size() == asked.size() &&
-               std::equal(asked.begin() + 1, asked.end(), agreed.begin() + 1);
-      });
+  return std::ranges::equal(agreement.shapes, request.shapes,
+                            [](const Shape& agreed, const Shape& asked) {
+                              return !asked.empty() && agreed.size() == asked.size() &&
+                                     std::equal(asked.begin() + 1, asked.end(), agreed.begin() + 1);
+                            });
 }
 
 // So are the first ones: what this position contributed when it was agreed.

@@ -142,7 +142,7 @@ void put_error(std::string& out, const Error& error) {
 
 void encode(const Report& report, std::string& out) {
   put(out, MessageType::kReport, count_of(report.subtree_hits), count_of(report.hits),
-      count_of(report.requests), count_of(report.departures));
+      count_of(report.requests), count_of(report.departures), count_of(report.answers));
   put_array(out, report.subtree_hits);
   put_array(out, report.hits);
   for (const Request& request : report.requests) {
@@ -151,6 +151,7 @@ void encode(const Report& report, std::string& out) {
     put_text(out, request.where);
   }
   put_array(out, report.departures);
+  put_array(out, report.answers);
 }
 
 void encode(const Decision& decision, std::string& out) {
@@ -359,6 +360,7 @@ Report decode_report(std::string_view payload) {
   const auto hits = in.get<Count>();
   const auto requests = in.get<Count>();
   const auto departures = in.get<Count>();
+  const auto answers = in.get<Count>();
   Report report;
   report.subtree_hits = in.get_array<CacheId>(subtree_hits);
   report.hits = in.get_array<Hit>(hits);
@@ -367,6 +369,8 @@ Report decode_report(std::string_view payload) {
   for (Count i = 0; i < requests; ++i) report.requests.push_back(get_request(in));
   report.departures = in.get_array<std::int32_t>(departures);
   for (const std::int32_t rank : report.departures) checked_rank(in, rank);
+  report.answers = in.get_array<Resend>(answers);
+  for (const Resend& answer : report.answers) checked_rank(in, answer.rank);
   in.finish();
   return report;
 }

@@ -42,10 +42,10 @@ class Desk {
   explicit Desk(int world_size, CoordinatorOptions options = {})
       : sets(world_size), coordinator(sets, options) {}
 
-  void request(const Request& request) { add({{}, {}, {request}, {}}, {request.rank}); }
-  void hit(int rank, CacheId id) { add({{}, {{rank, id}}, {}, {}}, {rank}); }
-  void depart(int rank) { add({{}, {}, {}, {rank}}, {rank}); }
-  void subtree_hit(std::vector<int> ranks, CacheId id) { add({{id}, {}, {}, {}}, ranks); }
+  void request(const Request& request) { add({{}, {}, {request}, {}, {}}, {request.rank}); }
+  void hit(int rank, CacheId id) { add({{}, {{rank, id}}, {}, {}, {}}, {rank}); }
+  void depart(int rank) { add({{}, {}, {}, {rank}, {}}, {rank}); }
+  void subtree_hit(std::vector<int> ranks, CacheId id) { add({{id}, {}, {}, {}, {}}, ranks); }
   void add(const Report& report, const std::vector<int>& from) {
     coordinator.add(report, from, now);
   }
@@ -246,7 +246,7 @@ TEST_CASE("what is ready at one time is fused") {
   Desk desk(2);
   const CacheId x = desk.agree(allreduce(0, "x"));
   const CacheId y = desk.agree(allreduce(0, "y"));
-  desk.add({{x, y}, {}, {}, {}}, {0, 1});
+  desk.add({{x, y}, {}, {}, {}, {}}, {0, 1});
   CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{x, y}});
 }
 
@@ -559,6 +559,10 @@ TEST_CASE("a stall keeps its age when a hit becomes a side of a renegotiation") 
 // N ranks with replicas of their own, joined by queues of encoded messages, submit
 // a random program in random order while messages are delivered in random order.
 // What must come of each operation is known from how the program was made.
+//
+// With joins, the program comes in epochs: in each, a rank takes part in the first rounds
+// of every key, the same part of all, and then joins. (Were it more than another rank in
+// one key and less in another, each would wait for the other to join.)
 
 using Key = std::pair<ProcessSetId, std::string>;
 
@@ -569,6 +573,9 @@ struct Round {
 };
 
 using Program = std::map<Key, std::vector<Round>>;
+
+// Those that need no agreement beyond the ranks' own requests come first.
+constexpr int kTensorKinds = static_cast<int>(OpKind::kJoin);
 
 class Dice {
  public:
@@ -619,11 +626,11 @@ std::string spoil(Request& request, Dice& dice) {
 }
 
 std::vector<Round> random_rounds(const Key& key, std::span<const int> members, int count,
-                                 Dice& dice) {
+                                 bool spoils, Dice& dice) {
   Request base;
   base.process_set = key.first;
   base.name = key.second;
-  base.kind = static_cast<OpKind>(dice.below(kOpKindCount));
+  base.kind = static_cast<OpKind>(dice.below(kTensorKinds));
   base.dtype = dice.chance(50) ? DType::kFloat32 : DType::kInt8;
   base.root = base.kind == OpKind::kBroadcast ? members[0] : -1;
   std::vector<std::int64_t> rows(members.size(), 1);
@@ -642,7 +649,7 @@ std::vector<Round> random_rounds(const Key& key, std::span<const int> members, i
       if (dice.chance(30)) rows[m] = dice.below(4);
       for (Shape& shape : request.shapes) shape[0] = rows[m];
     }
-    if (members.size() > 1 && dice.chance(15)) {
+    if (spoils && members.size() > 1 && dice.chance(15)) {
       round.agree = false;
       round.refusal_start = spoil(
           round.requests[static_cast<std::size_t>(dice.below(static_cast<int>(members.size())))],
@@ -657,6 +664,7 @@ struct Setting {
   bool tree = false;
   bool departure = false;
   std::size_t cache_capacity = 0;
+  int joins = 0;
 };
 
 class World {
@@ -674,7 +682,7 @@ class World {
 
   void run() {
     for (int steps = 0; pending_results_ > 0; ++steps) {
-      expect(steps < 400000, "something is left pending");
+      if (steps == 400000) throw std::runtime_error("left pending:" + text_of_pending());
       now_ += milliseconds(1);
       step(nodes_[static_cast<std::size_t>(dice_.below(setting_.ranks))], dice_.below(6));
     }
@@ -689,6 +697,12 @@ class World {
     std::size_t round = 0;
   };
   enum class Outcome { kNone, kRan, kRefused };
+  struct Epoch {
+    Program program;
+    std::vector<int> percents;                                  // of the rounds, by rank
+    std::map<Key, std::vector<std::size_t>> limits;             // rounds, by position
+    std::map<Key, std::vector<std::vector<Outcome>>> outcomes;  // by round and position
+  };
   struct Node {
     int rank = 0;
     int parent = -1;
@@ -703,6 +717,8 @@ class World {
     std::map<Key, std::size_t> next_round;
     std::vector<std::string> log;
     bool departed = false;
+    bool joining = false;
+    std::size_t epoch = 0;
   };
 
   void make_sets_and_program() {
@@ -713,16 +729,32 @@ class World {
       }
       if (!members.empty()) sets_.add(std::move(members));
     }
-    for (const ProcessSetId set : sets_.ids()) {
-      for (int i = 1 + dice_.below(3); i > 0; --i) {
-        const Key key{set, std::string(1, static_cast<char>('a' + i))};
-        const auto members = sets_.members(set);
-        program_[key] = random_rounds(key, members, 1 + dice_.below(8), dice_);
-        pending_results_ += program_[key].size() * members.size();
-        outcomes_[key].assign(program_[key].size(),
-                              std::vector<Outcome>(members.size(), Outcome::kNone));
+    epochs_.resize(static_cast<std::size_t>(1 + setting_.joins));
+    for (Epoch& epoch : epochs_) {
+      for (int rank = 0; rank < setting_.ranks; ++rank) {
+        epoch.percents.push_back(&epoch == &epochs_.back() ? 100 : dice_.below(101));
+      }
+      for (const ProcessSetId set : sets_.ids()) {
+        for (int i = 1 + dice_.below(3); i > 0; --i) {
+          make_rounds(epoch, {set, std::string(1, static_cast<char>('a' + i))});
+        }
       }
     }
+    pending_results_ += static_cast<std::size_t>(setting_.joins * setting_.ranks);
+  }
+
+  void make_rounds(Epoch& epoch, const Key& key) {
+    const auto members = sets_.members(key.first);
+    const int count = 1 + dice_.below(8);
+    epoch.program[key] = random_rounds(key, members, count, setting_.joins == 0, dice_);
+    for (const int member : members) {
+      const int percent = epoch.percents[static_cast<std::size_t>(member)];
+      const auto limit = static_cast<std::size_t>(count * percent / 100);
+      epoch.limits[key].push_back(limit);
+      pending_results_ += limit;
+    }
+    epoch.outcomes[key].assign(static_cast<std::size_t>(count),
+                               std::vector<Outcome>(members.size(), Outcome::kNone));
   }
 
   void make_nodes() {
@@ -771,11 +803,15 @@ class World {
       depart(node);
       return true;
     }
-    auto entry = std::next(program_.begin(), dice_.below(static_cast<int>(program_.size())));
+    if (node.joining) return false;
+    Epoch& epoch = epochs_[node.epoch];
+    Program& program = epoch.program;
+    auto entry = std::next(program.begin(), dice_.below(static_cast<int>(program.size())));
     const Key& key = entry->first;
     const auto position = sets_.position(key.first, node.rank);
     std::size_t& round = node.next_round[key];
-    if (!position || node.outstanding.contains(key) || round == entry->second.size()) return false;
+    if (!position || node.outstanding.contains(key)) return false;
+    if (round == epoch.limits[key][static_cast<std::size_t>(*position)]) return join(node);
     const Request& request = entry->second[round].requests[static_cast<std::size_t>(*position)];
     Outstanding& outstanding = node.outstanding[key];
     outstanding = {&request, node.cache.find(request, *position), round};
@@ -790,11 +826,37 @@ class World {
     return true;
   }
 
+  // Joins if there is nothing else to do. What is outstanding may still be.
+  bool join(Node& node) {
+    if (node.epoch + 1 == epochs_.size()) return false;
+    for (const auto& [key, limits] : epochs_[node.epoch].limits) {
+      const auto position = sets_.position(key.first, node.rank);
+      if (position && node.next_round[key] != limits[static_cast<std::size_t>(*position)]) {
+        return false;
+      }
+    }
+    node.joining = true;
+    Request& request = node.own.requests.emplace_back();
+    request.rank = node.rank;
+    request.kind = OpKind::kJoin;
+    request.name = "join";
+    return true;
+  }
+
+  void finish_join(Node& node) {
+    expect(node.joining && node.outstanding.empty(), "a join before its operations");
+    node.joining = false;
+    node.next_round.clear();
+    ++node.epoch;
+    --pending_results_;
+    if (node.relay) node.relay->end_join();
+  }
+
   void depart(Node& node) {
     node.departed = true;
     departed_ = node.rank;
     node.own.departures.push_back(node.rank);
-    for (const auto& [key, rounds] : program_) {
+    for (const auto& [key, rounds] : epochs_[0].program) {
       if (sets_.position(key.first, node.rank)) {
         pending_results_ -= rounds.size() - node.next_round[key];
       }
@@ -873,6 +935,7 @@ class World {
 
   void resend_in_full(Node& node, const Resend& resend) {
     if (resend.rank != node.rank) return;
+    node.own.answers.push_back(resend);
     for (auto& [key, outstanding] : node.outstanding) {
       if (outstanding.reported != resend.id) continue;
       outstanding.reported.reset();
@@ -885,14 +948,16 @@ class World {
     if (is_departure && node.relay) node.relay->doom(refusal.process_set);
     const auto found = node.outstanding.find({refusal.process_set, refusal.name});
     if (found == node.outstanding.end()) {
-      expect(is_departure || !sets_.position(refusal.process_set, node.rank),
+      expect(is_departure || node.joining || !sets_.position(refusal.process_set, node.rank),
              "a refusal of nothing");
       return;
     }
     const std::size_t round_number = found->second.round;
-    const Round& round = program_.at(found->first)[round_number];
+    const Round& round = epochs_[node.epoch].program.at(found->first)[round_number];
     if (is_departure) {
       expect(departed_ && sets_.position(refusal.process_set, *departed_), "nobody has departed");
+    } else if (refusal.error.code == ErrorCode::kInvalidArgument) {
+      expect(lacks_root(epochs_[node.epoch], found->first, round_number), "it has a root");
     } else {
       expect(refusal.error.message.starts_with(round.refusal_start) && !round.agree,
              "refused for no reason: " + refusal.error.message);
@@ -906,28 +971,38 @@ class World {
       const Agreement* agreement = node.cache.get(id);
       expect(agreement != nullptr, "a batch of an unknown id");
       line += std::to_string(id) + "=" + agreement->name + "@" +
-              std::to_string(agreement->process_set) + " ";
+              std::to_string(agreement->process_set) + ":" + std::to_string(agreement->root) + " ";
+      if (agreement->kind == OpKind::kJoin) {
+        finish_join(node);
+        continue;
+      }
       const auto position = sets_.position(agreement->process_set, node.rank);
       if (!position) continue;
       const auto found = node.outstanding.find({agreement->process_set, agreement->name});
-      expect(found != node.outstanding.end(), "a batch of what was not asked for");
-      check_agreement(*agreement, found->second, program_.at(found->first), *position);
+      if (found == node.outstanding.end()) {
+        expect(node.joining, "a batch of what was not asked for");
+        continue;
+      }
+      check_agreement(*agreement, found->second, epochs_[node.epoch], found->first, *position);
       settle(node, found, Outcome::kRan);
     }
     node.log.push_back(line);
   }
 
   static void check_agreement(const Agreement& agreement, const Outstanding& outstanding,
-                              const std::vector<Round>& rounds, int position) {
-    const Round& round = rounds[outstanding.round];
+                              const Epoch& epoch, const Key& key, int position) {
+    const Round& round = epoch.program.at(key)[outstanding.round];
+    const std::vector<std::size_t>& limits = epoch.limits.at(key);
     expect(round.agree, "ran in spite of a disagreement");
     expect(satisfies(agreement, *outstanding.request, position), "ran something else");
     if (agreement.kind != OpKind::kAllgather) return;
     std::vector<std::int64_t> rows;
     std::int64_t sum = 0;
-    for (const Request& request : round.requests) {
-      for (const Shape& shape : request.shapes) rows.push_back(shape[0]);
-      sum += request.shapes[0][0];
+    for (std::size_t m = 0; m < limits.size(); ++m) {
+      const bool takes_part = outstanding.round < limits[m];
+      const std::vector<Shape>& shapes = round.requests[m].shapes;
+      for (const Shape& shape : shapes) rows.push_back(takes_part ? shape[0] : 0);
+      sum += takes_part ? shapes[0][0] : 0;
     }
     expect(agreement.rows == rows, "wrong rows");
     expect(agreement.shapes[0][0] == sum, "wrong sum of rows");
@@ -936,11 +1011,26 @@ class World {
   void settle(Node& node, std::map<Key, Outstanding>::iterator found, Outcome outcome) {
     const auto position = sets_.position(found->first.first, node.rank);
     Outcome& place =
-        outcomes_[found->first][found->second.round][static_cast<std::size_t>(*position)];
+        epochs_[node.epoch]
+            .outcomes[found->first][found->second.round][static_cast<std::size_t>(*position)];
     expect(place == Outcome::kNone, "settled twice");
     place = outcome;
     --pending_results_;
     node.outstanding.erase(found);
+  }
+
+  std::string text_of_pending() const {
+    std::string text;
+    for (const Node& node : nodes_) {
+      text += " rank " + std::to_string(node.rank) + " in epoch " + std::to_string(node.epoch);
+      if (node.joining) text += " has joined";
+      for (const auto& [key, outstanding] : node.outstanding) {
+        text += " waits for " + key.second + "@" + std::to_string(key.first) + "." +
+                std::to_string(outstanding.round);
+      }
+      text += ";";
+    }
+    return text;
   }
 
   void drain() {
@@ -960,24 +1050,37 @@ class World {
       expect(node.log == nodes_[0].log, "ranks ran different batches");
       expect(node.cache.size() == nodes_[0].cache.size(), "replicas differ");
     }
-    for (const auto& [key, rounds] : program_) {
-      const bool doomed = departed_ && sets_.position(key.first, *departed_);
-      for (std::size_t i = 0; i < rounds.size(); ++i) {
-        const std::vector<Outcome>& outcomes = outcomes_[key][i];
-        const auto ran = std::count(outcomes.begin(), outcomes.end(), Outcome::kRan);
-        const bool all = ran == static_cast<std::ptrdiff_t>(outcomes.size());
-        expect(all || ran == 0, "ran on some members only");
-        if (!doomed) expect(all == rounds[i].agree, "not what the program asked for");
-      }
+    for (const Epoch& epoch : epochs_) {
+      for (const auto& [key, rounds] : epoch.program) check_outcomes(epoch, key, rounds);
     }
+  }
+
+  void check_outcomes(const Epoch& epoch, const Key& key, const std::vector<Round>& rounds) {
+    const bool doomed = departed_ && sets_.position(key.first, *departed_);
+    for (std::size_t i = 0; i < rounds.size(); ++i) {
+      const std::vector<Outcome>& outcomes = epoch.outcomes.at(key)[i];
+      const auto asked =
+          std::ranges::count_if(epoch.limits.at(key), [i](std::size_t limit) { return i < limit; });
+      const auto ran = std::ranges::count(outcomes, Outcome::kRan);
+      expect(ran == asked || ran == 0, "ran on some members only");
+      const bool runs = rounds[i].agree && !lacks_root(epoch, key, i);
+      if (!doomed && asked > 0) expect((ran == asked) == runs, "not what the program asked for");
+    }
+  }
+
+  // Whether the root of a broadcast has joined before this round.
+  bool lacks_root(const Epoch& epoch, const Key& key, std::size_t round) const {
+    const Request& request = epoch.program.at(key)[round].requests[0];
+    if (request.kind != OpKind::kBroadcast) return false;
+    const auto root = sets_.position(key.first, request.root);
+    return root && round >= epoch.limits.at(key)[static_cast<std::size_t>(*root)];
   }
 
   const Setting setting_;
   Dice dice_;
   ProcessSets sets_;
   std::unique_ptr<Coordinator> coordinator_;
-  Program program_;
-  std::map<Key, std::vector<std::vector<Outcome>>> outcomes_;  // by round and position
+  std::vector<Epoch> epochs_;
   std::vector<Node> nodes_;
   std::size_t pending_results_ = 0;
   std::optional<int> departed_;
@@ -985,11 +1088,11 @@ class World {
   std::chrono::duration<double> patience_{};
 };
 
-void run_worlds(int ranks_max, bool tree, bool departure, int count) {
+void run_worlds(int ranks_max, bool tree, bool departure, int count, int joins = 0) {
   for (int i = 0; i < count; ++i) {
     for (const std::size_t capacity : {0u, 1u, 3u, 100u}) {
       const auto seed = static_cast<unsigned>(i * 1000 + static_cast<int>(capacity));
-      const Setting setting{1 + i % ranks_max, tree, departure, capacity};
+      const Setting setting{1 + i % ranks_max, tree, departure, capacity, joins};
       CAPTURE(seed);
       CAPTURE(setting.ranks);
       std::string error;
@@ -1008,6 +1111,11 @@ TEST_CASE("random programs: every operation runs on all members or is refused on
 }
 
 TEST_CASE("random programs through a tree of relays") { run_worlds(8, true, false, 200); }
+
+TEST_CASE("random programs in which ranks run out and join, flat and through a tree") {
+  run_worlds(5, false, false, 150, 2);
+  run_worlds(8, true, false, 200, 2);
+}
 
 TEST_CASE("random programs with a departure, flat and through a tree") {
   run_worlds(5, false, true, 100);

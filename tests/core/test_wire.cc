@@ -193,7 +193,7 @@ TEST_CASE("encoding appends") {
 TEST_CASE("the hot frames are small") {
   Report report;
   report.subtree_hits = {1};
-  CHECK(encoded(report).size() <= 24);
+  CHECK(encoded(report).size() <= 32);
   Decision decision;
   decision.batches = {{{1}}};
   CHECK(encoded(decision).size() <= 32);
@@ -235,10 +235,12 @@ TEST_CASE("a length that the payload cannot hold costs no memory") {
 }
 
 TEST_CASE("enumerators out of range are refused") {
-  CHECK(
-      mentions(error_of_request([](Request& r) { r.kind = static_cast<OpKind>(4); }), "operation"));
-  CHECK(
-      mentions(error_of_request([](Request& r) { r.op = static_cast<ReduceOp>(2); }), "reduction"));
+  CHECK(mentions(error_of_request([](Request& r) { r.kind = static_cast<OpKind>(kOpKindCount); }),
+                 "operation"));
+  CHECK(mentions(
+      error_of_request([](Request& r) { r.dtypes = {DType::kInt8, static_cast<DType>(10)}; }),
+      "element type"));
+  CHECK(mentions(error_of_request([](Request& r) { r.dtypes = {DType::kInt8}; }), "one for each"));
   CHECK(
       mentions(error_of_request([](Request& r) { r.op = static_cast<ReduceOp>(6); }), "reduction"));
   CHECK(mentions(error_of_request([](Request& r) { r.dtype = static_cast<DType>(10); }),

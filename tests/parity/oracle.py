@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check", "contribution", "digest", "reduce"]
+__all__ = ["adasum", "check", "contribution", "digest", "reduce"]
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +58,22 @@ def reduce(
             partials.append(_combine(op, scaled[first : first + count]))
             first += count
         return _scaled(_combine(op, partials), postscale).astype(dtype)
+
+
+def adasum(terms: Sequence[Array]) -> Array:
+    """Adasum in a tree over neighbours: with parallel terms their average, with orthogonal ones their sum."""
+    vectors = [term.astype(np.float64) for term in terms]
+    while len(vectors) > 1:
+        pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
+        vectors = [pair[0] if len(pair) == 1 else _adasum_of_two(*pair) for pair in pairs]
+    return vectors[0].astype(terms[0].dtype)
+
+
+def _adasum_of_two(a: Array, b: Array) -> Array:
+    both, of_a, of_b = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    weight_a = 1 - both / (2 * of_a) if of_a > 0 else 1.0
+    weight_b = 1 - both / (2 * of_b) if of_b > 0 else 1.0
+    return np.asarray(weight_a * a + weight_b * b)
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
