@@ -179,6 +179,7 @@ void Controller::apply(const Decision& decision) {
 }
 
 void Controller::apply_batch(const Batch& batch) {
+  ++batches_;
   Work work;
   for (const CacheId id : batch.ids) {
     const Agreement* agreement = queue_.cache().get(id);
@@ -195,6 +196,7 @@ void Controller::apply_batch(const Batch& batch) {
                         agreement->name + "', which this rank has not asked for");
     }
     operation->agreed = true;
+    queue_.recorder().on_agreement(*operation, batches_, id, batch.ids.size());
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
     work.operations.push_back(std::move(operation));
   }

@@ -15,6 +15,7 @@
 #include "memory_in_flight.h"
 #include "operation.h"
 #include "process_set.h"
+#include "recorder.h"
 #include "request.h"
 #include "response_cache.h"
 
@@ -59,6 +60,9 @@ class OpQueue {
 
   // Whether operations are pending that other ranks have been told about.
   bool has_announced() const;
+  // What became of the operations. Reading: any thread, no lock.
+  Recorder& recorder() noexcept { return recorder_; }
+
   // Operations in flight. Any thread, no lock.
   int pending() const noexcept { return pending_.load(std::memory_order_relaxed); }
   std::uint64_t cache_hits() const noexcept { return cache_hits_.load(std::memory_order_relaxed); }
@@ -94,6 +98,7 @@ class OpQueue {
 
   const ProcessSets& sets_;
   const int rank_;
+  Recorder recorder_;  // of its writers, on_submit() holds mutex_
 
   mutable std::mutex mutex_;
   // All guarded by mutex_.
