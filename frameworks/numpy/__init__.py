@@ -40,6 +40,8 @@ from polyhvd import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polyhvd.adapter import Handle
 from polyhvd.api import Collectives, resolve_op
@@ -251,5 +253,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
