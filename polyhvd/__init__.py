@@ -11,6 +11,7 @@ What all of them share is also here. Importing this package needs no framework.
 from __future__ import annotations
 
 from polyhvd import context as _context
+from polyhvd import tracing as _tracing
 from polyhvd.adapter import ReduceOp
 from polyhvd.api import add_process_set, barrier, join, remove_process_set
 from polyhvd.config import Config
@@ -80,6 +81,28 @@ def counters() -> dict[str, int]:
     return _context.engine().counters()
 
 
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to write this rank's operations to a file, as a trace for Perfetto or chrome://tracing.
+
+    Each rank that calls it writes its own file: rank 0 ``file_path``, rank 3 of ``trace.json``
+    ``trace.rank3.json``. Ranks need not call it together. See docs/timeline.md.
+
+    Args:
+        file_path: path of rank 0's file; an existing one is overwritten.
+        mark_cycles: mark when the engine begins new work.
+
+    Raises:
+        InvalidArgumentError: a timeline is being written already.
+        OSError: the file cannot be written.
+    """
+    _tracing.start_timeline(_context.engine(), _context.config(), file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Finish the file of :func:`start_timeline`; does nothing when there is none."""
+    _context.engine().stop_timeline()
+
+
 __all__ = [
     "Adasum",
     "Average",
@@ -119,4 +142,6 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]

@@ -79,6 +79,12 @@ class Engine:
     def counters(self) -> dict[str, int]: ...
     def native_api(self) -> int:
         """Address of the polyhvd_engine_api (csrc/c_api.h) of this engine."""
+    def set_header(self, json: str) -> None:
+        """A JSON object that says who this rank is, for the files of the next two."""
+    def start_timeline(self, path: str, mark_cycles: bool, bytes_max: int) -> None:
+        """Raise InvalidArgumentError when one runs already, or the file cannot be made."""
+    def stop_timeline(self) -> bool:
+        """Return when the file is whole; False when there was none."""
     def shutdown(self) -> None: ...
     def abort(self, reason: str) -> None: ...
     def abandon(self) -> None:

@@ -6,6 +6,7 @@ Every variable is accepted as ``POLYHVD_<NAME>`` and as ``HOROVOD_<NAME>``; the 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -98,6 +99,38 @@ class Config:
     stall_shutdown_s: float = _row(
         "STALL_SHUTDOWN_TIME_SECONDS", _number, 0.0, "Seconds after which a stall ends the job; 0: never."
     )
+    timeline: str = _row(
+        "TIMELINE",
+        str,
+        "",
+        "Write a timeline from init() on: the file of rank 0, beside which the others' lie; "
+        "DYNAMIC or empty: when start_timeline() is called.",
+    )
+    timeline_mark_cycles: bool = _row(
+        "TIMELINE_MARK_CYCLES", _switch, False, "1: mark in the timeline when the engine begins new work."
+    )
+    timeline_bytes_max: int = _row(
+        "TIMELINE_MAX_BYTES",
+        _count,
+        256 << 20,
+        "Bytes of a rank's timeline at most; the oldest events are dropped.",
+    )
+    flight_recorder: bool = _row(
+        "FLIGHT_RECORDER", _switch, True, "0: the last operations are not written to a file when a job fails."
+    )
+    flight_dir: str = _row(
+        "FLIGHT_DIR", str, "", "Folder of those files; empty: the system's for temporary files."
+    )
+
+    @property
+    def flight_folder(self) -> str:
+        """Where flight dumps go; empty when they are turned off or there is no such place."""
+        if not self.flight_recorder or self.flight_dir:
+            return self.flight_dir if self.flight_recorder else ""
+        try:
+            return tempfile.gettempdir()
+        except OSError:
+            return ""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from polyhvd import _core, bootstrap
+from polyhvd import _core, bootstrap, tracing
 from polyhvd.config import Config
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 from polyhvd.process_sets import ProcessSet
@@ -79,6 +79,7 @@ def init(
     Raises:
         ConfigError: an environment variable cannot be used.
         InvalidArgumentError: a process set names a rank that does not exist.
+        OSError: the file that TIMELINE names cannot be written.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
     """
     global _engine, _config, _generation, _homogeneous
@@ -103,8 +104,13 @@ def init(
                 )
         _generation += 1
         wiring = bootstrap.connect(settings, _generation, [item.ranks or [] for item in sets])
-        _engine = _core.Engine(wiring, settings, _generation)
-        _config = settings
+        starting = _core.Engine(wiring, settings, _generation)
+        try:
+            tracing.begin(starting, settings, wiring.hosts)
+        except BaseException:
+            starting.shutdown()
+            raise
+        _engine, _config = starting, settings
         _homogeneous = len(set(Counter(wiring.hosts).values())) == 1
         for number, item in enumerate(sets, start=1):
             item.process_set_id = number

@@ -52,6 +52,8 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polyhvd.tensorflow.keras.models import model_loader  # noqa: E402
 
@@ -92,4 +94,6 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]

@@ -45,6 +45,8 @@ from polyhvd import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polyhvd.adapter import Handle
 from polyhvd.api import Collectives, resolve_op
@@ -480,5 +482,7 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

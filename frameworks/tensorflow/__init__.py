@@ -51,6 +51,8 @@ from polyhvd import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polyhvd.adapter import Handle
 from polyhvd.api import resolve_op
@@ -288,5 +290,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

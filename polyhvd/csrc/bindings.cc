@@ -106,6 +106,10 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     engine_ = make_engine(read_wiring(wiring), read_options(config));
     api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation, engine_.get(),
             &submit_native};
+    const bool dumps = !config.attr("flight_folder").cast<std::string>().empty();
+    if (!dumps) return;
+    const auto write = [engine = engine_.get()] { engine->flight().write("SIGUSR2"); };
+    dump_signal_ = std::make_unique<DumpSignal>(write);
   }
   ~PyEngine() { shutdown(); }
 
@@ -181,6 +185,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   void shutdown() {
     {
       py::gil_scoped_release released;
+      dump_signal_.reset();
       if (!abandoned_) engine_->shutdown();
     }
     if (!abandoned_) orphans_.clear();
@@ -191,9 +196,25 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     engine_->abort(reason);
   }
 
+  void set_header(std::string json) {
+    engine_->flight().set_header(json);
+    header_ = std::move(json);
+  }
+  void start_timeline(std::string path, bool mark_cycles, std::uint64_t bytes_max) {
+    TimelineOptions options{std::move(path), mark_cycles, bytes_max, header_};
+    py::gil_scoped_release released;
+    engine_->timeline().start(std::move(options));
+  }
+  bool stop_timeline() {
+    py::gil_scoped_release released;
+    return engine_->timeline().stop();
+  }
+
   // In a forked child. The engine is leaked: its threads do not exist here.
   void abandon() {
     abandoned_ = true;
+    DumpSignal::forget();
+    (void)dump_signal_.release();
     engine_->abandon();
     (void)engine_.release();
   }
@@ -238,6 +259,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     options.data_timeout = Seconds(number("data_timeout_s"));
     options.stall_warn =
         Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
+    options.flight_folder = config.attr("flight_folder").cast<std::string>();
     options.stall_shutdown = Seconds(number("stall_shutdown_s"));
     options.log = [](const std::string& text) {
       const std::string line = "polyhvd: " + text + "\n";
@@ -247,6 +269,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::unique_ptr<Engine> engine_;
+  std::unique_ptr<DumpSignal> dump_signal_;  // ends before the engine
+  std::string header_ = "{}";                // guarded by the GIL
   polyhvd_engine_api api_{};
   std::uint64_t generation_;
   bool abandoned_ = false;
@@ -428,6 +452,10 @@ PYBIND11_MODULE(_core, m) {
       .def("shutdown", &PyEngine::shutdown)
       .def("abort", &PyEngine::abort)
       .def("abandon", &PyEngine::abandon)
+      .def("set_header", &PyEngine::set_header, py::arg("json"))
+      .def("start_timeline", &PyEngine::start_timeline, py::arg("path"), py::arg("mark_cycles"),
+           py::arg("bytes_max"))
+      .def("stop_timeline", &PyEngine::stop_timeline)
       .def_property_readonly("generation", &PyEngine::generation);
 }
 

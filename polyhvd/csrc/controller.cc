@@ -182,6 +182,7 @@ void Controller::apply(const Decision& decision) {
 }
 
 void Controller::apply_batch(const Batch& batch) {
+  ++batches_;
   Work work;
   for (const CacheId id : batch.ids) {
     const Agreement* agreement = queue_.cache().get(id);
@@ -193,6 +194,7 @@ void Controller::apply_batch(const Batch& batch) {
     if (!sets_.position(agreement->process_set, rank_)) return;
     OperationPtr operation = operation_for(*agreement);
     operation->agreed = true;
+    queue_.recorder().on_agreement(*operation, batches_, id, batch.ids.size());
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
     change_sets(*agreement, *operation);
     work.operations.push_back(std::move(operation));
@@ -204,8 +206,11 @@ OperationPtr Controller::operation_for(const Agreement& agreement) {
   if (auto operation = queue_.find(agreement.process_set, agreement.name)) {
     if (operation->announced) return operation;
   }
-  if (queue_.has_joined())
-    return stand_in(agreement, *sets_.position(agreement.process_set, rank_));
+  if (queue_.has_joined()) {
+    auto operation = stand_in(agreement, *sets_.position(agreement.process_set, rank_));
+    queue_.record(*operation);
+    return operation;
+  }
   throw Failure(ErrorCode::kInternal, "a decision names " + std::string(name_of(agreement.kind)) +
                                           " '" + agreement.name +
                                           "', which this rank has not asked for");

@@ -85,6 +85,7 @@ class Controller {
   std::optional<Relay> relay_;              // on inner nodes that are not the root
   std::deque<Work> work_;
   std::optional<Error> farewell_;  // the parent has left
+  std::uint64_t batches_ = 0;      // of all process sets: the number of the last one
   std::string payload_;            // scratch
   Report report_;                  // scratch
 };

@@ -48,6 +48,32 @@ void for_each_dtype(const Request& request, Use&& use) {
   }
 }
 
+// Times the calls of a communicator, where a timeline shows them.
+class TransferTimer {
+ public:
+  TransferTimer(const Timeline& timeline, Parking& parking, Transfer& transfer)
+      : parking_(parking), transfer_(transfer), on_(timeline.on()) {
+    if (!on_) return;
+    parking_.measure_waits(true);
+    waited_before_ = parking_.waited();
+    if (transfer_.begin == 0) transfer_.begin = ticks_now();
+  }
+  ~TransferTimer() {
+    if (!on_) return;
+    parking_.measure_waits(false);
+    transfer_.waited += parking_.waited() - waited_before_;
+    transfer_.end = ticks_now();
+  }
+  TransferTimer(const TransferTimer&) = delete;
+  TransferTimer& operator=(const TransferTimer&) = delete;
+
+ private:
+  Parking& parking_;
+  Transfer& transfer_;
+  const bool on_;
+  Ticks waited_before_ = 0;
+};
+
 Error error_for(const Submission& submission, const Error& cause) {
   return {cause.code,
           std::string(name_of(submission.kind)) + " '" + submission.name + "': " + cause.message};
@@ -61,6 +87,8 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       sets_(std::move(sets)),
       options_(std::move(options)),
       queue_(sets_, rank),
+      timeline_(queue_.recorder(), rank, options_.log),
+      flight_(queue_.recorder(), rank, options_.flight_folder, options_.log),
       parking_(std::move(parking)),
       parts_(std::move(parts)) {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
@@ -209,6 +237,7 @@ void Engine::drive(const std::function<bool()>& until) {
 bool Engine::progress() {
   if (failed_) return false;
   bool moved = controller_->progress();
+  if (timeline_.on() && !failed_ && controller_->has_work()) timeline_.mark_cycle();
   while (!failed_ && controller_->has_work()) {
     Work work = controller_->take_work();
     execute(work);
@@ -248,12 +277,16 @@ Communicator& Engine::communicator_for(const Work& work) {
 }
 
 void Engine::execute(Work& work) {
+  transfer_ = {};
   if (!work.error) {
     batches_.fetch_add(1, std::memory_order_relaxed);
     Operation& first = *work.operations[0];
     executing_ = true;
     const Deadline deadline =
         Clock::now() + std::chrono::duration_cast<Clock::duration>(options_.data_timeout);
+    for (const Ticks now = ticks_now(); const OperationPtr& operation : work.operations) {
+      queue_.recorder().on_start(*operation, now);
+    }
     try {
       Communicator& communicator = communicator_for(work);
       switch (first.submission.kind) {
@@ -326,6 +359,7 @@ void Engine::execute_allreduce(Work& work, Communicator& communicator, Deadline 
     }
   }
   const Operation& first = *work.operations[0];
+  const TransferTimer timer(timeline_, *parking_, transfer_);
   for_each_dtype(first.request, [&](DType dtype) {
     in_.clear();
     out_.clear();
@@ -362,6 +396,7 @@ void Engine::execute_allgather(Operation& operation, Communicator& communicator,
     const TensorView out = output_of(operation, i, shape);
     const Segment in = segment_of(s.inputs[i]);
     const Segment all = segment_of(out);
+    const TransferTimer timer(timeline_, *parking_, transfer_);
     communicator.allgather({in.data, in.bytes}, {all.data, all.bytes}, counts, deadline);
   }
 }
@@ -376,6 +411,7 @@ void Engine::execute_broadcast(Operation& operation, Communicator& communicator,
     out_.push_back(segment_of(output_of(operation, i, s.inputs[i].shape)));
   }
   const int root = *position_in(sets_.members(s.process_set), s.root);
+  const TransferTimer timer(timeline_, *parking_, transfer_);
   communicator.broadcast(in_, out_, root, deadline);
 }
 
@@ -389,6 +425,7 @@ void Engine::execute_reducescatter(Operation& operation, Communicator& communica
     shape[0] = rows_kept(shape[0], operation.position, members);
     reduced_.push_back(segment_of(output_of(operation, i, shape)));
   }
+  const TransferTimer timer(timeline_, *parking_, transfer_);
   for_each_dtype(operation.request, [&](DType dtype) {
     in_.clear();
     out_.clear();
@@ -418,6 +455,7 @@ void Engine::execute_alltoall(Operation& operation, Communicator& communicator, 
   std::vector<std::int64_t> splits = s.numbers;
   splits.resize(members,
                 s.numbers.empty() ? input.shape[0] / static_cast<std::int64_t>(members) : 0);
+  const TransferTimer timer(timeline_, *parking_, transfer_);
   std::vector<std::int64_t> rows(members * members);
   const std::vector<std::size_t> row_of_table(members, members * sizeof(std::int64_t));
   communicator.allgather(std::as_bytes(std::span(splits)), std::as_writable_bytes(std::span(rows)),
@@ -447,7 +485,14 @@ void Engine::disconnect(ProcessSetId set) {
   std::erase_if(communicators_, [set](const auto& item) { return item.first.second == set; });
 }
 
+void Engine::record_end(const Operation& operation, bool error) {
+  const OpState refused = operation.agreed && !failed_ ? OpState::kRefused : OpState::kFailed;
+  queue_.recorder().on_end(operation, error ? refused : OpState::kDone);
+  if (timeline_.on()) timeline_.add(operation, transfer_);
+}
+
 void Engine::complete(const OperationPtr& operation, std::optional<Error> error) {
+  record_end(*operation, error.has_value());
   if (!operation->stands_in) queue_.retire(operation);
   operation->error = std::move(error);
   // Moved out first: once finished, the caller may drop the operation.
@@ -470,6 +515,9 @@ void Engine::fail(const Error& error) noexcept {
     parts_.liveness->spread_abort(error);
     controller_->post_abort(error);
   }
+  // One that leaves in good order is no failure for whom nothing was pending.
+  if (error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0) flight_.write(error.message);
+  transfer_ = {};
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));
@@ -515,6 +563,7 @@ void Engine::shutdown() {
   parking_->wake();
   notify_waiters();
   thread_.join();
+  timeline_.stop();
   communicators_.clear();
   controller_.reset();
   parts_.liveness->close();
@@ -595,6 +644,7 @@ void Engine::check_stalls() {
   const bool warns = options_.stall_warn.count() > 0;
   const bool ends = options_.stall_shutdown.count() > 0;
   if (!warns && !ends) return;
+  if (warns && queue_.pending() > 0) flight_.check_stall(options_.stall_warn);
   const auto at_least = !warns  ? options_.stall_shutdown
                         : !ends ? options_.stall_warn
                                 : std::min(options_.stall_warn, options_.stall_shutdown);

@@ -22,11 +22,13 @@
 
 #include "backend.h"
 #include "controller.h"
+#include "flight.h"
 #include "liveness.h"
 #include "op_queue.h"
 #include "operation.h"
 #include "parking.h"
 #include "process_set.h"
+#include "timeline.h"
 
 namespace polyhvd {
 
@@ -38,6 +40,7 @@ struct EngineOptions {
   std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
   bool reproducible = false;  // sums do not depend on hosts, transport or backend
   bool crowded = false;       // more ranks than cores on this host
+  std::string flight_folder;  // empty: no flight dumps
   std::function<void(const std::string&)> log = [](const std::string&) {};
 };
 
@@ -82,6 +85,10 @@ class Engine {
 
   std::map<std::string, std::uint64_t> counters() const;
 
+  // Both for any thread, in any state of the engine.
+  Timeline& timeline() noexcept { return timeline_; }
+  FlightDump& flight() noexcept { return flight_; }
+
  private:
   using Clock = Parking::Clock;
 
@@ -101,6 +108,7 @@ class Engine {
   TensorView allocate(Operation& operation, std::size_t index, const Shape& shape, DType dtype);
   Backend& backend_for(const Submission& submission) const;
   Communicator& communicator_for(const Work& work);
+  void record_end(const Operation& operation, bool error);
   void complete(const OperationPtr& operation, std::optional<Error> error);
   void fail(const Error& error) noexcept;
   void check_stalls();
@@ -120,6 +128,8 @@ class Engine {
   ProcessSets sets_;  // changed through queue_, by the driver; it alone reads them here
   const EngineOptions options_;
   OpQueue queue_;
+  Timeline timeline_;
+  FlightDump flight_;
   std::unique_ptr<Parking> parking_;
   EngineParts parts_;  // const after construction; the objects are the driver's
   std::unique_ptr<Controller> controller_;  // driver
@@ -135,6 +145,7 @@ class Engine {
   std::vector<Segment> in_;       // scratch
   std::vector<Segment> out_;      // scratch
   std::vector<Segment> reduced_;  // scratch
+  Transfer transfer_;             // of the work in hand, for the timeline
 
   std::atomic<bool> role_taken_{false};    // the driver's role
   std::atomic<bool> engine_dozes_{false};  // the engine's thread sleeps without the role

@@ -224,6 +224,7 @@ OperationPtr OpQueue::submit(Submission submission, const std::function<std::str
   }
   claim_memory(*operation);
   submitted_.fetch_add(1, std::memory_order_relaxed);
+  recorder_.on_submit(*operation);
   if (s.kind == OpKind::kJoin) joined_ = true;
   if (it != in_flight_.end()) {
     waiting_[{s.process_set, s.name}].push_back(operation);
@@ -238,11 +239,13 @@ OperationPtr OpQueue::submit(Submission submission, const std::function<std::str
 
 void OpQueue::announce(Report& report) {
   std::lock_guard lock(mutex_);
+  const Ticks now = ticks_now();
   for (const OperationPtr& operation : unannounced_) {
     if (operation->cache_version != cache_version_) {
       operation->announced_as = cache_.find(operation->request, operation->position);
     }
     operation->announced = true;
+    recorder_.on_announce(*operation, now);
     if (operation->announced_as) {
       report.subtree_hits.push_back(*operation->announced_as);
       cache_hits_.fetch_add(1, std::memory_order_relaxed);
@@ -312,6 +315,11 @@ ProcessSetId OpQueue::add_process_set(std::vector<int> ranks) {
 void OpQueue::remove_process_set(ProcessSetId id) {
   std::lock_guard lock(mutex_);
   if (sets_.contains(id)) sets_.remove(id);
+}
+
+void OpQueue::record(Operation& operation) {
+  std::lock_guard lock(mutex_);
+  recorder_.on_submit(operation);
 }
 
 bool OpQueue::has_joined() const {

@@ -15,6 +15,7 @@
 #include "memory_in_flight.h"
 #include "operation.h"
 #include "process_set.h"
+#include "recorder.h"
 #include "request.h"
 #include "response_cache.h"
 
@@ -59,12 +60,17 @@ class OpQueue {
   void remove_process_set(ProcessSetId id);
   // Driver: whether this rank has joined, and others go on without it.
   bool has_joined() const;
+  // Driver: records an operation that nobody has submitted, see stand_in.h.
+  void record(Operation& operation);
 
   // Every later submit fails with `error`. Returns what was pending.
   std::vector<OperationPtr> close(Error error);
 
   // Whether operations are pending that other ranks have been told about.
   bool has_announced() const;
+  // What became of the operations. Reading: any thread, no lock.
+  Recorder& recorder() noexcept { return recorder_; }
+
   // Operations in flight. Any thread, no lock.
   int pending() const noexcept { return pending_.load(std::memory_order_relaxed); }
   std::uint64_t cache_hits() const noexcept { return cache_hits_.load(std::memory_order_relaxed); }
@@ -102,6 +108,7 @@ class OpQueue {
   Request request_of(const Operation& operation) const;
 
   const int rank_;
+  Recorder recorder_;  // of its writers, on_submit() holds mutex_
 
   mutable std::mutex mutex_;
   // All guarded by mutex_. The driver is the one writer of sets_ and cache_, and

@@ -72,6 +72,7 @@ class Operation {
   Submission submission;                // by submit, before anybody else sees it
   Request request;                      // the same as other ranks are told it; likewise
   int position = 0;                     // of this rank in the process set; likewise
+  std::uint64_t sequence = 0;           // in the Recorder; by submit, under the queue's lock
   std::optional<CacheId> announced_as;  // the id that was reported; under the queue's lock
   std::uint64_t cache_version = 0;      // at which announced_as was looked up; likewise
   bool announced = false;               // likewise

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "error.h"
+#include "ticks.h"
 
 namespace polyhvd {
 
@@ -60,13 +61,15 @@ class Parking {
   // it, on_slow or a callback throws, and Failure(kTimeout) after `deadline`.
   template <class Ready>
   void await(Ready&& ready, Clock::time_point deadline) {
-    const int spins = crowded_ ? kSpinsCrowded : kSpins;
-    for (int i = 0; i < spins; ++i) {
-      if (ready()) return;
-      pause();
-    }
-    await_slowly(std::ref(ready), deadline);
+    if (ready()) return;
+    const Ticks begin = measures_ ? ticks_now() : 0;
+    await_spinning(ready, deadline);
+    if (begin != 0) waited_ += ticks_now() - begin;
   }
+
+  // Whether waits are added up in waited(). Role's holder only.
+  void measure_waits(bool measures) noexcept { measures_ = measures; }
+  Ticks waited() const noexcept { return waited_; }
 
   // Runs the callbacks of descriptors that are ready now. Role's holder only.
   void poll_now() { (void)poll_watched(0); }
@@ -106,6 +109,15 @@ class Parking {
     asm volatile("yield");
 #endif
   }
+  template <class Ready>
+  void await_spinning(Ready& ready, Clock::time_point deadline) {
+    const int spins = crowded_ ? kSpinsCrowded : kSpins;
+    for (int i = 1; i < spins; ++i) {
+      pause();
+      if (ready()) return;
+    }
+    await_slowly(std::ref(ready), deadline);
+  }
   void await_slowly(const std::function<bool()>& ready, Clock::time_point deadline);
   bool poll_watched(int timeout_ms);
   void drain_wake_fd() noexcept;
@@ -115,6 +127,8 @@ class Parking {
   std::atomic<std::uint32_t>* sleep_flag_ = &own_flag_;
   std::atomic<int> asleep_{0};  // threads in poll(2), for wake_if_asleep
   bool crowded_ = false;        // set before the engine's threads exist
+  bool measures_ = false;       // the role's holder's, as is waited_
+  Ticks waited_ = 0;
   std::function<void()> on_slow_;
   std::mutex watched_mutex_;
   std::vector<Watched> watched_;  // guarded by watched_mutex_

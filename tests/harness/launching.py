@@ -72,7 +72,7 @@ class Launcher:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "polyhvd.launch", *options, *command],
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "POLYHVD_FLIGHT_DIR": str(self._folder), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

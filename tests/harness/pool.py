@@ -273,6 +273,7 @@ class Pool:
             "HOST_ID": placement.host,
             "RENDEZVOUS": self._rendezvous.endpoint,
             "SECRET": secret,
+            "FLIGHT_DIR": self._folder.name,
         }
         inherited = {
             name: value

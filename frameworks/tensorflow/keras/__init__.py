@@ -39,6 +39,8 @@ from polyhvd.tensorflow import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from polyhvd.tensorflow.keras import callbacks
 from polyhvd.tensorflow.keras.models import model_loader
@@ -87,4 +89,6 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]

@@ -1,0 +1,42 @@
+"""The ``polyhvd`` command: reads what jobs have written about themselves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyhvd import flight, timeline
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 1 when a file cannot be used."""
+    parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("timeline", help="work on timelines")
+    actions = command.add_subparsers(required=True, metavar="ACTION")
+    merge = actions.add_parser("merge", help="make one file of all ranks', with aligned clocks")
+    merge.add_argument("out", type=Path, metavar="OUT", help="the file to write")
+    merge.add_argument("files", type=Path, nargs="+", metavar="FILE", help="timelines of ranks of one job")
+    merge.set_defaults(run=lambda options: timeline.merge(options.out, options.files))
+
+    compare = commands.add_parser("flight", help="say what differs between the ranks' last operations")
+    compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="polyhvd-flight.rank*.json")
+    compare.set_defaults(run=lambda options: flight.explain(flight.load(options.files)))
+
+    options = parser.parse_args(arguments)
+    try:
+        lines: list[str] = options.run(options)
+    except (OSError, ValueError) as error:
+        print(f"polyhvd: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

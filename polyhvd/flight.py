@@ -1,0 +1,243 @@
+"""Compares the flight recorders of several ranks: which operation some of them ran and others did not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Dump", "FlightError", "Record", "explain", "load"]
+
+_SHOWN = 4  # operations in a list, and further differences
+
+
+class FlightError(ValueError):
+    """A file is no flight dump, or not of the same job as the others."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operation of one rank."""
+
+    sequence: int
+    state: str
+    kind: str
+    name: str
+    process_set: int
+    batch: int  # 0: not agreed
+    submitted_ns: int
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """What ranks match operations by."""
+        return self.process_set, self.kind, self.name
+
+    @property
+    def pending(self) -> bool:
+        """Whether the other members have not agreed to it, as far as this rank knows."""
+        return self.batch == 0 and self.state in ("submitted", "announced", "failed")
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one rank has written."""
+
+    path: Path
+    rank: int
+    size: int
+    pid: int
+    host: str
+    reason: str
+    now_ns: int
+    unix_s: int
+    records: tuple[Record, ...]
+
+    @property
+    def last_done(self) -> Record | None:
+        """The last operation in the total order that this rank has finished."""
+        done = [record for record in self.records if record.batch and record.state == "done"]
+        return max(done, key=lambda record: record.batch, default=None)
+
+    @property
+    def first_known(self) -> int:
+        """Number of the first batch that the ring cannot have lost."""
+        if self.records and self.records[0].sequence == 1:
+            return 1
+        return min((record.batch for record in self.records if record.batch), default=0)
+
+    def last_run(self, key: tuple[int, str, str]) -> int:
+        """The last batch with this operation; 0 when the ring knows none."""
+        return max((record.batch for record in self.records if record.key == key), default=0)
+
+
+def _record(fields: dict[str, Any]) -> Record:
+    return Record(
+        sequence=fields["sequence"],
+        state=fields["state"],
+        kind=fields["kind"],
+        name=fields["name"],
+        process_set=fields["process_set"],
+        batch=fields.get("batch", 0),
+        submitted_ns=fields.get("submitted_ns", 0),
+    )
+
+
+def _read(path: Path) -> Dump:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        first = json.loads(lines[0])
+        header = first["flight"]
+        return Dump(
+            path=path,
+            rank=first["rank"],
+            size=header["size"],
+            pid=first["pid"],
+            host=header["host"],
+            reason=first["reason"],
+            now_ns=first["now_ns"],
+            unix_s=first["unix_s"],
+            records=tuple(_record(json.loads(line)) for line in lines[1:]),
+        )
+    except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or "nothing"
+        raise FlightError(f"{path}: expected a flight dump of polyhvd, found {reason}") from None
+
+
+def load(files: Iterable[Path]) -> list[Dump]:
+    """Read dumps, the newest of each rank, in order of rank.
+
+    Raises:
+        FlightError: a file is no dump, or they are of jobs of different sizes.
+        OSError: a file cannot be read.
+    """
+    newest: dict[int, Dump] = {}
+    for dump in map(_read, files):
+        other = newest.get(dump.rank)
+        if other is None or dump.unix_s > other.unix_s:
+            newest[dump.rank] = dump
+    dumps = [dump for _, dump in sorted(newest.items())]
+    for dump in dumps:
+        if dump.size != dumps[0].size:
+            raise FlightError(
+                f"{dump.path} is of a job of {dump.size} ranks, {dumps[0].path} of one of {dumps[0].size}"
+            )
+    return dumps
+
+
+def explain(dumps: Sequence[Dump]) -> list[str]:
+    """Say for each rank where it is, then what differs, in lines of plain words."""
+    lines = [_where(dump) for dump in dumps]
+    missing = sorted(set(range(dumps[0].size)) - {dump.rank for dump in dumps})
+    if missing:
+        lines.append(f"{_ranks(missing)}: no file; killed before it was written, or not given here")
+    apart_s = max(dump.unix_s for dump in dumps) - min(dump.unix_s for dump in dumps)
+    if apart_s > 1:
+        lines.append(f"The files were written {apart_s} s apart: some ranks may have gone on meanwhile.")
+    lines.append("")
+    differences = _unfinished(dumps) + _unasked(dumps)
+    if not differences:
+        return [
+            *lines,
+            "They ran the same operations, and wait for none that others have not asked for.",
+        ]
+    lines += ["The first difference:", f"  {differences[0]}"]
+    if len(differences) > 1:
+        lines += ["After it:", *(f"  {text}" for text in differences[1 : _SHOWN + 1])]
+    if len(differences) > _SHOWN + 1:
+        lines.append(f"  and {len(differences) - _SHOWN - 1} more")
+    return lines
+
+
+def _where(dump: Dump) -> str:
+    last = dump.last_done
+    text = f"rank {dump.rank} (pid {dump.pid} on {dump.host}; written because: {dump.reason}): "
+    text += f"completed batch {last.batch}, {_name(last.key)}" if last else "completed nothing"
+    pending = [record for record in dump.records if record.state not in ("done", "refused")]
+    shown = [
+        f"{_name(record.key)} ({record.state}, {(dump.now_ns - record.submitted_ns) / 1e9:.1f} s)"
+        for record in pending[:_SHOWN]
+    ]
+    if len(pending) > _SHOWN:
+        shown.append(f"{len(pending) - _SHOWN} more")
+    return text + "; in flight: " + (", ".join(shown) or "nothing")
+
+
+def _unfinished(dumps: Sequence[Dump]) -> list[str]:
+    """Agreed operations that some members have finished and others have not."""
+    batches: dict[int, dict[int, Record]] = {}
+    for dump in dumps:
+        for record in dump.records:
+            if record.batch:
+                batches.setdefault(record.batch, {}).setdefault(dump.rank, record)
+    found = []
+    for batch, by_rank in sorted(batches.items()):
+        record = next(iter(by_rank.values()))
+        members = _members(dumps, record.process_set)
+        done = [rank for rank, own in by_rank.items() if own.state == "done"]
+        states: dict[str, list[int]] = {}
+        for dump in dumps:
+            if dump.rank not in members or dump.rank in done or batch < dump.first_known:
+                continue
+            state = by_rank[dump.rank].state if dump.rank in by_rank else "not there yet"
+            states.setdefault(state, []).append(dump.rank)
+        if done and states:
+            others = "; ".join(f"{_ranks(ranks)}: {state}" for state, ranks in states.items())
+            found.append(f"batch {batch}, {_name(record.key)}: {_ranks(done)} finished it; {others}")
+    return found
+
+
+def _unasked(dumps: Sequence[Dump]) -> list[str]:
+    """Operations that some members wait for and others have not asked for."""
+    waiting: dict[tuple[int, str, str], dict[int, Record]] = {}
+    for dump in dumps:
+        for record in dump.records:
+            if record.pending:
+                waiting.setdefault(record.key, {}).setdefault(dump.rank, record)
+    by_rank = {dump.rank: dump for dump in dumps}
+    found = []
+    for key, asked in waiting.items():
+        absent = sorted(_members(dumps, key[0]) - asked.keys())
+        if not absent and len(by_rank) == dumps[0].size:
+            continue
+        sides = [f"asked for by {_ranks(asked)}"]
+        last_runs: dict[int, list[int]] = {}
+        for rank in absent:
+            last_runs.setdefault(by_rank[rank].last_run(key), []).append(rank)
+        for last_run, ranks in last_runs.items():
+            before = f"last ran it in batch {last_run}" if last_run else "never ran it"
+            sides.append(f"not by {_ranks(ranks)}, which {before}")
+        if not absent:
+            sides.append("of the ranks without a file nothing is known")
+        # What was due first: after the fewest batches, and in the order of the last time.
+        after = min(_batch_before(by_rank[rank], record) for rank, record in asked.items())
+        last_time = max(dump.last_run(key) for dump in dumps)
+        submitted = min(record.submitted_ns for record in asked.values())
+        due = (after, last_time == 0, last_time, submitted)
+        found.append((due, f"{_name(key)}: {'; '.join(sides)}"))
+    return [text for _, text in sorted(found)]
+
+
+def _batch_before(dump: Dump, record: Record) -> int:
+    earlier = (other.batch for other in dump.records if other.sequence < record.sequence)
+    return max(earlier, default=0)
+
+
+def _members(dumps: Sequence[Dump], process_set: int) -> set[int]:
+    """Ranks of a process set among those that are known; who has used it is in it."""
+    return {
+        dump.rank
+        for dump in dumps
+        if process_set == 0 or any(record.process_set == process_set for record in dump.records)
+    }
+
+
+def _name(key: tuple[int, str, str]) -> str:
+    process_set, kind, name = key
+    return f"{kind} '{name}'" + (f" of process set {process_set}" if process_set else "")
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ordered = sorted(ranks)
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(map(str, ordered))

@@ -1,0 +1,312 @@
+"""The flight recorder: when ranks write their last operations down, and what is made of the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polyhvd.numpy as hvd
+import pytest
+import worker
+from launching import ROOT, wait_until
+from pool import Pool, Pools, PoolSpec
+from ranks_alive import wait_until_asleep
+
+from polyhvd import cli, flight
+
+
+@pytest.fixture
+def start(pools: Pools, tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+    """Starts a pool of this test alone, whose dumps go to tmp_path."""
+    pools.close()
+    started: list[Pool] = []
+
+    def start(ranks: int, **settings: str) -> Pool:
+        values = {"POLYHVD_FLIGHT_DIR": str(tmp_path), **settings}
+        started.append(Pool(PoolSpec("numpy", (ranks,), tuple(values.items()))))
+        return started[-1]
+
+    yield start
+    for pool in started:
+        pool.kill()
+
+
+def dumps_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("polyhvd-flight.rank*.json"))
+
+
+def loaded(folder: Path, count: int) -> list[flight.Dump]:
+    """Wait for so many dumps; each is whole as soon as it has its name."""
+    wait_until(lambda: len(dumps_in(folder)) == count, f"{count} dumps")
+    return flight.load(dumps_in(folder))
+
+
+def differences(dumps: list[flight.Dump]) -> list[str]:
+    lines = flight.explain(dumps)
+    return [line.strip() for line in lines[lines.index("") + 1 :]]
+
+
+def reduce_until_it_fails() -> str:
+    try:
+        for i in range(1 << 30):
+            hvd.allreduce(np.ones(100, np.float32), name=f"loop {i % 7}")
+            if i == 20:
+                worker.note("in the loop")
+    except hvd.HorovodInternalError as error:
+        return type(error).__name__
+    raise AssertionError("unreachable")
+
+
+def test_survivors_of_a_killed_rank_write_their_last_operations(
+    start: Callable[..., Pool], tmp_path: Path
+) -> None:
+    pool = start(3)
+    pool.start(reduce_until_it_fails)
+    for rank in range(3):
+        pool.note(rank)
+    pool.signal(1, signal.SIGKILL)
+    assert [pool.answer(rank) for rank in (0, 2)] == ["PeerLostError"] * 2
+    dumps = loaded(tmp_path, 2)
+    assert [dump.rank for dump in dumps] == [0, 2]
+    for dump in dumps:
+        assert "rank 1 " in dump.reason
+        assert dump.pid == pool.pids[dump.rank]
+        assert dump.last_done is not None
+        assert dump.last_done.batch >= 21
+    text = "\n".join(flight.explain(dumps))
+    assert "rank 1: no file" in text
+
+
+def skip_one(skipper: int, skipped: str) -> None:
+    for step in range(3):
+        for name in ("first", "second", "third"):
+            if step == 2 and name == skipped and hvd.rank() == skipper:
+                continue
+            if step == 2 and name == skipped:
+                worker.note("asks")
+            if step == 2 and name == "third" and hvd.rank() == skipper:
+                worker.note("is past it")
+            hvd.allreduce(np.ones(10, np.float32), name=name)
+
+
+def test_a_rank_that_skips_an_operation_is_named_with_it(
+    start: Callable[..., Pool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = start(3)
+    pool.start(skip_one, 1, "second")
+    for rank in range(3):
+        pool.note(rank)
+        wait_until_asleep(pool.pids[rank])
+        pool.signal(rank, signal.SIGUSR2)
+    loaded(tmp_path, 3)
+    assert cli.main(["flight", *map(str, dumps_in(tmp_path))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "SIGUSR2" in lines[0]
+    first = lines[lines.index("The first difference:") + 1]
+    # The second operation of the second step was batch 5, as all are alone.
+    assert "allreduce 'second'" in first
+    assert "asked for by ranks 0, 2; not by rank 1, which last ran it in batch 5" in first
+    assert "allreduce 'third'" in lines[-1]
+    assert "asked for by rank 1; not by ranks 0, 2" in lines[-1]
+
+
+def reduce_once(name: str) -> float:
+    return float(hvd.allreduce(np.full(4, hvd.rank() + 1.0), name=name)[0])
+
+
+def test_sigusr2_is_heard_in_a_blocking_call_which_goes_on(
+    start: Callable[..., Pool], tmp_path: Path
+) -> None:
+    pool = start(2)
+    pool.start(reduce_once, "late", ranks=[0])
+    wait_until_asleep(pool.pids[0])
+    pool.signal(0, signal.SIGUSR2)
+    (dump,) = loaded(tmp_path, 1)
+    assert dump.reason == "SIGUSR2"
+    pending = [record for record in dump.records if record.pending]
+    assert [(record.name, record.state) for record in pending] == [("late", "announced")]
+    pool.start(reduce_once, "late", ranks=[1])
+    assert [pool.answer(rank) for rank in range(2)] == [1.5, 1.5]
+
+
+def compute() -> None:
+    worker.note("computing")
+    signal.pause()
+
+
+def test_sigusr2_is_heard_while_the_program_is_elsewhere(start: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = start(2)
+    pool.run(reduce_once, "x")
+    pool.start(compute, ranks=[1])
+    pool.note(1)
+    pool.signal(1, signal.SIGUSR2)
+    (dump,) = loaded(tmp_path, 1)
+    assert dump.last_done is not None
+    assert dump.last_done.name == "x"
+
+
+def test_a_stall_is_written_by_the_ranks_that_wait(start: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = start(3, POLYHVD_STALL_CHECK_TIME_SECONDS="1")
+    pool.start(reduce_once, "stalled", ranks=[0, 2])
+    dumps = loaded(tmp_path, 2)
+    assert [dump.rank for dump in dumps] == [0, 2]
+    assert all("waits" in dump.reason for dump in dumps)
+    pool.start(reduce_once, "stalled", ranks=[1])
+    assert [pool.answer(rank) for rank in range(3)] == [2.0] * 3
+
+
+def test_nothing_is_written_when_it_is_turned_off(start: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = start(2, POLYHVD_FLIGHT_RECORDER="0")
+    pool.start(reduce_until_it_fails)
+    for rank in range(2):
+        pool.note(rank)
+    pool.signal(1, signal.SIGKILL)
+    assert pool.answer(0) == "PeerLostError"
+    assert not dumps_in(tmp_path)
+
+
+def disagree() -> str:
+    try:
+        hvd.allreduce(np.ones(hvd.rank() + 1), name="x")
+    except hvd.RankMismatchError:
+        return "mismatch"
+    raise AssertionError("shapes differ")
+
+
+def test_neither_a_disagreement_nor_a_good_end_is_written(start: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = start(2)
+    assert pool.run(disagree) == ["mismatch"] * 2
+    pool.close()
+    assert not dumps_in(tmp_path)
+
+
+OWN_HANDLER = """
+import os, signal
+import polyhvd.numpy as hvd
+
+def usr2_is_caught():
+    masks = [line for line in open("/proc/self/status") if line.startswith("SigCgt")]
+    return bool(int(masks[0].split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
+
+hvd.init()
+print(usr2_is_caught())
+hvd.shutdown()
+print(usr2_is_caught())
+signal.signal(signal.SIGUSR2, lambda *_: print("mine"))
+hvd.init()
+os.kill(os.getpid(), signal.SIGUSR2)
+hvd.shutdown()
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+
+
+def test_a_handler_of_the_program_stays_and_ours_goes_at_shutdown(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_HANDLER],
+        cwd=ROOT,
+        env={**os.environ, "POLYHVD_FLIGHT_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["True", "False", "mine", "mine"], done.stderr
+    assert not dumps_in(tmp_path)
+
+
+FORK = """
+import os, signal
+import polyhvd.numpy as hvd
+hvd.init()
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os._exit(0)
+print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_the_signal_to_a_forked_child_is_not_the_ranks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK],
+        cwd=ROOT,
+        env={**os.environ, "POLYHVD_FLIGHT_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == [str(int(signal.SIGUSR2))], done.stderr
+    assert not dumps_in(tmp_path)
+
+
+# Reading -----------------------------------------------------------------------
+
+
+def record(sequence: int, name: str, batch: int = 0, state: str = "done", **fields: Any) -> dict[str, Any]:
+    own = {"sequence": sequence, "state": state, "kind": "allreduce", "name": name, "process_set": 0}
+    return {**own, **({"batch": batch} if batch else {}), "submitted_ns": sequence, **fields}
+
+
+def write_dump(folder: Path, rank: int, size: int, records: list[dict[str, Any]], unix_s: int = 0) -> Path:
+    path = folder / f"{rank}.{unix_s}.json"
+    first = {"flight": {"size": size, "host": "h"}, "reason": "a test", "rank": rank, "pid": 1}
+    lines = [{**first, "now_ns": 10**9, "unix_s": unix_s}, *records]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_an_agreed_operation_that_one_rank_has_not_finished_comes_first(tmp_path: Path) -> None:
+    both = [record(1, "a", 1), record(2, "b", 2)]
+    asked = record(4, "d", state="announced")
+    ahead = write_dump(tmp_path, 0, 2, [*both, record(3, "c", 3), asked])
+    behind = write_dump(tmp_path, 1, 2, [*both, record(3, "c", 3, "running")])
+    found = differences(flight.load([behind, ahead]))
+    assert found[1] == "batch 3, allreduce 'c': rank 0 finished it; rank 1: running"
+    assert "'d'" in found[3]
+
+
+def test_batches_that_a_ring_has_lost_are_no_difference(tmp_path: Path) -> None:
+    long = write_dump(tmp_path, 0, 2, [record(i, "x", i) for i in range(1, 9)])
+    short = write_dump(tmp_path, 1, 2, [record(i, "x", i) for i in range(5, 9)])
+    assert differences(flight.load([long, short])) == [
+        "They ran the same operations, and wait for none that others have not asked for."
+    ]
+
+
+def test_only_members_of_a_process_set_are_missed(tmp_path: Path) -> None:
+    def in_set(*records: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**item, "process_set": 1} for item in records]
+
+    files = [
+        write_dump(tmp_path, 0, 3, in_set(record(1, "x", 1), record(2, "y", state="announced"))),
+        write_dump(tmp_path, 1, 3, in_set(record(1, "x", 1))),
+        write_dump(tmp_path, 2, 3, [record(1, "z", state="announced")]),
+    ]
+    found = differences(flight.load(files))
+    (in_set_1,) = [line for line in found if "process set 1" in line]
+    assert in_set_1.endswith("asked for by rank 0; not by rank 1, which never ran it")
+
+
+def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:
+    old = write_dump(tmp_path, 0, 1, [record(1, "old", 1)], unix_s=1)
+    new = write_dump(tmp_path, 0, 1, [record(1, "new", 1)], unix_s=2)
+    for files in ([old, new], [new, old]):
+        (dump,) = flight.load(files)
+        assert dump.records[0].name == "new"
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_dump(tmp_path, 0, 2, [])
+    contents = {"empty": "", "text": "no json", "foreign": "{}", "list": "[1]"}
+    bad = [tmp_path / name for name in contents]
+    for path in bad:
+        path.write_text(contents[path.name])
+    for path in [*bad, tmp_path / "absent", write_dump(tmp_path, 1, 3, [])]:
+        assert cli.main(["flight", str(good), str(path)]) == 1
+        assert path.name in capsys.readouterr().err
