@@ -69,7 +69,8 @@ std::vector<Batch> fuse(std::span<const CacheId> ready,
   }
   std::vector<OpenBatch> open;
   for (const Entry& entry : by_priority(ready, agreement_of)) {
-    if (entry.agreement->kind != OpKind::kAllreduce) {
+    const bool apart = policy.groups_apart && entry.agreement->shapes.size() > 1;
+    if (apart || entry.agreement->kind != OpKind::kAllreduce) {
       append_alone(batches, entry.id);
       continue;
     }
