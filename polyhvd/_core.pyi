@@ -54,10 +54,20 @@ class Handle:
     def buffers(self) -> list[Buffer]:
         """Outputs that the core has allocated, in order; after wait()."""
 
+class Mailbox:
+    """What the engine's threads, which never call Python, leave for a thread of Python to do."""
+
+    def wait(self) -> bool:
+        """Block until there is something to take; False once closed and empty."""
+    def take_line(self) -> str | None:
+        """A line to be logged, if one is left."""
+    def close(self) -> None:
+        """End the wait."""
+
 class Engine:
     """The operation queue of one rank."""
 
-    def __init__(self, wiring: Any, config: Any, generation: int) -> None:
+    def __init__(self, wiring: Any, config: Any, generation: int, mailbox: Mailbox) -> None:
         """`wiring` is a bootstrap.Wiring, whose descriptors are taken over; `config` a Config."""
     def submit(
         self,

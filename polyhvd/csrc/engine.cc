@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -191,6 +192,7 @@ bool Engine::progress() {
 
 void Engine::check_health() {
   if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
+  if (options_.mailbox) options_.mailbox->tick();
   check_stalls();
 }
 
@@ -400,7 +402,19 @@ void Engine::abandon() noexcept {
 
 // The engine's thread ---------------------------------------------------------
 
+void Engine::bind_to_core() const {
+  if (options_.core < 0) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (options_.core < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(options_.core), &cores);
+  if (const int code = pthread_setaffinity_np(pthread_self(), sizeof cores, &cores); code != 0) {
+    options_.log("the engine's thread cannot be bound to core " + std::to_string(options_.core) +
+                 ": " + std::strerror(code) + "; see POLYHVD_THREAD_AFFINITY");
+  }
+}
+
 void Engine::run() {
+  bind_to_core();
   while (!stopping_.load()) {
     if (!take_role()) {
       await_turn([this] { return stopping_.load(); });

@@ -23,6 +23,7 @@
 #include "backend.h"
 #include "controller.h"
 #include "liveness.h"
+#include "mailbox.h"
 #include "op_queue.h"
 #include "operation.h"
 #include "parking.h"
@@ -37,7 +38,9 @@ struct EngineOptions {
   std::chrono::duration<double> stall_warn{60.0};     // zero: no reports
   std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
   bool crowded = false;                               // more ranks than cores on this host
-  std::function<void(const std::string&)> log = [](const std::string&) {};
+  int core = -1;                                      // that the engine's thread is bound to
+  std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
+  std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
 };
 
 // Everything that connects an engine to other ranks.
@@ -107,6 +110,7 @@ class Engine {
   void notify_waiters() noexcept;
 
   void run();
+  void bind_to_core() const;
   void gather() const;
   bool idle_for_long();
   void doze();
