@@ -220,6 +220,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     wiring.size = object.attr("size").cast<int>();
     wiring.domains = object.attr("domains").cast<std::vector<std::vector<int>>>();
     wiring.labels = object.attr("labels").cast<std::vector<std::string>>();
+    wiring.pids = object.attr("pids").cast<std::vector<int>>();
     wiring.segment_fd = object.attr("segment_fd").cast<int>();
     wiring.local_fds = object.attr("local_fds").cast<std::map<int, int>>();
     wiring.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
@@ -239,9 +240,9 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     options.core = config.attr("engine_core").cast<int>();
     options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
     options.data_timeout = Seconds(number("data_timeout_s"));
-    options.stall_warn =
+    options.stalls.warn =
         Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
-    options.stall_shutdown = Seconds(number("stall_shutdown_s"));
+    options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
     options.mailbox = mailbox;
     options.log = [mailbox](const std::string& text) { mailbox->log(text); };
     return options;
@@ -416,9 +417,11 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("slot", &PyHandle::slot);
 
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox")
-      .def(py::init<>())
+      .def(py::init<int, int>(), py::arg("signal") = 0, py::arg("descriptor") = -1)
       .def("wait", &Mailbox::wait, py::call_guard<py::gil_scoped_release>())
       .def("take_line", &Mailbox::take_line)
+      .def("take_question", &Mailbox::take_question)
+      .def("answer", &Mailbox::answer)
       .def("close", &Mailbox::close);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")

@@ -10,10 +10,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "channel.h"
 #include "coordinator.h"
+#include "inquiry.h"
 #include "op_queue.h"
 #include "relay.h"
 
@@ -58,6 +60,16 @@ class Controller {
   // Tells all neighbours in the tree. Best effort.
   void post_abort(const Error& error) noexcept;
 
+  bool is_root() const noexcept { return coordinator_.has_value(); }
+  // On the root: asks everybody, this rank included.
+  void ask(const Inquiry& inquiry);
+  // The inquiry that came last, once.
+  std::optional<Inquiry> take_inquiry() { return std::exchange(inquiry_, std::nullopt); }
+  // On its way to the root, also from this rank to itself.
+  void answer(const Answer& answer);
+  // On the root: what came since the last call.
+  std::vector<Answer> take_answers() { return std::exchange(answers_, {}); }
+
   // On the root: what some ranks wait for and others have not asked for.
   std::vector<Stalled> stalled(std::chrono::duration<double> at_least) const;
 
@@ -70,6 +82,8 @@ class Controller {
   void accept(const Report& report, std::span<const int> from);
   void apply(const Decision& decision);
   void apply_batch(const Batch& batch);
+  void pass_on_answer();
+  void pass_on_inquiry();
   void send_to_children(std::string_view payload);
   void flush();
 
@@ -83,8 +97,10 @@ class Controller {
   std::optional<Relay> relay_;              // on inner nodes that are not the root
   std::deque<Work> work_;
   std::optional<Error> farewell_;  // the parent has left
-  std::string payload_;            // scratch
-  Report report_;                  // scratch
+  std::optional<Inquiry> inquiry_;
+  std::vector<Answer> answers_;  // on the root
+  std::string payload_;          // scratch
+  Report report_;                // scratch
 };
 
 }  // namespace polyhvd

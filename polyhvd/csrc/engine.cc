@@ -14,7 +14,6 @@ namespace {
 thread_local const Engine* t_driving = nullptr;
 
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
-constexpr auto kStallInterval = std::chrono::seconds(1);
 constexpr auto kTurnInterval = std::chrono::milliseconds(100);
 constexpr auto kDozeTime = std::chrono::milliseconds(1000);
 constexpr int kIdleYields = 20;
@@ -44,6 +43,11 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       parts_(std::move(parts)) {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
                                              std::move(parts_.parent), std::move(parts_.children));
+  stall_watch_ = std::make_unique<StallWatch>(rank_, options_.stalls, *controller_, queue_,
+                                              *parts_.liveness, options_.mailbox, options_.log);
+  if (options_.mailbox) {
+    options_.mailbox->set_on_stacks([this] { parking_->wake_if_asleep(); });
+  }
   for (std::size_t b = 0; b < parts_.backends.size(); ++b) {
     for (const ProcessSetId set : sets_.ids()) {
       if (!sets_.position(set, rank_)) continue;
@@ -193,7 +197,7 @@ bool Engine::progress() {
 void Engine::check_health() {
   if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
   if (options_.mailbox) options_.mailbox->tick();
-  check_stalls();
+  stall_watch_->check();
 }
 
 void Engine::on_slow() {
@@ -323,6 +327,7 @@ void Engine::execute_broadcast(Operation& operation, Communicator& communicator,
 
 void Engine::complete(const OperationPtr& operation, std::optional<Error> error) {
   queue_.retire(operation);
+  if (!error) stall_watch_->note_ran(operation->submission);
   operation->error = std::move(error);
   // Moved out first: once finished, the caller may drop the operation.
   const auto done = std::move(operation->submission.done);
@@ -389,7 +394,9 @@ void Engine::shutdown() {
   parking_->wake();
   notify_waiters();
   thread_.join();
+  if (options_.mailbox) options_.mailbox->set_on_stacks({});
   communicators_.clear();
+  stall_watch_.reset();
   controller_.reset();
   parts_.liveness->close();
   t_driving = nullptr;
@@ -472,35 +479,6 @@ void Engine::gather() const {
     if (now == seen) return;
     seen = now;
   }
-}
-
-void Engine::check_stalls() {
-  const auto now = Clock::now();
-  if (now < next_stall_check_) return;
-  next_stall_check_ = now + kStallInterval;
-  const bool warns = options_.stall_warn.count() > 0;
-  const bool ends = options_.stall_shutdown.count() > 0;
-  if (!warns && !ends) return;
-  const auto at_least = !warns  ? options_.stall_shutdown
-                        : !ends ? options_.stall_warn
-                                : std::min(options_.stall_warn, options_.stall_shutdown);
-  const auto list = [](const std::vector<int>& ranks) {
-    std::string text;
-    for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-    return text;
-  };
-  std::string report;
-  for (const Stalled& s : controller_->stalled(at_least)) {
-    report += "\n  " + s.name + ": ranks " + list(s.ready_ranks) + " wait for ranks " +
-              list(s.absent_ranks) + " since " + std::to_string(static_cast<long>(s.age.count())) +
-              " s";
-    if (ends && s.age > options_.stall_shutdown) {
-      throw Failure(ErrorCode::kTimeout, "stalled for too long:" + report);
-    }
-  }
-  if (!warns || report.empty() || now < next_stall_report_) return;
-  next_stall_report_ = now + std::chrono::duration_cast<Clock::duration>(options_.stall_warn);
-  options_.log("operations are waiting for ranks that have not asked for them:" + report);
 }
 
 std::map<std::string, std::uint64_t> Engine::counters() const {

@@ -28,6 +28,7 @@
 #include "operation.h"
 #include "parking.h"
 #include "process_set.h"
+#include "stall_watch.h"
 
 namespace polyhvd {
 
@@ -35,10 +36,9 @@ struct EngineOptions {
   CoordinatorOptions coordinator;
   std::chrono::duration<double> cycle_time{0.001};  // longest batching window
   std::chrono::duration<double> data_timeout{300.0};
-  std::chrono::duration<double> stall_warn{60.0};     // zero: no reports
-  std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
-  bool crowded = false;                               // more ranks than cores on this host
-  int core = -1;                                      // that the engine's thread is bound to
+  StallTimes stalls;
+  bool crowded = false;  // more ranks than cores on this host
+  int core = -1;         // that the engine's thread is bound to
   std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
   std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
 };
@@ -101,7 +101,6 @@ class Engine {
   Communicator& communicator_for(const Work& work);
   void complete(const OperationPtr& operation, std::optional<Error> error);
   void fail(const Error& error) noexcept;
-  void check_stalls();
 
   bool take_role() noexcept;
   void release_role() noexcept;
@@ -121,7 +120,8 @@ class Engine {
   OpQueue queue_;
   std::unique_ptr<Parking> parking_;
   EngineParts parts_;  // const after construction; the objects are the driver's
-  std::unique_ptr<Controller> controller_;  // driver
+  std::unique_ptr<Controller> controller_;   // driver
+  std::unique_ptr<StallWatch> stall_watch_;  // driver
   std::map<std::pair<std::size_t, ProcessSetId>, std::unique_ptr<Communicator>> communicators_;
 
   // The driver's own, guarded by the role.
@@ -129,8 +129,6 @@ class Engine {
   bool failed_ = false;
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
-  Clock::time_point next_stall_check_{};
-  Clock::time_point next_stall_report_{};
   std::vector<Segment> in_;   // scratch
   std::vector<Segment> out_;  // scratch
 

@@ -1,11 +1,17 @@
 #include "mailbox.h"
 
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
 #include <cstdio>
+#include <utility>
 
 namespace polyhvd {
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(1);
+constexpr std::size_t kDumpBytesMax = 64 << 10;
 
 void write_to_stderr(const std::string& text) {
   const std::string line = "polyhvd: " + text + "\n";
@@ -38,8 +44,8 @@ void Mailbox::tick() {
 
 bool Mailbox::wait() {
   std::unique_lock lock(mutex_);
-  news_.wait(lock, [this] { return closed_ || !lines_.empty(); });
-  return !lines_.empty();
+  news_.wait(lock, [this] { return closed_ || asked_ || !lines_.empty(); });
+  return !closed_ || !lines_.empty();
 }
 
 std::optional<std::string> Mailbox::take_line() {
@@ -47,6 +53,45 @@ std::optional<std::string> Mailbox::take_line() {
   if (lines_.empty()) return std::nullopt;
   std::string text = std::move(lines_.front().text);
   lines_.pop_front();
+  return text;
+}
+
+void Mailbox::ask_stacks() {
+  std::lock_guard lock(mutex_);
+  stacks_.reset();
+  asked_ = true;
+  news_.notify_one();
+}
+
+bool Mailbox::take_question() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(asked_, false);
+}
+
+void Mailbox::answer(std::string stacks) {
+  std::lock_guard lock(mutex_);
+  stacks_ = std::move(stacks);
+  if (on_stacks_) on_stacks_();
+}
+
+std::optional<std::string> Mailbox::take_stacks() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(stacks_, std::nullopt);
+}
+
+void Mailbox::set_on_stacks(std::function<void()> on_stacks) {
+  std::lock_guard lock(mutex_);
+  on_stacks_ = std::move(on_stacks);
+}
+
+std::string Mailbox::dump_stacks() const {
+  if (signal_ == 0 || ftruncate(descriptor_, 0) != 0 || lseek(descriptor_, 0, SEEK_SET) != 0) {
+    return "";
+  }
+  pthread_kill(pthread_self(), signal_);  // handled before this returns
+  std::string text(kDumpBytesMax, '\0');
+  const ssize_t bytes = pread(descriptor_, text.data(), text.size(), 0);
+  text.resize(bytes > 0 ? static_cast<std::size_t>(bytes) : 0);
   return text;
 }
 

@@ -59,6 +59,8 @@ class OpQueue {
 
   // Whether operations are pending that other ranks have been told about.
   bool has_announced() const;
+  // "allreduce 'x'" of each operation in flight, in alphabetical order.
+  std::vector<std::string> in_flight() const;
   // Operations in flight. Any thread, no lock.
   int pending() const noexcept { return pending_.load(std::memory_order_relaxed); }
   std::uint64_t cache_hits() const noexcept { return cache_hits_.load(std::memory_order_relaxed); }
