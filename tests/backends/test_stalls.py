@@ -262,6 +262,29 @@ def test_a_rank_whose_interpreter_is_busy_in_c_is_told_with_its_stack(
     assert "in hold_the_lock\n" in report
 
 
+BUSY_ON_RANK_0 = """
+import ctypes
+import numpy as np
+import polyhvd.numpy as hvd
+
+hvd.init()
+if hvd.rank() == 0:
+    ctypes.PyDLL(None).sleep(6)
+    print("the lock is free", flush=True)
+hvd.allreduce(np.ones(4), name="x")
+"""
+
+
+def test_a_report_is_written_though_rank_0_cannot_log(tmp_path: Path) -> None:
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    launcher = Launcher(tmp_path).start("-np", "2", source=BUSY_ON_RANK_0, env=env)
+    assert "the lock is free" in launcher.wait_for("the lock is free", 1).decode()
+    assert "polyhvd: operations are waiting" in launcher.err.decode(), "written while the lock was held"
+    status, _, err = launcher.finish()
+    assert status == 0
+    assert "alive, but its interpreter is busy" in err
+
+
 def test_many_operations_are_told_by_their_first_names_and_their_number(
     start: Callable[[PoolSpec], Pool], release: Path
 ) -> None:
