@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "host/host_backend.h"
+#include "process_state.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
 #include "shm/shm_channel.h"
@@ -35,6 +36,10 @@ class World final : public Liveness {
   void leave() noexcept override;
   void close() noexcept override;
   std::vector<int> descriptors() const override { return descriptors_; }
+  std::string name_of(int rank) const override {
+    return wiring_.labels.at(static_cast<std::size_t>(rank));
+  }
+  std::optional<ProcessState> look_at(int rank) const override;
   void add_counters(std::map<std::string, std::uint64_t>& counters) const override;
 
  private:
@@ -44,9 +49,8 @@ class World final : public Liveness {
   int leader_of(int domain) const { return wiring_.domains[static_cast<std::size_t>(domain)][0]; }
   std::vector<int> subtree_of(int domain) const;
   std::vector<shm::LocalPeer> local_peers() const;
-  std::string name_of(int rank) const {
-    return "rank " + std::to_string(rank) + " (" +
-           wiring_.labels.at(static_cast<std::size_t>(rank)) + ")";
+  std::string described(int rank) const {
+    return "rank " + std::to_string(rank) + " (" + name_of(rank) + ")";
   }
   [[noreturn]] void on_lost(int rank) const;
 
@@ -96,7 +100,7 @@ World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), park
 
 void World::on_lost(int rank) const {
   throw Failure(ErrorCode::kPeerLost,
-                name_of(rank) + " was lost: it ended or was cut off without shutdown()");
+                described(rank) + " was lost: it ended or was cut off without shutdown()");
 }
 
 std::vector<shm::LocalPeer> World::local_peers() const {
@@ -128,8 +132,8 @@ std::unique_ptr<Channel> World::connect_parent() {
   }
   if (domain_ == 0) return nullptr;
   const int leader = leader_of(tree_parent(domain_));
-  return std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader, name_of(leader),
-                                           parking_);
+  return std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader,
+                                           described(leader), parking_);
 }
 
 std::vector<Child> World::connect_children() {
@@ -146,7 +150,7 @@ std::vector<Child> World::connect_children() {
     if (tree_parent(d) != domain_) continue;
     const int leader = leader_of(d);
     children.push_back({std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader,
-                                                          name_of(leader), parking_),
+                                                          described(leader), parking_),
                         subtree_of(d)});
   }
   return children;
@@ -169,6 +173,13 @@ void World::close() noexcept {
   segment_.reset();
   std::lock_guard lock(transport_mutex_);
   transport_.reset();
+}
+
+std::optional<ProcessState> World::look_at(int rank) const {
+  const auto index = static_cast<std::size_t>(rank);
+  const bool may_look = local_ == 0 && index < wiring_.pids.size() && wiring_.pids[index] > 0;
+  if (!may_look || rank == wiring_.rank) return std::nullopt;
+  return process_state(wiring_.pids[index]);
 }
 
 void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {

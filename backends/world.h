@@ -18,6 +18,7 @@ struct Wiring {
   int size = 1;
   std::vector<std::vector<int>> domains{{0}};
   std::vector<std::string> labels{"this process"};
+  std::vector<int> pids;  // of ranks on this host, by rank; 0: another host, or unknown
   int segment_fd = -1;
   std::map<int, int> local_fds;
   std::map<int, int> control_fds;

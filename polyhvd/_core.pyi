@@ -55,10 +55,26 @@ class Handle:
     def buffers(self) -> list[Buffer]:
         """Outputs that the core has allocated, in order; after wait()."""
 
+class Mailbox:
+    """What the engine's threads, which never call Python, leave for a thread of Python to do."""
+
+    def __init__(self, signal: int = 0, descriptor: int = -1) -> None:
+        """`signal` makes the process write its stacks to `descriptor` without the lock; 0: cannot."""
+    def wait(self) -> bool:
+        """Block until there is something to take; False once closed and empty."""
+    def take_line(self) -> str | None:
+        """A line to be logged, if one is left."""
+    def take_question(self) -> bool:
+        """Whether the stacks are asked for."""
+    def answer(self, stacks: str) -> None:
+        """A line that says in short where the program is, then the stacks of its threads."""
+    def close(self) -> None:
+        """End the wait."""
+
 class Engine:
     """The operation queue of one rank."""
 
-    def __init__(self, wiring: Any, config: Any, generation: int) -> None:
+    def __init__(self, wiring: Any, config: Any, generation: int, mailbox: Mailbox) -> None:
         """`wiring` is a bootstrap.Wiring, whose descriptors are taken over; `config` a Config."""
     def submit(
         self,

@@ -80,6 +80,15 @@ def _secret(config: Config) -> bytes:
         raise ConfigError(f"{name}: {error}") from None
 
 
+def _pid_space() -> str:
+    """This boot of the machine and its namespace of process ids: two containers share a host, not that."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def _segment_bytes(local_size: int) -> int:
     from polyhvd import _core
 
@@ -99,6 +108,7 @@ class _Card:
     address: str
     port: int
     unix_name: str  # of its abstract socket; empty: no shared memory
+    pid_space: str  # equal where process ids mean the same; empty: unknown
     process_sets: list[list[int]] = field(default_factory=list)
     reproducible: bool = False
 
@@ -150,6 +160,7 @@ class _Meeting:
             domains=domains,
             labels=[card.label for card in self._cards],
             hosts=[card.host_id for card in self._cards],
+            pids=self._pids(),
             process_sets=self._process_sets,
         )
         self._hand_out(wiring)
@@ -204,6 +215,7 @@ class _Meeting:
             address=address,
             port=listener.getsockname()[1],
             unix_name=unix_name,
+            pid_space=_pid_space(),
             process_sets=self._process_sets,
             reproducible=self._config.reproducible,
         )
@@ -217,6 +229,13 @@ class _Meeting:
             if len(sides) > 1:
                 text = "; ".join(f"ranks {ranks} have {value}" for value, ranks in sides.items())
                 raise RankMismatchError(f"init(): {what} must be the same on all ranks: {text}")
+
+    def _pids(self) -> list[int]:
+        """Ids of the processes whose state this rank may look up."""
+        own = self._cards[self._rank]
+        mine = (own.host_id, own.uid, own.pid_space)
+        near = [bool(own.pid_space) and (c.host_id, c.uid, c.pid_space) == mine for c in self._cards]
+        return [card.pid if is_near else 0 for card, is_near in zip(self._cards, near, strict=True)]
 
     def _share_memory(self) -> list[list[int]]:
         """Group the ranks into domains: those of a host, if all of them got at its memory."""

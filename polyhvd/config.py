@@ -1,17 +1,22 @@
 """The configuration: one table, one frozen dataclass. Nothing else reads the environment.
 
-Every variable is accepted as ``POLYHVD_<NAME>`` and as ``HOROVOD_<NAME>``; the former wins.
+Every variable is accepted as ``POLYHVD_<NAME>`` and as ``HOROVOD_<NAME>``; the former wins. Those
+of Horovod that have nothing to set here stand in the table as well, with the reason.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["Config", "ConfigError", "Variable", "table"]
+__all__ = ["Config", "ConfigError", "Ineffective", "Variable", "ineffective", "table", "unknown"]
+
+_PREFIXES = ("POLYHVD_", "HOROVOD_")
+_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 class ConfigError(ValueError):
@@ -26,6 +31,15 @@ class Variable:
     parse: Callable[[str], Any]
     default: Any
     meaning: str
+    other_name: str = ""  # of Horovod, for the same; the first name wins
+
+
+@dataclass(frozen=True)
+class Ineffective:
+    """A row of the table for a variable that is accepted and sets nothing."""
+
+    name: str  # with a final "*" for all that begin so
+    reason: str
 
 
 def _number(text: str) -> float:
@@ -50,8 +64,19 @@ def _switch(text: str) -> bool:
         raise ValueError("must be 0 or 1") from None
 
 
-def _row(name: str, parse: Callable[[str], Any], default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"variable": Variable(name, parse, default, meaning)})
+def _log_level(text: str) -> str:
+    level = text.strip().lower()
+    if level not in _LOG_LEVELS:
+        raise ValueError(f"must be one of {', '.join(_LOG_LEVELS)}")
+    return level
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(_count(core) for core in text.split(",")) if text.strip() else ()
+
+
+def _row(name: str, parse: Callable[[str], Any], default: Any, meaning: str, other_name: str = "") -> Any:
+    return field(default=default, metadata={"variable": Variable(name, parse, default, meaning, other_name)})
 
 
 @dataclass(frozen=True)
@@ -76,6 +101,9 @@ class Config:
     fusion_bytes_max: int = _row(
         "FUSION_THRESHOLD", _count, 128 << 20, "Bytes of the operations that run as one at most."
     )
+    groups_apart: bool = _row(
+        "DISABLE_GROUP_FUSION", _switch, False, "1: a grouped operation is never fused with others."
+    )
     cycle_time_ms: float = _row(
         "CYCLE_TIME",
         _number,
@@ -90,7 +118,11 @@ class Config:
     )
     cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
     data_timeout_s: float = _row(
-        "DATA_TIMEOUT_SECONDS", _number, 300.0, "Seconds that an agreed transfer may take."
+        "DATA_TIMEOUT_SECONDS",
+        _number,
+        300.0,
+        "Seconds that an agreed transfer may take.",
+        other_name="GLOO_TIMEOUT_SECONDS",
     )
     stall_check_disable: bool = _row("STALL_CHECK_DISABLE", _switch, False, "1: no stall reports.")
     stall_warn_s: float = _row(
@@ -99,6 +131,16 @@ class Config:
     stall_shutdown_s: float = _row(
         "STALL_SHUTDOWN_TIME_SECONDS", _number, 0.0, "Seconds after which a stall ends the job; 0: never."
     )
+    thread_affinity: tuple[int, ...] = _row(
+        "THREAD_AFFINITY",
+        _cores,
+        (),
+        "Core of the engine's own thread, for each local rank, separated by commas; empty: any core.",
+    )
+    log_level: str = _row(
+        "LOG_LEVEL", _log_level, "warning", f"What is logged at least: {', '.join(_LOG_LEVELS)}; in any case."
+    )
+    log_hide_time: bool = _row("LOG_HIDE_TIME", _switch, False, "1: log lines do not begin with the time.")
     timeline: str = _row(
         "TIMELINE",
         str,
@@ -123,6 +165,11 @@ class Config:
     )
 
     @property
+    def engine_core(self) -> int:
+        """Core that the engine's own thread is bound to; -1: none."""
+        return self.thread_affinity[self.local_rank] if self.thread_affinity else -1
+
+    @property
     def flight_folder(self) -> str:
         """Where flight dumps go; empty when they are turned off or there is no such place."""
         if not self.flight_recorder or self.flight_dir:
@@ -139,44 +186,136 @@ class Config:
         values: dict[str, Any] = {}
         for item in fields(cls):
             variable: Variable = item.metadata["variable"]
-            for prefix in ("POLYHVD_", "HOROVOD_"):
-                text = environ.get(prefix + variable.name)
-                if text is None:
-                    continue
-                try:
-                    values[item.name] = variable.parse(text)
-                except ValueError as error:
-                    raise ConfigError(f"{prefix}{variable.name}={text!r}: {error}") from None
-                break
+            names = filter(None, (variable.name, variable.other_name))
+            found = [prefix + name for name in names for prefix in _PREFIXES if prefix + name in environ]
+            if not found:
+                continue
+            try:
+                values[item.name] = variable.parse(environ[found[0]])
+            except ValueError as error:
+                raise ConfigError(f"{found[0]}={environ[found[0]]!r}: {error}") from None
         config = cls(**values)
         if config.rank >= config.size:
             raise ConfigError(f"POLYHVD_RANK={config.rank} is not below POLYHVD_SIZE={config.size}")
+        if 0 < len(config.thread_affinity) <= config.local_rank:
+            raise ConfigError(
+                f"POLYHVD_THREAD_AFFINITY has cores for {len(config.thread_affinity)} local ranks, and "
+                f"none for local rank {config.local_rank}; list {config.local_size}"
+            )
         return config
 
 
+_AUTOTUNE = "Nothing is tuned yet. The defaults need it less: batching does not wait for a cycle."
+_NO_NCCL = "There is no NCCL backend yet."
+_NO_ELASTIC = "There are no elastic jobs yet."
+_NO_CHOICE = "There is one of its kind: shared memory within a host, TCP between hosts."
+_BUILD = "It concerned how Horovod was built; nothing is chosen when polyhvd is."
+_LAUNCHER = "For Horovod's launchers; polyhvdrun has its own ways."
+
+_INEFFECTIVE = (
+    Ineffective(
+        "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, in chunks of its own; MPI is not used."
+    ),
+    Ineffective("AUTOTUNE", _AUTOTUNE),
+    Ineffective("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", _AUTOTUNE),
+    Ineffective("AUTOTUNE_GAUSSIAN_PROCESS_NOISE", _AUTOTUNE),
+    Ineffective("AUTOTUNE_LOG", _AUTOTUNE),
+    Ineffective("AUTOTUNE_STEPS_PER_SAMPLE", _AUTOTUNE),
+    Ineffective("AUTOTUNE_WARMUP_SAMPLES", _AUTOTUNE),
+    Ineffective("BATCH_D2D_MEMCOPIES", "Tensors are reduced where they lie; no fusion buffer is filled."),
+    Ineffective("CCL_*", "oneCCL is not used."),
+    Ineffective("CONTROLLER", _NO_CHOICE),
+    Ineffective("CPU_OPERATIONS", _NO_CHOICE),
+    Ineffective("DISABLE_NVTX_RANGES", "No NVTX ranges are made."),
+    Ineffective(
+        "DYNAMIC_PROCESS_SETS", "Always on: process sets can be added and removed while the job runs."
+    ),
+    Ineffective("ELASTIC", _NO_ELASTIC),
+    Ineffective("ELASTIC_TIMEOUT", _NO_ELASTIC),
+    Ineffective("ENABLE_ASYNC_COMPLETION", "It concerns operations on a GPU; see NUM_NCCL_STREAMS."),
+    Ineffective("ENABLE_XLA_OPS", "There are no operations for XLA; TensorFlow's own compiler refuses ours."),
+    Ineffective("GLOO_RENDEZVOUS_*", _LAUNCHER),
+    Ineffective("HIERARCHICAL_ALLGATHER", "Always so: a host's ranks gather first, then hosts swap blocks."),
+    Ineffective(
+        "HIERARCHICAL_ALLREDUCE", "Always so: a host's ranks reduce first, then hosts swap partials."
+    ),
+    Ineffective("HOSTNAME", "Set by launchers, for scripts to read; HOST_ID tells hosts apart."),
+    Ineffective("MPI_THREADS_DISABLE", "MPI is not used."),
+    Ineffective("NUM_NCCL_STREAMS", _NO_NCCL),
+    Ineffective("SPARK_*", _LAUNCHER),
+    Ineffective(
+        "TORUS_ALLREDUCE",
+        f"{_NO_NCCL} On CPUs each rank of a host already reduces a slice of its own, and swaps it with its "
+        "like on other hosts.",
+    ),
+    *(
+        Ineffective(name, _BUILD)
+        for name in ("BUILD_*", "CMAKE", "CUDA_HOME", "GPU_*", "NCCL_*", "ROCM_HOME")
+    ),
+    *(Ineffective(name, _BUILD) for name in ("WITHOUT_*", "WITH_*")),
+    Ineffective("TEST_*", "Of test programs."),
+)
+
+
+def ineffective() -> tuple[Ineffective, ...]:
+    """The rows of the table for variables that are accepted and set nothing."""
+    return _INEFFECTIVE
+
+
+def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables with our prefixes that are not in the table: the nearest name that is, or ""."""
+    environ = os.environ if environ is None else environ
+    names = [name for row in table() for name in (row.name, row.other_name) if name]
+    names += [row.name for row in ineffective() if not row.name.endswith("*")]
+    families = tuple(row.name[:-1] for row in ineffective() if row.name.endswith("*"))
+    found = {}
+    for variable in sorted(environ):
+        prefix = next((p for p in _PREFIXES if variable.startswith(p)), None)
+        if prefix is None:
+            continue
+        name = variable.removeprefix(prefix)
+        if name not in names and not name.startswith(families):
+            nearest = difflib.get_close_matches(name.upper(), names, n=1)
+            found[variable] = prefix + nearest[0] if nearest else ""
+    return found
+
+
 def table() -> list[Variable]:
-    """The rows of the table, in the order of the fields of :class:`Config`."""
+    """The rows of the table that have an effect, in the order of the fields of :class:`Config`."""
     return [item.metadata["variable"] for item in fields(Config)]
 
 
 def _as_markdown() -> str:
     def shown(value: Any) -> str:
         number = int(value) if isinstance(value, bool) else value
-        text = f"{number:g}" if isinstance(number, float) else str(number)
+        text = f"{number:g}" if isinstance(number, float) else "" if number == () else str(number)
         return f"`{text}`" if text else "empty"
+
+    def meaning(row: Variable) -> str:
+        return f"{row.meaning} Also `HOROVOD_{row.other_name}`." if row.other_name else row.meaning
 
     lines = [
         "# Configuration",
         "",
         "Environment variables, read once by `init()`. Each is also accepted with Horovod's prefix,",
-        "`HOROVOD_`; with both, `POLYHVD_` wins.",
+        "`HOROVOD_`; with both, `POLYHVD_` wins. A variable with one of these prefixes that is not in the",
+        "tables is reported once by rank 0, with the nearest name that is.",
         "",
         "This page is made by `python -m polyhvd.config > docs/configuration.md`.",
         "",
         "| variable | default | meaning |",
         "|---|---|---|",
+        *(f"| `POLYHVD_{row.name}` | {shown(row.default)} | {meaning(row)} |" for row in table()),
+        "",
+        "## Accepted without effect",
+        "",
+        "Variables of Horovod that have nothing to set here. A name that ends in `*` stands for all that",
+        "begin so.",
+        "",
+        "| variable | why |",
+        "|---|---|",
+        *(f"| `HOROVOD_{row.name}` | {row.reason} |" for row in ineffective()),
     ]
-    lines += [f"| `POLYHVD_{row.name}` | {shown(row.default)} | {row.meaning} |" for row in table()]
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from polyhvd import _core, bootstrap, tracing
+from polyhvd import _core, bootstrap, log, tracing
+from polyhvd.attendant import Attendant
 from polyhvd.config import Config
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 from polyhvd.process_sets import ProcessSet
@@ -29,6 +30,7 @@ __all__ = [
 
 _lock = threading.RLock()
 _engine: _core.Engine | None = None
+_attendant: Attendant | None = None
 _config: Config | None = None
 _generation = 0  # of engines of this process; equal on all ranks, as init() is called on all
 _homogeneous = True
@@ -82,7 +84,7 @@ def init(
         OSError: the file that TIMELINE names cannot be written.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
     """
-    global _engine, _config, _generation, _homogeneous
+    global _engine, _attendant, _config, _generation, _homogeneous
     if isinstance(comm, (list, tuple)) and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
     if comm is not None:
@@ -95,6 +97,9 @@ def init(
         settings = Config.from_environment()
         if reproducible is not None:
             settings = replace(settings, reproducible=bool(reproducible))
+        log.configure(settings)
+        if settings.rank == 0 and _generation == 0:
+            log.report_unknown()
         sets = list(process_sets or [])
         for item in sets:
             bad = [r for r in item.ranks or [] if not 0 <= r < settings.size]
@@ -104,13 +109,19 @@ def init(
                 )
         _generation += 1
         wiring = bootstrap.connect(settings, _generation, [item.ranks or [] for item in sets])
-        starting = _core.Engine(wiring, settings, _generation)
+        attendant = Attendant()
+        try:
+            starting = _core.Engine(wiring, settings, _generation, attendant.mailbox)
+        except BaseException:
+            attendant.close()
+            raise
         try:
             tracing.begin(starting, settings, wiring.hosts)
         except BaseException:
             starting.shutdown()
+            attendant.close()
             raise
-        _engine, _config = starting, settings
+        _engine, _config, _attendant = starting, settings, attendant
         _homogeneous = len(set(Counter(wiring.hosts).values())) == 1
         for number, item in enumerate(sets, start=1):
             item.process_set_id = number
@@ -121,12 +132,15 @@ def init(
 
 def shutdown() -> None:
     """Leave the job in good order. Operations that are pending fail; ``init()`` may follow."""
-    global _engine, _config
+    global _engine, _attendant, _config
     with _lock:
         if _engine is None:
             return
         leaving, _engine, _config = _engine, None, None
         leaving.shutdown()
+        if _attendant is not None:
+            _attendant.close()
+            _attendant = None
         for listener in _listeners:
             listener(0)
         for item in _registered:
@@ -170,12 +184,12 @@ def on_engine_change(listener: Callable[[int], None]) -> None:
 
 def _forget_in_child() -> None:
     """A forked process (a DataLoader's worker) is not a rank: close what it has inherited."""
-    global _engine, _config, _lock
+    global _engine, _attendant, _config, _lock
     _lock = threading.RLock()
     if _engine is not None:
         _engine.abandon()
         _abandoned.append(_engine)
-    _engine = _config = None
+    _engine = _attendant = _config = None
 
 
 atexit.register(shutdown)

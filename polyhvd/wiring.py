@@ -32,6 +32,8 @@ class Wiring:
     labels: list[str] = field(default_factory=lambda: ["this process"])
     #: Host of each rank, as the launcher numbers them.
     hosts: list[str] = field(default_factory=lambda: ["0"])
+    #: Process id of each rank that is on this host and belongs to the same user; 0 of others.
+    pids: list[int] = field(default_factory=lambda: [0])
     #: Sealed memfd of the own domain, of _core.segment_bytes(len(domain)) bytes, zeroed; -1: none.
     segment_fd: int = -1
     #: Connected Unix stream sockets to the other ranks of the own domain, by world rank.

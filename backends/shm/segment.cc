@@ -14,7 +14,7 @@ namespace polyhvd::shm {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kReasonBytes = 1024;
+constexpr std::size_t kReasonBytes = 64 << 10;  // a stall report; untouched pages cost nothing
 
 enum AbortState : std::uint32_t { kHealthy = 0, kWriting = 1, kAborted = 2 };
 

@@ -11,6 +11,7 @@
 #include "c_api.h"
 #include "engine.h"
 #include "host/kernels.h"
+#include "mailbox.h"
 #include "py_tensor.h"
 #include "shm/segment.h"
 #include "world.h"
@@ -101,9 +102,10 @@ std::int32_t submit_native(void* engine, const polyhvd_submission* submission, c
 
 class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
-  PyEngine(const py::object& wiring, const py::object& config, std::uint64_t generation)
+  PyEngine(const py::object& wiring, const py::object& config, std::uint64_t generation,
+           const std::shared_ptr<Mailbox>& mailbox)
       : generation_(generation) {
-    engine_ = make_engine(read_wiring(wiring), read_options(config));
+    engine_ = make_engine(read_wiring(wiring), read_options(config, mailbox));
     api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation, engine_.get(),
             &submit_native};
     const bool dumps = !config.attr("flight_folder").cast<std::string>().empty();
@@ -240,6 +242,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     wiring.size = object.attr("size").cast<int>();
     wiring.domains = object.attr("domains").cast<std::vector<std::vector<int>>>();
     wiring.labels = object.attr("labels").cast<std::vector<std::string>>();
+    wiring.pids = object.attr("pids").cast<std::vector<int>>();
     wiring.segment_fd = object.attr("segment_fd").cast<int>();
     wiring.local_fds = object.attr("local_fds").cast<std::map<int, int>>();
     wiring.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
@@ -248,23 +251,24 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     return wiring;
   }
 
-  static EngineOptions read_options(const py::object& config) {
+  static EngineOptions read_options(const py::object& config,
+                                    const std::shared_ptr<Mailbox>& mailbox) {
     using Seconds = std::chrono::duration<double>;
     const auto number = [&](const char* name) { return config.attr(name).cast<double>(); };
     EngineOptions options;
     options.coordinator.cache_capacity = config.attr("cache_capacity").cast<std::size_t>();
     options.coordinator.fusion.bytes_max = config.attr("fusion_bytes_max").cast<std::size_t>();
+    options.coordinator.fusion.groups_apart = config.attr("groups_apart").cast<bool>();
+    options.core = config.attr("engine_core").cast<int>();
     options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
     options.reproducible = config.attr("reproducible").cast<bool>();
     options.data_timeout = Seconds(number("data_timeout_s"));
-    options.stall_warn =
+    options.stalls.warn =
         Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
     options.flight_folder = config.attr("flight_folder").cast<std::string>();
-    options.stall_shutdown = Seconds(number("stall_shutdown_s"));
-    options.log = [](const std::string& text) {
-      const std::string line = "polyhvd: " + text + "\n";
-      (void)!fwrite(line.data(), 1, line.size(), stderr);
-    };
+    options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
+    options.mailbox = mailbox;
+    options.log = [mailbox](const std::string& text) { mailbox->log(text); };
     return options;
   }
 
@@ -440,9 +444,18 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("finish", &PyHandle::finish)
       .def_readwrite("slot", &PyHandle::slot);
 
+  py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox")
+      .def(py::init<int, int>(), py::arg("signal") = 0, py::arg("descriptor") = -1)
+      .def("wait", &Mailbox::wait, py::call_guard<py::gil_scoped_release>())
+      .def("take_line", &Mailbox::take_line)
+      .def("take_question", &Mailbox::take_question)
+      .def("answer", &Mailbox::answer)
+      .def("close", &Mailbox::close);
+
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
-      .def(py::init<const py::object&, const py::object&, std::uint64_t>(), py::arg("wiring"),
-           py::arg("config"), py::arg("generation"))
+      .def(py::init<const py::object&, const py::object&, std::uint64_t,
+                    const std::shared_ptr<Mailbox>&>(),
+           py::arg("wiring"), py::arg("config"), py::arg("generation"), py::arg("mailbox"))
       .def("submit", &PyEngine::submit, py::arg("kind"), py::arg("name"), py::arg("inputs"),
            py::arg("outputs"), py::arg("op") = 1, py::arg("root") = -1, py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("process_set") = 0, py::arg("priority") = 0,

@@ -91,7 +91,12 @@ bool Controller::read_children() {
     bool departed = false;
     while (!departed && children_[i].channel->poll(payload_)) {
       moved = true;
-      if (type_of(payload_) == MessageType::kAbort) throw Failure(decode_abort(payload_));
+      const MessageType type = type_of(payload_);
+      if (type == MessageType::kAbort) throw Failure(decode_abort(payload_));
+      if (type == MessageType::kAnswer) {
+        pass_on_answer();
+        continue;
+      }
       const Report report = decode_report(payload_);
       accept(report, children_[i].ranks);
       departed = std::ranges::count(report.departures, children_[i].channel->peer()) > 0;
@@ -132,6 +137,10 @@ bool Controller::read_parent() {
       send_to_children(payload_);
       farewell_ = decode_farewell(payload_);
       break;
+    }
+    if (type == MessageType::kInquiry) {
+      pass_on_inquiry();
+      continue;
     }
     send_to_children(payload_);
     apply(decode_decision(payload_));
@@ -278,6 +287,37 @@ void Controller::post_abort(const Error& error) noexcept {
 
 std::vector<Stalled> Controller::stalled(std::chrono::duration<double> at_least) const {
   return coordinator_ ? coordinator_->stalled(Clock::now(), at_least) : std::vector<Stalled>{};
+}
+
+// Inquiries ---------------------------------------------------------------------
+
+void Controller::ask(const Inquiry& inquiry) {
+  payload_.clear();
+  encode(inquiry, payload_);
+  pass_on_inquiry();
+}
+
+// Who dozes has nothing pending and would look too late.
+void Controller::pass_on_inquiry() {
+  inquiry_ = decode_inquiry(payload_);
+  send_to_children(payload_);
+  for (const Child& child : children_) child.channel->nudge();
+}
+
+void Controller::answer(const Answer& answer) {
+  payload_.clear();
+  encode(answer, payload_);
+  pass_on_answer();
+}
+
+void Controller::pass_on_answer() {
+  Answer answer = decode_answer(payload_);
+  if (coordinator_) {
+    answers_.push_back(std::move(answer));
+  } else if (parent_ && !farewell_) {
+    parent_->post(payload_);
+    parent_->nudge();
+  }
 }
 
 }  // namespace polyhvd

@@ -10,10 +10,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "channel.h"
 #include "coordinator.h"
+#include "inquiry.h"
 #include "op_queue.h"
 #include "relay.h"
 
@@ -58,6 +60,16 @@ class Controller {
   // Tells all neighbours in the tree. Best effort.
   void post_abort(const Error& error) noexcept;
 
+  bool is_root() const noexcept { return coordinator_.has_value(); }
+  // On the root: asks everybody, this rank included.
+  void ask(const Inquiry& inquiry);
+  // The inquiry that came last, once.
+  std::optional<Inquiry> take_inquiry() { return std::exchange(inquiry_, std::nullopt); }
+  // On its way to the root, also from this rank to itself.
+  void answer(const Answer& answer);
+  // On the root: what came since the last call.
+  std::vector<Answer> take_answers() { return std::exchange(answers_, {}); }
+
   // On the root: what some ranks wait for and others have not asked for.
   std::vector<Stalled> stalled(std::chrono::duration<double> at_least) const;
 
@@ -72,6 +84,8 @@ class Controller {
   void apply_batch(const Batch& batch);
   OperationPtr operation_for(const Agreement& agreement);
   void change_sets(const Agreement& agreement, Operation& operation);
+  void pass_on_answer();
+  void pass_on_inquiry();
   void send_to_children(std::string_view payload);
   void flush();
 
@@ -86,8 +100,10 @@ class Controller {
   std::deque<Work> work_;
   std::optional<Error> farewell_;  // the parent has left
   std::uint64_t batches_ = 0;      // of all process sets: the number of the last one
-  std::string payload_;            // scratch
-  Report report_;                  // scratch
+  std::optional<Inquiry> inquiry_;
+  std::vector<Answer> answers_;  // on the root
+  std::string payload_;          // scratch
+  Report report_;                // scratch
 };
 
 }  // namespace polyhvd

@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -13,7 +14,7 @@ namespace {
 thread_local const Engine* t_driving = nullptr;
 
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
-constexpr auto kStallInterval = std::chrono::seconds(1);
+constexpr auto kFlightInterval = std::chrono::seconds(1);
 constexpr auto kTurnInterval = std::chrono::milliseconds(100);
 constexpr auto kDozeTime = std::chrono::milliseconds(1000);
 constexpr int kIdleYields = 20;
@@ -93,6 +94,11 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       parts_(std::move(parts)) {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
                                              std::move(parts_.parent), std::move(parts_.children));
+  stall_watch_ = std::make_unique<StallWatch>(rank_, options_.stalls, *controller_, queue_,
+                                              *parts_.liveness, options_.mailbox, options_.log);
+  if (options_.mailbox) {
+    options_.mailbox->set_on_stacks([this] { parking_->wake_if_asleep(); });
+  }
   for (const ProcessSetId set : sets_.ids()) connect(set);
   parking_->set_crowded(options_.crowded);
   parking_->set_on_slow([this] { on_slow(); });
@@ -249,7 +255,17 @@ bool Engine::progress() {
 
 void Engine::check_health() {
   if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
-  check_stalls();
+  if (options_.mailbox) options_.mailbox->tick();
+  stall_watch_->check();
+  check_flight();
+}
+
+// Every rank that waits notices a stall by itself, whatever becomes of the report.
+void Engine::check_flight() {
+  const auto now = Clock::now();
+  if (now < next_flight_check_ || options_.stalls.warn.count() <= 0) return;
+  next_flight_check_ = now + kFlightInterval;
+  if (queue_.pending() > 0) flight_.check_stall(options_.stalls.warn);
 }
 
 void Engine::on_slow() {
@@ -494,6 +510,7 @@ void Engine::record_end(const Operation& operation, bool error) {
 void Engine::complete(const OperationPtr& operation, std::optional<Error> error) {
   record_end(*operation, error.has_value());
   if (!operation->stands_in) queue_.retire(operation);
+  if (!error) stall_watch_->note_ran(operation->submission);
   operation->error = std::move(error);
   // Moved out first: once finished, the caller may drop the operation.
   const auto done = std::move(operation->submission.done);
@@ -564,7 +581,9 @@ void Engine::shutdown() {
   notify_waiters();
   thread_.join();
   timeline_.stop();
+  if (options_.mailbox) options_.mailbox->set_on_stacks({});
   communicators_.clear();
+  stall_watch_.reset();
   controller_.reset();
   parts_.liveness->close();
   t_driving = nullptr;
@@ -577,7 +596,19 @@ void Engine::abandon() noexcept {
 
 // The engine's thread ---------------------------------------------------------
 
+void Engine::bind_to_core() const {
+  if (options_.core < 0) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (options_.core < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(options_.core), &cores);
+  if (const int code = pthread_setaffinity_np(pthread_self(), sizeof cores, &cores); code != 0) {
+    options_.log("the engine's thread cannot be bound to core " + std::to_string(options_.core) +
+                 ": " + std::strerror(code) + "; see POLYHVD_THREAD_AFFINITY");
+  }
+}
+
 void Engine::run() {
+  bind_to_core();
   while (!stopping_.load()) {
     if (!take_role()) {
       await_turn([this] { return stopping_.load(); });
@@ -635,36 +666,6 @@ void Engine::gather() const {
     if (now == seen) return;
     seen = now;
   }
-}
-
-void Engine::check_stalls() {
-  const auto now = Clock::now();
-  if (now < next_stall_check_) return;
-  next_stall_check_ = now + kStallInterval;
-  const bool warns = options_.stall_warn.count() > 0;
-  const bool ends = options_.stall_shutdown.count() > 0;
-  if (!warns && !ends) return;
-  if (warns && queue_.pending() > 0) flight_.check_stall(options_.stall_warn);
-  const auto at_least = !warns  ? options_.stall_shutdown
-                        : !ends ? options_.stall_warn
-                                : std::min(options_.stall_warn, options_.stall_shutdown);
-  const auto list = [](const std::vector<int>& ranks) {
-    std::string text;
-    for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-    return text;
-  };
-  std::string report;
-  for (const Stalled& s : controller_->stalled(at_least)) {
-    report += "\n  " + s.name + ": ranks " + list(s.ready_ranks) + " wait for ranks " +
-              list(s.absent_ranks) + " since " + std::to_string(static_cast<long>(s.age.count())) +
-              " s";
-    if (ends && s.age > options_.stall_shutdown) {
-      throw Failure(ErrorCode::kTimeout, "stalled for too long:" + report);
-    }
-  }
-  if (!warns || report.empty() || now < next_stall_report_) return;
-  next_stall_report_ = now + std::chrono::duration_cast<Clock::duration>(options_.stall_warn);
-  options_.log("operations are waiting for ranks that have not asked for them:" + report);
 }
 
 std::map<std::string, std::uint64_t> Engine::counters() const {

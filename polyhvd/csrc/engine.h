@@ -24,10 +24,12 @@
 #include "controller.h"
 #include "flight.h"
 #include "liveness.h"
+#include "mailbox.h"
 #include "op_queue.h"
 #include "operation.h"
 #include "parking.h"
 #include "process_set.h"
+#include "stall_watch.h"
 #include "timeline.h"
 
 namespace polyhvd {
@@ -36,12 +38,13 @@ struct EngineOptions {
   CoordinatorOptions coordinator;
   std::chrono::duration<double> cycle_time{0.001};  // longest batching window
   std::chrono::duration<double> data_timeout{300.0};
-  std::chrono::duration<double> stall_warn{60.0};     // zero: no reports
-  std::chrono::duration<double> stall_shutdown{0.0};  // zero: never
+  StallTimes stalls;
   bool reproducible = false;  // sums do not depend on hosts, transport or backend
   bool crowded = false;       // more ranks than cores on this host
+  int core = -1;              // that the engine's thread is bound to
   std::string flight_folder;  // empty: no flight dumps
-  std::function<void(const std::string&)> log = [](const std::string&) {};
+  std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
+  std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
 };
 
 // Everything that connects an engine to other ranks.
@@ -96,6 +99,7 @@ class Engine {
   void drive(const std::function<bool()>& until);
   void on_slow();
   void check_health();
+  void check_flight();
   void execute(Work& work);
   void execute_allreduce(Work& work, Communicator& communicator, Deadline deadline);
   void execute_allgather(Operation& operation, Communicator& communicator, Deadline deadline);
@@ -111,7 +115,6 @@ class Engine {
   void record_end(const Operation& operation, bool error);
   void complete(const OperationPtr& operation, std::optional<Error> error);
   void fail(const Error& error) noexcept;
-  void check_stalls();
 
   bool take_role() noexcept;
   void release_role() noexcept;
@@ -120,6 +123,7 @@ class Engine {
   void notify_waiters() noexcept;
 
   void run();
+  void bind_to_core() const;
   void gather() const;
   bool idle_for_long();
   void doze();
@@ -132,7 +136,8 @@ class Engine {
   FlightDump flight_;
   std::unique_ptr<Parking> parking_;
   EngineParts parts_;  // const after construction; the objects are the driver's
-  std::unique_ptr<Controller> controller_;  // driver
+  std::unique_ptr<Controller> controller_;   // driver
+  std::unique_ptr<StallWatch> stall_watch_;  // driver
   std::map<std::pair<std::size_t, ProcessSetId>, std::unique_ptr<Communicator>> communicators_;
 
   // The driver's own, guarded by the role.
@@ -140,8 +145,7 @@ class Engine {
   bool failed_ = false;
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
-  Clock::time_point next_stall_check_{};
-  Clock::time_point next_stall_report_{};
+  Clock::time_point next_flight_check_{};
   std::vector<Segment> in_;       // scratch
   std::vector<Segment> out_;      // scratch
   std::vector<Segment> reduced_;  // scratch

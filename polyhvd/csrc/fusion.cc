@@ -70,7 +70,8 @@ std::vector<Batch> fuse(std::span<const CacheId> ready,
   }
   std::vector<OpenBatch> open;
   for (const Entry& entry : by_priority(ready, agreement_of)) {
-    if (!fuses(*entry.agreement)) {
+    const bool apart = policy.groups_apart && entry.agreement->shapes.size() > 1;
+    if (apart || !fuses(*entry.agreement)) {
       append_alone(batches, entry.id);
       continue;
     }

@@ -13,6 +13,7 @@ namespace polyhvd {
 
 struct FusionPolicy {
   std::size_t bytes_max = 128u << 20;
+  bool groups_apart = false;  // a request of several tensors is a batch of its own
 };
 
 // Orders `ready` by priority (higher first, else as given) and packs allreduces

@@ -10,6 +10,12 @@
 
 namespace polyhvd {
 
+// As seen from outside.
+struct ProcessState {
+  bool may_answer = true;  // false: it is stopped, or gone
+  std::string text;
+};
+
 class Liveness {
  public:
   virtual ~Liveness() = default;
@@ -24,6 +30,11 @@ class Liveness {
   virtual void close() noexcept = 0;
   // Every descriptor that connects this rank to others, for a forked child to close.
   virtual std::vector<int> descriptors() const = 0;
+  // Which process a rank is, for messages: "pid 812 on algo-2".
+  virtual std::string name_of(int rank) const = 0;
+  // The state of another rank's process, if this rank is the one to look: it leads
+  // its domain and shares a host with the other.
+  virtual std::optional<ProcessState> look_at(int rank) const = 0;
   // Statistics of the data path. Any thread.
   virtual void add_counters(std::map<std::string, std::uint64_t>& counters) const = 0;
 };

@@ -332,4 +332,16 @@ bool OpQueue::has_announced() const {
   return std::ranges::any_of(in_flight_, [](const auto& item) { return item.second->announced; });
 }
 
+std::vector<std::string> OpQueue::in_flight() const {
+  std::vector<std::string> names;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [key, operation] : in_flight_) {
+      names.push_back(describe(operation->submission));
+    }
+  }
+  std::ranges::sort(names);
+  return names;
+}
+
 }  // namespace polyhvd

@@ -71,6 +71,8 @@ class OpQueue {
   // What became of the operations. Reading: any thread, no lock.
   Recorder& recorder() noexcept { return recorder_; }
 
+  // "allreduce 'x'" of each operation in flight, in alphabetical order.
+  std::vector<std::string> in_flight() const;
   // Operations in flight. Any thread, no lock.
   int pending() const noexcept { return pending_.load(std::memory_order_relaxed); }
   std::uint64_t cache_hits() const noexcept { return cache_hits_.load(std::memory_order_relaxed); }

@@ -186,6 +186,17 @@ void encode_farewell(const Error& reason, std::string& out) {
   put_error(out, reason);
 }
 
+void encode(const Inquiry& inquiry, std::string& out) {
+  put(out, MessageType::kInquiry, inquiry.number, count_of(inquiry.ranks));
+  put_array(out, inquiry.ranks);
+}
+
+void encode(const Answer& answer, std::string& out) {
+  put(out, MessageType::kAnswer, answer.inquiry, answer.rank,
+      static_cast<std::uint8_t>(answer.conclusive));
+  put_text(out, answer.text);
+}
+
 // ---- reading ----------------------------------------------------------------
 
 namespace {
@@ -350,7 +361,7 @@ Refusal get_refusal(Reader& in) {
 MessageType type_of(std::string_view payload) {
   if (payload.empty()) fail_at(0, "an empty payload");
   const auto type = static_cast<MessageType>(payload[0]);
-  if (type < MessageType::kReport || type > MessageType::kFarewell) fail_at(0, "an unknown type");
+  if (type < MessageType::kReport || type > MessageType::kAnswer) fail_at(0, "an unknown type");
   return type;
 }
 
@@ -415,6 +426,32 @@ Error decode_abort(std::string_view payload) { return decode_error(payload, Mess
 
 Error decode_farewell(std::string_view payload) {
   return decode_error(payload, MessageType::kFarewell);
+}
+
+Inquiry decode_inquiry(std::string_view payload) {
+  Reader in(payload, MessageType::kInquiry);
+  Inquiry inquiry;
+  inquiry.number = in.get<std::uint32_t>();
+  const auto ranks = in.get<Count>();
+  if (ranks > kRanksAskedMax) in.fail("an inquiry about too many ranks");
+  inquiry.ranks = in.get_array<std::int32_t>(ranks);
+  for (const std::int32_t rank : inquiry.ranks) checked_rank(in, rank);
+  in.finish();
+  return inquiry;
+}
+
+Answer decode_answer(std::string_view payload) {
+  Reader in(payload, MessageType::kAnswer);
+  Answer answer;
+  answer.inquiry = in.get<std::uint32_t>();
+  answer.rank = checked_rank(in, in.get<std::int32_t>());
+  const auto conclusive = in.get<std::uint8_t>();
+  if (conclusive > 1) in.fail("an answer that is neither conclusive nor not");
+  answer.conclusive = conclusive == 1;
+  answer.text = in.get_text();
+  if (answer.text.size() > kAnswerBytesMax) in.fail("an answer that is too long");
+  in.finish();
+  return answer;
 }
 
 }  // namespace polyhvd

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "inquiry.h"
 #include "request.h"
 
 namespace polyhvd {
@@ -23,7 +24,15 @@ inline constexpr std::int64_t kElementsMax = std::int64_t{1} << 59;
 
 // kAbort ends everything at once; kFarewell says that the sender has left in good
 // order: what was agreed before it still runs.
-enum class MessageType : std::uint8_t { kReport = 1, kDecision = 2, kAbort = 3, kFarewell = 4 };
+// An inquiry goes down the tree, answers go up.
+enum class MessageType : std::uint8_t {
+  kReport = 1,
+  kDecision = 2,
+  kAbort = 3,
+  kFarewell = 4,
+  kInquiry = 5,
+  kAnswer = 6,
+};
 
 // CRC-32C (Castagnoli, RFC 3720 appendix B.4), with the SSE4.2 or ARMv8
 // instruction where the machine has it.
@@ -36,6 +45,8 @@ void encode(const Report& report, std::string& out);
 void encode(const Decision& decision, std::string& out);
 void encode(const Error& abort_reason, std::string& out);
 void encode_farewell(const Error& reason, std::string& out);
+void encode(const Inquiry& inquiry, std::string& out);
+void encode(const Answer& answer, std::string& out);
 
 // Type of a payload; throws Failure(kInternal) when it is empty or unknown.
 MessageType type_of(std::string_view payload);
@@ -45,5 +56,7 @@ Report decode_report(std::string_view payload);
 Decision decode_decision(std::string_view payload);
 Error decode_abort(std::string_view payload);
 Error decode_farewell(std::string_view payload);
+Inquiry decode_inquiry(std::string_view payload);
+Answer decode_answer(std::string_view payload);
 
 }  // namespace polyhvd

@@ -3,6 +3,8 @@
 
 #include <array>
 #include <atomic>
+#include <condition_variable>
+#include <mutex>
 #include <random>
 
 #include "thread_world.h"
@@ -394,4 +396,64 @@ TEST_CASE("an engine without a cache works") {
   });
   CHECK(wrong == 0);
   world.shutdown();
+}
+
+TEST_CASE("a stall is reported with what each absent rank has done last, over any layout") {
+  for (const Layout& layout : kLayouts) {
+    if (layout.size() == 1 && layout[0].size() == 1) continue;
+    CAPTURE(text_of(layout));
+    std::mutex mutex;
+    std::condition_variable told;
+    std::string report;
+    ThreadWorld world(layout, {}, [&](EngineOptions& o) {
+      o.stalls.warn = std::chrono::milliseconds(100);
+      o.log = [&](const std::string& text) {
+        std::lock_guard lock(mutex);
+        report = text;
+        told.notify_all();
+      };
+    });
+    world.run([&](int rank, Engine& engine) {
+      std::vector<float> v(10);
+      engine.wait(engine.submit(allreduce("before", v)));
+      if (rank == world.size() - 1) {
+        std::unique_lock lock(mutex);
+        told.wait_for(lock, std::chrono::seconds(30), [&] { return !report.empty(); });
+      }
+      engine.wait(engine.submit(allreduce("late", v)));
+    });
+    const std::string last = std::to_string(world.size() - 1);
+    std::lock_guard lock(mutex);
+    CAPTURE(report);
+    CHECK(report.find(" for rank " + last + " in 1 operation:\n    'late', for ") !=
+          std::string::npos);
+    CHECK(report.find("rank " + last +
+                      " (a thread): alive; it last ran allreduce 'before'; it has asked for "
+                      "nothing since") != std::string::npos);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("a stall that ends the job is explained in every rank's error") {
+  for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0, 1}, {2}}}) {
+    CAPTURE(text_of(layout));
+    ThreadWorld world(layout, {}, [](EngineOptions& o) {
+      o.stalls.warn = std::chrono::seconds(0);
+      o.stalls.shutdown = std::chrono::milliseconds(100);
+    });
+    std::atomic<int> told{0};
+    world.run([&](int rank, Engine& engine) {
+      std::vector<float> v(10);
+      if (rank == 1) return;
+      try {
+        engine.wait(engine.submit(allreduce("late", v)));
+      } catch (const Failure& failure) {
+        told += failure.error().code == ErrorCode::kTimeout &&
+                failure.error().message.find("rank 1 (a thread): alive; it has run no operation") !=
+                    std::string::npos;
+      }
+    });
+    CHECK(told == 2);
+    world.shutdown();
+  }
 }

@@ -22,11 +22,11 @@ class Ready {
     agreement.dtype = dtype;
     return agreement;
   }
-  std::vector<Ids> fused(std::size_t bytes_max = 1024) const {
+  std::vector<Ids> fused(std::size_t bytes_max = 1024, bool groups_apart = false) const {
     std::vector<Ids> all;
     for (const Batch& batch : fuse(
              ids_, [this](CacheId id) -> const Agreement& { return agreements_.at(id); },
-             FusionPolicy{bytes_max})) {
+             FusionPolicy{bytes_max, groups_apart})) {
       all.push_back(batch.ids);
     }
     return all;
@@ -100,6 +100,16 @@ TEST_CASE("all tensors of a grouped request count") {
   ready.add(8).shapes = {{128}, {64, 2}};
   ready.add(1);
   CHECK(ready.fused(1024) == std::vector<Ids>{{1}, {2}});
+}
+
+TEST_CASE("groups apart are batches of their own, and do not break those around them") {
+  Ready ready;
+  ready.add(8);
+  ready.add(8).shapes = {{8}, {8}};
+  ready.add(8);
+  ready.add(8).shapes = {{8}, {8}};
+  CHECK(ready.fused(1024, true) == std::vector<Ids>{{1, 3}, {2}, {4}});
+  CHECK(ready.fused(1024, false) == std::vector<Ids>{{1, 2, 3, 4}});
 }
 
 TEST_CASE("without a bound, or with bound zero, batches are all or one") {

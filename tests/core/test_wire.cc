@@ -93,6 +93,12 @@ std::string decoding_error(const std::string& payload) {
       case MessageType::kFarewell:
         decode_farewell(payload);
         break;
+      case MessageType::kInquiry:
+        decode_inquiry(payload);
+        break;
+      case MessageType::kAnswer:
+        decode_answer(payload);
+        break;
     }
   } catch (const Failure& failure) {
     CHECK(failure.error().code == ErrorCode::kInternal);
@@ -184,6 +190,33 @@ TEST_CASE("an abort comes back as it was, and empty messages stay empty") {
   CHECK(decode_decision(encoded(Decision{})).empty());
 }
 
+TEST_CASE("an inquiry and an answer come back as they were") {
+  const Inquiry inquiry = decode_inquiry(encoded(Inquiry{7, {0, 2147483647}}));
+  CHECK(inquiry.number == 7);
+  CHECK(inquiry.ranks == std::vector<std::int32_t>{0, 2147483647});
+  for (const bool conclusive : {false, true}) {
+    const Answer answer = decode_answer(encoded(Answer{7, 3, conclusive, "alive\n  at"}));
+    CHECK(answer.inquiry == 7);
+    CHECK(answer.rank == 3);
+    CHECK(answer.conclusive == conclusive);
+    CHECK(answer.text == "alive\n  at");
+  }
+}
+
+TEST_CASE("inquiries and answers beyond their bounds are refused") {
+  CHECK(decoding_error(encoded(Inquiry{1, std::vector<std::int32_t>(kRanksAskedMax)})) == "");
+  CHECK(mentions(decoding_error(encoded(Inquiry{1, std::vector<std::int32_t>(kRanksAskedMax + 1)})),
+                 "too many ranks"));
+  CHECK(mentions(decoding_error(encoded(Inquiry{1, {-1}})), "negative rank"));
+  CHECK(decoding_error(encoded(Answer{1, 0, true, std::string(kAnswerBytesMax, 'x')})) == "");
+  CHECK(mentions(decoding_error(encoded(Answer{1, 0, true, std::string(kAnswerBytesMax + 1, 'x')})),
+                 "too long"));
+  CHECK(mentions(decoding_error(encoded(Answer{1, -1, true, ""})), "negative rank"));
+  std::string neither = encoded(Answer{1, 0, true, ""});
+  neither[9] = 2;
+  CHECK(mentions(decoding_error(neither), "conclusive"));
+}
+
 TEST_CASE("encoding appends") {
   std::string out = "before";
   encode(Report{}, out);
@@ -202,7 +235,7 @@ TEST_CASE("the hot frames are small") {
 TEST_CASE("an empty payload, an unknown type and a message of another type are refused") {
   CHECK_THROWS_AS(type_of(""), Failure);
   CHECK_THROWS_AS(type_of(std::string_view("\0", 1)), Failure);
-  CHECK_THROWS_AS(type_of("\5"), Failure);
+  CHECK_THROWS_AS(type_of("\7"), Failure);
   CHECK_THROWS_AS(type_of("\xff"), Failure);
   CHECK_THROWS_AS(decode_report(encoded(Decision{})), Failure);
   CHECK_THROWS_AS(decode_decision(encoded(Report{})), Failure);
@@ -212,7 +245,8 @@ TEST_CASE("an empty payload, an unknown type and a message of another type are r
 
 TEST_CASE("every shorter payload and any longer one is refused") {
   for (const std::string& whole : {encoded(sample_report()), encoded(sample_decision()),
-                                   encoded(Error{ErrorCode::kTimeout, "t"})}) {
+                                   encoded(Error{ErrorCode::kTimeout, "t"}),
+                                   encoded(Inquiry{1, {2, 3}}), encoded(Answer{1, 2, true, "t"})}) {
     CHECK(decoding_error(whole) == "");
     for (std::size_t length = 1; length < whole.size(); ++length) {
       REQUIRE(decoding_error(whole.substr(0, length)) != "");

@@ -74,6 +74,12 @@ def test_every_pair_is_connected(world: World, hosts: str, domains: list[list[in
     assert_complete(world.connect(len(hosts), hosts=hosts), domains)
 
 
+def test_process_ids_are_known_within_a_host(world: World) -> None:
+    own = os.getpid()  # ranks are threads here
+    pids = [wiring.pids for wiring in world.connect(3, hosts="aba")]
+    assert pids == [[own, 0, own], [0, own, 0], [own, 0, own]]
+
+
 def test_memory_is_shared_sealed_and_zeroed(world: World) -> None:
     wirings = world.connect(3)
     maps = [mmap.mmap(wiring.segment_fd, 0) for wiring in wirings]
