@@ -13,7 +13,6 @@ from __future__ import annotations
 from polyhvd import context as _context
 from polyhvd import tracing as _tracing
 from polyhvd.adapter import ReduceOp
-from polyhvd.api import add_process_set, barrier, join, remove_process_set
 from polyhvd.config import Config
 from polyhvd.context import init, is_initialized, shutdown
 from polyhvd.errors import (
@@ -28,6 +27,7 @@ from polyhvd.errors import (
     ShutdownError,
     TransferTimeoutError,
 )
+from polyhvd.membership import add_process_set, barrier, join, remove_process_set
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.state_sync import allgather_object, broadcast_object
 

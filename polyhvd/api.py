@@ -6,153 +6,18 @@ what a handle means are decided here.
 
 from __future__ import annotations
 
-import heapq
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from polyhvd import _core, context
 from polyhvd.adapter import Capability, FrameworkAdapter, Handle, OpKind, ReduceOp
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.calls import Call, Ticket, names_of, process_set_id, resolve_op, splits_of
+from polyhvd.membership import barrier
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = [
-    "Call",
-    "Collectives",
-    "add_process_set",
-    "barrier",
-    "join",
-    "names_of",
-    "process_set_id",
-    "remove_process_set",
-    "resolve_op",
-    "splits_of",
-]
+__all__ = ["Collectives", "barrier", "names_of", "process_set_id", "resolve_op", "splits_of"]
 
 T = TypeVar("T")
-
-_REDUCTIONS = frozenset(ReduceOp)
-_SUM: int = ReduceOp.Sum  # looking a member up costs as much as the call
-_AVERAGE: int = ReduceOp.Average
-
-
-def resolve_op(op: int | None, average: bool | None = None) -> int:
-    """The reduction that Horovod's ``op`` and older ``average`` arguments mean; Average by default."""
-    if op is None:
-        return _SUM if average is False else _AVERAGE
-    if average is not None:
-        raise InvalidArgumentError("op and average exclude each other; pass op alone")
-    if op not in _REDUCTIONS:
-        raise InvalidArgumentError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
-    return op
-
-
-def process_set_id(process_set: ProcessSet) -> int:
-    """Number of a registered process set."""
-    number = process_set.process_set_id
-    if number is None:
-        raise InvalidArgumentError(
-            f"{process_set} is not registered; pass it to init(process_sets=[...]) or add_process_set()"
-        )
-    return number
-
-
-def splits_of(splits: Any) -> list[int] | None:
-    """Rows for each rank, from a list, an array or a tensor of integers; None for equal parts."""
-    if splits is None:
-        return None
-    values = splits.tolist() if hasattr(splits, "tolist") else splits
-    if not isinstance(values, Iterable):
-        values = [values]
-    rows = list(values)
-    if not rows or not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
-        raise InvalidArgumentError(
-            f"splits={splits!r}: expected one whole number of rows for each rank, in one dimension"
-        )
-    return rows
-
-
-class Call:
-    """One collective, for the adapter; see :class:`polyhvd.adapter.Operation`."""
-
-    __slots__ = (
-        "blocking",
-        "kind",
-        "name",
-        "numbers",
-        "op",
-        "postscale",
-        "prescale",
-        "priority",
-        "process_set",
-        "root",
-    )
-
-    def __init__(
-        self,
-        kind: int,
-        name: str,
-        op: int = ReduceOp.Sum,
-        root: int = -1,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        process_set: int = 0,
-        priority: int = 0,
-        blocking: bool = False,
-        numbers: Sequence[int] = (),
-    ) -> None:
-        self.kind = kind
-        self.name = name
-        self.op = op
-        self.root = root
-        self.prescale = prescale
-        self.postscale = postscale
-        self.process_set = process_set
-        self.priority = priority
-        self.blocking = blocking
-        self.numbers = numbers
-
-
-class _Slots:
-    """Names for calls without one, such as ``allreduce.noname.0``.
-
-    A name is free again once its handle was synchronized. Programs that make the same calls in the
-    same order get the same names on every rank, and the same ones in every step, so that the
-    response cache knows them. A handle that is dropped keeps its name for good.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._lock = threading.Lock()
-        self._free: list[tuple[int, str]] = []  # a heap: the lowest, in whatever order they came back
-        self._used = 0
-
-    def take(self) -> str:
-        with self._lock:
-            if self._free:
-                return heapq.heappop(self._free)[1]
-            self._used += 1
-            return f"{self._kind}.noname.{self._used - 1}"
-
-    def give_back(self, name: str) -> None:
-        with self._lock:
-            heapq.heappush(self._free, (int(name.rpartition(".")[2]), name))
-
-
-# By kind and process set: members of a set agree on its names whatever they do in others.
-_slots: dict[tuple[OpKind, int], _Slots] = {}
-
-
-def names_of(kind: OpKind, process_set: int) -> _Slots:
-    """Names for calls without one, of a kind and on a process set."""
-    slots = _slots.get((kind, process_set))
-    if slots is None:
-        slots = _slots.setdefault((kind, process_set), _Slots(kind.name.lower()))
-    return slots
-
-
-# Handles that were never synchronized may have kept other names on each rank.
-context.on_engine_change(lambda _: _slots.clear())
 
 
 def _single(outputs: Sequence[Any]) -> Any:
@@ -161,17 +26,6 @@ def _single(outputs: Sequence[Any]) -> Any:
 
 def _list(outputs: Sequence[Any]) -> Sequence[Any]:
     return outputs
-
-
-class _Ticket:
-    """What the API remembers in a handle: the name it lent, and what the caller gets of the outputs."""
-
-    __slots__ = ("lent", "slots", "unpack")
-
-    def __init__(self, slots: _Slots | None, lent: str, unpack: Callable[[Any], Any]) -> None:
-        self.slots = slots  # None: the caller gave the name
-        self.lent = lent
-        self.unpack = unpack
 
 
 class Collectives(Generic[T]):
@@ -249,7 +103,7 @@ class Collectives(Generic[T]):
             if slots is not None:
                 slots.give_back(name)
             raise
-        handle.slot = _Ticket(slots, name, unpack)
+        handle.slot = Ticket(slots, name, unpack)
         return handle
 
     def synchronize(self, handle: Handle) -> Any:
@@ -679,72 +533,3 @@ class Collectives(Generic[T]):
         """
         result: T = self.synchronize(self.reducescatter_async(tensor, blocking=True, **arguments))
         return result
-
-
-def _run_alone(kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()) -> int:
-    """Run an operation without tensors, and return the number that it yields."""
-    slots = names_of(kind, set_id)
-    name = slots.take()
-    try:
-        handle = context.engine().submit(
-            kind, name, (), None, root=root, process_set=set_id, blocking=True, numbers=list(numbers)
-        )
-        handle.wait()
-    finally:
-        slots.give_back(name)
-    return handle.number
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the process set has called it."""
-    _run_alone(OpKind.BARRIER, process_set_id(process_set))
-
-
-def join() -> int:
-    """Say that this rank has run out of data; return when all ranks have.
-
-    Meanwhile it takes part in the operations of the others: with zeros in sums and averages (which
-    still divide by the number of ranks), with neutral elements in other reductions, without rows in
-    allgather and alltoall. It cannot be the root of a broadcast.
-
-    Returns:
-        The rank that joined last: it has seen the most data.
-    """
-    return _run_alone(OpKind.JOIN)
-
-
-def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set while the job runs; every rank of the world calls it with the same ranks.
-
-    Args:
-        process_set: a new :class:`ProcessSet`, or world ranks.
-
-    Returns:
-        The process set, ready for ``process_set=``.
-
-    Raises:
-        InvalidArgumentError: these ranks are a process set already, or are not in the world.
-        RankMismatchError: the ranks named different sets.
-    """
-    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if added.process_set_id is not None or added.ranks is None:
-        raise InvalidArgumentError(f"{added} is registered already")
-    number = _run_alone(OpKind.ADD_PROCESS_SET, numbers=added.ranks)
-    context.register(added, number)
-    return added
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; every rank of the world calls it. Its pending operations fail.
-
-    Returns:
-        Whether it was registered. The global process set cannot be removed.
-    """
-    number = process_set.process_set_id
-    if number is None or number == 0:
-        return False
-    _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
-    context.unregister(process_set)
-    for key in [key for key in _slots if key[1] == number]:
-        _slots.pop(key, None)
-    return True

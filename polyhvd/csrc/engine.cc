@@ -19,62 +19,6 @@ constexpr auto kTurnInterval = std::chrono::milliseconds(100);
 constexpr auto kDozeTime = std::chrono::milliseconds(1000);
 constexpr int kIdleYields = 20;
 
-std::size_t bytes_of(const Shape& shape, DType dtype) {
-  return static_cast<std::size_t>(element_count(shape)) * item_size(dtype);
-}
-
-Segment segment_of(const TensorView& tensor) {
-  return {static_cast<std::byte*>(tensor.data), bytes_of(tensor.shape, tensor.dtype)};
-}
-
-// The rows of a reducescatter that `member` keeps, where they lie in the input.
-Segment part_of(const TensorView& input, int member, int members) {
-  const std::int64_t rows = input.shape[0];
-  Shape shape = input.shape;
-  shape[0] = 1;
-  const std::size_t row_bytes = bytes_of(shape, input.dtype);
-  std::int64_t first = 0;
-  for (int m = 0; m < member; ++m) first += rows_kept(rows, m, members);
-  return {static_cast<std::byte*>(input.data) + static_cast<std::size_t>(first) * row_bytes,
-          static_cast<std::size_t>(rows_kept(rows, member, members)) * row_bytes};
-}
-
-// One after the other when there are several: a group may have tensors of each.
-template <class Use>
-void for_each_dtype(const Request& request, Use&& use) {
-  if (request.dtypes.empty()) return use(request.dtype);
-  for (int d = 0; d < kDTypeCount; ++d) {
-    const auto dtype = static_cast<DType>(d);
-    if (std::ranges::count(request.dtypes, dtype) > 0) use(dtype);
-  }
-}
-
-// Times the calls of a communicator, where a timeline shows them.
-class TransferTimer {
- public:
-  TransferTimer(const Timeline& timeline, Parking& parking, Transfer& transfer)
-      : parking_(parking), transfer_(transfer), on_(timeline.on()) {
-    if (!on_) return;
-    parking_.measure_waits(true);
-    waited_before_ = parking_.waited();
-    if (transfer_.begin == 0) transfer_.begin = ticks_now();
-  }
-  ~TransferTimer() {
-    if (!on_) return;
-    parking_.measure_waits(false);
-    transfer_.waited += parking_.waited() - waited_before_;
-    transfer_.end = ticks_now();
-  }
-  TransferTimer(const TransferTimer&) = delete;
-  TransferTimer& operator=(const TransferTimer&) = delete;
-
- private:
-  Parking& parking_;
-  Transfer& transfer_;
-  const bool on_;
-  Ticks waited_before_ = 0;
-};
-
 Error error_for(const Submission& submission, const Error& cause) {
   return {cause.code,
           std::string(name_of(submission.kind)) + " '" + submission.name + "': " + cause.message};
@@ -91,6 +35,7 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       timeline_(queue_.recorder(), rank, options_.log),
       flight_(queue_.recorder(), rank, options_.flight_folder, options_.log),
       parking_(std::move(parking)),
+      executor_(sets_, timeline_, *parking_),
       parts_(std::move(parts)) {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
                                              std::move(parts_.parent), std::move(parts_.children));
@@ -293,7 +238,7 @@ Communicator& Engine::communicator_for(const Work& work) {
 }
 
 void Engine::execute(Work& work) {
-  transfer_ = {};
+  executor_.begin();
   if (!work.error) {
     batches_.fetch_add(1, std::memory_order_relaxed);
     Operation& first = *work.operations[0];
@@ -304,31 +249,15 @@ void Engine::execute(Work& work) {
       queue_.recorder().on_start(*operation, now);
     }
     try {
-      Communicator& communicator = communicator_for(work);
       switch (first.submission.kind) {
-        case OpKind::kAllreduce:
-          execute_allreduce(work, communicator, deadline);
-          break;
-        case OpKind::kAllgather:
-          execute_allgather(first, communicator, deadline);
-          break;
-        case OpKind::kBroadcast:
-          execute_broadcast(first, communicator, deadline);
-          break;
-        case OpKind::kReducescatter:
-          execute_reducescatter(first, communicator, deadline);
-          break;
-        case OpKind::kAlltoall:
-          execute_alltoall(first, communicator, deadline);
-          break;
-        case OpKind::kBarrier:
-        case OpKind::kJoin:
-          break;  // to have agreed is all
         case OpKind::kAddProcessSet:
           connect(static_cast<ProcessSetId>(first.number));
           break;
         case OpKind::kRemoveProcessSet:
           disconnect(static_cast<ProcessSetId>(first.submission.root));
+          break;
+        default:
+          executor_.run(work, communicator_for(work), deadline);
           break;
       }
     } catch (const Failure& failure) {
@@ -341,162 +270,6 @@ void Engine::execute(Work& work) {
   for (const OperationPtr& operation : work.operations) complete(operation, work.error);
 }
 
-TensorView Engine::output_of(Operation& operation, std::size_t index, const Shape& shape) {
-  const Submission& s = operation.submission;
-  const DType dtype = s.inputs[index].dtype;
-  if (s.outputs.empty()) return allocate(operation, index, shape, dtype);
-  if (s.outputs[index].shape != shape || s.outputs[index].dtype != dtype) {
-    throw Failure(ErrorCode::kInternal,
-                  "the output given for '" + s.name + "' has not the agreed shape");
-  }
-  return s.outputs[index];
-}
-
-TensorView Engine::allocate(Operation& operation, std::size_t index, const Shape& shape,
-                            DType dtype) {
-  const Submission& s = operation.submission;
-  if (s.allocate) {
-    void* data = s.allocate(static_cast<int>(index), shape);
-    if (data == nullptr && bytes_of(shape, dtype) > 0) {
-      throw Failure(ErrorCode::kInternal, "no memory for the output of '" + s.name + "'");
-    }
-    return {data, shape, dtype, s.inputs[0].device};
-  }
-  operation.buffers.push_back(std::make_shared<OwnedBuffer>(shape, dtype, bytes_of(shape, dtype)));
-  return {operation.buffers.back()->data(), shape, dtype, s.inputs[0].device};
-}
-
-void Engine::execute_allreduce(Work& work, Communicator& communicator, Deadline deadline) {
-  reduced_.clear();
-  for (const OperationPtr& operation : work.operations) {
-    const Submission& s = operation->submission;
-    for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-      reduced_.push_back(segment_of(output_of(*operation, i, s.inputs[i].shape)));
-    }
-  }
-  const Operation& first = *work.operations[0];
-  const TransferTimer timer(timeline_, *parking_, transfer_);
-  for_each_dtype(first.request, [&](DType dtype) {
-    in_.clear();
-    out_.clear();
-    auto out = reduced_.begin();
-    for (const OperationPtr& operation : work.operations) {
-      for (const TensorView& input : operation->submission.inputs) {
-        const Segment& output = *out++;
-        if (input.dtype != dtype) continue;
-        in_.push_back(segment_of(input));
-        out_.push_back(output);
-      }
-    }
-    communicator.allreduce(in_, out_, dtype, first.submission.op, first.submission.scale, deadline);
-  });
-}
-
-void Engine::execute_allgather(Operation& operation, Communicator& communicator,
-                               Deadline deadline) {
-  const Submission& s = operation.submission;
-  const std::size_t tensors = s.inputs.size();
-  const std::size_t members = sets_.members(s.process_set).size();
-  for (std::size_t i = 0; i < tensors; ++i) {
-    Shape row = s.inputs[i].shape;
-    row[0] = 1;
-    const std::size_t row_bytes = bytes_of(row, s.inputs[i].dtype);
-    std::vector<std::size_t> counts(members);
-    Shape shape = s.inputs[i].shape;
-    shape[0] = 0;
-    for (std::size_t m = 0; m < members; ++m) {
-      const std::int64_t rows = operation.rows[m * tensors + i];
-      shape[0] += rows;
-      counts[m] = static_cast<std::size_t>(rows) * row_bytes;
-    }
-    const TensorView out = output_of(operation, i, shape);
-    const Segment in = segment_of(s.inputs[i]);
-    const Segment all = segment_of(out);
-    const TransferTimer timer(timeline_, *parking_, transfer_);
-    communicator.allgather({in.data, in.bytes}, {all.data, all.bytes}, counts, deadline);
-  }
-}
-
-void Engine::execute_broadcast(Operation& operation, Communicator& communicator,
-                               Deadline deadline) {
-  const Submission& s = operation.submission;
-  in_.clear();
-  out_.clear();
-  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-    in_.push_back(segment_of(s.inputs[i]));
-    out_.push_back(segment_of(output_of(operation, i, s.inputs[i].shape)));
-  }
-  const int root = *position_in(sets_.members(s.process_set), s.root);
-  const TransferTimer timer(timeline_, *parking_, transfer_);
-  communicator.broadcast(in_, out_, root, deadline);
-}
-
-void Engine::execute_reducescatter(Operation& operation, Communicator& communicator,
-                                   Deadline deadline) {
-  const Submission& s = operation.submission;
-  const auto members = static_cast<int>(sets_.members(s.process_set).size());
-  reduced_.clear();
-  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-    Shape shape = s.inputs[i].shape;
-    shape[0] = rows_kept(shape[0], operation.position, members);
-    reduced_.push_back(segment_of(output_of(operation, i, shape)));
-  }
-  const TransferTimer timer(timeline_, *parking_, transfer_);
-  for_each_dtype(operation.request, [&](DType dtype) {
-    in_.clear();
-    out_.clear();
-    std::vector<std::size_t> counts(static_cast<std::size_t>(members), 0);
-    for (int m = 0; m < members; ++m) {
-      for (const TensorView& input : s.inputs) {
-        if (input.dtype != dtype) continue;
-        const Segment part = part_of(input, m, members);
-        counts[static_cast<std::size_t>(m)] += part.bytes;
-        in_.push_back(part);
-      }
-    }
-    for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-      if (s.inputs[i].dtype == dtype) out_.push_back(reduced_[i]);
-    }
-    communicator.reducescatter(in_, out_, counts, dtype, s.op, s.scale, deadline);
-  });
-}
-
-// How many rows go where changes from call to call, so it is not negotiated: it
-// travels with the data.
-void Engine::execute_alltoall(Operation& operation, Communicator& communicator, Deadline deadline) {
-  const Submission& s = operation.submission;
-  const TensorView& input = s.inputs[0];
-  const std::size_t members = sets_.members(s.process_set).size();
-  const auto self = static_cast<std::size_t>(operation.position);
-  std::vector<std::int64_t> splits = s.numbers;
-  splits.resize(members,
-                s.numbers.empty() ? input.shape[0] / static_cast<std::int64_t>(members) : 0);
-  const TransferTimer timer(timeline_, *parking_, transfer_);
-  std::vector<std::int64_t> rows(members * members);
-  const std::vector<std::size_t> row_of_table(members, members * sizeof(std::int64_t));
-  communicator.allgather(std::as_bytes(std::span(splits)), std::as_writable_bytes(std::span(rows)),
-                         row_of_table, deadline);
-
-  Shape shape = input.shape;
-  shape[0] = 1;
-  const std::size_t row_bytes = bytes_of(shape, input.dtype);
-  std::vector<std::size_t> counts(rows.size());
-  std::vector<std::int32_t> received(members);
-  shape[0] = 0;
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    counts[i] = static_cast<std::size_t>(rows[i]) * row_bytes;
-    if (i % members != self) continue;
-    received[i / members] = static_cast<std::int32_t>(rows[i]);
-    shape[0] += rows[i];
-  }
-  const Segment out = segment_of(allocate(operation, 0, shape, input.dtype));
-  const Segment in = segment_of(input);
-  communicator.alltoall({in.data, in.bytes}, {out.data, out.bytes}, counts, deadline);
-  const Shape one_each{static_cast<std::int64_t>(members)};
-  const TensorView table = allocate(operation, 1, one_each, DType::kInt32);
-  std::memcpy(table.data, received.data(), members * sizeof(std::int32_t));
-}
-
 void Engine::disconnect(ProcessSetId set) {
   std::erase_if(communicators_, [set](const auto& item) { return item.first.second == set; });
 }
@@ -504,7 +277,7 @@ void Engine::disconnect(ProcessSetId set) {
 void Engine::record_end(const Operation& operation, bool error) {
   const OpState refused = operation.agreed && !failed_ ? OpState::kRefused : OpState::kFailed;
   queue_.recorder().on_end(operation, error ? refused : OpState::kDone);
-  if (timeline_.on()) timeline_.add(operation, transfer_);
+  if (timeline_.on()) timeline_.add(operation, executor_.transfer());
 }
 
 void Engine::complete(const OperationPtr& operation, std::optional<Error> error) {
@@ -534,7 +307,7 @@ void Engine::fail(const Error& error) noexcept {
   }
   // One that leaves in good order is no failure for whom nothing was pending.
   if (error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0) flight_.write(error.message);
-  transfer_ = {};
+  executor_.begin();
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));

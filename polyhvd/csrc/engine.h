@@ -22,6 +22,7 @@
 
 #include "backend.h"
 #include "controller.h"
+#include "executor.h"
 #include "flight.h"
 #include "liveness.h"
 #include "mailbox.h"
@@ -101,15 +102,8 @@ class Engine {
   void check_health();
   void check_flight();
   void execute(Work& work);
-  void execute_allreduce(Work& work, Communicator& communicator, Deadline deadline);
-  void execute_allgather(Operation& operation, Communicator& communicator, Deadline deadline);
-  void execute_broadcast(Operation& operation, Communicator& communicator, Deadline deadline);
-  void execute_reducescatter(Operation& operation, Communicator& communicator, Deadline deadline);
-  void execute_alltoall(Operation& operation, Communicator& communicator, Deadline deadline);
   void connect(ProcessSetId set);
   void disconnect(ProcessSetId set);
-  TensorView output_of(Operation& operation, std::size_t index, const Shape& shape);
-  TensorView allocate(Operation& operation, std::size_t index, const Shape& shape, DType dtype);
   Backend& backend_for(const Submission& submission) const;
   Communicator& communicator_for(const Work& work);
   void record_end(const Operation& operation, bool error);
@@ -135,6 +129,7 @@ class Engine {
   Timeline timeline_;
   FlightDump flight_;
   std::unique_ptr<Parking> parking_;
+  Executor executor_;  // driver
   EngineParts parts_;  // const after construction; the objects are the driver's
   std::unique_ptr<Controller> controller_;   // driver
   std::unique_ptr<StallWatch> stall_watch_;  // driver
@@ -146,10 +141,6 @@ class Engine {
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
   Clock::time_point next_flight_check_{};
-  std::vector<Segment> in_;       // scratch
-  std::vector<Segment> out_;      // scratch
-  std::vector<Segment> reduced_;  // scratch
-  Transfer transfer_;             // of the work in hand, for the timeline
 
   std::atomic<bool> role_taken_{false};    // the driver's role
   std::atomic<bool> engine_dozes_{false};  // the engine's thread sleeps without the role

@@ -1,6 +1,7 @@
 #include "flight.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -151,6 +152,10 @@ DumpSignal::~DumpSignal() {
   const std::uint64_t one = 1;
   (void)!write(g_signalled_fd.load(), &one, sizeof one);
   thread_.join();
+  // The thread may have left without reading that: it is no signal for the next one.
+  pollfd unread{g_signalled_fd.load(), POLLIN, 0};
+  std::uint64_t count = 0;
+  if (poll(&unread, 1, 0) > 0) (void)!read(unread.fd, &count, sizeof count);
 }
 
 void DumpSignal::forget() noexcept {

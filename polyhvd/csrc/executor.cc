@@ -1,0 +1,241 @@
+#include "executor.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace polyhvd {
+namespace {
+
+std::size_t bytes_of(const Shape& shape, DType dtype) {
+  return static_cast<std::size_t>(element_count(shape)) * item_size(dtype);
+}
+
+Segment segment_of(const TensorView& tensor) {
+  return {static_cast<std::byte*>(tensor.data), bytes_of(tensor.shape, tensor.dtype)};
+}
+
+// The rows of a reducescatter that `member` keeps, where they lie in the input.
+Segment part_of(const TensorView& input, int member, int members) {
+  const std::int64_t rows = input.shape[0];
+  Shape shape = input.shape;
+  shape[0] = 1;
+  const std::size_t row_bytes = bytes_of(shape, input.dtype);
+  std::int64_t first = 0;
+  for (int m = 0; m < member; ++m) first += rows_kept(rows, m, members);
+  return {static_cast<std::byte*>(input.data) + static_cast<std::size_t>(first) * row_bytes,
+          static_cast<std::size_t>(rows_kept(rows, member, members)) * row_bytes};
+}
+
+// One after the other when there are several: a group may have tensors of each.
+template <class Use>
+void for_each_dtype(const Request& request, Use&& use) {
+  if (request.dtypes.empty()) return use(request.dtype);
+  for (int d = 0; d < kDTypeCount; ++d) {
+    const auto dtype = static_cast<DType>(d);
+    if (std::ranges::count(request.dtypes, dtype) > 0) use(dtype);
+  }
+}
+
+// Times the calls of a communicator, where a timeline shows them.
+class TransferTimer {
+ public:
+  TransferTimer(const Timeline& timeline, Parking& parking, Transfer& transfer)
+      : parking_(parking), transfer_(transfer), on_(timeline.on()) {
+    if (!on_) return;
+    parking_.measure_waits(true);
+    waited_before_ = parking_.waited();
+    if (transfer_.begin == 0) transfer_.begin = ticks_now();
+  }
+  ~TransferTimer() {
+    if (!on_) return;
+    parking_.measure_waits(false);
+    transfer_.waited += parking_.waited() - waited_before_;
+    transfer_.end = ticks_now();
+  }
+  TransferTimer(const TransferTimer&) = delete;
+  TransferTimer& operator=(const TransferTimer&) = delete;
+
+ private:
+  Parking& parking_;
+  Transfer& transfer_;
+  const bool on_;
+  Ticks waited_before_ = 0;
+};
+
+}  // namespace
+
+Executor::Executor(const ProcessSets& sets, const Timeline& timeline, Parking& parking)
+    : sets_(sets), timeline_(timeline), parking_(parking) {}
+
+void Executor::run(const Work& work, Communicator& communicator, Deadline deadline) {
+  Operation& first = *work.operations[0];
+  switch (first.submission.kind) {
+    case OpKind::kAllreduce:
+      return allreduce(work, communicator, deadline);
+    case OpKind::kAllgather:
+      return allgather(first, communicator, deadline);
+    case OpKind::kBroadcast:
+      return broadcast(first, communicator, deadline);
+    case OpKind::kReducescatter:
+      return reducescatter(first, communicator, deadline);
+    case OpKind::kAlltoall:
+      return alltoall(first, communicator, deadline);
+    default:
+      return;  // to have agreed is all
+  }
+}
+
+TensorView Executor::output_of(Operation& operation, std::size_t index, const Shape& shape) {
+  const Submission& s = operation.submission;
+  const DType dtype = s.inputs[index].dtype;
+  if (s.outputs.empty()) return allocate(operation, index, shape, dtype);
+  if (s.outputs[index].shape != shape || s.outputs[index].dtype != dtype) {
+    throw Failure(ErrorCode::kInternal,
+                  "the output given for '" + s.name + "' has not the agreed shape");
+  }
+  return s.outputs[index];
+}
+
+TensorView Executor::allocate(Operation& operation, std::size_t index, const Shape& shape,
+                              DType dtype) {
+  const Submission& s = operation.submission;
+  if (s.allocate) {
+    void* data = s.allocate(static_cast<int>(index), shape);
+    if (data == nullptr && bytes_of(shape, dtype) > 0) {
+      throw Failure(ErrorCode::kInternal, "no memory for the output of '" + s.name + "'");
+    }
+    return {data, shape, dtype, s.inputs[0].device};
+  }
+  operation.buffers.push_back(std::make_shared<OwnedBuffer>(shape, dtype, bytes_of(shape, dtype)));
+  return {operation.buffers.back()->data(), shape, dtype, s.inputs[0].device};
+}
+
+void Executor::allreduce(const Work& work, Communicator& communicator, Deadline deadline) {
+  results_.clear();
+  for (const OperationPtr& operation : work.operations) {
+    const Submission& s = operation->submission;
+    for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+      results_.push_back(segment_of(output_of(*operation, i, s.inputs[i].shape)));
+    }
+  }
+  const Operation& first = *work.operations[0];
+  const TransferTimer timer(timeline_, parking_, transfer_);
+  for_each_dtype(first.request, [&](DType dtype) {
+    in_.clear();
+    out_.clear();
+    auto out = results_.begin();
+    for (const OperationPtr& operation : work.operations) {
+      for (const TensorView& input : operation->submission.inputs) {
+        const Segment& output = *out++;
+        if (input.dtype != dtype) continue;
+        in_.push_back(segment_of(input));
+        out_.push_back(output);
+      }
+    }
+    communicator.allreduce(in_, out_, dtype, first.submission.op, first.submission.scale, deadline);
+  });
+}
+
+void Executor::allgather(Operation& operation, Communicator& communicator, Deadline deadline) {
+  const Submission& s = operation.submission;
+  const std::size_t tensors = s.inputs.size();
+  const std::size_t members = sets_.members(s.process_set).size();
+  for (std::size_t i = 0; i < tensors; ++i) {
+    Shape row = s.inputs[i].shape;
+    row[0] = 1;
+    const std::size_t row_bytes = bytes_of(row, s.inputs[i].dtype);
+    std::vector<std::size_t> counts(members);
+    Shape shape = s.inputs[i].shape;
+    shape[0] = 0;
+    for (std::size_t m = 0; m < members; ++m) {
+      const std::int64_t rows = operation.rows[m * tensors + i];
+      shape[0] += rows;
+      counts[m] = static_cast<std::size_t>(rows) * row_bytes;
+    }
+    const TensorView out = output_of(operation, i, shape);
+    const Segment in = segment_of(s.inputs[i]);
+    const Segment all = segment_of(out);
+    const TransferTimer timer(timeline_, parking_, transfer_);
+    communicator.allgather({in.data, in.bytes}, {all.data, all.bytes}, counts, deadline);
+  }
+}
+
+void Executor::broadcast(Operation& operation, Communicator& communicator, Deadline deadline) {
+  const Submission& s = operation.submission;
+  in_.clear();
+  out_.clear();
+  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+    in_.push_back(segment_of(s.inputs[i]));
+    out_.push_back(segment_of(output_of(operation, i, s.inputs[i].shape)));
+  }
+  const int root = *position_in(sets_.members(s.process_set), s.root);
+  const TransferTimer timer(timeline_, parking_, transfer_);
+  communicator.broadcast(in_, out_, root, deadline);
+}
+
+void Executor::reducescatter(Operation& operation, Communicator& communicator, Deadline deadline) {
+  const Submission& s = operation.submission;
+  const auto members = static_cast<int>(sets_.members(s.process_set).size());
+  results_.clear();
+  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+    Shape shape = s.inputs[i].shape;
+    shape[0] = rows_kept(shape[0], operation.position, members);
+    results_.push_back(segment_of(output_of(operation, i, shape)));
+  }
+  const TransferTimer timer(timeline_, parking_, transfer_);
+  for_each_dtype(operation.request, [&](DType dtype) {
+    in_.clear();
+    out_.clear();
+    std::vector<std::size_t> counts(static_cast<std::size_t>(members), 0);
+    for (int m = 0; m < members; ++m) {
+      for (const TensorView& input : s.inputs) {
+        if (input.dtype != dtype) continue;
+        const Segment part = part_of(input, m, members);
+        counts[static_cast<std::size_t>(m)] += part.bytes;
+        in_.push_back(part);
+      }
+    }
+    for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+      if (s.inputs[i].dtype == dtype) out_.push_back(results_[i]);
+    }
+    communicator.reducescatter(in_, out_, counts, dtype, s.op, s.scale, deadline);
+  });
+}
+
+// How many rows go where changes from call to call, so it is not negotiated: it
+// travels with the data.
+void Executor::alltoall(Operation& operation, Communicator& communicator, Deadline deadline) {
+  const Submission& s = operation.submission;
+  const TensorView& input = s.inputs[0];
+  const std::size_t members = sets_.members(s.process_set).size();
+  const auto self = static_cast<std::size_t>(operation.position);
+  std::vector<std::int64_t> splits = s.numbers;
+  splits.resize(members,
+                s.numbers.empty() ? input.shape[0] / static_cast<std::int64_t>(members) : 0);
+  const TransferTimer timer(timeline_, parking_, transfer_);
+  std::vector<std::int64_t> rows(members * members);
+  const std::vector<std::size_t> row_of_table(members, members * sizeof(std::int64_t));
+  communicator.allgather(std::as_bytes(std::span(splits)), std::as_writable_bytes(std::span(rows)),
+                         row_of_table, deadline);
+
+  Shape shape = input.shape;
+  shape[0] = 1;
+  const std::size_t row_bytes = bytes_of(shape, input.dtype);
+  std::vector<std::size_t> counts(rows.size());
+  std::vector<std::int32_t> received(members);
+  shape[0] = 0;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    counts[i] = static_cast<std::size_t>(rows[i]) * row_bytes;
+    if (i % members != self) continue;
+    received[i / members] = static_cast<std::int32_t>(rows[i]);
+    shape[0] += rows[i];
+  }
+  const Segment out = segment_of(allocate(operation, 0, shape, input.dtype));
+  const Segment in = segment_of(input);
+  communicator.alltoall({in.data, in.bytes}, {out.data, out.bytes}, counts, deadline);
+  const Shape one_each{static_cast<std::int64_t>(members)};
+  const TensorView table = allocate(operation, 1, one_each, DType::kInt32);
+  std::memcpy(table.data, received.data(), members * sizeof(std::int32_t));
+}
+
+}  // namespace polyhvd

@@ -1,0 +1,81 @@
+"""Operations without tensors: barriers, joining, and process sets that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from polyhvd import context
+from polyhvd.adapter import OpKind
+from polyhvd.calls import forget_names, names_of, process_set_id
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["add_process_set", "barrier", "join", "remove_process_set"]
+
+
+def _run_alone(kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()) -> int:
+    """Run an operation without tensors, and return the number that it yields."""
+    slots = names_of(kind, set_id)
+    name = slots.take()
+    try:
+        handle = context.engine().submit(
+            kind, name, (), None, root=root, process_set=set_id, blocking=True, numbers=list(numbers)
+        )
+        handle.wait()
+    finally:
+        slots.give_back(name)
+    return handle.number
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the process set has called it."""
+    _run_alone(OpKind.BARRIER, process_set_id(process_set))
+
+
+def join() -> int:
+    """Say that this rank has run out of data; return when all ranks have.
+
+    Meanwhile it takes part in the operations of the others: with zeros in sums and averages (which
+    still divide by the number of ranks), with neutral elements in other reductions, without rows in
+    allgather and alltoall. It cannot be the root of a broadcast.
+
+    Returns:
+        The rank that joined last: it has seen the most data.
+    """
+    return _run_alone(OpKind.JOIN)
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set while the job runs; every rank of the world calls it with the same ranks.
+
+    Args:
+        process_set: a new :class:`ProcessSet`, or world ranks.
+
+    Returns:
+        The process set, ready for ``process_set=``.
+
+    Raises:
+        InvalidArgumentError: these ranks are a process set already, or are not in the world.
+        RankMismatchError: the ranks named different sets.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.process_set_id is not None or added.ranks is None:
+        raise InvalidArgumentError(f"{added} is registered already")
+    number = _run_alone(OpKind.ADD_PROCESS_SET, numbers=added.ranks)
+    context.register(added, number)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; every rank of the world calls it. Its pending operations fail.
+
+    Returns:
+        Whether it was registered. The global process set cannot be removed.
+    """
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
+    context.unregister(process_set)
+    forget_names(number)
+    return True
