@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import collectives
+import exchange
 import numpy as np
 import oracle
 import polyhvd.numpy as hvd
@@ -52,6 +53,36 @@ def test_broadcast_returns_the_roots_values(pool: Pool) -> None:
 
 def test_broadcasts_from_all_roots_may_be_in_flight(pool: Pool) -> None:
     assert_alike(pool.run(collectives.broadcast_async, "numpy", True))
+
+
+@pytest.mark.parametrize("pattern", ["uneven", "many", "all to the last", "some none"])
+def test_alltoall_hands_out_rows(pool: Pool, pattern: str) -> None:
+    pool.run(exchange.alltoall, "numpy", pattern, True)
+
+
+@pytest.mark.parametrize("op", ["Sum", "Average", "Max"])
+def test_reducescatter_keeps_the_rows_of_each_rank(pool: Pool, op: str) -> None:
+    pool.run(exchange.reducescatter, "numpy", op)
+
+
+def test_groups_of_any_element_types_are_one_operation(pool: Pool) -> None:
+    pool.run(exchange.grouped, "numpy")
+
+
+def test_adasum_follows_its_formula(pool: Pool) -> None:
+    pool.run(exchange.adasum, "numpy")
+
+
+def test_all_operations_may_be_in_flight_together(pool: Pool) -> None:
+    pool.run(exchange.everything_in_flight, "numpy")
+
+
+def test_ranks_without_data_stand_in_with_neutral_elements(pool: Pool) -> None:
+    pool.run(exchange.join, "numpy")
+
+
+def test_process_sets_overlap_and_come_and_go(pool: Pool) -> None:
+    pool.run(exchange.process_sets, "numpy")
 
 
 def count_bytes(kind: str, count: int) -> dict[str, int]:
