@@ -350,6 +350,27 @@ void Coordinator::complete(const Key& key) {
   conclude(std::move(requests));
 }
 
+// What is wrong with a process set that all ranks want to add; nothing, mostly.
+std::string Coordinator::why_not_add(const Agreement& agreement) const {
+  std::vector<int> ranks;
+  for (const Shape& rank : agreement.shapes) ranks.push_back(static_cast<int>(rank.at(0)));
+  if (const auto id = sets_.find(ranks)) {
+    return concat({text_of_ranks(ranks), ranks.size() == 1 ? " is" : " are", " process set ",
+                   std::to_string(*id), " already; use that one"});
+  }
+  if (sets_.added() >= kProcessSetsMax) {
+    return concat({std::to_string(kProcessSetsMax),
+                   " process sets have been added, which is all that there is room for; keep "
+                   "process sets instead of removing and adding them"});
+  }
+  try {
+    ProcessSets(sets_.world_size()).add(std::move(ranks));
+  } catch (const Failure& failure) {
+    return failure.error().message;
+  }
+  return "";
+}
+
 std::optional<Error> Coordinator::fill_in(Agreement& agreement,
                                           std::span<const Request> requests) const {
   const auto refuse = [&](std::string_view why) {
@@ -381,6 +402,12 @@ std::optional<Error> Coordinator::fill_in(Agreement& agreement,
     case OpKind::kJoin:
       agreement.root = last_joined_;
       break;
+    case OpKind::kAddProcessSet:
+      if (const std::string why = why_not_add(agreement); !why.empty()) return refuse(why);
+      break;
+    case OpKind::kRemoveProcessSet:
+      if (sets_.contains(static_cast<ProcessSetId>(agreement.root))) break;
+      return refuse(concat({"process set ", std::to_string(agreement.root), " does not exist"}));
     default:
       break;
   }
@@ -472,10 +499,10 @@ Decision Coordinator::take_decision() {
     next_.batches = fuse(ready_, agreement_of_id, options_.fusion);
     for (const CacheId id : std::exchange(ready_, {})) {
       const Agreement& agreement = agreement_of_id(id);
-      if (agreement.kind == OpKind::kJoin) forget(id);  // see satisfies()
       if (agreement.kind == OpKind::kRemoveProcessSet) {
         forget_set(static_cast<ProcessSetId>(agreement.root));
       }
+      if (changes_membership(agreement.kind)) forget(id);  // see satisfies()
     }
   }
   if (known_.size() > options_.cache_capacity) shrink_cache();

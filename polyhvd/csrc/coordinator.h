@@ -102,6 +102,7 @@ class Coordinator {
   void conclude(std::vector<Request> requests);
   // What else the agreement says, and whether it can run at all.
   std::optional<Error> fill_in(Agreement& agreement, std::span<const Request> requests) const;
+  std::string why_not_add(const Agreement& agreement) const;
   CacheId define(Agreement agreement, std::vector<std::string> where);
   void mark_ready(CacheId id, Known& known);
   void forget(CacheId id);

@@ -107,26 +107,18 @@ void OpQueue::check_splits(const Submission& s) const {
   }
 }
 
+// The coordinator looks at the set itself, so that all ranks hear what is wrong with it.
 void OpQueue::check_new_set(const Submission& s) const {
-  std::vector<int> ranks(s.numbers.begin(), s.numbers.end());
-  ProcessSets(sets_.world_size()).add(ranks);  // throws what is wrong with them
-  if (const auto id = sets_.find(ranks)) {
-    invalid(s, "ranks " + to_string(s.numbers) + " are process set " + std::to_string(*id) +
-                   " already; use that one");
-  }
-  if (sets_.added() >= kProcessSetsMax) {
-    invalid(s, std::to_string(kProcessSetsMax) +
-                   " process sets have been added, which is all that there is room for; keep "
-                   "process sets instead of removing and adding them");
+  for (const std::int64_t rank : s.numbers) {
+    if (rank >= 0 && rank <= std::numeric_limits<int>::max()) continue;
+    invalid(s, "rank " + std::to_string(rank) + " is not in the world of " +
+                   std::to_string(sets_.world_size()) + " ranks");
   }
 }
 
 void OpQueue::check_removal(const Submission& s) const {
   const auto id = static_cast<ProcessSetId>(s.root);
   if (id == kWorld) invalid(s, "the global process set cannot be removed");
-  if (!sets_.contains(id)) {
-    invalid(s, "process set " + std::to_string(id) + " does not exist");
-  }
 }
 
 // An in-place tensor is one write; its input is not a second access.

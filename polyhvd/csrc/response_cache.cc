@@ -85,11 +85,9 @@ bool satisfies(const Agreement& agreement, const Request& request, int position)
       return tails_match(agreement, request);
     case OpKind::kBarrier:
       return true;
-    case OpKind::kAddProcessSet:
-      return agreement.shapes == request.shapes;
-    case OpKind::kRemoveProcessSet:
-      return agreement.root == request.root;
     case OpKind::kJoin:
+    case OpKind::kAddProcessSet:
+    case OpKind::kRemoveProcessSet:
       return false;  // the coordinator must hear of each
   }
   return false;

@@ -98,6 +98,9 @@ constexpr bool has_own_rows(OpKind kind) noexcept {
   return kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
 }
 
+// Whether it changes who takes part in what. The coordinator judges each one anew.
+constexpr bool changes_membership(OpKind kind) noexcept { return kind >= OpKind::kJoin; }
+
 std::size_t item_size(DType dtype) noexcept;
 std::string_view name_of(DType dtype) noexcept;
 std::string_view name_of(OpKind kind) noexcept;

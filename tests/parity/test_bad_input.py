@@ -85,6 +85,31 @@ def _disagreements(driver: Driver) -> dict[str, tuple[Callable[..., Any], Callab
             lambda x: hvd.allgather(x["4"], name="bad dimensions"),
             "[4]",
         ),
+        "exchange": (
+            lambda x: hvd.alltoall(x["2x2"], splits=[0] * hvd.size(), name="bad exchange")[0],
+            lambda x: hvd.alltoall(x["2x3"], splits=[0] * hvd.size(), name="bad exchange")[0],
+            "[*, 3]",
+        ),
+        "scatter": (
+            lambda x: hvd.reducescatter(x["2x2"], name="bad scatter"),
+            lambda x: hvd.reducescatter(x["2x3"], name="bad scatter"),
+            "[2, 3]",
+        ),
+        "scatter op": (
+            lambda x: hvd.reducescatter(x["4"], name="bad scatter op", op=hvd.Sum),
+            lambda x: hvd.reducescatter(x["4"], name="bad scatter op", op=hvd.Max),
+            "Max",
+        ),
+        "group": (
+            lambda x: hvd.grouped_allreduce([x["4"], x["2x2"]], name="bad group")[0],
+            lambda x: hvd.grouped_allreduce([x["4"], x["2x3"]], name="bad group")[0],
+            "[2, 3]",
+        ),
+        "group dtype": (
+            lambda x: hvd.grouped_allreduce([x["4"], x["4"]], name="bad group dtype", op=hvd.Sum)[0],
+            lambda x: hvd.grouped_allreduce([x["4"], x["4 ints"]], name="bad group dtype", op=hvd.Sum)[0],
+            "int32 [4]",
+        ),
     }
 
 
@@ -120,6 +145,7 @@ def _ranks_in(text: str) -> list[int]:
 
 
 _WHATS = ["shape", "dtype", "op", "scale", "root", "broadcast shape", "kind", "columns", "dimensions"]
+_WHATS += ["exchange", "scatter", "scatter op", "group", "group dtype"]
 
 
 @pytest.mark.parametrize("what", _WHATS)
@@ -165,6 +191,58 @@ def use_bad_roots(name: str) -> None:
 
 def test_a_root_that_does_not_exist_is_rejected(ranks: Ranks) -> None:
     ranks.run(use_bad_roots)
+
+
+def use_bad_splits(name: str) -> None:
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    size = hvd.size()
+    cases = {
+        "more than the first dimension": [3] * size,
+        "one for each": [1] * (size + 1),
+        "from 0": [-1] + [1] * (size - 1),
+    }
+    for wanted, splits in cases.items():
+        tensor = driver.from_numpy(np.ones((size + 1, 2), np.float32))
+        message = _is_rejected(
+            driver, lambda x, splits=splits: hvd.alltoall(x, splits=splits, name="bad splits")[0], tensor
+        )
+        assert wanted in message, message
+    message = _is_rejected(driver, lambda x: hvd.alltoall(x, name="bad splits"), tensor)
+    assert "does not divide" in message, message
+    for splits in ([0.5] * size, [[1] * size], 1.5):
+        with pytest.raises((*driver.argument_errors(), TypeError)):
+            driver.to_numpy(hvd.alltoall(tensor, splits=splits, name="bad splits")[0])
+    _assert_usable(driver)
+
+
+def test_splits_that_do_not_fit_are_rejected(ranks: Ranks) -> None:
+    ranks.run(use_bad_splits)
+
+
+def use_bad_sets(name: str) -> None:
+    hvd = drivers.get(name).hvd
+    size = hvd.size()
+    added = hvd.add_process_set([0])
+    for ranks, wanted in (
+        ([0], f"set {added.process_set_id} already"),
+        ([size], "world"),
+        (range(size), "set 0 already"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            hvd.add_process_set(list(ranks))
+    with pytest.raises(hvd.RankMismatchError if hasattr(hvd, "RankMismatchError") else Exception) as caught:
+        hvd.add_process_set([1] if hvd.rank() == 0 else [0, 1])
+    assert "Mismatched process sets" in str(caught.value)
+    assert "rank 0 sent ranks [1]" in str(caught.value)
+    hvd.remove_process_set(added)
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.barrier(process_set=added)
+    _assert_usable(drivers.get(name))
+
+
+def test_process_sets_that_cannot_be_are_rejected(ranks: Ranks) -> None:
+    ranks.run(use_bad_sets)
 
 
 def gather_scalars(name: str) -> None:
