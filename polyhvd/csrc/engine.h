@@ -99,6 +99,7 @@ class Engine {
   void disconnect(ProcessSetId set);
   TensorView output_of(Operation& operation, std::size_t index, const Shape& shape);
   TensorView allocate(Operation& operation, std::size_t index, const Shape& shape, DType dtype);
+  void tell_number(Operation& operation);
   Backend& backend_for(const Submission& submission) const;
   Communicator& communicator_for(const Work& work);
   void complete(const OperationPtr& operation, std::optional<Error> error);
