@@ -20,6 +20,7 @@ if _backend != "tensorflow":
 
 from polyhvd.keras import callbacks  # noqa: E402
 from polyhvd.tensorflow.keras import (  # noqa: E402
+    Adasum,
     Average,
     Compression,
     DistributedOptimizer,
@@ -32,6 +33,7 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     Product,
     RankMismatchError,
     Sum,
+    add_process_set,
     allgather,
     allgather_object,
     allreduce,
@@ -47,9 +49,12 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     init,
     is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     rank,
+    reducescatter,
+    remove_process_set,
     shutdown,
     size,
     start_timeline,
@@ -60,6 +65,7 @@ from polyhvd.tensorflow.keras.models import model_loader  # noqa: E402
 load_model = model_loader(keras)
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -72,6 +78,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -88,10 +95,13 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "load_model",
     "local_rank",
     "local_size",
     "rank",
+    "reducescatter",
+    "remove_process_set",
     "shutdown",
     "size",
     "start_timeline",

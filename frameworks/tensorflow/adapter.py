@@ -63,7 +63,7 @@ class TensorflowAdapter:
         """Hand eager tensors to the core where they lie; results go to new tensors, or to variables."""
         arrays = [_array(tensor) for tensor in tensors]
         dtypes = [tf.as_dtype(array.dtype) for array in arrays]
-        if operation.kind != OpKind.ALLREDUCE:
+        if operation.kind not in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER):
             arrays = [a.view(_SIGNED[a.dtype.name]) if a.dtype.name in _SIGNED else a for a in arrays]
         handle = context.engine().submit(
             operation.kind,
@@ -77,7 +77,10 @@ class TensorflowAdapter:
             operation.process_set,
             operation.priority,
             operation.blocking,
+            operation.numbers,
         )
+        if operation.kind == OpKind.ALLTOALL:
+            dtypes.append(tf.int32)
 
         def finish(done: Any) -> list[Any]:
             results = [_tensor(b, d) for b, d in zip(done.buffers(), dtypes, strict=True)]

@@ -23,18 +23,24 @@ __all__ = [
     "ShutdownError",
     "TransferTimeoutError",
     "as_tensorflow",
+    "invalid",
 ]
 
 
 class _Both:
-    """Made from a message alone, unlike TensorFlow's errors."""
+    """Takes TensorFlow's arguments: AutoGraph makes errors anew, to add the lines of the user's function."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(None, None, message)  # type: ignore[call-arg]
+    def __init__(self, node_def: Any, op: Any, message: str, *args: Any) -> None:
+        super().__init__(node_def, op, message, *args)  # type: ignore[call-arg]
 
 
 class InvalidArgumentError(_Both, tf.errors.InvalidArgumentError, errors.InvalidArgumentError):
     """A bad call: nothing was sent, and the job goes on."""
+
+
+def invalid(message: str) -> InvalidArgumentError:
+    """The error of a bad call, or of an argument that is not supported."""
+    return InvalidArgumentError(None, None, message)
 
 
 class FailedPreconditionError(_Both, tf.errors.FailedPreconditionError, errors.RankMismatchError):
@@ -90,9 +96,9 @@ def as_tensorflow() -> Iterator[None]:
         both = _FROM_CORE.get(type(error))
         if both is None:
             raise
-        raise both(str(error)) from None
+        raise both(None, None, str(error)) from None
     except tuple(_FROM_KERNEL) as error:
         both = _FROM_KERNEL.get(type(error))
         if both is None:
             raise
-        raise both(_NODE.sub("", error.message)) from None
+        raise both(None, None, _NODE.sub("", error.message)) from None

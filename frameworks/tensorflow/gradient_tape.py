@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
-from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device, only_default
+from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd import context
@@ -54,12 +54,18 @@ def DistributedGradientTape(
         gradtape: the tape; it may have recorded already. Both share what was recorded.
         device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
         compression: of the gradients on the wire.
-        sparse_as_dense: reduce tf.IndexedSlices as dense tensors; else they are refused.
-        op: Average or Sum.
+        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
+            gathered, and come back with each index once.
+        op: Average, Sum or Adasum.
         gradient_predivide_factor: splits the division of an average around the sum.
-        num_groups, groups: the gradients of a step are one operation already; leave the defaults.
+        groups: how to split the gradients of a step into operations: into this many, or one for each list
+            of variables and one for each variable in none; None: one for all.
+        num_groups: the number alone.
         process_set: the ranks that take part.
         scale_local_gradients: divide those of :meth:`register_local_source` by the number of ranks.
+
+    Raises:
+        InvalidArgumentError: an argument that is not supported.
 
     Example::
 
@@ -69,7 +75,6 @@ def DistributedGradientTape(
         gradients = tape.gradient(loss, model.trainable_variables)
     """
     accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
-    only_default("DistributedGradientTape", num_groups=(num_groups, 0), groups=(groups, None))
     base = type(gradtape)
     reduction = Reduction(
         prefix="DistributedGradientTape",
@@ -77,6 +82,8 @@ def DistributedGradientTape(
         op=op,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )

@@ -76,6 +76,11 @@ int status_code_of(std::int32_t error_code) {
   }
 }
 
+// Whether outputs are like the inputs, so that they may take the inputs' place.
+constexpr bool keeps_shape(OpKind kind) {
+  return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
+}
+
 // Kernels ---------------------------------------------------------------------
 
 // One node of a graph, or one set of attributes in eager mode.
@@ -86,6 +91,7 @@ struct Kernel {
   std::int32_t op = 0;
   std::int32_t root = -1;
   std::int32_t priority = 0;
+  bool has_splits = false;
   std::uint32_t process_set = 0;
   double prescale = 1.0;
   double postscale = 1.0;
@@ -116,6 +122,16 @@ std::int64_t int_attr(TF_OpKernelConstruction* construction, const char* name) {
   return value;
 }
 
+// How many tensors an op with a list of them has.
+std::int32_t list_length(TF_OpKernelConstruction* construction) {
+  const Status status;
+  std::int32_t length = 0;
+  std::int32_t bytes = 0;
+  tf.TF_OpKernelConstruction_GetAttrSize(construction, "T", &length, &bytes, status);
+  if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
+  return length;
+}
+
 template <OpKind kKind>
 void* create_kernel(TF_OpKernelConstruction* construction) {
   auto kernel = std::make_unique<Kernel>();
@@ -124,7 +140,7 @@ void* create_kernel(TF_OpKernelConstruction* construction) {
   kernel->where = string_attr(construction, "where");
   kernel->process_set = static_cast<std::uint32_t>(int_attr(construction, "process_set"));
   kernel->priority = static_cast<std::int32_t>(int_attr(construction, "priority"));
-  if (kKind == OpKind::kAllreduce) {
+  if (reduces(kKind)) {
     kernel->op = static_cast<std::int32_t>(int_attr(construction, "reduce_op"));
     kernel->prescale = std::bit_cast<double>(int_attr(construction, "prescale_bits"));
     kernel->postscale = std::bit_cast<double>(int_attr(construction, "postscale_bits"));
@@ -134,8 +150,12 @@ void* create_kernel(TF_OpKernelConstruction* construction) {
   if (kKind == OpKind::kBroadcast) {
     kernel->root = static_cast<std::int32_t>(int_attr(construction, "root_rank"));
   }
-  const std::int64_t inputs = int_attr(construction, "N");
-  for (std::int64_t i = 0; i < inputs; ++i) kernel->unforwardable.emplace_back(false);
+  if (kKind == OpKind::kAlltoall) kernel->has_splits = int_attr(construction, "has_splits") != 0;
+  if (keeps_shape(kKind)) {
+    for (std::int32_t i = list_length(construction); i > 0; --i) {
+      kernel->unforwardable.emplace_back(false);
+    }
+  }
   return kernel.release();
 }
 
@@ -189,6 +209,8 @@ class Execution {
 
  private:
   void prepare();
+  void read_tensor(int index);
+  void read_splits();
   TensorPtr input(int index) const;
   void* output_for(int index, TensorPtr& input);
   void* view_of_block(int index, std::size_t bytes);
@@ -202,11 +224,12 @@ class Execution {
   Kernel& kernel_;
   TF_OpKernelContext* context_;
   Done done_;
-  int type_ = 0;
   std::vector<TensorPtr> inputs_;  // null where the input became the output
+  std::vector<int> types_;         // TensorFlow's, of inputs and of their outputs
   std::vector<std::vector<std::int64_t>> shapes_;
   std::vector<polyhvd_tensor> in_;
   std::vector<polyhvd_tensor> out_;
+  std::vector<std::int64_t> splits_;
 };
 
 TensorPtr Execution::input(int index) const {
@@ -223,8 +246,9 @@ void* Execution::view_of_block(int index, std::size_t bytes) {
   const auto give_back = [](void*, std::size_t, void* argument) {
     block_pool().give_back(static_cast<BlockPool::Block*>(argument));
   };
-  const auto& shape = shapes_[static_cast<std::size_t>(index)];
-  const TensorPtr view(tf.TF_NewTensor(type_, shape.data(), static_cast<int>(shape.size()),
+  const auto i = static_cast<std::size_t>(index);
+  const auto& shape = shapes_[i];
+  const TensorPtr view(tf.TF_NewTensor(types_[i], shape.data(), static_cast<int>(shape.size()),
                                        block->data, bytes, give_back, block));
   const Status status;
   tf.TF_SetOutput(context_, index, view.get(), status);
@@ -255,39 +279,63 @@ void* Execution::output_for(int index, TensorPtr& input_tensor) {
   return tf.TF_TensorData(output.get());  // the context owns it as well
 }
 
+void Execution::read_tensor(int index) {
+  const auto i = static_cast<std::size_t>(index);
+  TensorPtr tensor = input(index);
+  types_[i] = tf.TF_TensorType(tensor.get());
+  const std::optional<DType> dtype = dtype_of(types_[i]);
+  if (!dtype) throw Refusal{kInvalidArgument, "the tensor's type is not supported"};
+  auto& shape = shapes_[i];
+  shape.resize(static_cast<std::size_t>(tf.TF_NumDims(tensor.get())));
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    shape[d] = tf.TF_Dim(tensor.get(), static_cast<int>(d));
+  }
+  in_[i] = {nullptr,
+            shape.data(),
+            static_cast<std::int32_t>(shape.size()),
+            static_cast<std::int32_t>(*dtype),
+            static_cast<std::int32_t>(DeviceKind::kCpu),
+            0};
+  if (out_.empty()) {
+    in_[i].data = tf.TF_TensorData(tensor.get());
+  } else {
+    out_[i] = in_[i];
+    out_[i].data = output_for(index, tensor);
+    in_[i].data = tensor ? tf.TF_TensorData(tensor.get()) : out_[i].data;
+  }
+  inputs_.push_back(std::move(tensor));
+}
+
+// The second input of an alltoall. Whether the numbers fit is the core's to check.
+void Execution::read_splits() {
+  const TensorPtr tensor = input(1);
+  const std::int64_t count = tf.TF_NumDims(tensor.get()) == 1 ? tf.TF_Dim(tensor.get(), 0) : 0;
+  if (count == 0) {
+    throw Refusal{
+        kInvalidArgument,
+        "alltoall '" + kernel_.name +
+            "': splits: expected one whole number of rows for each rank, in one dimension"};
+  }
+  const auto copy = [&](const auto* rows) { splits_.assign(rows, rows + count); };
+  const void* data = tf.TF_TensorData(tensor.get());
+  if (tf.TF_TensorType(tensor.get()) == kInt32) {
+    copy(static_cast<const std::int32_t*>(data));
+  } else {
+    copy(static_cast<const std::int64_t*>(data));
+  }
+}
+
 void Execution::prepare() {
-  const int count = tf.TF_NumInputs(context_);
+  if (!has_tensors(kernel_.kind)) return;
+  const int count = kernel_.kind == OpKind::kAlltoall ? 1 : tf.TF_NumInputs(context_);
   const auto n = static_cast<std::size_t>(count);
   inputs_.reserve(n);
+  types_.resize(n);
   shapes_.resize(n);
   in_.resize(n);
-  if (kernel_.kind != OpKind::kAllgather) out_.resize(n);
-  for (int index = 0; index < count; ++index) {
-    const auto i = static_cast<std::size_t>(index);
-    TensorPtr tensor = input(index);
-    type_ = tf.TF_TensorType(tensor.get());
-    const std::optional<DType> dtype = dtype_of(type_);
-    if (!dtype) throw Refusal{kInvalidArgument, "the tensor's type is not supported"};
-    auto& shape = shapes_[i];
-    shape.resize(static_cast<std::size_t>(tf.TF_NumDims(tensor.get())));
-    for (std::size_t d = 0; d < shape.size(); ++d) {
-      shape[d] = tf.TF_Dim(tensor.get(), static_cast<int>(d));
-    }
-    in_[i] = {nullptr,
-              shape.data(),
-              static_cast<std::int32_t>(shape.size()),
-              static_cast<std::int32_t>(*dtype),
-              static_cast<std::int32_t>(DeviceKind::kCpu),
-              0};
-    if (out_.empty()) {
-      in_[i].data = tf.TF_TensorData(tensor.get());
-    } else {
-      out_[i] = in_[i];
-      out_[i].data = output_for(index, tensor);
-      in_[i].data = tensor ? tf.TF_TensorData(tensor.get()) : out_[i].data;
-    }
-    inputs_.push_back(std::move(tensor));
-  }
+  if (keeps_shape(kernel_.kind)) out_.resize(n);
+  for (int index = 0; index < count; ++index) read_tensor(index);
+  if (kernel_.has_splits) read_splits();
 }
 
 std::int32_t Execution::submit(char* message) {
@@ -303,6 +351,8 @@ std::int32_t Execution::submit(char* message) {
   s.count = static_cast<std::int32_t>(in_.size());
   s.inputs = in_.data();
   s.outputs = out_.empty() ? nullptr : out_.data();
+  s.numbers = splits_.empty() ? nullptr : splits_.data();
+  s.number_count = static_cast<std::int32_t>(splits_.size());
   s.where = kernel_.where.empty() ? nullptr : kernel_.where.c_str();
   s.context = this;
   s.allocate = &Execution::allocate;
@@ -348,12 +398,16 @@ void Execution::finish(int code, const char* message) noexcept {
 void* Execution::allocate(void* self, std::int32_t index, const std::int64_t* shape,
                           std::int32_t ndim) {
   auto& execution = *static_cast<Execution*>(self);
-  const auto dtype = execution.in_[static_cast<std::size_t>(index)].dtype;
+  // Beyond the inputs are the numbers that an alltoall or a join yields, as int32.
+  const auto i = static_cast<std::size_t>(index);
+  const bool is_like_input = i < execution.in_.size();
+  const auto dtype = is_like_input ? static_cast<DType>(execution.in_[i].dtype) : DType::kInt32;
+  const int type = is_like_input ? execution.types_[i] : kInt32;
   std::size_t bytes = kItemBytes[static_cast<std::size_t>(dtype)];
   for (std::int32_t d = 0; d < ndim; ++d) bytes *= static_cast<std::size_t>(shape[d]);
   const Status status;
   const TensorPtr output(
-      tf.TF_AllocateOutput(execution.context_, index, execution.type_, shape, ndim, bytes, status));
+      tf.TF_AllocateOutput(execution.context_, index, type, shape, ndim, bytes, status));
   return status.ok() ? tf.TF_TensorData(output.get()) : nullptr;
 }
 
@@ -378,6 +432,14 @@ CreateKernel create_function(OpKind kind) {
       return &create_kernel<OpKind::kAllgather>;
     case OpKind::kBroadcast:
       return &create_kernel<OpKind::kBroadcast>;
+    case OpKind::kBarrier:
+      return &create_kernel<OpKind::kBarrier>;
+    case OpKind::kAlltoall:
+      return &create_kernel<OpKind::kAlltoall>;
+    case OpKind::kReducescatter:
+      return &create_kernel<OpKind::kReducescatter>;
+    case OpKind::kJoin:
+      return &create_kernel<OpKind::kJoin>;
     default:
       return nullptr;
   }

@@ -15,7 +15,10 @@ from polyhvd.errors import HorovodVersionMismatchError
 
 __all__ = ["library"]
 
-_OPS = frozenset({"PolyhvdAllreduce", "PolyhvdAllgather", "PolyhvdBroadcast"})
+#: Barrier and join are not among them: what is before them in the program comes before them.
+_IN_ANY_ORDER = frozenset(
+    f"Polyhvd{verb}" for verb in ("Allreduce", "Allgather", "Alltoall", "Broadcast", "Reducescatter")
+)
 
 
 def _path() -> Path:
@@ -69,7 +72,7 @@ def _exempt_from_ordering() -> None:
     name = "MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS"
     known = getattr(auto_control_deps, name, None)
     if known is not None:
-        setattr(auto_control_deps, name, frozenset(known) | _OPS)
+        setattr(auto_control_deps, name, frozenset(known) | _IN_ANY_ORDER)
 
 
 #: ``polyhvd_allreduce`` and so on, as TensorFlow generates them.

@@ -1,4 +1,4 @@
-"""The collectives on lists of tensors, eager and in graphs, and their gradients.
+"""The collectives on lists of tensors, eager and in graphs; their gradients stand in derivatives.py.
 
 An eager call without a gradient tape goes straight to the core, where the waiting thread drives the
 transfer itself. All else goes through the ops of the native library.
@@ -13,15 +13,30 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow import names
 from polyhvd.tensorflow.adapter import TensorflowAdapter
-from polyhvd.tensorflow.errors import as_tensorflow
+from polyhvd.tensorflow.errors import as_tensorflow, invalid
 from polyhvd.tensorflow.native import library
 
+import polyhvd
 from polyhvd import context
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.api import Collectives, process_set_id
+from polyhvd.adapter import OpKind
+from polyhvd.api import Collectives, process_set_id, splits_of
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["adapter", "allgather", "allreduce", "broadcast", "collectives"]
+__all__ = [
+    "adapter",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "bits",
+    "broadcast",
+    "collectives",
+    "join",
+    "number",
+    "reducescatter",
+    "rows_of",
+    "run_op",
+]
 
 adapter = TensorflowAdapter()
 collectives: Collectives[tf.Tensor] = Collectives(adapter)
@@ -30,11 +45,21 @@ collectives: Collectives[tf.Tensor] = Collectives(adapter)
 #: two ranks, in us: 64 KiB 40 (op 104), 1 MiB 120 (171), 4 MiB 890 (422), 16 MiB 9614 (2241).
 _DIRECT_BYTES_MAX = 2 << 20
 
+#: In a graph these come after all collectives before them, and before all after them.
+_IN_ORDER = frozenset({OpKind.BARRIER, OpKind.JOIN})
+_LAST_IN_ORDER = "_polyhvd_last_in_order"
 
-def _bits(value: float) -> int:
+
+def bits(value: float) -> int:
     """A double as the integer of the same bits: attributes of ops have single precision only."""
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits
+    integer: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return integer
+
+
+def number(integer: int) -> float:
+    """The double of these :func:`bits`."""
+    value: float = struct.unpack("<d", struct.pack("<q", integer))[0]
+    return value
 
 
 def _may_record() -> bool:
@@ -47,10 +72,15 @@ def _may_record() -> bool:
 
 
 def _goes_direct(tensors: Sequence[tf.Tensor]) -> bool:
-    if _may_record():
+    if not tf.executing_eagerly() or _may_record():
         return False
     # num_elements() of a shape: an eager tensor knows it.
     return sum(t.shape.num_elements() * t.dtype.size for t in tensors) < _DIRECT_BYTES_MAX
+
+
+def _run_direct(start: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
+    with as_tensorflow():
+        return collectives.synchronize(start(*inputs, blocking=True, **arguments))
 
 
 def _refuse_xla(kind: str) -> None:
@@ -58,34 +88,61 @@ def _refuse_xla(kind: str) -> None:
 
     in_xla = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
     if in_xla is not None and in_xla(tf.compat.v1.get_default_graph()):
-        raise NotImplementedError(
-            f"{kind} in a function that XLA compiles: XLA cannot call polyhvd's collectives. Use "
-            "tf.function(jit_compile=False), or model.compile(jit_compile=False) in Keras"
+        raise invalid(
+            f"{kind} in a function that XLA compiles (jit_compile=True): XLA cannot call polyhvd's "
+            "collectives. Use tf.function(jit_compile=False), or model.compile(jit_compile=False) in Keras"
         )
 
 
-def _run_op(
+def _predecessors(kind: OpKind) -> list[tf.Operation]:
+    """Collectives of this graph that are to be done before one of ``kind`` starts."""
+    graph = tf.compat.v1.get_default_graph()
+    if kind in _IN_ORDER:
+        return [op for op in graph.get_operations() if op.type.startswith("Polyhvd")]
+    last = getattr(graph, _LAST_IN_ORDER, None)
+    return [] if last is None else [last]
+
+
+def run_op(
     op: Callable[..., Any],
     kind: OpKind,
-    tensors: Sequence[tf.Tensor],
     name: str | None,
     process_set: int,
-    priority: int,
-    **attributes: int,
-) -> list[tf.Tensor]:
-    """Call an op of the library under a name that recurs and that ranks agree on."""
-    where = names.caller_line()
-    common = {"process_set": process_set, "priority": priority, "where": where, **attributes}
-    if not tf.executing_eagerly():
-        verb = kind.name.lower()
-        _refuse_xla(verb)
-        if name is None:
-            label = names.unnamed_in_graph(verb, process_set)
-        else:
-            label = names.in_graph(name, process_set)
-        return list(op(tensors=tensors, tensor_name=label, **common))
-    with as_tensorflow(), names.eager(kind, name, process_set) as label:
-        return list(op(tensors=tensors, tensor_name=label, **common))
+    priority: int = 0,
+    **arguments: Any,
+) -> Any:
+    """Call an op of the library under a name that recurs and that ranks agree on.
+
+    Args:
+        op: its Python function.
+        kind: what it does.
+        name: as the caller has given it, or None.
+        process_set: its number.
+        priority: higher ones go first among those that are ready.
+        arguments: the op's inputs and other attributes.
+    """
+    common = {"process_set": process_set, "priority": priority, "where": names.caller_line(), **arguments}
+    if tf.executing_eagerly():
+        with as_tensorflow(), names.eager(kind, name, process_set) as label:
+            return op(tensor_name=label, **common)
+    verb = kind.name.lower()
+    _refuse_xla(verb)
+    label = names.in_graph(name, process_set) if name else names.unnamed_in_graph(verb, process_set)
+    with tf.control_dependencies(_predecessors(kind)):
+        try:
+            result = op(tensor_name=label, **common)
+        except ValueError as error:  # of shape inference
+            raise invalid(str(error)) from None
+    if kind in _IN_ORDER:
+        operation = result if isinstance(result, tf.Operation) else result.op
+        setattr(tf.compat.v1.get_default_graph(), _LAST_IN_ORDER, operation)
+    return result
+
+
+def _number_of(process_set: ProcessSet) -> int:
+    context.engine()
+    with as_tensorflow():
+        return process_set_id(process_set)
 
 
 def allreduce(
@@ -98,49 +155,93 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     priority: int = 0,
 ) -> list[tf.Tensor]:
-    """Reduce tensors of one dtype as one operation: all or none."""
-    context.engine()
-    if tf.executing_eagerly() and _goes_direct(tensors):
-        with as_tensorflow():
-            handle = collectives.grouped_allreduce_async(
-                tensors,
-                name=name,
-                op=op,
-                prescale_factor=prescale_factor,
-                postscale_factor=postscale_factor,
-                process_set=process_set,
-                priority=priority,
-                blocking=True,
-            )
-            results: list[tf.Tensor] = collectives.synchronize(handle)
-            return results
-    return _run_op(
-        library.polyhvd_allreduce,
-        OpKind.ALLREDUCE,
-        tensors,
-        name,
-        process_set_id(process_set),
-        priority,
-        reduce_op=int(op),
-        prescale_bits=_bits(prescale_factor),
-        postscale_bits=_bits(postscale_factor),
+    """Reduce tensors as one operation: all or none."""
+    number = _number_of(process_set)
+    if _goes_direct(tensors):
+        results: list[tf.Tensor] = _run_direct(
+            collectives.grouped_allreduce_async,
+            tensors,
+            name=name,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            process_set=process_set,
+            priority=priority,
+        )
+        return results
+    return list(
+        run_op(
+            library.polyhvd_allreduce,
+            OpKind.ALLREDUCE,
+            name,
+            number,
+            priority,
+            tensors=tensors,
+            reduce_op=int(op),
+            prescale_bits=bits(prescale_factor),
+            postscale_bits=bits(postscale_factor),
+        )
+    )
+
+
+def reducescatter(
+    tensors: Sequence[tf.Tensor],
+    *,
+    name: str | None,
+    op: int,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    priority: int = 0,
+) -> list[tf.Tensor]:
+    """Reduce tensors as one operation and keep this rank's rows of each."""
+    number = _number_of(process_set)
+    if _goes_direct(tensors):
+        results: list[tf.Tensor] = _run_direct(
+            collectives.grouped_reducescatter_async,
+            tensors,
+            name=name,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            process_set=process_set,
+            priority=priority,
+        )
+        return results
+    return list(
+        run_op(
+            library.polyhvd_reducescatter,
+            OpKind.REDUCESCATTER,
+            name,
+            number,
+            priority,
+            tensors=tensors,
+            reduce_op=int(op),
+            prescale_bits=bits(prescale_factor),
+            postscale_bits=bits(postscale_factor),
+        )
     )
 
 
 def allgather(
-    tensor: tf.Tensor,
+    tensors: Sequence[tf.Tensor],
     *,
     name: str | None,
     process_set: ProcessSet = global_process_set,
     priority: int = 0,
-) -> tf.Tensor:
-    """Concatenate the ranks' tensors along the first dimension."""
-    context.engine()
-    if tf.executing_eagerly() and _goes_direct((tensor,)):
-        with as_tensorflow():
-            return collectives.allgather(tensor, name=name, process_set=process_set, priority=priority)
-    number = process_set_id(process_set)
-    return _run_op(library.polyhvd_allgather, OpKind.ALLGATHER, [tensor], name, number, priority)[0]
+) -> list[tf.Tensor]:
+    """Concatenate the ranks' tensors along their first dimensions, as one operation."""
+    number = _number_of(process_set)
+    if _goes_direct(tensors):
+        results: list[tf.Tensor] = _run_direct(
+            collectives.grouped_allgather_async,
+            tensors,
+            name=name,
+            process_set=process_set,
+            priority=priority,
+        )
+        return results
+    return list(run_op(library.polyhvd_allgather, OpKind.ALLGATHER, name, number, priority, tensors=tensors))
 
 
 def broadcast(
@@ -151,88 +252,86 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
     priority: int = 0,
 ) -> list[tf.Tensor]:
-    """The root's tensors, all of one dtype, on every rank."""
-    context.engine()
-    if len(tensors) == 1 and tf.executing_eagerly() and _goes_direct(tensors):
-        with as_tensorflow():
-            result = collectives.broadcast(
-                tensors[0], root_rank, name=name, process_set=process_set, priority=priority
-            )
-            return [result]
-    number = process_set_id(process_set)
-    return _run_op(
-        library.polyhvd_broadcast, OpKind.BROADCAST, tensors, name, number, priority, root_rank=int(root_rank)
-    )
-
-
-# Gradients ----------------------------------------------------------------------------------------
-
-
-def _attribute(op: Any, name: str) -> Any:
-    value = op.get_attr(name)
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _sum(op: Any, gradients: Sequence[Any], suffix: str = "grad") -> list[tf.Tensor]:
-    return _run_op(
-        library.polyhvd_allreduce,
-        OpKind.ALLREDUCE,
-        [tf.convert_to_tensor(gradient) for gradient in gradients],
-        f"{_attribute(op, 'tensor_name')}.{suffix}",
-        _attribute(op, "process_set"),
-        _attribute(op, "priority"),
-        reduce_op=int(ReduceOp.Sum),
-        prescale_bits=_bits(1.0),
-        postscale_bits=_bits(1.0),
-    )
-
-
-@tf.RegisterGradient("PolyhvdAllreduce")
-def _allreduce_gradient(op: Any, *gradients: Any) -> list[tf.Tensor]:
-    """A weighted sum is its own adjoint."""
-    reduction = _attribute(op, "reduce_op")
-    if reduction not in (ReduceOp.Average, ReduceOp.Sum):
-        raise NotImplementedError(
-            f"allreduce {_attribute(op, 'tensor_name')!r} with op={ReduceOp(reduction).name} has no "
-            "gradient; use Average or Sum, or tf.stop_gradient"
+    """The root's tensors on every rank, as one operation."""
+    number = _number_of(process_set)
+    if len(tensors) == 1 and _goes_direct(tensors):
+        result = _run_direct(
+            collectives.broadcast_async,
+            tensors[0],
+            root_rank,
+            name=name,
+            process_set=process_set,
+            priority=priority,
         )
-    return _run_op(
-        library.polyhvd_allreduce,
-        OpKind.ALLREDUCE,
-        [tf.convert_to_tensor(gradient) for gradient in gradients],
-        f"{_attribute(op, 'tensor_name')}.grad",
-        _attribute(op, "process_set"),
-        _attribute(op, "priority"),
-        reduce_op=reduction,
-        prescale_bits=_attribute(op, "prescale_bits"),
-        postscale_bits=_attribute(op, "postscale_bits"),
+        return [result]
+    return list(
+        run_op(
+            library.polyhvd_broadcast,
+            OpKind.BROADCAST,
+            name,
+            number,
+            priority,
+            tensors=tensors,
+            root_rank=int(root_rank),
+        )
     )
 
 
-@tf.RegisterGradient("PolyhvdBroadcast")
-def _broadcast_gradient(op: Any, *gradients: Any) -> list[tf.Tensor]:
-    """The root has the sum of all ranks' gradients; the others' inputs do not matter."""
-    reduced = _sum(op, gradients)
-    if context.config().rank == _attribute(op, "root_rank"):
-        return reduced
-    return [tf.zeros_like(gradient) for gradient in reduced]
+def rows_of(splits: Any) -> Any:
+    """Splits as a list of numbers, or as a tensor where a graph will know them; None for equal parts."""
+    if not isinstance(splits, (tf.Tensor, tf.Variable)):
+        return splits_of(splits)
+    tensor = tf.convert_to_tensor(splits)
+    if tensor.dtype not in (tf.int32, tf.int64) or tensor.shape.rank not in (None, 1):
+        raise invalid(
+            f"splits: expected int32 or int64 in one dimension, found {tensor.dtype.name} {tensor.shape}"
+        )
+    return splits_of(tensor.numpy()) if tf.executing_eagerly() else tensor
 
 
-@tf.RegisterGradient("PolyhvdAllgather")
-def _allgather_gradient(op: Any, *gradients: Any) -> list[tf.Tensor]:
-    """This rank's rows of the sum of all ranks' gradients."""
-    rank = context.config().rank
-    rows = tf.shape(op.inputs[0], out_type=tf.int64)[0]
-    gathered = _run_op(
-        library.polyhvd_allgather,
-        OpKind.ALLGATHER,
-        [tf.stack([[tf.constant(rank, tf.int64), rows]])],
-        f"{_attribute(op, 'tensor_name')}.rows",
-        _attribute(op, "process_set"),
-        _attribute(op, "priority"),
-    )[0]
-    before = tf.reduce_sum(tf.where(gathered[:, 0] < rank, gathered[:, 1], 0))
-    reduced = _sum(op, gradients)[0]
-    mine = reduced[before : before + rows]
-    mine.set_shape(op.inputs[0].shape)
-    return [mine]
+def alltoall(
+    tensor: tf.Tensor,
+    splits: Any = None,
+    *,
+    name: str | None,
+    process_set: ProcessSet = global_process_set,
+    priority: int = 0,
+) -> Any:
+    """Exchange rows with all ranks; the received ones, and with ``splits`` also their numbers by rank."""
+    number = _number_of(process_set)
+    with as_tensorflow():
+        rows = rows_of(splits)
+    if _goes_direct((tensor,)):
+        return _run_direct(
+            collectives.alltoall_async, tensor, rows, name=name, process_set=process_set, priority=priority
+        )
+    if not isinstance(rows, tf.Tensor):
+        rows = tf.constant(rows or [], tf.int64)
+    output, received = run_op(
+        library.polyhvd_alltoall,
+        OpKind.ALLTOALL,
+        name,
+        number,
+        priority,
+        tensor=tensor,
+        splits=rows,
+        has_splits=int(splits is not None),
+    )
+    return output if splits is None else (output, received)
+
+
+def barrier(process_set: ProcessSet) -> Any:
+    """Wait for all ranks; in a graph of tf.compat.v1, the operation that does."""
+    if tf.executing_eagerly():
+        with as_tensorflow():
+            return polyhvd.barrier(process_set)
+    operation = run_op(library.polyhvd_barrier, OpKind.BARRIER, None, _number_of(process_set))
+    return None if tf.compat.v1.executing_eagerly_outside_functions() else operation
+
+
+def join() -> Any:
+    """Wait until all ranks have run out of data; the last one's number, in a graph a scalar of int32."""
+    if tf.executing_eagerly():
+        with as_tensorflow():
+            return polyhvd.join()
+    return run_op(library.polyhvd_join, OpKind.JOIN, None, _number_of(global_process_set))

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
+from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.gradients import Reduction, accept_device, only_default
 from polyhvd.tensorflow.keras_hooks import teach_keras_2, teach_keras_3
 from polyhvd.tensorflow.names import do_not_convert
@@ -19,7 +20,6 @@ from polyhvd.tensorflow.names import do_not_convert
 from polyhvd import context
 from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
-from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer", "is_distributed", "wrap"]
@@ -32,7 +32,7 @@ class _Distributed:
     _polyhvd_reduced = False  # inside already_reduced()
 
     def polyhvd_reduce(self, gradients: Iterable[Any], variables: Iterable[Any] | None) -> list[Any]:
-        """The gradients over the ranks, all in one operation per dtype."""
+        """The gradients over the ranks."""
         context.engine()
         gradients = list(gradients)
         if self._polyhvd_reduced:
@@ -54,7 +54,8 @@ class _Keras3(_Distributed):
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""
         variables = None if trainable_variables is None else list(trainable_variables)
-        reduced = self.polyhvd_reduce(grads, variables)
+        known = getattr(self, "_trainable_variables", None) if variables is None else variables
+        reduced = self.polyhvd_reduce(grads, known or None)
         return super().apply(reduced, variables)  # type: ignore[misc]
 
 
@@ -92,7 +93,7 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
         import keras
 
         if keras.backend.backend() != "tensorflow":
-            raise NotImplementedError(
+            raise invalid(
                 f"DistributedOptimizer: Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow"
             )
         teach_keras_3()
@@ -101,7 +102,7 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
         for package in {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}:
             teach_keras_2(package)
         return _Keras2
-    raise InvalidArgumentError(
+    raise invalid(
         "DistributedOptimizer expects an optimizer of Keras or tf.compat.v1, found "
         f"{type(optimizer).__name__}"
     )
@@ -110,7 +111,7 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
 def wrap(optimizer: Any, reduction: Reduction) -> Any:
     """An optimizer that shares the state of this one and reduces first."""
     if is_distributed(optimizer):
-        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+        raise invalid("the optimizer is distributed already; wrap it once")
     base = type(optimizer)
     # Under the name of its base, so that a saved model names the base, which everybody can load.
     names = {"_polyhvd": reduction, "__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -144,16 +145,19 @@ def DistributedOptimizer(
         use_locking, average_aggregated_gradients: accepted for Horovod's sake.
         device_dense, device_sparse: likewise; collectives run on the host.
         compression: of the gradients on the wire.
-        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else they are refused.
+        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
+            gathered, and come back with each index once.
         backward_passes_per_step: 1.
-        op: Average or Sum.
+        op: Average, Sum or Adasum.
         gradient_predivide_factor: splits the division of an average around the sum.
-        num_groups, groups: the gradients of a step are one operation already; leave the defaults.
+        groups: how to split the gradients of a step into operations: into this many, or one for each list
+            of variables and one for each variable in none; None: one for all.
+        num_groups: the number alone.
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients that stay local by the number of ranks.
 
     Raises:
-        NotImplementedError: an argument that is not supported, or later, in a function that XLA
+        InvalidArgumentError: an argument that is not supported, or later, in a function that XLA
             compiles: compile the model with ``jit_compile=False``.
 
     Example::
@@ -164,8 +168,6 @@ def DistributedOptimizer(
     only_default(
         "DistributedOptimizer",
         backward_passes_per_step=(backward_passes_per_step, 1),
-        num_groups=(num_groups, 0),
-        groups=(groups, None),
     )
     reduction = Reduction(
         prefix=name or f"Distributed{type(optimizer).__name__}",
@@ -173,6 +175,8 @@ def DistributedOptimizer(
         op=op,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )

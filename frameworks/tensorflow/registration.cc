@@ -15,11 +15,10 @@ using ShapePtr = std::unique_ptr<TF_ShapeHandle, DeleteShape>;
 constexpr std::size_t kUnknownDimension = static_cast<std::size_t>(-1);
 
 // Reductions know these; the collectives that move bytes know all of their widths.
-constexpr const char* kReducible =
-    "T: {float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool}";
-constexpr const char* kMovable =
-    "T: {float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool, uint16, uint32, "
-    "uint64}";
+#define POLYHVD_REDUCIBLE "{float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool}"
+#define POLYHVD_MOVABLE                                                              \
+  "{float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool, uint16, " \
+  "uint32, uint64}"
 
 void infer_same(TF_ShapeInferenceContext* context, TF_Status* status) {
   const ShapePtr shape(tf.TF_NewShapeHandle());
@@ -31,67 +30,123 @@ void infer_same(TF_ShapeInferenceContext* context, TF_Status* status) {
 }
 
 // Like the input but for the first dimension, which is known when ranks have agreed.
-void infer_gathered(TF_ShapeInferenceContext* context, TF_Status* status) {
+void infer_other_rows(TF_ShapeInferenceContext* context, int index, TF_Status* status) {
   const ShapePtr shape(tf.TF_NewShapeHandle());
+  tf.TF_ShapeInferenceContextGetInput(context, index, shape.get(), status);
+  if (!tf.TF_ShapeInferenceContextRankKnown(context, shape.get())) {
+    tf.TF_ShapeInferenceContextSetOutput(context, index, shape.get(), status);
+    return;
+  }
+  const std::int64_t rank = tf.TF_ShapeInferenceContextRank(context, shape.get());
+  if (rank < 1) {
+    tf.TF_SetStatus(status, kInvalidArgument, "a scalar has no first dimension; reshape it to [1]");
+    return;
+  }
   const ShapePtr rest(tf.TF_NewShapeHandle());
-  const ShapePtr gathered(tf.TF_NewShapeHandle());
+  const ShapePtr result(tf.TF_NewShapeHandle());
   const ShapePtr rows(tf.TF_ShapeInferenceContextVectorFromSize(context, kUnknownDimension));
+  tf.TF_ShapeInferenceContextSubshape(context, shape.get(), 1, rank, rest.get(), status);
+  tf.TF_ShapeInferenceContextConcatenateShapes(context, rows.get(), rest.get(), result.get(),
+                                               status);
+  tf.TF_ShapeInferenceContextSetOutput(context, index, result.get(), status);
+}
+
+void infer_all_other_rows(TF_ShapeInferenceContext* context, TF_Status* status) {
   const auto count = static_cast<int>(tf.TF_ShapeInferenceContextNumInputs(context));
-  for (int i = 0; i < count; ++i) {
-    tf.TF_ShapeInferenceContextGetInput(context, i, shape.get(), status);
-    if (!tf.TF_ShapeInferenceContextRankKnown(context, shape.get())) {
-      tf.TF_ShapeInferenceContextSetOutput(context, i, shape.get(), status);
-      continue;
-    }
-    const std::int64_t rank = tf.TF_ShapeInferenceContextRank(context, shape.get());
-    if (rank < 1) {
-      tf.TF_SetStatus(status, kInvalidArgument,
-                      "allgather: a scalar has no first dimension to gather along; reshape it "
-                      "to [1]");
-      return;
-    }
-    tf.TF_ShapeInferenceContextSubshape(context, shape.get(), 1, rank, rest.get(), status);
-    tf.TF_ShapeInferenceContextConcatenateShapes(context, rows.get(), rest.get(), gathered.get(),
-                                                 status);
-    tf.TF_ShapeInferenceContextSetOutput(context, i, gathered.get(), status);
+  for (int i = 0; i < count && tf.TF_GetCode(status) == kOk; ++i) {
+    infer_other_rows(context, i, status);
   }
 }
 
-bool define(const char* name, OpKind kind, const char* types, InferShape infer,
-            std::initializer_list<const char*> attributes) {
-  Status status;
-  TF_OpDefinitionBuilder* op = tf.TF_NewOpDefinitionBuilder(name);
-  for (const char* attribute : {types, "N: int >= 1", "tensor_name: string", "where: string = ''",
-                                "process_set: int = 0", "priority: int = 0"}) {
+void infer_exchanged(TF_ShapeInferenceContext* context, TF_Status* status) {
+  infer_other_rows(context, 0, status);
+  if (tf.TF_GetCode(status) != kOk) return;
+  const ShapePtr received(tf.TF_ShapeInferenceContextVectorFromSize(context, kUnknownDimension));
+  tf.TF_ShapeInferenceContextSetOutput(context, 1, received.get(), status);
+}
+
+void infer_number(TF_ShapeInferenceContext* context, TF_Status* status) {
+  const ShapePtr scalar(tf.TF_ShapeInferenceContextScalar(context));
+  tf.TF_ShapeInferenceContextSetOutput(context, 0, scalar.get(), status);
+}
+
+void infer_nothing(TF_ShapeInferenceContext*, TF_Status*) {}
+
+using Specs = std::initializer_list<const char*>;
+
+struct OpSpec {
+  const char* name;
+  OpKind kind;
+  InferShape infer;
+  Specs attributes;
+  Specs inputs;
+  Specs outputs;
+};
+
+bool define(const OpSpec& spec) {
+  const Status status;
+  TF_OpDefinitionBuilder* op = tf.TF_NewOpDefinitionBuilder(spec.name);
+  for (const char* attribute : spec.attributes) tf.TF_OpDefinitionBuilderAddAttr(op, attribute);
+  for (const char* attribute :
+       {"tensor_name: string", "where: string = ''", "process_set: int = 0", "priority: int = 0"}) {
     tf.TF_OpDefinitionBuilderAddAttr(op, attribute);
   }
-  for (const char* attribute : attributes) tf.TF_OpDefinitionBuilderAddAttr(op, attribute);
-  tf.TF_OpDefinitionBuilderAddInput(op, "tensors: N * T");
-  tf.TF_OpDefinitionBuilderAddOutput(op, "outputs: N * T");
+  for (const char* input : spec.inputs) tf.TF_OpDefinitionBuilderAddInput(op, input);
+  for (const char* output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(op, output);
   // Neither merged with its like nor computed when the graph is optimised.
   tf.TF_OpDefinitionBuilderSetIsStateful(op, true);
-  tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, infer);
+  tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, spec.infer);
   tf.TF_RegisterOpDefinition(op, status);
   if (!status.ok()) return false;
-  TF_KernelBuilder* kernel =
-      tf.TF_NewAsyncKernelBuilder(name, "CPU", create_function(kind), &compute, &delete_kernel);
-  tf.TF_RegisterKernelBuilder(name, kernel, status);
+  TF_KernelBuilder* kernel = tf.TF_NewAsyncKernelBuilder(
+      spec.name, "CPU", create_function(spec.kind), &compute, &delete_kernel);
+  tf.TF_RegisterKernelBuilder(spec.name, kernel, status);
   return status.ok();
 }
 
 }  // namespace
 
 // The scales are doubles, which attributes cannot be: their bits travel as integers.
+// A list may have tensors of several types.
 const char* register_ops() {
-  if (!define("PolyhvdAllreduce", OpKind::kAllreduce, kReducible, &infer_same,
-              {"reduce_op: int", "prescale_bits: int", "postscale_bits: int"})) {
-    return "room for an op PolyhvdAllreduce";
-  }
-  if (!define("PolyhvdAllgather", OpKind::kAllgather, kMovable, &infer_gathered, {})) {
-    return "room for an op PolyhvdAllgather";
-  }
-  if (!define("PolyhvdBroadcast", OpKind::kBroadcast, kMovable, &infer_same, {"root_rank: int"})) {
-    return "room for an op PolyhvdBroadcast";
+  static constexpr const char* kReducible = "T: list(" POLYHVD_REDUCIBLE ") >= 1";
+  static constexpr const char* kMovable = "T: list(" POLYHVD_MOVABLE ") >= 1";
+  const OpSpec specs[] = {
+      {"PolyhvdAllreduce",
+       OpKind::kAllreduce,
+       &infer_same,
+       {kReducible, "reduce_op: int", "prescale_bits: int", "postscale_bits: int"},
+       {"tensors: T"},
+       {"outputs: T"}},
+      {"PolyhvdReducescatter",
+       OpKind::kReducescatter,
+       &infer_all_other_rows,
+       {kReducible, "reduce_op: int", "prescale_bits: int", "postscale_bits: int"},
+       {"tensors: T"},
+       {"outputs: T"}},
+      {"PolyhvdAllgather",
+       OpKind::kAllgather,
+       &infer_all_other_rows,
+       {kMovable},
+       {"tensors: T"},
+       {"outputs: T"}},
+      {"PolyhvdBroadcast",
+       OpKind::kBroadcast,
+       &infer_same,
+       {kMovable, "root_rank: int"},
+       {"tensors: T"},
+       {"outputs: T"}},
+      {"PolyhvdAlltoall",
+       OpKind::kAlltoall,
+       &infer_exchanged,
+       {"T: " POLYHVD_MOVABLE, "Tsplits: {int32, int64}", "has_splits: int"},
+       {"tensor: T", "splits: Tsplits"},
+       {"output: T", "received_splits: int32"}},
+      {"PolyhvdBarrier", OpKind::kBarrier, &infer_nothing, {}, {}, {}},
+      {"PolyhvdJoin", OpKind::kJoin, &infer_number, {}, {}, {"last_rank: int32"}},
+  };
+  for (const OpSpec& spec : specs) {
+    if (!define(spec)) return spec.name;
   }
   return nullptr;
 }

@@ -7,13 +7,22 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow import ops
-from polyhvd.tensorflow.gradients import grouped_by_dtype
+from polyhvd.tensorflow.errors import as_tensorflow
+from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
+from polyhvd import state_sync
 from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.state_sync import broadcast_object
 
-__all__ = ["broadcast_", "broadcast_object_fn", "broadcast_variables"]
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+]
 
 
 @do_not_convert
@@ -32,20 +41,16 @@ def broadcast_(
         process_set: the ranks that take part.
     """
     variables = list(variables)
-    values = [tf.convert_to_tensor(variable) for variable in variables]
-    results: list[Any] = list(variables)
-    for dtype, positions in grouped_by_dtype(values).items():
-        received = ops.broadcast(
-            [values[i] for i in positions],
-            root_rank,
-            name=f"{name or 'broadcast_variables'}.{dtype}",
-            process_set=process_set,
-        )
-        for i, value in zip(positions, received, strict=True):
-            assigned = variables[i].assign(value)
-            if not tf.executing_eagerly():
-                results[i] = assigned
-    return results
+    if not variables:
+        return []
+    received = ops.broadcast(
+        [tf.convert_to_tensor(variable) for variable in variables],
+        root_rank,
+        name=name or "broadcast_variables",
+        process_set=process_set,
+    )
+    assigned = [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
+    return variables if tf.executing_eagerly() else assigned
 
 
 @do_not_convert
@@ -55,7 +60,7 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Overwrite variables with the root's; all of one dtype in one operation.
+    """Overwrite variables with the root's; all in one operation.
 
     Args:
         variables: as ``model.variables`` and ``optimizer.variables``, in the same order on every rank.
@@ -70,6 +75,26 @@ def broadcast_variables(
     return None if tf.executing_eagerly() else tf.group(*assigned)
 
 
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the root's object on every rank; see :func:`polyhvd.broadcast_object`.
+
+    Args:
+        obj: anything that can be pickled; only the root's matters.
+        root_rank: world rank of the sender.
+        session: accepted for Horovod's sake; no graph is run.
+        name: matches the calls of the ranks.
+        process_set: the ranks that take part.
+    """
+    with as_tensorflow():
+        return state_sync.broadcast_object(obj, root_rank, name, process_set)
+
+
 def broadcast_object_fn(
     root_rank: int = 0,
     session: Any = None,
@@ -77,4 +102,56 @@ def broadcast_object_fn(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """A function that returns the root's object on every rank; see :func:`broadcast_object`."""
-    return lambda obj: broadcast_object(obj, root_rank, name=name, process_set=process_set)
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return all ranks' objects on every rank; see :func:`polyhvd.allgather_object`.
+
+    Args:
+        obj: anything that can be pickled.
+        session: accepted for Horovod's sake; no graph is run.
+        name: matches the calls of the ranks.
+        process_set: the ranks that take part.
+    """
+    with as_tensorflow():
+        return state_sync.allgather_object(obj, name, process_set)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The operation that overwrites all global variables of a tf.compat.v1 graph with the root's.
+
+    Raises RuntimeError in eager mode, which has no global variables.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "broadcast_global_variables() needs a graph of tf.compat.v1; use "
+            "broadcast_variables(model.variables, root_rank), or BroadcastGlobalVariablesCallback"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Starts all ranks with the root's variables, for ``tf.compat.v1.train.MonitoredTrainingSession``.
+
+    Args:
+        root_rank: world rank of the sender.
+        device: accepted for Horovod's sake.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        accept_device(type(self).__name__, device=device)
+        self.root_rank = root_rank
+        self._send: Any = None
+
+    def begin(self) -> None:
+        """Add the operation to the graph, once."""
+        if self._send is None or self._send.graph is not tf.compat.v1.get_default_graph():
+            self._send = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it, when variables are initialised or restored."""
+        session.run(self._send)

@@ -72,6 +72,7 @@ using Deallocate = void (*)(void* data, size_t bytes, void* argument);
     (TF_ShapeInferenceContext*, int, TF_ShapeHandle*, TF_Status*))                                \
   X(void, TF_ShapeInferenceContextSetOutput,                                                      \
     (TF_ShapeInferenceContext*, int, TF_ShapeHandle*, TF_Status*))                                \
+  X(TF_ShapeHandle*, TF_ShapeInferenceContextScalar, (TF_ShapeInferenceContext*))                 \
   X(TF_ShapeHandle*, TF_ShapeInferenceContextVectorFromSize, (TF_ShapeInferenceContext*, size_t)) \
   X(int, TF_ShapeInferenceContextRankKnown, (TF_ShapeInferenceContext*, TF_ShapeHandle*))         \
   X(int64_t, TF_ShapeInferenceContextRank, (TF_ShapeInferenceContext*, TF_ShapeHandle*))          \

@@ -44,7 +44,7 @@ typedef struct polyhvd_submission {
   // Memory for output `index` of the given shape, or null on failure. Called
   // once the size is agreed, on any thread, with no lock held. Outputs have their
   // inputs' dtype; an alltoall has a second one, the rows received from each member,
-  // as int32.
+  // and a join has one, the rank that joined last (a scalar), both as int32.
   void* (*allocate)(void* context, int32_t index, const int64_t* shape, int32_t ndim);
   // Exactly once, after the engine has left the tensors' memory, on any thread,
   // with no lock held. error_code is 0 (message null) or a value of error.h.

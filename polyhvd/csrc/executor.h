@@ -30,6 +30,7 @@ class Executor {
   void broadcast(Operation& operation, Communicator& communicator, Deadline deadline);
   void reducescatter(Operation& operation, Communicator& communicator, Deadline deadline);
   void alltoall(Operation& operation, Communicator& communicator, Deadline deadline);
+  void tell_number(Operation& operation);
   TensorView output_of(Operation& operation, std::size_t index, const Shape& shape);
   TensorView allocate(Operation& operation, std::size_t index, const Shape& shape, DType dtype);
 

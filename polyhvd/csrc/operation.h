@@ -27,7 +27,8 @@ struct Submission {
   ProcessSetId process_set = kWorld;
   std::vector<TensorView> inputs;
   // As many as inputs, or none: then `allocate` is asked, or else the core allocates.
-  // An alltoall has a second output: the rows received from each member, as int32.
+  // An alltoall has a second output: the rows received from each member, as int32. A
+  // join asks `allocate`, if it is there, for an int32: the rank that joined last.
   std::vector<TensorView> outputs;
   // alltoall: rows for each member, or none for equal parts. add_process_set: ranks.
   std::vector<std::int64_t> numbers;

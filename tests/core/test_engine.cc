@@ -457,3 +457,21 @@ TEST_CASE("a stall that ends the job is explained in every rank's error") {
     world.shutdown();
   }
 }
+
+TEST_CASE("a join tells a native adapter which rank was the last") {
+  ThreadWorld world(one_host(3));
+  std::array<std::int32_t, 3> last{-1, -1, -1};
+  world.run([&](int rank, Engine& engine) {
+    if (rank == 1) {  // done when the other ranks have joined
+      auto v = values(rank, 5);
+      engine.wait(engine.submit(allreduce("alone", v), true));
+    }
+    Submission join;
+    join.kind = OpKind::kJoin;
+    join.name = "join";
+    join.allocate = [&](int, const Shape&) { return &last[static_cast<std::size_t>(rank)]; };
+    engine.wait(engine.submit(std::move(join), true));
+  });
+  CHECK(last == std::array<std::int32_t, 3>{1, 1, 1});
+  world.shutdown();
+}

@@ -87,6 +87,39 @@ def fit_equals_training_alone_on_the_union() -> None:
 
 
 @check
+def groups_train_as_alone() -> None:
+    for make in optimizers():
+        model = make_model()
+        kernels = [v for v in model.trainable_variables if "kernel" in v.name]
+        model.compile(hvd.DistributedOptimizer(make(), groups=[kernels]), loss="mse")
+        before = hvd.counters()["operations"]
+        train_together(model)
+        assert hvd.counters()["operations"] - before == 2 * STEPS * 3  # the kernels, and each bias
+        assert_close(model.get_weights(), train_alone(make))
+
+
+@check
+def slices_are_applied_as_dense_gradients_are() -> None:
+    # Every word is in every batch: the momentum of words that are not differs, by Keras.
+    inputs = ((RANK + 1) * np.arange(BATCH * STEPS * FEATURES) % 9).reshape(-1, FEATURES)
+    targets = np.ones((len(inputs), 1), np.float32)
+    for make in optimizers():
+        weights = []
+        for sparse_as_dense in (True, False):
+            tf.keras.utils.set_random_seed(1)
+            layers = tf.keras.layers
+            model = tf.keras.Sequential(
+                [layers.Embedding(9, 3, input_length=FEATURES), layers.Flatten(), layers.Dense(1)]
+            )
+            model.build((None, FEATURES))
+            model.compile(hvd.DistributedOptimizer(make(), sparse_as_dense=sparse_as_dense), loss="mse")
+            model.fit(inputs, targets, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+            assert_same_on_all_ranks(model.get_weights())
+            weights.append(model.get_weights())
+        assert_close(*weights)
+
+
+@check
 def callbacks_start_all_ranks_alike_and_average_metrics() -> None:
     for make in optimizers():
         for build in (True, False):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 from polyhvd.tensorflow import (
+    Adasum,
     Average,
     Compression,
     HorovodInternalError,
@@ -23,8 +24,10 @@ from polyhvd.tensorflow import (
     Product,
     RankMismatchError,
     Sum,
+    add_process_set,
     allgather_object,
     barrier,
+    broadcast_global_variables,
     broadcast_object,
     broadcast_variables,
     counters,
@@ -34,9 +37,11 @@ from polyhvd.tensorflow import (
     init,
     is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
     start_timeline,
@@ -49,12 +54,13 @@ from polyhvd.tensorflow.keras.values import (
     allgather,
     allreduce,
     broadcast,
-    broadcast_global_variables,
+    reducescatter,
 )
 
 load_model = model_loader(tf.keras)
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -67,6 +73,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -83,10 +90,13 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "load_model",
     "local_rank",
     "local_size",
     "rank",
+    "reducescatter",
+    "remove_process_set",
     "shutdown",
     "size",
     "start_timeline",

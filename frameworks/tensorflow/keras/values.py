@@ -13,7 +13,7 @@ from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer", "allgather", "allreduce", "broadcast", "broadcast_global_variables"]
+__all__ = ["DistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"]
 
 
 def DistributedOptimizer(
@@ -51,19 +51,6 @@ def DistributedOptimizer(
     )
 
 
-def broadcast_global_variables(root_rank: int) -> Any:
-    """The operation that overwrites all global variables of a tf.compat.v1 graph with the root's.
-
-    Raises RuntimeError in eager mode, which has no global variables.
-    """
-    if tf.executing_eagerly():
-        raise RuntimeError(
-            "broadcast_global_variables() needs a graph of tf.compat.v1; use "
-            "broadcast_variables(model.variables, root_rank), or BroadcastGlobalVariablesCallback"
-        )
-    return hvd.broadcast_variables(tf.compat.v1.global_variables(), root_rank)
-
-
 @do_not_convert
 def allreduce(
     value: Any,
@@ -96,3 +83,9 @@ def allgather(value: Any, name: str | None = None) -> tf.Tensor:
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     """The root's value, on every rank."""
     return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+
+
+@do_not_convert
+def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.Average) -> tf.Tensor:
+    """Reduce a value over the ranks, and keep this rank's part of its rows."""
+    return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name)

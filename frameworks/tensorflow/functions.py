@@ -1,0 +1,264 @@
+"""The collectives as users call them, eager and in ``tf.function``; handles.py has the asynchronous ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow import ops, sparse
+from polyhvd.tensorflow.compression import Compression
+from polyhvd.tensorflow.gradients import accept_device, as_dense, reduction_of
+from polyhvd.tensorflow.names import do_not_convert
+
+from polyhvd.adapter import ReduceOp
+from polyhvd.compression import Compressor
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "reducescatter",
+]
+
+_THE_TENSOR = "the tensor"
+
+
+@do_not_convert
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduce a tensor elementwise over the ranks; see :meth:`polyhvd.api.Collectives.allreduce`.
+
+    Args:
+        tensor: any shape; the same shape and dtype on every rank. Of a tf.IndexedSlices, whose rows may
+            differ in number, the result has the rows of all ranks.
+        average: older form of ``op``.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the tensor on the wire.
+        op: Average (default), Sum, Adasum, Min, Max or Product; Average or Sum of tf.IndexedSlices.
+        prescale_factor, postscale_factor: multiply each rank's tensor, and the result.
+        name: matches the calls of the ranks.
+        process_set: the ranks that take part.
+        ignore_name_scope: accepted for Horovod's sake; name scopes are never part of names.
+
+    Raises:
+        tf.errors.InvalidArgumentError: a bad call; nothing was sent.
+        tf.errors.FailedPreconditionError: the ranks' tensors or arguments differ.
+        tf.errors.AbortedError: a rank was lost, or the engine was shut down. Outside of a ``tf.function``
+            it is a HorovodInternalError as well.
+    """
+    return grouped_allreduce(
+        [tensor],
+        average,
+        device_dense,
+        device_sparse,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        name,
+        process_set,
+        ignore_name_scope,
+    )[0]
+
+
+@do_not_convert
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Reduce several tensors, of any dtypes, as one operation: all or none; see :func:`allreduce`.
+
+    Those that are tf.IndexedSlices are an operation of their own.
+    """
+    accept_device("allreduce", device_dense=device_dense, device_sparse=device_sparse)
+    arguments: dict[str, Any] = {
+        "op": reduction_of(op, average),
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "process_set": process_set,
+    }
+    results: list[Any] = [None] * len(tensors)
+    slices = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
+    dense = [i for i in range(len(tensors)) if i not in slices]
+    if slices:
+        label = f"{name}.sparse" if name is not None and dense else name
+        chosen = [tensors[i] for i in slices]
+        reduced = sparse.allreduce(chosen, name=label, compression=compression, **arguments)
+        for i, value in zip(slices, reduced, strict=True):
+            results[i] = value
+    if dense:
+        pairs = [compression.compress(as_dense(tensors[i], _THE_TENSOR)) for i in dense]
+        values = ops.allreduce([sent for sent, _ in pairs], name=name, **arguments)
+        for i, tensor, (_, context) in zip(dense, values, pairs, strict=True):
+            results[i] = compression.decompress(tensor, context)
+    return results
+
+
+@do_not_convert
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Concatenate the ranks' tensors along the first dimension, whose size may differ between ranks."""
+    return ops.allgather([as_dense(tensor, _THE_TENSOR)], name=name, process_set=process_set)[0]
+
+
+@do_not_convert
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Gather several tensors, of any dtypes, as one operation: all or none; see :func:`allgather`."""
+    dense = [as_dense(tensor, "a tensor") for tensor in tensors]
+    return ops.allgather(dense, name=name, process_set=process_set)
+
+
+@do_not_convert
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The root's tensor, on every rank."""
+    return ops.broadcast([as_dense(tensor, _THE_TENSOR)], root_rank, name=name, process_set=process_set)[0]
+
+
+@do_not_convert
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Exchange rows with all ranks; see :meth:`polyhvd.api.Collectives.alltoall`.
+
+    Args:
+        tensor: at least one dimension; all but the first are the same on every rank.
+        splits: rows for each rank of the process set: a list, an array, or a tensor of int32 or int64, which
+            in a ``tf.function`` need not be known before it runs; None: equal parts.
+        name: matches the calls of the ranks.
+        ignore_name_scope: accepted for Horovod's sake.
+        process_set: the ranks that take part.
+
+    Returns:
+        The received rows; with ``splits`` a tuple of them and the number of rows received from each rank,
+        as int32.
+
+    Raises:
+        tf.errors.InvalidArgumentError, FailedPreconditionError, AbortedError: as :func:`allreduce`.
+    """
+    return ops.alltoall(as_dense(tensor, _THE_TENSOR), splits, name=name, process_set=process_set)
+
+
+@do_not_convert
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Compressor = Compression.none,
+    op: int = ReduceOp.Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Reduce a tensor and keep this rank's rows; see :meth:`polyhvd.api.Collectives.reducescatter`.
+
+    Arguments and errors are those of :func:`allreduce`; Adasum is not possible.
+    """
+    result: tf.Tensor = grouped_reducescatter(
+        [tensor],
+        device_dense,
+        compression,
+        op,
+        name,
+        process_set,
+        ignore_name_scope,
+        prescale_factor,
+        postscale_factor,
+    )[0]
+    return result
+
+
+@do_not_convert
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Compressor = Compression.none,
+    op: int = ReduceOp.Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[tf.Tensor]:
+    """Reduce several tensors, of any dtypes, and keep this rank's rows, as one operation: all or none."""
+    accept_device("reducescatter", device_dense=device_dense)
+    pairs = [compression.compress(as_dense(tensor, "a tensor")) for tensor in tensors]
+    reduced = ops.reducescatter(
+        [sent for sent, _ in pairs],
+        name=name,
+        op=reduction_of(op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+    return [
+        compression.decompress(value, context) for value, (_, context) in zip(reduced, pairs, strict=True)
+    ]
+
+
+@do_not_convert
+def barrier(process_set: ProcessSet = global_process_set) -> Any:
+    """Return when every rank of the process set has called it.
+
+    In a graph it runs after the collectives before it and before those after it; in one of tf.compat.v1 the
+    operation to run is returned.
+    """
+    return ops.barrier(process_set)
+
+
+@do_not_convert
+def join() -> Any:
+    """Say that this rank has run out of data, and wait until all have; see :func:`polyhvd.join`.
+
+    Returns:
+        The rank that joined last; in a graph, where it keeps its place among the collectives, a scalar of
+        int32.
+    """
+    return ops.join()

@@ -1,0 +1,60 @@
+"""Ranks and sizes as tensors, of the time when a graph runs and not when it was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from polyhvd.tensorflow.errors import invalid
+from polyhvd.tensorflow.names import do_not_convert
+
+from polyhvd import context
+
+__all__ = ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
+
+
+def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:
+    if tf.executing_eagerly():
+        return tf.constant(read(), tf.int32)
+    value = tf.numpy_function(lambda: np.int32(read()), [], tf.int32, name=name)
+    value.set_shape([])
+    return value
+
+
+def _members(process_set_id: int) -> list[int]:
+    context.engine()
+    ranks = context.registered().get(process_set_id)
+    if ranks is None:
+        raise invalid(f"process_set_id={process_set_id}: there is no such process set; see add_process_set()")
+    return ranks
+
+
+@do_not_convert
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """World rank of this process; a scalar of int32, like all of these."""
+    return _scalar(lambda: context.config().rank, name)
+
+
+@do_not_convert
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Rank among the processes of this host."""
+    return _scalar(lambda: context.config().local_rank, name)
+
+
+@do_not_convert
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Number of ranks in the job, or in a process set."""
+    return _scalar(lambda: len(_members(process_set_id)), name)
+
+
+@do_not_convert
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Number of ranks on this host."""
+    return _scalar(lambda: context.config().local_size, name)
+
+
+@do_not_convert
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """1 if this rank is in the process set, else 0."""
+    return _scalar(lambda: int(context.config().rank in _members(process_set_id)), name)

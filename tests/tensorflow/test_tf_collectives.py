@@ -1,0 +1,17 @@
+"""Exchanges, groups, slices and joins, as three ranks; the properties stand in ranks_collectives.py."""
+
+from __future__ import annotations
+
+import pytest
+from tf_jobs import checks_in, expect_clean_exit, expect_passed
+
+SCRIPT, RANKS = "ranks_collectives.py", 3
+
+
+@pytest.mark.parametrize("check", checks_in(SCRIPT))
+def test_collectives(check: str) -> None:
+    expect_passed(SCRIPT, RANKS, check)
+
+
+def test_the_job_ends_cleanly() -> None:
+    expect_clean_exit(SCRIPT, RANKS)
