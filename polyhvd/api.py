@@ -133,6 +133,11 @@ class Collectives(Generic[T]):
         if ticket is not None and ticket.slots is not None:
             ticket.slots.give_back(ticket.lent)
 
+    def result(self, handle: Handle) -> Any:
+        """What ``synchronize()`` returns, without waiting; for frameworks whose reads wait by themselves."""
+        ticket = handle.slot
+        return handle.result if ticket is None else ticket.unpack(handle.result)
+
     def poll(self, handle: Handle) -> bool:
         """Whether ``synchronize()`` would return without waiting."""
         return handle.done()

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <shared_mutex>
@@ -34,7 +35,10 @@ struct Library {
 Library g_mx;  // set once by polyhvd_mxnet_load, before anything else is called
 
 // types.cc belongs to the core, which this library does not link.
-constexpr const char* kKindNames[] = {"allreduce", "allgather", "broadcast", "barrier"};
+constexpr const char* kKindNames[] = {"allreduce", "allgather", "broadcast",
+                                      "barrier",   "alltoall",  "reducescatter"};
+
+constexpr std::size_t kItemSizeMax = 8;  // of any element type
 
 // A failed C call of MXNet.
 void check(int status) {
@@ -83,7 +87,14 @@ struct Op {
   std::vector<Array> inputs;
   std::vector<Array> outputs;  // empty: in place
   std::vector<Shape> shapes;   // of the inputs, then of the outputs
-  int dtype = 0;
+  std::vector<int> dtypes;     // of the inputs; the outputs have the same
+  std::vector<std::int64_t> numbers;
+
+  // Of the outputs, where the core asks for memory: written when MXNet runs the operation,
+  // then by the thread that completes it.
+  std::vector<void*> places;
+  std::vector<std::unique_ptr<std::byte[]>> spare;  // for what no output takes
+  std::string unexpected;                           // shape of an output, if one differs
 
   OnComplete on_complete{};  // from MXNet, when its engine runs the operation
   bool has_run = false;      // likewise
@@ -120,11 +131,36 @@ void complete(Op& op, int code, const char* message) {
 
 // From the core, on any thread.
 void on_done(void* context, std::int32_t code, const char* message) {
-  const std::unique_ptr<OpPtr> op(static_cast<OpPtr*>(context));
-  complete(**op, code, message);
+  const std::unique_ptr<OpPtr> box(static_cast<OpPtr*>(context));
+  Op& op = **box;
+  if (code != 0 || op.unexpected.empty()) return complete(op, code, message);
+  const std::string text = op.about + "the result has shape " + op.unexpected +
+                           ", not the one that the ranks told before; a rank has joined meanwhile";
+  complete(op, static_cast<int>(ErrorCode::kInternal), text.c_str());
 }
 
-polyhvd_tensor tensor_of(const Op& op, const Array& array, const Shape& shape) {
+std::string to_string(const Shape& shape) {
+  std::string text = "[";
+  for (const std::int64_t dim : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
+
+// From the core: memory for an output whose rows the ranks have agreed on. Those of an alltoall's
+// second output are known already: the ranks told them before.
+void* allocate(void* context, std::int32_t index, const std::int64_t* dims, std::int32_t ndim) {
+  Op& op = **static_cast<OpPtr*>(context);
+  const Shape shape(dims, dims + ndim);
+  const auto i = static_cast<std::size_t>(index);
+  const bool has_place = i < op.places.size();
+  if (has_place && op.shapes[op.inputs.size() + i] == shape) return op.places[i];
+  if (has_place) op.unexpected = to_string(shape);
+  std::size_t bytes = kItemSizeMax;
+  for (const std::int64_t dim : shape) bytes *= static_cast<std::size_t>(dim);
+  op.spare.push_back(std::make_unique<std::byte[]>(bytes));
+  return op.spare.back().get();
+}
+
+polyhvd_tensor tensor_of(const Array& array, const Shape& shape, int dtype) {
   // Reading the address of an array in oneDNN's layout would wait for ourselves.
   if (g_mx.in_onednn_layout != nullptr && g_mx.in_onednn_layout(chunk_of(array.get()))) {
     throw std::runtime_error("an operator has put the array into a layout of oneDNN meanwhile");
@@ -134,7 +170,7 @@ polyhvd_tensor tensor_of(const Op& op, const Array& array, const Shape& shape) {
   if (data == nullptr && std::find(shape.begin(), shape.end(), 0) == shape.end()) {
     throw std::runtime_error("the array has no memory yet");
   }
-  return {data, shape.data(), static_cast<std::int32_t>(shape.size()), op.dtype, 0, 0};
+  return {data, shape.data(), static_cast<std::int32_t>(shape.size()), dtype, 0, 0};
 }
 
 int submit_to_engine(const OpPtr& op, char* message, std::size_t message_bytes) {
@@ -142,14 +178,19 @@ int submit_to_engine(const OpPtr& op, char* message, std::size_t message_bytes) 
   std::vector<polyhvd_tensor> outputs;
   const std::size_t count = op->inputs.size();
   for (std::size_t i = 0; i < count; ++i) {
-    inputs.push_back(tensor_of(*op, op->inputs[i], op->shapes[i]));
+    inputs.push_back(tensor_of(op->inputs[i], op->shapes[i], op->dtypes[i]));
   }
   for (std::size_t i = 0; i < op->outputs.size(); ++i) {
-    outputs.push_back(tensor_of(*op, op->outputs[i], op->shapes[count + i]));
+    outputs.push_back(tensor_of(op->outputs[i], op->shapes[count + i], op->dtypes[i]));
+    op->places.push_back(outputs.back().data);
   }
   polyhvd_submission s = op->submission;
   s.inputs = inputs.data();
   s.outputs = outputs.empty() ? inputs.data() : outputs.data();
+  if (has_own_rows(static_cast<OpKind>(s.kind))) {
+    s.outputs = nullptr;
+    s.allocate = &allocate;
+  }
   auto context = std::make_unique<OpPtr>(op);
   s.context = context.get();
   const std::shared_lock lock(g_slot_mutex);
@@ -205,18 +246,12 @@ void drop(void* param) {
   throw Failure(ErrorCode::kInvalidArgument, why);
 }
 
-std::string to_string(const Shape& shape) {
-  std::string text = "[";
-  for (const std::int64_t dim : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
-  return text + "]";
-}
-
 Shape shape_of(NDArrayHandle array) {
   int storage = -1;
   check(g_mx.MXNDArrayGetStorageType(array, &storage));
   if (storage < 0) refuse("the array has no shape yet; compute it, or initialize() first");
   if (storage != kDefaultStorage) {
-    refuse("sparse arrays are not supported; use tostype('default')");
+    refuse("a sparse array is not possible here; use tostype('default')");
   }
   int dev_type = 0;
   int dev_id = 0;
@@ -233,29 +268,27 @@ Shape shape_of(NDArrayHandle array) {
   return Shape(dims, dims + ndim);
 }
 
-void take_arrays(Op& op, std::span<const NDArrayHandle> inputs,
-                 std::span<const NDArrayHandle> outputs) {
-  const auto kind = static_cast<OpKind>(op.submission.kind);
+void take_inputs(Op& op, std::span<const NDArrayHandle> inputs) {
+  const bool averages = reduces(static_cast<OpKind>(op.submission.kind)) &&
+                        static_cast<ReduceOp>(op.submission.op) == ReduceOp::kAverage;
   for (const NDArrayHandle input : inputs) {
     op.shapes.push_back(shape_of(input));
     const int dtype = dtype_of(input);
     if (dtype < 0) refuse("the element type is not supported; cast the array");
-    if (op.inputs.empty()) op.dtype = dtype;
-    if (dtype != op.dtype) {
-      refuse("arrays of one operation have one dtype; cast them or reduce them apart");
+    if (averages && static_cast<DType>(dtype) == DType::kBool) {
+      refuse("the average of bool is not defined; cast it, or use Min or Max");
     }
+    op.dtypes.push_back(dtype);
     op.inputs.emplace_back(input);
   }
-  const auto reduction = static_cast<ReduceOp>(op.submission.op);
-  if (kind == OpKind::kAllreduce && reduction == ReduceOp::kAverage &&
-      static_cast<DType>(op.dtype) == DType::kBool) {
-    refuse("the average of bool is not defined; cast it, or use Min or Max");
-  }
-  if (inputs.data() == outputs.data()) return;
+}
+
+void take_outputs(Op& op, std::span<const NDArrayHandle> outputs) {
+  const auto kind = static_cast<OpKind>(op.submission.kind);
+  const bool keeps_shape = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     op.shapes.push_back(shape_of(outputs[i]));
-    const bool gathers = kind == OpKind::kAllgather;
-    if ((!gathers && op.shapes.back() != op.shapes[i]) || dtype_of(outputs[i]) != op.dtype) {
+    if ((keeps_shape && op.shapes.back() != op.shapes[i]) || dtype_of(outputs[i]) != op.dtypes[i]) {
       refuse("the output has shape " + to_string(op.shapes.back()) + ", the input " +
              to_string(op.shapes[i]) + ", or their types differ");
     }
@@ -340,6 +373,8 @@ struct polyhvd_mxnet_call {
   std::int32_t count;
   const NDArrayHandle* inputs;
   const NDArrayHandle* outputs;  // the same address: in place
+  const std::int64_t* numbers;   // null with number_count 0
+  std::int32_t number_count;
 };
 
 // Pushes a collective into MXNet's engine and returns a handle; or null, with an
@@ -372,10 +407,14 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_call* call, std::int
     s.postscale = call->postscale;
     s.process_set = call->process_set;
     s.count = call->count;
+    op->numbers.assign(call->numbers, call->numbers + call->number_count);
+    if (!op->numbers.empty()) s.numbers = op->numbers.data();
+    s.number_count = call->number_count;
     s.queue_duplicates = 1;
     s.done = &on_done;
     const auto count = static_cast<std::size_t>(call->count);
-    take_arrays(*op, {call->inputs, count}, {call->outputs, count});
+    take_inputs(*op, {call->inputs, count});
+    if (call->outputs != call->inputs) take_outputs(*op, {call->outputs, count});
     {
       const std::shared_lock lock(g_slot_mutex);
       if (g_slot == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");

@@ -1,14 +1,25 @@
-"""The collectives on MXNet arrays, with Horovod's signatures."""
+"""The collectives on MXNet arrays, with Horovod's signatures. What they mean stands in polyhvd.api.
+
+Each verb is written once, as the form that returns a handle. The form without ``_async`` returns the
+results themselves: MXNet's engine makes reads of them wait. Results in new arrays are known to
+autograd; those of in-place forms are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
+import mxnet as mx
 from mxnet.ndarray import NDArray
-from polyhvd.mxnet.adapter import Handle, MxnetAdapter
+from polyhvd.mxnet import sparse
+from polyhvd.mxnet.adapter import MxnetAdapter
+from polyhvd.mxnet.native import Handle
 
-from polyhvd import context
-from polyhvd.adapter import OpKind
+from polyhvd import api, context
+from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.api import Collectives, process_set_id, resolve_op
 from polyhvd.compression import Compression as _Compression
 from polyhvd.errors import InvalidArgumentError
@@ -23,18 +34,29 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
     "collectives",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
     "poll",
+    "reducescatter",
+    "reducescatter_async",
     "synchronize",
 ]
+
+P = ParamSpec("P")
 
 adapter = MxnetAdapter()
 collectives: Collectives[NDArray] = Collectives(adapter)
@@ -61,6 +83,63 @@ def _name(kind: OpKind, name: str | None, process_set: ProcessSet, root_rank: in
     return adapter.names.next(kind, number) if name is None else name
 
 
+def _common(
+    kind: OpKind, name: str | None, priority: int, process_set: ProcessSet, root_rank: int | None = None
+) -> dict[str, Any]:
+    """The arguments that every collective has."""
+    return {
+        "name": _name(kind, name, process_set, root_rank),
+        "priority": priority,
+        "process_set": process_set,
+    }
+
+
+def _reducing(
+    kind: OpKind,
+    name: str | None,
+    priority: int,
+    process_set: ProcessSet,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+) -> dict[str, Any]:
+    """The arguments that every reduction has."""
+    if kind == OpKind.REDUCESCATTER and op == ReduceOp.Adasum:
+        raise InvalidArgumentError(
+            f"reducescatter '{name or 'without a name'}': op=Adasum needs whole tensors; use allreduce"
+        )
+    return {
+        **_common(kind, name, priority, process_set),
+        "op": op,
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+    }
+
+
+def _allreduce(tensor: NDArray, in_place: bool, arguments: dict[str, Any]) -> Handle:
+    if getattr(tensor, "stype", "default") == "row_sparse":
+        return sparse.allreduce_async(collectives, tensor, in_place, arguments)
+    return collectives.allreduce_async(tensor, in_place=in_place, **arguments)
+
+
+def _returning(name: str, doc: str, start: Callable[P, Handle]) -> Callable[P, Any]:
+    """The form of a verb that returns the results themselves."""
+
+    @functools.wraps(start)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        handle = start(*args, **kwargs)
+        if handle.finish is not None:  # the result is made on this thread, in the end
+            return synchronize(handle)
+        return collectives.result(handle)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    call.__signature__ = inspect.signature(start).replace(  # type: ignore[attr-defined]
+        return_annotation=inspect.Signature.empty
+    )
+    return call
+
+
 def allreduce_async(
     tensor: NDArray,
     average: bool | None = None,
@@ -72,15 +151,16 @@ def allreduce_async(
     op: int | None = None,
 ) -> Handle:
     """Start :func:`allreduce`; ``synchronize(handle)`` returns the new array, or raises."""
-    return collectives.allreduce_async(
-        tensor,
-        name=_name(OpKind.ALLREDUCE, name, process_set),
-        op=resolve_op(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        priority=priority,
+    arguments = _reducing(
+        OpKind.ALLREDUCE,
+        name,
+        priority,
+        process_set,
+        resolve_op(op, average),
+        prescale_factor,
+        postscale_factor,
     )
+    return _allreduce(tensor, False, arguments)
 
 
 def allreduce_async_(
@@ -94,53 +174,16 @@ def allreduce_async_(
     op: int | None = None,
 ) -> Handle:
     """Start :func:`allreduce_`; ``synchronize(handle)`` returns the array, or raises."""
-    return collectives.allreduce_async(
-        tensor,
-        name=_name(OpKind.ALLREDUCE, name, process_set),
-        op=resolve_op(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        priority=priority,
-        in_place=True,
+    arguments = _reducing(
+        OpKind.ALLREDUCE,
+        name,
+        priority,
+        process_set,
+        resolve_op(op, average),
+        prescale_factor,
+        postscale_factor,
     )
-
-
-def allreduce(
-    tensor: NDArray,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: int | None = None,
-) -> NDArray:
-    """Reduce an array over the ranks into a new array; see :meth:`polyhvd.api.Collectives.allreduce`.
-
-    Returns at once; reads of the result wait. ``priority``: higher ones go first.
-    """
-    handle = allreduce_async(
-        tensor, average, name, priority, prescale_factor, postscale_factor, process_set, op
-    )
-    return handle.result[0]
-
-
-def allreduce_(
-    tensor: NDArray,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: int | None = None,
-) -> NDArray:
-    """Reduce an array over the ranks in place, and return it; see :func:`allreduce`."""
-    handle = allreduce_async_(
-        tensor, average, name, priority, prescale_factor, postscale_factor, process_set, op
-    )
-    return handle.result[0]
+    return _allreduce(tensor, True, arguments)
 
 
 def grouped_allreduce_async(
@@ -154,15 +197,16 @@ def grouped_allreduce_async(
     op: int | None = None,
 ) -> Handle:
     """Start :func:`grouped_allreduce`; ``synchronize(handle)`` returns the list of results."""
-    return collectives.grouped_allreduce_async(
-        list(tensors),
-        name=_name(OpKind.ALLREDUCE, name, process_set),
-        op=resolve_op(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        priority=priority,
+    arguments = _reducing(
+        OpKind.ALLREDUCE,
+        name,
+        priority,
+        process_set,
+        resolve_op(op, average),
+        prescale_factor,
+        postscale_factor,
     )
+    return collectives.grouped_allreduce_async(list(tensors), **arguments)
 
 
 def grouped_allreduce_async_(
@@ -176,52 +220,16 @@ def grouped_allreduce_async_(
     op: int | None = None,
 ) -> Handle:
     """Start :func:`grouped_allreduce_`; ``synchronize(handle)`` returns the list of arrays."""
-    return collectives.grouped_allreduce_async(
-        list(tensors),
-        name=_name(OpKind.ALLREDUCE, name, process_set),
-        op=resolve_op(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        priority=priority,
-        in_place=True,
+    arguments = _reducing(
+        OpKind.ALLREDUCE,
+        name,
+        priority,
+        process_set,
+        resolve_op(op, average),
+        prescale_factor,
+        postscale_factor,
     )
-
-
-def grouped_allreduce(
-    tensors: Sequence[NDArray],
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: int | None = None,
-) -> list[NDArray]:
-    """Reduce several arrays of one dtype as one operation, all or none; see :func:`allreduce`."""
-    handle = grouped_allreduce_async(
-        tensors, average, name, priority, prescale_factor, postscale_factor, process_set, op
-    )
-    results: list[NDArray] = handle.result
-    return results
-
-
-def grouped_allreduce_(
-    tensors: Sequence[NDArray],
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: int | None = None,
-) -> list[NDArray]:
-    """Reduce several arrays of one dtype in place as one operation; see :func:`allreduce`."""
-    handle = grouped_allreduce_async_(
-        tensors, average, name, priority, prescale_factor, postscale_factor, process_set, op
-    )
-    results: list[NDArray] = handle.result
-    return results
+    return collectives.grouped_allreduce_async(list(tensors), in_place=True, **arguments)
 
 
 def allgather_async(
@@ -231,25 +239,18 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start :func:`allgather`; ``synchronize(handle)`` returns the new array, or raises."""
-    return collectives.allgather_async(
-        tensor,
-        name=_name(OpKind.ALLGATHER, name, process_set),
-        process_set=process_set,
-        priority=priority,
-    )
+    return collectives.allgather_async(tensor, **_common(OpKind.ALLGATHER, name, priority, process_set))
 
 
-def allgather(
-    tensor: NDArray,
+def grouped_allgather_async(
+    tensors: Sequence[NDArray],
     name: str | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> NDArray:
-    """Concatenate the ranks' arrays along the first dimension, in order of rank, into a new array.
-
-    First dimensions may differ: the call waits until all ranks have told theirs, not for the data.
-    """
-    return allgather_async(tensor, name, priority, process_set).result[0]
+) -> Handle:
+    """Start :func:`grouped_allgather`; ``synchronize(handle)`` returns the list of new arrays."""
+    arguments = _common(OpKind.ALLGATHER, name, priority, process_set)
+    return collectives.grouped_allgather_async(list(tensors), **arguments)
 
 
 def broadcast_async(
@@ -259,14 +260,9 @@ def broadcast_async(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start :func:`broadcast`; ``synchronize(handle)`` returns the array, or raises."""
-    return collectives.broadcast_async(
-        tensor,
-        root_rank,
-        name=_name(OpKind.BROADCAST, name, process_set, root_rank),
-        process_set=process_set,
-        priority=priority,
-    )
+    """Start :func:`broadcast`; ``synchronize(handle)`` returns the new array, or raises."""
+    arguments = _common(OpKind.BROADCAST, name, priority, process_set, root_rank)
+    return collectives.broadcast_async(tensor, root_rank, **arguments)
 
 
 def broadcast_async_(
@@ -277,33 +273,145 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start :func:`broadcast_`; ``synchronize(handle)`` returns the array, or raises."""
-    return collectives.broadcast_async(
-        tensor,
-        root_rank,
-        name=_name(OpKind.BROADCAST, name, process_set, root_rank),
-        process_set=process_set,
-        priority=priority,
-        in_place=True,
+    arguments = _common(OpKind.BROADCAST, name, priority, process_set, root_rank)
+    return collectives.broadcast_async(tensor, root_rank, in_place=True, **arguments)
+
+
+def alltoall_async(
+    tensor: NDArray,
+    splits: NDArray | Sequence[int] | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`alltoall`; ``synchronize(handle)`` returns what that returns, or raises."""
+    rows = splits.asnumpy() if isinstance(splits, NDArray) else splits
+    return collectives.alltoall_async(tensor, rows, **_common(OpKind.ALLTOALL, name, priority, process_set))
+
+
+def reducescatter_async(
+    tensor: NDArray,
+    op: int = ReduceOp.Average,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start :func:`reducescatter`; ``synchronize(handle)`` returns the new array, or raises."""
+    arguments = _reducing(
+        OpKind.REDUCESCATTER,
+        name,
+        priority,
+        process_set,
+        resolve_op(op),
+        prescale_factor,
+        postscale_factor,
     )
+    return collectives.reducescatter_async(tensor, **arguments)
 
 
-def broadcast(
-    tensor: NDArray,
-    root_rank: int,
+def grouped_reducescatter_async(
+    tensors: Sequence[NDArray],
+    op: int = ReduceOp.Average,
     name: str | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> NDArray:
-    """Return the root's array as a new array on every rank; reads of it wait."""
-    return broadcast_async(tensor, root_rank, name, priority, process_set).result[0]
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start :func:`grouped_reducescatter`; ``synchronize(handle)`` returns the list of new arrays."""
+    arguments = _reducing(
+        OpKind.REDUCESCATTER,
+        name,
+        priority,
+        process_set,
+        resolve_op(op),
+        prescale_factor,
+        postscale_factor,
+    )
+    return collectives.grouped_reducescatter_async(list(tensors), **arguments)
 
 
-def broadcast_(
-    tensor: NDArray,
-    root_rank: int,
-    name: str | None = None,
-    priority: int = 0,
-    process_set: ProcessSet = global_process_set,
-) -> NDArray:
-    """Overwrite an array with the root's, and return it; see :func:`broadcast`."""
-    return broadcast_async_(tensor, root_rank, name, priority, process_set).result[0]
+def join() -> int:
+    """Say that this rank has run out of data; return the rank that joined last, when all have.
+
+    Waits first for everything that MXNet's engine was given, and raises what of it failed unnoticed;
+    see :func:`polyhvd.join`.
+    """
+    mx.nd.waitall()
+    last = api.join()
+    adapter.names.restart()  # the ranks have made different numbers of calls
+    return last
+
+
+allreduce = _returning(
+    "allreduce",
+    """Reduce an array over the ranks into a new array; see :meth:`polyhvd.api.Collectives.allreduce`.
+
+    Returns at once; reads of the result wait. Of a row_sparse array only rows that a rank has are sent,
+    and the call waits. ``priority``: higher ones go first. Sums and averages have a gradient.
+    """,
+    allreduce_async,
+)
+allreduce_ = _returning(
+    "allreduce_",
+    "Reduce an array over the ranks in place, and return it; see :func:`allreduce`.",
+    allreduce_async_,
+)
+grouped_allreduce = _returning(
+    "grouped_allreduce",
+    "Reduce several arrays as one operation, all or none; see :func:`allreduce`. Dtypes may differ.",
+    grouped_allreduce_async,
+)
+grouped_allreduce_ = _returning(
+    "grouped_allreduce_",
+    "Reduce several arrays in place as one operation; see :func:`grouped_allreduce`.",
+    grouped_allreduce_async_,
+)
+allgather = _returning(
+    "allgather",
+    """Concatenate the ranks' arrays along the first dimension, in order of rank, into a new array.
+
+    First dimensions may differ: the call waits until all ranks have told theirs, not for the data.
+    """,
+    allgather_async,
+)
+grouped_allgather = _returning(
+    "grouped_allgather",
+    "Gather several arrays as one operation, all or none; see :func:`allgather`.",
+    grouped_allgather_async,
+)
+broadcast = _returning(
+    "broadcast",
+    "Return the root's array as a new array on every rank; reads of it wait.",
+    broadcast_async,
+)
+broadcast_ = _returning(
+    "broadcast_",
+    "Overwrite an array with the root's, and return it; see :func:`broadcast`.",
+    broadcast_async_,
+)
+alltoall = _returning(
+    "alltoall",
+    """Send consecutive rows to the ranks in turn; return what they sent, in order of rank.
+
+    ``splits``: rows for each rank, whole numbers; None: equal parts. With it the result is a tuple of
+    the new array and the rows received from each rank, as int32. The call waits until all ranks have
+    told their splits, not for the data. See :meth:`polyhvd.api.Collectives.alltoall`.
+    """,
+    alltoall_async,
+)
+reducescatter = _returning(
+    "reducescatter",
+    """Reduce an array over the ranks; return this rank's rows, one more on the first ranks if need be.
+
+    See :meth:`polyhvd.api.Collectives.reducescatter`. Sums and averages have a gradient.
+    """,
+    reducescatter_async,
+)
+grouped_reducescatter = _returning(
+    "grouped_reducescatter",
+    "Reduce and scatter several arrays as one operation, all or none; see :func:`reducescatter`.",
+    grouped_reducescatter_async,
+)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet.ops import collectives
-from polyhvd.mxnet.reducer import EngineOrderedReducer, refuse_groups
+from polyhvd.mxnet.reducer import EngineOrderedReducer, Groups
 
+from polyhvd.adapter import ReduceOp
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
@@ -24,15 +28,24 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     Args:
         optimizer: of MXNet.
         gradient_predivide_factor: gradients are divided by it before the sum, the rest after it.
-        num_groups: 0; explicit groups are not supported yet.
+        num_groups: divides the gradients of an update, in order, into so many groups, each of which is
+            reduced as one request, all or none; 0: each by itself, and those that are ready are fused.
         process_set: the ranks that take part.
+        op: Average, Sum or Adasum.
+        groups: lists of the indices under which updates come, each reduced as one request. MXNet updates
+            weights of one dtype at a time, and that ends a group.
+        sparse_as_dense: reduce row_sparse gradients as dense ones; else the rows that some rank has
+            touched are reduced, and waited for.
+
+    Raises:
+        InvalidArgumentError: groups overlap.
 
     Example::
 
         optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.1))
     """
 
-    _OWN = frozenset({"wrapped", "_arguments", "_process_set", "_reducer"})
+    _OWN = frozenset({"_arguments", "_groups", "_process_set", "_reducer", "_sparse_as_dense", "wrapped"})
 
     def __init__(
         self,
@@ -40,16 +53,29 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
+        *,
+        op: int = ReduceOp.Average,
+        groups: Sequence[Sequence[Any]] | None = None,
+        sparse_as_dense: bool = False,
     ) -> None:
-        refuse_groups(num_groups)
         #: The optimizer that makes the updates.
         self.wrapped = optimizer
-        in_world = process_set is global_process_set
-        self._arguments = (gradient_predivide_factor, 0, *(() if in_world else (process_set,)))
+        self._groups = Groups(num_groups, groups)
+        self._sparse_as_dense = sparse_as_dense
+        self._arguments = {
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "num_groups": num_groups,
+            "op": op,
+            "groups": groups,
+            "sparse_as_dense": sparse_as_dense,
+        }
+        if process_set is not global_process_set:
+            self._arguments["process_set"] = process_set
         self._process_set = process_set
         self._reducer = EngineOrderedReducer(
             collectives,
             prefix="DistributedOptimizer.gradient",
+            op=op,
             gradient_predivide_factor=gradient_predivide_factor,
             process_set=process_set,
         )
@@ -66,25 +92,40 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             setattr(self.wrapped, name, value)
 
     def __reduce__(self) -> Any:  # Module.save_optimizer_states pickles the optimizer
-        return type(self), (self.wrapped, *self._arguments)
+        return functools.partial(type(self), **self._arguments), (self.wrapped,)
 
-    def _reduce(self, index: Any, gradient: Any) -> None:
-        if self._process_set.size() == 1:
-            return
+    @property
+    def aggregate_num(self) -> int:
+        """How many weights one update may concern: a group has to come in one piece."""
+        number: int = self.wrapped.aggregate_num
+        return sys.maxsize if self._groups else number
+
+    def _reduced(self, index: Any, weight: Any, gradient: Any, state: Any) -> list[tuple[Any, ...]]:
+        """Reduce the gradients; the arguments of the wrapped optimizer's updates."""
         several = isinstance(index, (tuple, list))
-        for key, array in zip(index, gradient, strict=True) if several else ((index, gradient),):
-            priority = -key if isinstance(key, int) else 0
-            self._reducer.start(key, str(key), array, priority=priority)
+        if self._process_set.size() > 1:
+            gradients = dict(zip(index, gradient, strict=True)) if several else {index: gradient}
+            self._reducer.reduce(gradients, self._groups, sparse_as_dense=self._sparse_as_dense)
+        arguments = (index, weight, gradient, state)
+        if not several:
+            return [arguments]
+        number = self.wrapped.aggregate_num
+        if number == 0:  # it takes no lists
+            return list(zip(*arguments, strict=True))
+        return [
+            tuple(argument[first : first + number] for argument in arguments)
+            for first in range(0, len(index), number)
+        ]
 
     def update(self, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
         """Average the gradient (or the list of them), then update."""
-        self._reduce(index, grad)
-        self.wrapped.update(index, weight, grad, state)
+        for arguments in self._reduced(index, weight, grad, state):
+            self.wrapped.update(*arguments)
 
     def update_multi_precision(self, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
         """Average the gradient (or the list of them), then update with a master copy of the weight."""
-        self._reduce(index, grad)
-        self.wrapped.update_multi_precision(index, weight, grad, state)
+        for arguments in self._reduced(index, weight, grad, state):
+            self.wrapped.update_multi_precision(*arguments)
 
     def create_state(self, index: Any, weight: NDArray) -> Any:
         """Let the wrapped optimizer make its state."""

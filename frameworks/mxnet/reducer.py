@@ -1,32 +1,135 @@
-"""Gradients over the ranks without any wait: MXNet's engine orders reads after the reduction."""
+"""Gradients over the ranks: MXNet's engine orders reads after the reduction, so nobody waits.
+
+Row_sparse gradients are the exception: which rows there are is known only when they are computed.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxnet.ndarray import NDArray
+from polyhvd.mxnet import sparse
 
+from polyhvd.adapter import ReduceOp
+from polyhvd.api import Collectives
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.reducer import GradientReducer
 
-__all__ = ["EngineOrderedReducer", "refuse_groups"]
+__all__ = ["EngineOrderedReducer", "Groups"]
+
+
+class Groups:
+    """Which gradients are reduced together, all or none.
+
+    Args:
+        num_groups: into how many groups, of consecutive gradients, to divide all; 0: each by itself.
+        groups: the keys of each group; gradients of no group are reduced by themselves.
+
+    Raises:
+        InvalidArgumentError: both were given, or a key is in two groups.
+    """
+
+    def __init__(self, num_groups: int = 0, groups: Sequence[Sequence[Any]] | None = None) -> None:
+        if not isinstance(num_groups, int) or num_groups < 0:
+            raise InvalidArgumentError(f"num_groups={num_groups!r}: expected a whole number, 0 or more")
+        if num_groups and groups is not None:
+            raise InvalidArgumentError(f"num_groups={num_groups} and groups exclude each other; pass one")
+        keys = [key for group in groups or () for key in group]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise InvalidArgumentError(f"groups: {', '.join(twice)} is in more than one place; name it once")
+        self._number = num_groups
+        self._groups = [list(group) for group in groups or ()]
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._number or self._groups)
+
+    def divide(self, keys: Sequence[Any]) -> list[list[Any]]:
+        """The keys in groups, in the order of each group's first; others are alone."""
+        if self._number and keys:
+            number = min(self._number, len(keys))
+            starts = [len(keys) * i // number for i in range(number + 1)]
+            return [list(keys[a:b]) for a, b in itertools.pairwise(starts)]
+        group_of = {key: i for i, group in enumerate(self._groups) for key in group}
+        divided: dict[Any, list[Any]] = {}
+        for position, key in enumerate(keys):
+            divided.setdefault(group_of.get(key, -1 - position), []).append(key)
+        return list(divided.values())
 
 
 class EngineOrderedReducer(GradientReducer[NDArray]):
     """A :class:`GradientReducer` whose ``start()`` is all; ``finish()`` has nothing left to do."""
 
+    def __init__(self, collectives: Collectives[NDArray], *, op: int, **options: Any) -> None:
+        if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
+            raise InvalidArgumentError(f"op={op!r}: gradients are combined by Average, Sum or Adasum")
+        super().__init__(collectives, op=op, **options)
+
     def start(self, key: Any, name: str, gradient: NDArray, *, priority: int = 0) -> None:
         """Reduce ``gradient`` in place; errors surface at the next read of it."""
         super().start(key, name, gradient, priority=priority)
         handle, _, sent, compression_context = self._pending.pop(key)
+        self._restore(gradient, sent, handle.result[0], compression_context)
+
+    def start_group(self, name: str, gradients: Sequence[NDArray], *, priority: int = 0) -> None:
+        """Reduce gradients in place as one operation."""
+        packed = [self._compression.compress(gradient) for gradient in gradients]
+        handle = self._collectives.grouped_allreduce_async(
+            [sent for sent, _ in packed],
+            name=f"{self._prefix}.{name}",
+            op=self._op,
+            prescale_factor=self._prescale,
+            postscale_factor=self._postscale,
+            process_set=self._process_set,
+            priority=priority,
+            in_place=True,
+        )
+        for gradient, result, (sent, compression_context) in zip(
+            gradients, handle.result, packed, strict=True
+        ):
+            self._restore(gradient, sent, result, compression_context)
+
+    def _restore(self, gradient: NDArray, sent: NDArray, result: NDArray, compression_context: Any) -> None:
         if sent is not gradient:
-            restored = self._compression.decompress(handle.result[0], compression_context)
+            restored = self._compression.decompress(result, compression_context)
             self._collectives.adapter.assign(gradient, restored)
 
+    def reduce(
+        self, gradients: Mapping[Any, NDArray], groups: Groups, *, sparse_as_dense: bool = False
+    ) -> None:
+        """Reduce gradients in place, those with low keys first. Waits only for row_sparse ones.
 
-def refuse_groups(num_groups: int) -> None:
-    """Raise for the values of ``num_groups`` that are not supported yet."""
-    if num_groups != 0:
-        raise InvalidArgumentError(
-            f"num_groups={num_groups!r} is not supported; leave it at 0: gradients that are ready are fused"
-        )
+        Args:
+            gradients: by keys that are the same on all ranks.
+            groups: which go together. Row_sparse gradients go by themselves.
+            sparse_as_dense: treat them as dense ones.
+        """
+        is_sparse = {key: gradient.stype != "default" for key, gradient in gradients.items()}
+        dense = {
+            key: gradient.tostype("default") if is_sparse[key] else gradient
+            for key, gradient in gradients.items()
+            if sparse_as_dense or not is_sparse[key]
+        }
+        for keys in groups.divide(list(dense)):
+            first = keys[0]
+            # The first layers are needed first in the next forward pass.
+            priority = -first if isinstance(first, int) else 0
+            if len(keys) > 1:
+                self.start_group(f"group.{first}", [dense[key] for key in keys], priority=priority)
+            else:
+                self.start(first, str(first), dense[first], priority=priority)
+        for key, gradient in gradients.items():
+            if not is_sparse[key]:
+                continue
+            if sparse_as_dense:
+                dense[key].tostype("row_sparse").copyto(gradient)
+            else:
+                self._reduce_rows(key, gradient)
+
+    def _reduce_rows(self, key: Any, gradient: NDArray) -> None:
+        indices, values = sparse.spread(f"{self._prefix}.{key}", gradient, self._process_set)
+        self.start(key, str(key), values, priority=-key if isinstance(key, int) else 0)
+        sparse.collect(indices, values, gradient).copyto(gradient)

@@ -259,16 +259,24 @@ def test_saved_states_and_the_two_halves_of_a_step(ranks):
 def refused(hvd, mx, np):
     hvd.init()
     net = convolutional(mx, np)
-    for make in (
-        lambda: hvd.DistributedTrainer(net.collect_params(), "sgd", num_groups=2),
-        lambda: hvd.DistributedOptimizer(mx.optimizer.SGD(), num_groups=2),
+    parameters = list(net.collect_params().values())
+    twice, other = [parameters[:2], parameters[1:3]], [[mx.gluon.Parameter("other")]]
+    for options, match in (
+        ({"num_groups": -1}, "num_groups=-1"),
+        ({"num_groups": 2, "groups": [parameters]}, "exclude each other"),
+        ({"groups": twice}, "groups: 1 is in more than one place"),
+        ({"groups": other}, "groups names .*other"),
+        ({"op": hvd.Max}, "op=.*Average, Sum or Adasum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),
     ):
-        with pytest.raises(hvd.InvalidArgumentError, match="num_groups=2 is not supported"):
-            make()
-    sparse = mx.gluon.nn.Embedding(4, 3, sparse_grad=True)
+        with pytest.raises(hvd.InvalidArgumentError, match=match):
+            hvd.DistributedTrainer(net.collect_params(), "sgd", **options)
+    with pytest.raises(hvd.InvalidArgumentError, match="groups: 3 is in more than one place"):
+        hvd.DistributedOptimizer(mx.optimizer.SGD(), groups=[[1, 3], [3]])
+    sparse = mx.gluon.Parameter("sparse", shape=(4, 3), stype="row_sparse", grad_stype="row_sparse")
     sparse.initialize()
-    with pytest.raises(hvd.InvalidArgumentError, match="sparse"):
-        hvd.DistributedTrainer(sparse.collect_params(), "sgd")
+    with pytest.raises(hvd.InvalidArgumentError, match="row_sparse parameters"):
+        hvd.DistributedTrainer([sparse], "sgd")
     twice = convolutional(mx, np)
     twice.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
     with pytest.raises(hvd.InvalidArgumentError, match="one device"):
@@ -282,6 +290,83 @@ def refused(hvd, mx, np):
 
 def test_what_the_trainer_refuses(ranks):
     ranks(1, refused)
+
+
+def requests_of(hvd, call):
+    """Requests that a call makes."""
+    before = hvd.counters()["operations"]
+    call()
+    return hvd.counters()["operations"] - before
+
+
+def groups(hvd, mx, np):
+    hvd.init()
+    for make, requests in (
+        (lambda parameters: {}, 8),
+        (lambda parameters: {"num_groups": 3}, 3),
+        (lambda parameters: {"num_groups": 99}, 8),
+        (lambda parameters: {"groups": [parameters[:3], parameters[5:7]]}, 5),
+        (lambda parameters: {"groups": [parameters[::-1]], "compression": hvd.Compression.none}, 1),
+    ):
+        net = convolutional(mx, np)
+        options = make(list(net.collect_params().values()))
+        distributed = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD, **options)
+        train(mx, np, net, distributed, [hvd.rank()])
+        assert_equal_to_joined_batch(hvd, mx, np, net, "sgd", SGD)
+
+        def reduce(distributed=distributed):
+            distributed.allreduce_grads()
+            mx.nd.waitall()
+
+        assert requests_of(hvd, reduce) == requests
+
+
+def test_each_group_of_gradients_is_one_request(ranks):
+    ranks(2, groups)
+
+
+def mixed_groups(hvd, mx, np):
+    hvd.init()
+    net = mx.gluon.nn.Sequential()
+    net.add(mx.gluon.nn.Dense(3, in_units=2, dtype="float16"), mx.gluon.nn.Dense(2, in_units=2))
+    net.initialize()
+    parameters = list(net.collect_params().values())
+    for options in (
+        {"groups": [parameters]},
+        {"num_groups": 1, "compression": hvd.Compression.fp16},
+        {"num_groups": 1, "op": hvd.Sum},
+    ):
+        distributed = hvd.DistributedTrainer(net.collect_params(), "sgd", **options)
+        for i, parameter in enumerate(parameters):
+            parameter.grad()[:] = (i + 1) * (hvd.rank() + 1)
+        distributed.allreduce_grads()
+        factor = 3 if "op" in options else 1.5
+        for i, parameter in enumerate(parameters):
+            np.testing.assert_array_equal(
+                parameter.grad().asnumpy(), np.full(parameter.shape, factor * (i + 1))
+            )
+
+
+def test_a_group_may_hold_several_dtypes(ranks):
+    ranks(2, mixed_groups)
+
+
+def adasum(hvd, mx, np):
+    hvd.init()
+    weight = mx.gluon.Parameter("weight", shape=(2,))
+    weight.initialize()
+    distributed = hvd.DistributedTrainer([weight], "sgd", op=hvd.Adasum)
+    for gradients, expected in (
+        (([1.0, 0.0], [0.0, 2.0]), [1.0, 2.0]),  # orthogonal ones add up
+        (([1.0, 2.0], [1.0, 2.0]), [1.0, 2.0]),  # of equal ones one remains
+    ):
+        weight.grad()[:] = mx.nd.array(gradients[hvd.rank()])
+        distributed.allreduce_grads()
+        np.testing.assert_allclose(weight.grad().asnumpy(), expected, rtol=1e-6)
+
+
+def test_adasum_combines_gradients(ranks):
+    ranks(2, adasum)
 
 
 def disagreeing_models(hvd, mx, np):
@@ -335,6 +420,36 @@ def optimizer(hvd, mx, np):
 
 def test_optimizer_averages_before_its_update(ranks):
     ranks(2, optimizer)
+
+
+def grouped_optimizer(hvd, mx, np):
+    hvd.init()
+    shapes = [(3, 2), (4,), (2, 2), (5,), (1,), (6,), (2,)]
+    keys = list(range(len(shapes)))
+    options = {"learning_rate": 0.1, "momentum": 0.9}
+
+    def gradients(step):
+        return [mx.nd.ones(shape) * (key + step) for key, shape in enumerate(shapes)]
+
+    for make in (lambda: mx.optimizer.SGD(**options), lambda: mx.optimizer.RMSProp()):
+        for groups, requests in (({"num_groups": 2}, 2), ({"groups": [[0, 5, 3], [1, 2]]}, 4)):
+            wrapper = pickle.loads(pickle.dumps(hvd.DistributedOptimizer(make(), **groups)))
+            update, alone = mx.optimizer.get_updater(wrapper), mx.optimizer.get_updater(make())
+            mine, expected = [mx.nd.ones(s) for s in shapes], [mx.nd.ones(s) for s in shapes]
+            for step in range(3):
+
+                def reduce(step=step, update=update, mine=mine):
+                    update(keys, gradients(step + hvd.rank()), mine)
+                    mx.nd.waitall()
+
+                assert requests_of(hvd, reduce) == requests
+                alone(keys, gradients(step + 0.5), expected)
+            for got, want in zip(mine, expected, strict=True):
+                np.testing.assert_allclose(got.asnumpy(), want.asnumpy(), rtol=1e-5)
+
+
+def test_groups_of_the_optimizer_span_what_mxnet_updates_at_once(ranks):
+    ranks(2, grouped_optimizer)
 
 
 def module(hvd, mx, np):

@@ -1,0 +1,203 @@
+"""The derivatives of the collectives, for MXNet's autograd.
+
+They are collectives too, under the name of the forward one with ``.gradient``; every rank runs the
+same backward. Nothing here waits for a collective.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mxnet as mx
+from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, check_call
+from mxnet.ndarray import NDArray
+from polyhvd.mxnet import native
+
+from polyhvd import context
+from polyhvd.adapter import Operation, OpKind, ReduceOp
+from polyhvd.api import Call
+from polyhvd.errors import InvalidArgumentError
+
+__all__ = ["record"]
+
+Arrays = Sequence[NDArray]
+
+_NULL, _ADD = 0, 3  # of mxnet::OpReqType; the others overwrite
+
+
+def _run(
+    forward: Operation, kind: OpKind, inputs: Arrays, shapes: Sequence[Sequence[int]], **changes: Any
+) -> Arrays:
+    """Start a collective of a backward pass; its outputs have these shapes."""
+    call = Call(
+        kind,
+        f"{forward.name}.gradient",
+        process_set=forward.process_set,
+        priority=forward.priority,
+        **changes,
+    )
+    outputs = [mx.nd.empty(s, dtype=t.dtype, ctx=t.ctx) for s, t in zip(shapes, inputs, strict=True)]
+    native.push(call, inputs, outputs)
+    return outputs
+
+
+def _sum(forward: Operation, gradients: Arrays, **changes: Any) -> Arrays:
+    return _run(forward, OpKind.ALLREDUCE, gradients, [g.shape for g in gradients], **changes)
+
+
+def _require_linear(forward: Operation) -> None:
+    if forward.op not in (ReduceOp.Average, ReduceOp.Sum):
+        raise InvalidArgumentError(
+            f"{OpKind(forward.kind).name.lower()} '{forward.name}': op={ReduceOp(forward.op).name} has no "
+            "gradient; use Average or Sum, or detach() the array"
+        )
+
+
+def _of_allreduce(forward: Operation, shapes: Any, rows: Any, gradients: Arrays) -> Arrays:
+    """The ranks' gradients, reduced alike."""
+    _require_linear(forward)
+    return _sum(forward, gradients, op=forward.op, prescale=forward.prescale, postscale=forward.postscale)
+
+
+def _of_broadcast(forward: Operation, shapes: Any, rows: Any, gradients: Arrays) -> Arrays:
+    """The sum of the ranks' gradients on the root, zero elsewhere."""
+    totals = _sum(forward, gradients)
+    if context.config().rank == forward.root:
+        return totals
+    return [mx.nd.zeros_like(total) for total in totals]  # MXNet orders it after the reduction
+
+
+def _of_allgather(
+    forward: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[int], gradients: Arrays
+) -> Arrays:
+    """This rank's rows of the sum of the ranks' gradients; ``rows`` says how many come before them."""
+    totals = _sum(forward, gradients)
+    return [
+        total.slice_axis(0, first, first + shape[0]) if shape[0] else mx.nd.empty(shape, dtype=total.dtype)
+        for total, first, shape in zip(totals, rows, shapes, strict=True)
+    ]
+
+
+def _of_reducescatter(
+    forward: Operation, shapes: Sequence[Sequence[int]], rows: Any, gradients: Arrays
+) -> Arrays:
+    """The gradients of all ranks' rows, scaled alike."""
+    _require_linear(forward)
+    factor = forward.prescale * forward.postscale
+    if forward.op == ReduceOp.Average:
+        factor /= len(context.registered()[forward.process_set])
+    scaled = gradients if factor == 1.0 else [gradient * factor for gradient in gradients]
+    return _run(forward, OpKind.ALLGATHER, scaled, shapes)
+
+
+def _of_alltoall(
+    forward: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[int], gradients: Arrays
+) -> Arrays:
+    """The gradients sent back; ``rows`` says how many came from each rank. Rows that stayed have none."""
+    (count, *tail), (gradient,) = shapes[0], gradients
+    sent = sum(forward.numbers) if forward.numbers else count
+    (back,) = _run(forward, OpKind.ALLTOALL, (gradient,), [(sent, *tail)], numbers=rows)
+    if sent == count:
+        return (back,)
+    rest = mx.nd.zeros((count - sent, *tail), dtype=gradient.dtype, ctx=gradient.ctx)
+    return (mx.nd.concat(back, rest, dim=0),)
+
+
+_GRADIENTS: dict[int, Callable[..., Arrays]] = {
+    OpKind.ALLREDUCE: _of_allreduce,
+    OpKind.ALLGATHER: _of_allgather,
+    OpKind.BROADCAST: _of_broadcast,
+    OpKind.ALLTOALL: _of_alltoall,
+    OpKind.REDUCESCATTER: _of_reducescatter,
+}
+
+
+def _kept(gradients: Arrays) -> Arrays:
+    """Copies, for want of a result: MXNet frees the gradients once the results are there."""
+    copies = [gradient.copy() for gradient in gradients if gradient.size]
+    for copy in copies:
+        copy.wait_to_read()
+    rest = iter(copies)
+    return [next(rest) if gradient.size else gradient for gradient in gradients]
+
+
+class _Node:
+    """What autograd keeps of a collective. MXNet holds a reference from ``record`` to ``_drop``."""
+
+    def __init__(self, operation: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        self._operation = operation
+        self._shapes = shapes
+        self._rows = rows
+        address = id(self)
+        self._contexts = (ctypes.c_void_p * 2)(address, address)
+        self.callbacks = MXCallbackList(2, _CALLBACKS, self._contexts)
+
+    def run(self, gradients: Arrays, targets: Arrays, requests: Sequence[int]) -> None:
+        if not any(t.size for t, request in zip(targets, requests, strict=True) if request != _NULL):
+            gradients = _kept(gradients)
+        results = _GRADIENTS[self._operation.kind](self._operation, self._shapes, self._rows, gradients)
+        for target, result, request in zip(targets, results, requests, strict=True):
+            if request == _ADD:
+                mx.nd.elemwise_add(target, result, out=target)
+            elif request != _NULL:
+                result.copyto(target)
+
+
+# mx.autograd.Function would do, but it drops gradients that are to be added, and all after one that
+# nobody wants.
+def _backward(outputs: int, inputs: int, pointers: Any, requests: Any, _training: int, node: int) -> int:
+    arrays = [NDArray(NDArrayHandle(pointers[i])) for i in range(outputs + inputs)]
+    try:
+        with mx.util.np_shape(True):
+            _node_at(node).run(arrays[:outputs], arrays[outputs:], requests[:inputs])
+    except Exception as error:  # MXNet says only that something failed, at the next read
+        print(f"polyhvd: {error}", file=sys.stderr, flush=True)
+        return 0
+    return 1
+
+
+def _drop(node: int) -> int:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(_node_at(node)))
+    return 1
+
+
+def _node_at(address: int) -> _Node:
+    node: _Node = ctypes.cast(address, ctypes.py_object).value
+    return node
+
+
+_INTS = ctypes.POINTER(ctypes.c_int)
+_POINTERS = ctypes.POINTER(ctypes.c_void_p)
+_backward_function = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_int, _POINTERS, _INTS, ctypes.c_int, ctypes.c_void_p
+)(_backward)
+_drop_function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_drop)
+_ANY_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int)
+_CALLBACKS = (_ANY_FUNCTION * 2)(
+    ctypes.cast(_backward_function, _ANY_FUNCTION), ctypes.cast(_drop_function, _ANY_FUNCTION)
+)
+
+
+def record(operation: Operation, inputs: Arrays, outputs: Arrays, rows: Sequence[int]) -> None:
+    """Let autograd know how the outputs come from the inputs, if it records.
+
+    Args:
+        rows: of an allgather, for each input, the rows of it that come before this rank's; of an
+            alltoall the rows received from each rank.
+    """
+    if not mx.autograd.is_recording():
+        return
+    node = _Node(operation, [t.shape for t in inputs], rows)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(node))
+    check_call(
+        _LIB.MXCustomFunctionRecord(
+            len(inputs),
+            c_handle_array(inputs),
+            len(outputs),
+            c_handle_array(outputs),
+            ctypes.byref(node.callbacks),
+        )
+    )

@@ -1,0 +1,286 @@
+"""Autograd through collectives: the gradient of the sum of all ranks' losses."""
+
+from __future__ import annotations
+
+import pytest
+
+SIZE = 3
+
+
+def weighted(hvd, mx, result):
+    """A loss whose gradient differs between ranks and elements."""
+    with mx.autograd.pause():
+        weights = mx.nd.arange(result.size).reshape(result.shape) * (hvd.rank() + 1) + 1
+    return (result * weights).sum()
+
+
+def weights_of(np, rank, shape):
+    return np.arange(np.prod(shape)).reshape(shape) * (rank + 1) + 1.0
+
+
+def gradient_of(mx, function, *arrays, grad_req="write"):
+    """Gradients of a loss with respect to arrays; the last one is not a variable itself."""
+    for x in arrays:
+        x.attach_grad(grad_req=grad_req)
+    with mx.autograd.record():
+        loss = function(*arrays[:-1], arrays[-1] * 2)
+    loss.backward()
+    *whole, doubled = [x.grad.asnumpy() for x in arrays]
+    return [*whole, doubled / 2]
+
+
+def reductions(hvd, mx, np):
+    hvd.init()
+    total = sum(weights_of(np, r, (5, 2)) for r in range(SIZE))
+    for op, scale in ((hvd.Sum, 1.0), (hvd.Average, 1 / SIZE)):
+        for factors in ({}, {"prescale_factor": 0.5, "postscale_factor": 3.0}):
+            scale_all = scale * (1.5 if factors else 1.0)
+
+            def loss(x, op=op, factors=factors):
+                return weighted(hvd, mx, hvd.allreduce(x, op=op, **factors))
+
+            (got,) = gradient_of(mx, loss, mx.nd.ones((5, 2)))
+            np.testing.assert_allclose(got, total * scale_all, rtol=1e-5)
+
+            def scattered(x, op=op, factors=factors):
+                return weighted(hvd, mx, hvd.reducescatter(x, op=op, **factors))
+
+            (got,) = gradient_of(mx, scattered, mx.nd.ones((5, 2)))
+            rows = [weights_of(np, r, (n, 2)) for r, n in enumerate((2, 2, 1))]
+            np.testing.assert_allclose(got, np.concatenate(rows) * scale_all, rtol=1e-5)
+
+
+def test_reductions(ranks):
+    ranks(SIZE, reductions)
+
+
+def movements(hvd, mx, np):
+    hvd.init()
+    rank = hvd.rank()
+    (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.allgather(x)), mx.nd.ones((rank + 1, 2)))
+    total = sum(weights_of(np, r, (6, 2)) for r in range(SIZE))
+    np.testing.assert_allclose(got, total[(0, 1, 3)[rank] :][: rank + 1])
+
+    (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.broadcast(x, 1)), mx.nd.ones(4))
+    np.testing.assert_allclose(got, sum(weights_of(np, r, 4) for r in range(SIZE)) * (rank == 1))
+
+    x = mx.nd.ones((SIZE, 2))
+    (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.alltoall(x)), x)
+    want = [weights_of(np, r, (SIZE, 2))[rank : rank + 1] for r in range(SIZE)]
+    np.testing.assert_allclose(got, np.concatenate(want))
+
+    # Rank r sends r rows to each, and keeps one that goes nowhere.
+    x = mx.nd.ones((SIZE * rank + 1, 2))
+    (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.alltoall(x, splits=[rank] * SIZE)[0]), x)
+    first = (0, 0, 1)[rank]
+    want = [weights_of(np, r, (3, 2))[first : first + rank] for r in range(SIZE)]
+    np.testing.assert_allclose(got, np.concatenate([*want, np.zeros((1, 2))]))
+
+
+def test_gathers_broadcasts_and_exchanges(ranks):
+    ranks(SIZE, movements)
+
+
+def grouped(hvd, mx, np):
+    hvd.init()
+    rank = hvd.rank()
+    total = sum(weights_of(np, r, 3) for r in range(SIZE))
+
+    def reduced(x, y):
+        # Of three results one is not used, and of three arrays one has no gradient.
+        a, _, c = hvd.grouped_allreduce([mx.nd.ones(2), x, y], op=hvd.Sum)
+        return weighted(hvd, mx, c) + a.sum()
+
+    unused, used = gradient_of(mx, reduced, mx.nd.ones((2, 2)), mx.nd.ones(3))
+    np.testing.assert_allclose(used, total)
+    np.testing.assert_allclose(unused, np.zeros((2, 2)))
+
+    def gathered(x, y):
+        a, b = hvd.grouped_allgather([x, y])
+        return weighted(hvd, mx, a) + weighted(hvd, mx, b) * 2
+
+    a, b = gradient_of(mx, gathered, mx.nd.ones(1), mx.nd.ones(rank + 1))
+    np.testing.assert_allclose(a, total[rank : rank + 1])
+    whole = sum(weights_of(np, r, 6) for r in range(SIZE)) * 2
+    np.testing.assert_allclose(b, whole[(0, 1, 3)[rank] :][: rank + 1])
+
+    def scattered(x, y):
+        a, b = hvd.grouped_reducescatter([x, y], op=hvd.Sum)
+        return weighted(hvd, mx, a) + weighted(hvd, mx, b) * 2
+
+    a, b = gradient_of(mx, scattered, mx.nd.ones(3), mx.nd.ones(6))
+    np.testing.assert_allclose(a, [1.0, 1.0, 1.0])
+    np.testing.assert_allclose(b, np.concatenate([weights_of(np, r, 2) for r in range(SIZE)]) * 2)
+
+
+def test_grouped_forms(ranks):
+    ranks(SIZE, grouped)
+
+
+def added(hvd, mx, np):
+    hvd.init()
+    x = mx.nd.ones(2)
+    x.attach_grad(grad_req="add")
+    for _ in range(3):
+        with mx.autograd.record():
+            loss = hvd.allreduce(x, op=hvd.Sum).sum() * (hvd.rank() + 1) + (x * 10).sum()
+        loss.backward()
+    assert x.grad.asnumpy().tolist() == [39.0, 39.0]
+
+
+def test_gradients_that_are_added_up(ranks):
+    ranks(2, added)
+
+
+def flavours(hvd, mx, np):
+    hvd.init()
+    mx.npx.set_np()
+    rank = hvd.rank()
+    for shape in ((), (3,), (2, 0)):
+        x = mx.np.ones(shape)
+        x.attach_grad()
+        with mx.autograd.record():
+            y = hvd.allreduce(x, op=hvd.Sum)
+            assert type(y) is mx.np.ndarray
+            loss = (y * (rank + 1)).sum()
+        loss.backward()
+        np.testing.assert_array_equal(x.grad.asnumpy(), np.full(shape, 3.0, "float32"))
+    x = mx.np.ones((2, 2))
+    x.attach_grad()
+    with mx.autograd.record():
+        y, _ = hvd.alltoall(x, splits=[2, 0])  # nothing for rank 1
+        loss = (y * 5).sum()
+    loss.backward()
+    np.testing.assert_array_equal(x.grad.asnumpy(), np.full((2, 2), 5.0, "float32"))
+
+
+def test_arrays_of_mx_np(ranks):
+    ranks(2, flavours)
+
+
+def handles(hvd, mx, np):
+    hvd.init()
+    x = mx.nd.ones(3)
+    x.attach_grad()
+    with mx.autograd.record():
+        handle = hvd.allreduce_async(x, op=hvd.Sum, name="x")
+        loss = (hvd.synchronize(handle) * (hvd.rank() + 1)).sum()
+    loss.backward()
+    assert x.grad.asnumpy().tolist() == [3.0] * 3
+
+
+def test_asynchronous_forms_have_gradients(ranks):
+    ranks(2, handles)
+
+
+def no_gradient(hvd, mx, np):
+    hvd.init()
+    x = mx.nd.ones(3)
+    x.attach_grad()
+    with mx.autograd.record():
+        y = hvd.allreduce(x, op=hvd.Max, name="largest")
+        loss = (y * 2).sum()
+    assert y.asnumpy().tolist() == [1.0] * 3
+    loss.backward()
+    with pytest.raises(mx.base.MXNetError):
+        x.grad.asnumpy()
+
+
+def test_a_maximum_has_no_gradient_and_says_so(ranks):
+    output = ranks(2, no_gradient)
+    assert "allreduce 'largest': op=Max has no gradient" in output
+
+
+def many(hvd, mx, np):
+    hvd.init()
+    # Branches that backward may reach in any order, more than MXNet has threads for custom functions.
+    x = mx.nd.ones(4)
+    x.attach_grad()
+    for _ in range(3):
+        with mx.autograd.record():
+            parts = [hvd.allreduce(x * i, op=hvd.Sum) * (hvd.rank() + 1) for i in range(60)]
+            parts += [hvd.allgather(x * i)[:4] for i in range(40)]
+            loss = mx.nd.add_n(*parts).sum()
+        loss.backward()
+        want = 3.0 * sum(range(60)) + 2.0 * sum(range(40)) * (hvd.rank() == 0)
+        assert x.grad.asnumpy().tolist() == [want] * 4
+
+
+def test_many_branches(ranks):
+    ranks(2, many)
+
+
+def late_root(hvd, mx, np):
+    hvd.init()
+    # The result of the reduction is not needed on rank 1, but its gradient is read until it is done.
+    for step in range(30):
+        x = mx.nd.ones(50000)
+        x.attach_grad()
+        with mx.autograd.record():
+            loss = (hvd.broadcast(x, 0) * (hvd.rank() + step)).sum()
+        loss.backward()
+        del loss
+        junk = [mx.nd.ones(50000) * -1 for _ in range(5)]  # would take the memory
+        grad = x.grad.asnumpy()
+        assert grad.tolist() == [(2.0 * step + 1) * (hvd.rank() == 0)] * 50000
+        del junk
+
+
+def test_gradients_stay_in_memory_until_they_are_sent(ranks):
+    ranks(2, late_root)
+
+
+def without_rows(hvd, mx, np):
+    hvd.init()
+    mx.npx.set_np()
+    rank = hvd.rank()
+    for step in range(30):
+        x = mx.np.ones((20000 * rank, 2))  # none on rank 0
+        x.attach_grad()
+        with mx.autograd.record():
+            y = hvd.allgather(x)
+            z, _ = hvd.alltoall(x, splits=[10000 * rank, 10000 * rank])
+            loss = (y * (rank + step)).sum() + (z * (rank + 5)).sum()
+        loss.backward()
+        del loss, y, z
+        junk = [mx.np.ones((20000, 2)) * -1 for _ in range(5)]  # would take the memory
+        if rank == 1:
+            want = np.full((20000, 2), 2.0 * step + 1 + 5)
+            want[10000:] += 1
+            np.testing.assert_array_equal(x.grad.asnumpy(), want)
+        assert x.grad.shape == (20000 * rank, 2)
+        del junk
+    mx.nd.waitall()
+
+
+def test_ranks_without_rows(ranks):
+    ranks(2, without_rows)
+
+
+def training(hvd, mx, np):
+    hvd.init()
+    # A model whose ranks see one another's batches: equal to one process with the joined batch.
+    rank = hvd.rank()
+    weight = mx.gluon.Parameter("weight", shape=(4,))
+    weight.initialize(mx.init.One())
+    trainer = hvd.DistributedTrainer([weight], "sgd", {"learning_rate": 0.1})
+    data = np.random.RandomState(0).randn(2, 6, 4).astype("float32")
+    alone = mx.nd.ones(4)
+    alone.attach_grad()
+    for _ in range(5):
+        with mx.autograd.record():
+            y = (mx.nd.array(data[rank]) * weight.data()).sum(axis=1)
+            mean = hvd.allreduce(y.mean())
+            loss = ((y - mean) ** 2).mean()
+        loss.backward()
+        trainer.step(1)
+        with mx.autograd.record():
+            y = (mx.nd.array(data.reshape(12, 4)) * alone).sum(axis=1)
+            loss = ((y - y.mean()) ** 2).mean()
+        loss.backward()
+        alone -= 0.1 * alone.grad
+    np.testing.assert_allclose(weight.data().asnumpy(), alone.asnumpy(), rtol=1e-5)
+
+
+def test_a_loss_over_all_ranks_trains_as_one_process(ranks):
+    ranks(2, training)

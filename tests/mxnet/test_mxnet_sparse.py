@@ -1,0 +1,140 @@
+"""Row_sparse arrays and gradients: equal to what dense ones give, at the cost of the rows touched."""
+
+from __future__ import annotations
+
+import pytest
+
+HEIGHT = 1000
+
+
+def rows(mx, np, indices, dtype="float32", height=HEIGHT):
+    """A row_sparse array whose rows hold their indices; none at all is possible."""
+    if not indices:
+        return mx.nd.sparse.zeros("row_sparse", (height, 3), dtype=dtype)
+    values = np.array(indices, dtype)[:, None] * np.ones((1, 3), dtype)
+    return mx.nd.sparse.row_sparse_array((values, indices), shape=(height, 3), dtype=dtype)
+
+
+def reduced(hvd, mx, np):
+    hvd.init()
+    rank = hvd.rank()
+    cases = (
+        ([1, 4, 999], [0, 4, 7]),
+        ([5], [5]),
+        ([], [3, 8]),
+        ([2, 3], []),
+        ([], []),
+    )
+    for dtype in ("float32", "float64", "float16"):
+        for case in cases:
+            dense = [rows(mx, np, list(indices), dtype).asnumpy() for indices in case]
+            mine = rows(mx, np, list(case[rank]), dtype)
+            union = sorted({*case[0], *case[1]})
+            total = hvd.allreduce(mine, op=hvd.Sum)
+            assert total.stype == "row_sparse"
+            assert total.dtype == np.dtype(dtype)
+            assert total.indices.asnumpy().tolist() == union
+            np.testing.assert_array_equal(total.asnumpy(), dense[0] + dense[1])
+            mean = hvd.synchronize(hvd.allreduce_async(mine, name="mean", postscale_factor=2.0))
+            np.testing.assert_array_equal(mean.asnumpy(), dense[0] + dense[1])
+            np.testing.assert_array_equal(mine.asnumpy(), dense[rank])
+            assert hvd.allreduce_(mine) is mine
+            assert mine.indices.asnumpy().tolist() == union
+            np.testing.assert_array_equal(mine.asnumpy(), (dense[0] + dense[1]) / 2)
+    with pytest.raises(hvd.RankMismatchError, match=r"\[1000, 1001\] rows"):
+        hvd.allreduce(rows(mx, np, [1], height=HEIGHT + rank))
+    with pytest.raises(hvd.InvalidArgumentError, match="sparse array"):
+        hvd.allgather(rows(mx, np, [1]))
+
+
+def test_allreduce_of_row_sparse_arrays_equals_that_of_dense_ones(ranks):
+    ranks(2, reduced)
+
+
+def cost(hvd, mx, np):
+    hvd.init()
+
+    def bytes_of(height):
+        before = hvd.counters()["shm_bytes"]
+        hvd.allreduce(rows(mx, np, [1, 5 + hvd.rank()], height=height))
+        return hvd.counters()["shm_bytes"] - before
+
+    bytes_of(100)  # what is told once
+    assert bytes_of(100) == bytes_of(10**7) > 0
+
+
+def test_what_is_sent_does_not_depend_on_the_height(ranks):
+    ranks(2, cost)
+
+
+def embedding(mx, np, sparse):
+    net = mx.gluon.nn.HybridSequential()
+    net.add(mx.gluon.nn.Embedding(HEIGHT, 4, sparse_grad=sparse), mx.gluon.nn.Dense(3, in_units=8))
+    net.initialize()
+    random = np.random.RandomState(3)
+    for parameter in net.collect_params().values():
+        parameter.set_data(mx.nd.array(random.randn(*parameter.shape)))
+    return net
+
+
+def words(mx, np, step, members):
+    """Other words on each rank, some of them common, some twice in a batch."""
+    return mx.nd.array(
+        np.concatenate(
+            [np.random.RandomState(10 * step + r).randint(0, 20, (4, 2)) * (r + 1) for r in members]
+        )
+    )
+
+
+def steps(mx, np, net, trainer, members):
+    for step in range(5):
+        x = words(mx, np, step, members)
+        with mx.autograd.record():
+            loss = (net(x) ** 2).sum(axis=1)
+        loss.backward()
+        trainer.step(len(x))
+
+
+def training(hvd, mx, np):
+    hvd.init()
+    options = {"learning_rate": 0.05}
+    for extra in (
+        {},
+        {"sparse_as_dense": True},
+        {"num_groups": 1},
+        {"sparse_as_dense": True, "num_groups": 1},
+    ):
+        net = embedding(mx, np, True)
+        before = net[0].weight.data().asnumpy()
+        trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", options, **extra)
+        steps(mx, np, net, trainer, [hvd.rank()])
+        alone = embedding(mx, np, False)
+        steps(mx, np, alone, mx.gluon.Trainer(alone.collect_params(), "sgd", options, kvstore=None), range(2))
+        gradient = net[0].weight.grad()
+        assert gradient.stype == "row_sparse"
+        assert len(gradient.indices) < 30
+        assert np.abs(net[0].weight.data().asnumpy() - before).max() > 1e-3
+        for got, want in zip(net.collect_params().values(), alone.collect_params().values(), strict=True):
+            np.testing.assert_allclose(got.data().asnumpy(), want.data().asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_training_an_embedding_with_sparse_gradients(ranks):
+    ranks(2, training)
+
+
+def optimizer(hvd, mx, np):
+    hvd.init()
+    for extra in ({}, {"sparse_as_dense": True}):
+        weight = mx.nd.ones((HEIGHT, 3))
+        update = mx.optimizer.get_updater(
+            hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0), **extra)
+        )
+        update(0, rows(mx, np, [2, 3 + hvd.rank()]), weight)
+        expected = np.ones((HEIGHT, 3))
+        for index, value in ((2, 2.0), (3, 1.5), (4, 2.0)):
+            expected[index] -= value
+        np.testing.assert_allclose(weight.asnumpy(), expected)
+
+
+def test_the_optimizer_takes_sparse_gradients(ranks):
+    ranks(2, optimizer)
