@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from polyhvd.adapter import Handle, ReduceOp
@@ -58,6 +59,7 @@ class GradientReducer(Generic[T]):
         self._prescale, self._postscale = scale_factors(op, gradient_predivide_factor)
         self._process_set = process_set
         self._pending: dict[Any, tuple[Handle, T, T, Any]] = {}
+        self._pending_groups: list[tuple[Handle, list[tuple[T, T, Any]]]] = []
 
     def start(self, key: Any, name: str, gradient: T, *, priority: int = 0) -> None:
         """Begin to reduce ``gradient``; ``key`` identifies it until :meth:`finish`."""
@@ -74,6 +76,21 @@ class GradientReducer(Generic[T]):
         )
         self._pending[key] = (handle, gradient, sent, compression_context)
 
+    def start_group(self, name: str, gradients: Sequence[T], *, priority: int = 0) -> None:
+        """Begin to reduce several gradients, of any dtypes, as one operation: all or none."""
+        parts = [(gradient, *self._compression.compress(gradient)) for gradient in gradients]
+        handle = self._collectives.grouped_allreduce_async(
+            [sent for _, sent, _ in parts],
+            name=f"{self._prefix}.{name}",
+            op=self._op,
+            prescale_factor=self._prescale,
+            postscale_factor=self._postscale,
+            process_set=self._process_set,
+            priority=priority,
+            in_place=True,
+        )
+        self._pending_groups.append((handle, parts))
+
     def is_started(self, key: Any) -> bool:
         """Whether this gradient is under way."""
         return key in self._pending
@@ -81,22 +98,31 @@ class GradientReducer(Generic[T]):
     def drop(self) -> None:
         """Forget all gradients: others may never send theirs. Their memory lives until the core lets go."""
         self._pending = {}
+        self._pending_groups = []
 
     def finish(self) -> None:
         """Wait for all gradients; each tensor then holds the result.
 
         When one fails, the others are waited for all the same, and the first error is raised.
         """
-        pending, self._pending = self._pending, {}
+        pending, groups = self._pending, self._pending_groups
+        self.drop()
         first_error: BaseException | None = None
         for handle, gradient, sent, compression_context in pending.values():
             try:
-                result = self._collectives.synchronize(handle)
+                self._restore(gradient, sent, compression_context, self._collectives.synchronize(handle))
             except Exception as error:
                 first_error = first_error or error
-                continue
-            if sent is not gradient:
-                restored = self._compression.decompress(result, compression_context)
-                self._collectives.adapter.assign(gradient, restored)
+        for handle, parts in groups:
+            try:
+                for part, result in zip(parts, self._collectives.synchronize(handle), strict=True):
+                    self._restore(*part, result)
+            except Exception as error:
+                first_error = first_error or error
         if first_error is not None:
             raise first_error
+
+    def _restore(self, gradient: T, sent: T, compression_context: Any, result: T) -> None:
+        if sent is not gradient:
+            restored = self._compression.decompress(result, compression_context)
+            self._collectives.adapter.assign(gradient, restored)

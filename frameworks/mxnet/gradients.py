@@ -18,7 +18,7 @@ from polyhvd.mxnet import native
 
 from polyhvd import context
 from polyhvd.adapter import Operation, OpKind, ReduceOp
-from polyhvd.api import Call
+from polyhvd.calls import Call
 from polyhvd.errors import InvalidArgumentError
 
 __all__ = ["record"]

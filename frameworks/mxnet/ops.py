@@ -18,7 +18,7 @@ from polyhvd.mxnet import sparse
 from polyhvd.mxnet.adapter import MxnetAdapter
 from polyhvd.mxnet.native import Handle
 
-from polyhvd import api, context
+from polyhvd import context, membership
 from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.api import Collectives, process_set_id, resolve_op
 from polyhvd.compression import Compression as _Compression
@@ -340,7 +340,7 @@ def join() -> int:
     see :func:`polyhvd.join`.
     """
     mx.nd.waitall()
-    last = api.join()
+    last = membership.join()
     adapter.names.restart()  # the ranks have made different numbers of calls
     return last
 

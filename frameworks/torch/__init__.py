@@ -11,29 +11,40 @@ Example::
 
 from __future__ import annotations
 
-from polyhvd.torch.ops import (
-    Compression,
+from polyhvd.torch.base import Compression, poll, synchronize
+from polyhvd.torch.exchange import (
     allgather,
     allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
+    alltoall,
+    alltoall_async,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    join,
+)
+from polyhvd.torch.ops import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    poll,
-    synchronize,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
 )
 from polyhvd.torch.optimizer import DistributedOptimizer
+from polyhvd.torch.sparse import sparse_allreduce_async
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 from polyhvd import (
+    Adasum,
     Average,
     HorovodInternalError,
     InvalidArgumentError,
@@ -44,6 +55,7 @@ from polyhvd import (
     Product,
     RankMismatchError,
     Sum,
+    add_process_set,
     allgather_object,
     barrier,
     broadcast_object,
@@ -57,6 +69,7 @@ from polyhvd import (
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
     start_timeline,
@@ -64,6 +77,7 @@ from polyhvd import (
 )
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -76,6 +90,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -83,6 +98,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -95,19 +112,28 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,45 +49,20 @@ def _reference(tensor: Tensor) -> _core.TensorRef:
     return _core.TensorRef(tensor.data_ptr(), tuple(tensor.shape), _dtype_name(tensor.dtype), tensor)
 
 
-def _tensor(buffer: _core.Buffer, dtype: torch.dtype) -> Tensor:
+# Their outputs are made here; those of others, whose shapes follow from all ranks' tensors, in the core.
+_KEEPS_SHAPE = frozenset((OpKind.ALLREDUCE, OpKind.BROADCAST))
+
+
+def _tensor(buffer: _core.Buffer) -> Tensor:
     """The core's buffer as a tensor that keeps it alive. DLPack has no bool in older versions of torch."""
+    dtype = getattr(torch, buffer.dtype)
     if 0 in buffer.shape:
         return torch.empty(buffer.shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype).view(buffer.shape)
 
 
-class _ByDtype:
-    """The handles of one grouped operation, one for each dtype; see :class:`polyhvd.adapter.Handle`."""
-
-    def __init__(self, name: str, parts: list[tuple[list[int], Handle]], count: int) -> None:
-        self.name = name
-        self.result: Any = None
-        self.finish: Callable[[Any], Any] | None = self._collect
-        self.slot: Any = None
-        self._parts = parts
-        self._count = count
-
-    def done(self) -> bool:
-        return all(handle.done() for _, handle in self._parts)
-
-    def wait(self) -> None:
-        """Wait for all; when one fails, the others are waited for all the same."""
-        first_error: Exception | None = None
-        for _, handle in self._parts:
-            try:
-                handle.wait()
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
-
-    def _collect(self, _: Any) -> list[Tensor]:
-        result: list[Any] = [None] * self._count
-        for positions, handle in self._parts:
-            tensors = handle.finish(handle) if handle.finish is not None else handle.result
-            for position, tensor in zip(positions, tensors, strict=True):
-                result[position] = tensor
-        return result
+def _tensors(handle: Any) -> list[Tensor]:
+    return [_tensor(buffer) for buffer in handle.buffers()]
 
 
 class TorchAdapter:
@@ -121,8 +96,6 @@ class TorchAdapter:
         """Hand tensors to the core where they lie; those that are not dense through a copy."""
         for tensor in tensors:
             check(tensor)
-        if len(tensors) > 1 and any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-            return self._submit_by_dtype(operation, tensors, out)
         if not any(tensor.is_neg() for tensor in tensors):  # such a view has other values than its memory
             try:
                 return self._submit(operation, tensors, out)
@@ -133,8 +106,8 @@ class TorchAdapter:
     def _submit(
         self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
     ) -> Handle:
-        gathers = operation.kind == OpKind.ALLGATHER
-        if out is None and not gathers:
+        keeps_shape = operation.kind in _KEEPS_SHAPE
+        if out is None and keeps_shape:
             out = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
         inputs: Sequence[Any] = tensors
         outputs: Sequence[Any] | None = out
@@ -153,22 +126,20 @@ class TorchAdapter:
             operation.process_set,
             operation.priority,
             operation.blocking,
+            operation.numbers,
         )
-        if gathers:
-            dtype = tensors[0].dtype
-            handle.finish = lambda h: [_tensor(buffer, dtype) for buffer in h.buffers()]
-        else:
+        if keeps_shape:
             handle.result = out
+        else:
+            handle.finish = _tensors
         return handle
 
     def _submit_copies(
         self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
     ) -> Handle:
         dense = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
-        if operation.kind == OpKind.ALLGATHER:
-            return self._submit(operation, dense, None)
         if out is None:
-            return self._submit(operation, dense, dense)
+            return self._submit(operation, dense, dense if operation.kind in _KEEPS_SHAPE else None)
         for target in out:
             if any(step == 0 and n > 1 for step, n in zip(target.stride(), target.shape, strict=True)):
                 raise InvalidArgumentError(
@@ -183,24 +154,6 @@ class TorchAdapter:
 
         handle.finish = copy_back
         return handle
-
-    def _submit_by_dtype(
-        self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
-    ) -> Handle:
-        positions: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            positions.setdefault(tensor.dtype, []).append(i)
-        name = operation.name
-        parts: list[tuple[list[int], Handle]] = []
-        try:
-            for dtype, chosen in positions.items():
-                operation.name = f"{name}.{_dtype_name(dtype)}"
-                some = [tensors[i] for i in chosen]
-                target = None if out is None else some if out is tensors else [out[i] for i in chosen]
-                parts.append((chosen, self.submit(operation, some, target)))
-        finally:
-            operation.name = name
-        return _ByDtype(name, parts, len(tensors))
 
     def dtype(self, tensor: Tensor) -> str:
         """Name of the tensor's element type, without "torch."."""

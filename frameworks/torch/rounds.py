@@ -24,10 +24,14 @@ __all__ = ["EXPECTED", "FROZEN", "READY", "REDUCED", "Board", "Seat", "Section"]
 FROZEN = 0  # needs no gradient
 EXPECTED = 1  # may still get one before the step
 REDUCED = 2  # was reduced in an earlier round of this step
-READY = 3  # is being reduced
+READY = 3  # is being reduced; READY + n: as a sparse tensor of n sparse dimensions
 
 _HEADER_BYTES = 4  # alive, not at its step, rounds since the last step, 255 minus these
 _ROUNDS_MAX = 255
+
+
+def _any_ready(states: bytes | bytearray) -> bool:
+    return max(states, default=FROZEN) >= READY
 
 
 class Section(abc.ABC):
@@ -47,7 +51,11 @@ class Section(abc.ABC):
 
     @abc.abstractmethod
     def start_missing(self, states: bytes) -> None:
-        """Start those that are READY on some rank and have not been started here."""
+        """Start those that are READY on some rank and not yet started here, and what waits for others.
+
+        Args:
+            states: of each parameter; the same on every rank.
+        """
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -133,8 +141,6 @@ class Board:
         for section, begin, states in live:
             union = bytes(board[begin + _HEADER_BYTES :][: len(states)])
             section.settled = EXPECTED not in union or not board[begin + 1]
-            if union == states:
-                continue
             try:
                 section.start_missing(union)
             except Exception as error:
@@ -146,7 +152,7 @@ class Board:
                 errors.append(error)
             most, least = board[begin + 2], _ROUNDS_MAX - board[begin + 3]
             section.rounds = most + 1
-            if most != least and READY in board[begin + _HEADER_BYTES :][: len(states)]:
+            if most != least and _any_ready(board[begin + _HEADER_BYTES :][: len(states)]):
                 errors.append(
                     RankMismatchError(
                         "the ranks are not in the same step: since the last one, some have made "
@@ -165,7 +171,7 @@ class Board:
         begin = 0
         for seat in self._seats:
             end = begin + _HEADER_BYTES + seat.size
-            if seat.occupant() is None and READY in board[begin + _HEADER_BYTES : end]:
+            if seat.occupant() is None and _any_ready(board[begin + _HEADER_BYTES : end]):
                 errors.append(
                     HorovodInternalError("an optimizer that other ranks still use was deleted on this rank")
                 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from polyhvd.torch.ops import adapter, collectives, increment_version
+from polyhvd.torch.base import adapter, collectives, increment_version
 
 from polyhvd import context
 from polyhvd.errors import InvalidArgumentError, RankMismatchError

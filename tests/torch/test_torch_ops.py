@@ -41,12 +41,32 @@ def test_groups_may_mix_dtypes(ranks: Pool) -> None:
     ranks.run(cases.groups_of_mixed_dtypes)
 
 
-def test_a_group_of_one_dtype_is_one_operation(ranks: Pool) -> None:
+def test_a_group_is_one_operation(ranks: Pool) -> None:
     ranks.run(cases.groups_through_the_async_form_are_one_operation)
 
 
 def test_compression_restores_the_dtype(ranks: Pool) -> None:
     ranks.run(cases.compression_restores_the_dtype)
+
+
+def test_exchanges_work_in_every_form(ranks: Pool) -> None:
+    ranks.run(cases.exchanges_in_every_form)
+
+
+def test_compression_of_reducescatter_restores_the_dtype(ranks: Pool) -> None:
+    ranks.run(cases.compression_of_reducescatter)
+
+
+def test_sparse_tensors_are_summed_and_merged(ranks: Pool) -> None:
+    ranks.run(cases.sparse_tensors_are_summed)
+
+
+def test_sparse_sums_cost_what_their_nonzeros_do(ranks: Pool) -> None:
+    ranks.run(cases.sparse_sums_cost_what_their_nonzeros_do)
+
+
+def test_names_of_gradients_recur(ranks: Pool) -> None:
+    ranks.run(cases.names_of_gradients_recur)
 
 
 def test_average_can_be_asked_for_in_the_old_ways(ranks: Pool) -> None:
@@ -89,6 +109,11 @@ def test_overwriting_what_backward_needs_is_an_error(ranks: Pool) -> None:
         "gradient_of_grouped_allreduce",
         "gradient_of_allgather",
         "gradient_of_broadcast",
+        "gradient_of_reducescatter",
+        "gradient_of_grouped_reducescatter",
+        "gradient_of_grouped_allgather",
+        "gradient_of_alltoall",
+        "gradient_of_allgather_while_a_rank_has_joined",
         "second_derivatives",
     ],
 )

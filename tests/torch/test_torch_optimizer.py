@@ -78,8 +78,11 @@ def test_the_number_of_passes_can_be_changed(ranks: Pool) -> None:
     ranks.run(cases.changes_the_number_of_passes)
 
 
-def test_a_parameter_unused_on_some_ranks_has_zero_gradients_there_before_clipping(ranks: Pool) -> None:
-    ranks.run(cases.parameters_unused_on_some_ranks)
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_a_parameter_unused_on_some_ranks_has_zero_gradients_there_before_clipping(
+    ranks: Pool, num_groups: int
+) -> None:
+    ranks.run(cases.parameters_unused_on_some_ranks, num_groups)
 
 
 def test_a_rank_may_skip_backward(ranks: Pool) -> None:
@@ -120,7 +123,7 @@ def test_two_optimizers_in_one_backward_do_not_wait_for_each_other(ranks: Pool) 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_may_compute_what_they_like_as_often_as_they_like(ranks: Pool, seed: int) -> None:
-    ranks.run(cases.any_program, seed)
+    ranks.run(cases.any_program, seed, 3 * (seed % 2))
 
 
 def test_two_optimizers_may_take_turns(ranks: Pool) -> None:
@@ -171,8 +174,49 @@ def test_bad_arguments_are_refused_and_leave_the_optimizer_as_it_was(ranks: Pool
     ranks.run(cases.bad_arguments_are_named)
 
 
-def test_sparse_gradients_are_refused(ranks: Pool) -> None:
-    ranks.run(cases.sparse_gradients_are_refused)
+@pytest.mark.parametrize(
+    "kind", ["number", "number as groups", "more than parameters", "lists", "compressed"]
+)
+def test_a_group_is_reduced_by_one_operation(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.groups_are_one_operation_each, kind)
+
+
+def test_frozen_parameters_do_not_hold_their_group_up(ranks: Pool) -> None:
+    ranks.run(cases.frozen_parameters_are_in_no_group)
+
+
+def test_other_shapes_in_a_group_are_an_error_on_every_rank(ranks: Pool) -> None:
+    ranks.run(cases.other_shapes_in_a_group_are_an_error_on_every_rank)
+
+
+@pytest.mark.parametrize(
+    "kind", ["sparse", "sum", "grouped", "compressed", "as dense", "as dense in a group", "two passes"]
+)
+def test_sparse_gradients_train_like_dense_ones(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.sparse_gradients_train_like_dense_ones, kind)
+
+
+def test_zeros_take_the_layout_of_what_another_rank_has_computed(ranks: Pool) -> None:
+    ranks.run(cases.layouts_of_gradients_follow_what_some_rank_computed)
+
+
+def test_sparse_here_and_dense_there_is_an_error_on_every_rank(ranks: Pool) -> None:
+    ranks.run(cases.sparse_here_and_dense_there_is_an_error_on_every_rank)
+
+
+def test_sparse_gradients_are_refused_where_their_zeros_count(ranks: Pool) -> None:
+    ranks.run(cases.sparse_gradients_need_a_sum)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_adasum_adds_up_gradients_adaptively(ranks: Pool, num_groups: int) -> None:
+    ranks.run(cases.adasum_of_two_ranks, num_groups)
+
+
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_ranks_may_join_before_others(ranks: Pool, num_groups: int) -> None:
+    ranks.run(cases.ranks_may_join_before_others, num_groups)
 
 
 def test_gradients_with_a_graph_are_refused(ranks: Pool) -> None:

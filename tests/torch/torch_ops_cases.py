@@ -154,8 +154,11 @@ def groups_of_mixed_dtypes() -> None:
 
 def groups_through_the_async_form_are_one_operation() -> None:
     before = hvd.counters()["operations"]
-    hvd.grouped_allreduce([torch.ones(2) for _ in range(7)])
-    assert hvd.counters()["operations"] == before + 1
+    dtypes = (torch.float32, torch.int64, torch.bfloat16)
+    tensors = [torch.ones(2, 3, dtype=dtype) for dtype in dtypes for _ in range(3)]
+    for number, call in enumerate((hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter)):
+        call(tensors)
+        assert hvd.counters()["operations"] == before + number + 1
 
 
 def compression_restores_the_dtype() -> None:
@@ -167,6 +170,105 @@ def compression_restores_the_dtype() -> None:
             [rank_tensor(5), rank_tensor(5, dtype=torch.int32)], op=hvd.Sum, compression=compression
         )
         assert [t.dtype for t in whole] == [torch.float32, torch.int32]
+
+
+def exchanges_in_every_form() -> None:
+    """Of every dtype, of views that are not dense, blocking and not, read by DLPack and by address."""
+    slow = Collectives(TorchAdapter(by_reference=True))
+    n, rank = hvd.size(), hvd.rank()
+    for dtype in DTYPES:
+        for make in (lambda t: t, lambda t: t.t().contiguous().t()):
+            everyone = everyones(2 * n, 3, dtype=dtype)
+            mine = make(rank_tensor(2 * n, 3, dtype=dtype))
+            rows = torch.cat([t[2 * rank : 2 * rank + 2] for t in everyone])
+            for received in (
+                hvd.alltoall(mine),
+                hvd.synchronize(hvd.alltoall_async(mine)),
+                slow.alltoall(mine),
+            ):
+                assert torch.equal(received, rows)
+                assert received.dtype == dtype
+            for received, counts in (
+                hvd.alltoall(mine, splits=[2] * n),
+                hvd.synchronize(hvd.alltoall_async(mine, torch.full((n,), 2, dtype=torch.int32))),
+                slow.alltoall(mine, [2] * n),
+            ):
+                assert torch.equal(received, rows)
+                assert counts.dtype == torch.int32
+                assert counts.tolist() == [2] * n
+            op = hvd.Max if dtype == torch.bool else hvd.Sum
+            kept = total(2 * n, 3, dtype=dtype)[2 * rank : 2 * rank + 2]
+            for part in (
+                hvd.reducescatter(mine, op=op),
+                hvd.synchronize(hvd.reducescatter_async(mine, op=op)),
+                slow.reducescatter(mine, op=op),
+                *hvd.grouped_reducescatter([mine, mine], op=op),
+                *hvd.synchronize(hvd.grouped_reducescatter_async([mine], op=op)),
+            ):
+                assert torch.equal(part, kept)
+                assert part.dtype == dtype
+            for gathered in (
+                *hvd.grouped_allgather([mine, mine]),
+                *hvd.synchronize(hvd.grouped_allgather_async([mine])),
+            ):
+                assert torch.equal(gathered, torch.cat(everyone))
+
+
+def compression_of_reducescatter() -> None:
+    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+        part = hvd.reducescatter(rank_tensor(hvd.size(), 2), op=hvd.Sum, compression=compression)
+        assert part.dtype == torch.float32
+        assert torch.equal(part, total(hvd.size(), 2)[hvd.rank() : hvd.rank() + 1])
+
+
+# Sparse ----------------------------------------------------------------------
+
+
+def _sparse(rank: int, dtype: torch.dtype) -> Tensor:
+    """Rank r has r nonzeros, some of them twice: rank 0 has none."""
+    rows = torch.tensor([[(3 * i + rank) % 5 for i in range(rank)] * 2], dtype=torch.int64)
+    return torch.sparse_coo_tensor(
+        rows, torch.ones(2 * rank, 2, dtype=dtype) * (rank + 1), (7, 2), check_invariants=True
+    )
+
+
+def sparse_tensors_are_summed() -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32):
+        dense = sum(_sparse(rank, dtype).to_dense() for rank in range(hvd.size()))
+        mine = _sparse(hvd.rank(), dtype)
+        handle = hvd.sparse_allreduce_async(mine, "sparse", hvd.Sum)
+        result = hvd.synchronize(handle)
+        assert hvd.poll(handle)
+        assert hvd.synchronize(handle) is result
+        assert result.layout is torch.sparse_coo
+        assert result.is_coalesced()
+        assert result.dtype == dtype
+        assert result.shape == (7, 2)
+        assert torch.equal(result.to_dense(), dense)
+        if dtype.is_floating_point:
+            average = hvd.sparse_allreduce_async(mine, None, hvd.Average)()
+            torch.testing.assert_close(average.to_dense(), dense / hvd.size())
+    flat = hvd.synchronize(hvd.sparse_allreduce_async(torch.eye(3).to_sparse(), "flat", hvd.Sum))
+    assert torch.equal(flat.to_dense(), torch.eye(3) * hvd.size())
+    nothing = hvd.synchronize(
+        hvd.sparse_allreduce_async(torch.zeros(3, 2).to_sparse(1), "nothing", hvd.Average)
+    )
+    assert nothing._nnz() == 0
+    assert nothing.shape == (3, 2)
+
+
+def sparse_sums_cost_what_their_nonzeros_do() -> None:
+    def bytes_moved(rows: int) -> int:
+        tensor = torch.sparse_coo_tensor(
+            torch.tensor([[1, 5]]), torch.ones(2, 4), (rows, 4), check_invariants=True
+        )
+        before = hvd.counters()
+        hvd.synchronize(hvd.sparse_allreduce_async(tensor, "cost", hvd.Sum))
+        after = hvd.counters()
+        return sum(after[key] - before[key] for key in after if "bytes" in key)
+
+    few = bytes_moved(10)
+    assert 0 < few == bytes_moved(10**9)
 
 
 def old_ways_to_ask_for_an_average() -> None:
@@ -268,16 +370,33 @@ def bad_arguments_are_errors_at_once() -> None:
     x = torch.ones(2)
     with raises(ValueError, "root rank"):
         hvd.broadcast(x, hvd.size())
-    with raises(ValueError, "op=2"):
-        hvd.allreduce(x, op=2)
+    with raises(ValueError, "op=6"):
+        hvd.allreduce(x, op=6)
     with raises(ValueError, "scalar"):
         hvd.allgather(torch.tensor(1.0))
     with raises(ValueError, "bool"):
         hvd.allreduce(torch.ones(2, dtype=torch.bool))
     with raises(ValueError, "no tensor"):
         hvd.grouped_allreduce([])
-    with raises(ValueError, "not registered"):
-        hvd.allreduce(x, process_set=hvd.ProcessSet([0]))
+    for tensor in (x, x.clone().requires_grad_()):
+        for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+            with raises(ValueError, "not registered"):
+                call(tensor, process_set=hvd.ProcessSet([0]))
+        with raises(ValueError, "does not divide", "pass splits"):
+            hvd.alltoall(torch.cat((tensor,) * hvd.size())[1:])
+        for splits, part in (
+            ([1] * (hvd.size() + 1), "entries"),
+            ([3] * hvd.size(), "sum to"),
+            (torch.ones(hvd.size()), "whole number"),
+            (torch.ones(1, hvd.size(), dtype=torch.int32), "one dimension"),
+        ):
+            with raises(ValueError, part):
+                hvd.alltoall(tensor, splits=splits)
+    with raises(ValueError, "op=Max", "sparse"):
+        hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "x", hvd.Max)
+    for tensor, part in ((torch.ones(2), "torch.strided"), (3, "int")):
+        with raises(TypeError, "torch.sparse_coo", part):
+            hvd.sparse_allreduce_async(tensor, "x", hvd.Sum)
     assert_usable()
 
 
@@ -292,6 +411,8 @@ def disagreements_are_errors_on_every_rank() -> None:
         ),
         (lambda: hvd.allgather(torch.ones(2, 3 + odd), name="m"), ("[2, 3]", "[2, 4]")),
         (lambda: hvd.broadcast_(torch.ones(3), int(odd), name="m"), ("root",)),
+        (lambda: hvd.reducescatter(torch.ones(3 + odd), name="m"), ("[3]", "[4]")),
+        (lambda: hvd.alltoall(torch.ones(hvd.size(), 3 + odd), name="m"), (", 3]", ", 4]")),
         (lambda: hvd.grouped_allreduce([torch.ones(3 + odd), torch.ones(2)], name="m"), ("[3]", "[4]")),
         (
             lambda: hvd.grouped_allreduce([torch.ones(3 + odd), torch.ones(2, dtype=torch.int32)], name="m"),
@@ -302,6 +423,11 @@ def disagreements_are_errors_on_every_rank() -> None:
         with raises(hvd.RankMismatchError, *parts, "torch_ops_cases.py"):
             call()
         assert_usable()
+    handle = hvd.sparse_allreduce_async(torch.ones(3 + odd, 2).to_sparse(1), "m", hvd.Sum)
+    for _ in range(2):
+        with raises(hvd.RankMismatchError, "'m'", "[3, 2]", "[4, 2]"):
+            hvd.synchronize(handle)
+    assert_usable()
 
 
 # Autograd --------------------------------------------------------------------
@@ -358,7 +484,108 @@ def gradient_of_broadcast() -> None:
     torch.testing.assert_close(x.grad, expected if hvd.rank() == 1 else torch.zeros(3))
 
 
+def _rows(rank: int, total: int) -> slice:
+    """Of a reducescatter: the first ranks get one more."""
+    size, rest = divmod(total, hvd.size())
+    begin = rank * size + min(rank, rest)
+    return slice(begin, begin + size + (rank < rest))
+
+
+def gradient_of_reducescatter() -> None:
+    for total_rows in (1, 2 * hvd.size() + 1):
+        mine = _rows(hvd.rank(), total_rows)
+        for op, divisor in ((hvd.Sum, 1), (hvd.Average, hvd.size())):
+            x = rank_tensor(total_rows, 2).requires_grad_()
+            y = hvd.reducescatter(x, op=op, prescale_factor=0.5, postscale_factor=3.0)
+            expected = torch.stack(everyones(total_rows, 2)).sum(0)[mine] * 1.5 / divisor
+            torch.testing.assert_close(y.detach(), expected)
+            (y * _weights(total_rows, 2)[mine]).sum().backward()
+            weights = [
+                _weights(total_rows, 2, rank=rank)[_rows(rank, total_rows)] for rank in range(hvd.size())
+            ]
+            torch.testing.assert_close(x.grad, torch.cat(weights) * 1.5 / divisor)
+
+
+def gradient_of_grouped_reducescatter() -> None:
+    n = 2 * hvd.size()
+    x, y = rank_tensor(n).requires_grad_(), rank_tensor(n, 2, dtype=torch.float64).requires_grad_()
+    a, count, b = hvd.grouped_reducescatter([x, torch.ones(n, dtype=torch.int32), y], op=hvd.Sum)
+    assert count.tolist() == [hvd.size()] * 2
+    assert not count.requires_grad
+    ((a * (hvd.rank() + 1)).sum() + (b * (hvd.rank() + 2)).sum()).backward()
+    owners = torch.arange(n) // 2
+    torch.testing.assert_close(x.grad, (owners + 1).float())
+    torch.testing.assert_close(y.grad, (owners + 2).double()[:, None].expand(n, 2))
+
+
+def gradient_of_grouped_allgather() -> None:
+    rows = [rank + 1 for rank in range(hvd.size())]
+    first, mine = sum(rows[: hvd.rank()]), rows[hvd.rank()]
+    x, y = rank_tensor(mine, 2).requires_grad_(), rank_tensor(3, dtype=torch.float64).requires_grad_()
+    a, count, b = hvd.grouped_allgather([x, torch.tensor([hvd.rank()]), y], name="grouped gather")
+    assert count.tolist() == list(range(hvd.size()))
+    assert not count.requires_grad
+    ((a * _weights(sum(rows), 2)).sum() + (b * _weights(3 * hvd.size())).sum()).backward()
+    torch.testing.assert_close(x.grad, _all_weights(sum(rows), 2).sum(0)[first : first + mine])
+    own = slice(3 * hvd.rank(), 3 * hvd.rank() + 3)
+    torch.testing.assert_close(y.grad, _all_weights(3 * hvd.size()).sum(0)[own].double())
+
+
+def gradient_of_alltoall() -> None:
+    """Rank r sends r + 1 rows to each, or r + s rows to rank s and keeps two; each weighs what it gets."""
+    n, rank = hvd.size(), hvd.rank()
+    x = rank_tensor((rank + 1) * n, 2).requires_grad_()
+    received = hvd.alltoall(x, name="equal parts")
+    parts = [everyones((r + 1) * n, 2)[r][rank * (r + 1) : (rank + 1) * (r + 1)] for r in range(n)]
+    assert torch.equal(received, torch.cat(parts))
+    (received * (rank + 1)).sum().backward()
+    owners = torch.arange(n).repeat_interleave(rank + 1)
+    torch.testing.assert_close(x.grad, (owners + 1.0)[:, None].expand(len(x), 2))
+
+    splits = [rank + s for s in range(n)]
+    x = rank_tensor(sum(splits) + 2, 2).requires_grad_()
+    received, counts = hvd.alltoall(x, torch.tensor(splits), name="splits")
+    assert counts.tolist() == splits
+    assert not counts.requires_grad
+    (received * (rank + 1)).sum().backward()
+    owners = torch.arange(n).repeat_interleave(torch.tensor(splits))
+    expected = torch.cat((owners + 1.0, torch.zeros(2)))
+    torch.testing.assert_close(x.grad, expected[:, None].expand(len(x), 2))
+
+
+def gradient_of_allgather_while_a_rank_has_joined() -> None:
+    if hvd.rank() == 0:
+        hvd.join()
+        return
+    x = torch.ones(hvd.rank(), requires_grad=True)
+    rows = hvd.allgather(x, name="without rank 0")
+    (rows * torch.arange(1.0, len(rows) + 1)).sum().backward()
+    first = sum(range(1, hvd.rank()))
+    expected = torch.arange(first + 1.0, first + hvd.rank() + 1) * (hvd.size() - 1)
+    torch.testing.assert_close(x.grad, expected)
+    hvd.join()
+
+
+def names_of_gradients_recur() -> None:
+    """From the second step on, every rank knows each operation by its number."""
+    for step in range(3):
+        before = hvd.counters()
+        x = rank_tensor(2 * hvd.size()).requires_grad_()
+        rows = hvd.reducescatter(x, name="scatter")
+        y = hvd.alltoall(x, [2] * hvd.size(), name="exchange")[0] + hvd.allgather(rows, name="gather")
+        hvd.broadcast(hvd.allreduce(y, name="reduce"), 0, name="cast").sum().backward()
+        after = hvd.counters()
+        done = {key: after[key] - before[key] for key in ("operations", "cache_hits")}
+        assert done["operations"] > 8
+        if step > 0:
+            assert done["cache_hits"] == done["operations"]
+
+
 def second_derivatives() -> None:
+    x = rank_tensor(3).requires_grad_()
+    (gradient,) = torch.autograd.grad((hvd.broadcast(x, 0) ** 2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    torch.testing.assert_close(second, torch.full((3,), 2.0 * hvd.size() * (hvd.rank() == 0)))
     x = rank_tensor(3).requires_grad_()
     y = hvd.allreduce(x**2, op=hvd.Sum)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -369,8 +596,9 @@ def second_derivatives() -> None:
 
 def no_gradient_where_there_is_none() -> None:
     x = rank_tensor(3).requires_grad_()
-    with raises(NotImplementedError, "Max"):
-        hvd.allreduce(x, op=hvd.Max).sum().backward()
+    for call in (hvd.allreduce, hvd.reducescatter):
+        with raises(hvd.InvalidArgumentError, "op=Max", call.__name__, "detach()"):
+            call(x, op=hvd.Max).sum().backward()
     with torch.no_grad():
         assert not hvd.allreduce(x).requires_grad
     assert not hvd.allreduce(x.detach()).requires_grad
@@ -403,6 +631,12 @@ _SIGNATURES = {
     "grouped_allreduce": "tensors average=None name=None compression op=None prescale_factor=1.0 "
     "postscale_factor=1.0 process_set",
     "allgather": "tensor name=None process_set",
+    "grouped_allgather": "tensors name=None process_set",
+    "alltoall": "tensor splits=None name=None process_set",
+    "reducescatter": "tensor name=None compression op=0 process_set prescale_factor=1.0 postscale_factor=1.0",
+    "reducescatter_async": "tensor name=None op=0 process_set prescale_factor=1.0 postscale_factor=1.0",
+    "sparse_allreduce_async": "tensor name op process_set",
+    "join": "device=-1",
     "broadcast": "tensor root_rank name=None process_set",
     "DistributedOptimizer": "optimizer named_parameters=None compression backward_passes_per_step=1 op=0 "
     "gradient_predivide_factor=1.0 num_groups=0 groups=None sparse_as_dense=False process_set",
@@ -413,11 +647,15 @@ for _name, _like in (
     ("allreduce_async", "allreduce_"),
     ("allreduce_async_", "allreduce_"),
     ("allgather_async", "allgather"),
+    ("grouped_allgather_async", "grouped_allgather"),
+    ("alltoall_async", "alltoall"),
     ("broadcast_", "broadcast"),
     ("broadcast_async", "broadcast"),
     ("broadcast_async_", "broadcast"),
 ):
     _SIGNATURES[_name] = _SIGNATURES[_like]
+for _name in ("reducescatter", "reducescatter_async"):
+    _SIGNATURES[f"grouped_{_name}"] = _SIGNATURES[_name].replace("tensor", "tensors")
 for _name in ("grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"):
     _SIGNATURES[_name] = _SIGNATURES["allreduce_"].replace("tensor", "tensors")
 

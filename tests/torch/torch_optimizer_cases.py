@@ -187,8 +187,8 @@ def _branches(make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["momentu
     return module, optimizer, oracle, make(oracle.parameters())
 
 
-def parameters_unused_on_some_ranks() -> None:
-    module, optimizer, oracle, oracle_optimizer = _branches()
+def parameters_unused_on_some_ranks(num_groups: int) -> None:
+    module, optimizer, oracle, oracle_optimizer = _branches(num_groups=num_groups)
     for step, (x, y) in enumerate(batches(5)):
         # In the last step, all ranks turn left.
         turns = [step == 4 or (rank + step) % 2 == 0 for rank in range(hvd.size())]
@@ -381,7 +381,7 @@ def two_optimizers_in_one_backward() -> None:
         assert_same_bits(module)
 
 
-def any_program(seed: int) -> None:
+def any_program(seed: int, num_groups: int) -> None:
     """Each rank calls backward as often as it likes, each time on some layers of two optimizers."""
     width, layers = 3, 6
 
@@ -396,7 +396,7 @@ def any_program(seed: int) -> None:
         return some, [torch.optim.Adam([p for m in half for p in m.parameters()], lr=0.1) for half in halves]
 
     module, optimizers = build()
-    optimizers = [hvd.DistributedOptimizer(o) for o in optimizers]
+    optimizers = [hvd.DistributedOptimizer(o, num_groups=num_groups) for o in optimizers]
     oracle, oracle_optimizers = build()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(6):
@@ -726,12 +726,19 @@ def bad_arguments_are_named() -> None:
     module = model()
     plain = sgd(module.parameters())
     named = list(module.named_parameters())
+    own = [parameter for _, parameter in named]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
-        ({"num_groups": 2}, "num_groups=2"),
-        ({"groups": 2}, "groups=2"),
-        ({"sparse_as_dense": True}, "sparse_as_dense=True"),
-        ({"op": 2}, "op=2"),
+        ({"num_groups": -1}, "num_groups=-1"),
+        ({"num_groups": 1.5}, "num_groups=1.5"),
+        ({"num_groups": 2, "groups": [own]}, "num_groups=2"),
+        ({"groups": 0}, "groups=0"),
+        ({"groups": "all"}, "groups='all'"),
+        ({"groups": own}, "groups[0]: expected a list"),
+        ({"groups": [own[:1], [own[1], own[0]]]}, "groups[1][1] is in groups[0]"),
+        ({"groups": [[*own, torch.ones(1)]]}, "groups[0][4]"),
+        ({"op": 6}, "op=6"),
+        ({"op": hvd.Adasum, "gradient_predivide_factor": 2.0}, "op=Average"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average"),
         ({"named_parameters": named[:-1]}, "[3]"),
         ({"named_parameters": [*named, named[0]]}, "0.weight"),
@@ -749,13 +756,225 @@ def bad_arguments_are_named() -> None:
         hvd.DistributedOptimizer(sgd(torch.nn.LazyLinear(3).parameters()))
 
 
-def sparse_gradients_are_refused() -> None:
-    layer = torch.nn.Embedding(4, 3, sparse=True)
-    optimizer = hvd.DistributedOptimizer(sgd(layer.parameters()), layer.named_parameters())
-    with raises(hvd.InvalidArgumentError, "sparse", "'weight'"):
-        layer(torch.tensor([1])).sum().backward()
+# Groups ----------------------------------------------------------------------
+
+
+def groups_are_one_operation_each(kind: str) -> None:
+    """And what they compute is what single reductions do. The bias of the last layer is in no group."""
+    module, oracle = model(), model()
+    first, second, third, _ = module.parameters()
+    dtypes = [torch.float32, torch.float64]
+    for some in (module, oracle):
+        for layer, dtype in zip((some[0], some[2]), dtypes, strict=True):
+            layer.to(dtype)
+    options, operations = {
+        "number": ({"num_groups": 3}, 3),
+        "number as groups": ({"groups": 1}, 1),
+        "more than parameters": ({"num_groups": 9}, 4),
+        "lists": ({"groups": [[third, first], [second]]}, 3),
+        "compressed": ({"groups": [[first, third]], "compression": hvd.Compression.bf16}, 3),
+    }[kind]
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](module.parameters()), **options)
+    oracle_optimizer = OPTIMIZERS["momentum"](oracle.parameters())
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        before = hvd.counters()["operations"]
+        (module[2](module[0](own(x)).double()) - own(y)).square().mean().backward()
+        assert hvd.counters()["operations"] == before + operations + 1
+        (oracle[2](oracle[0](x).double()) - y).square().mean().backward()
+        for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+            tolerance = 1e-2 if kind == "compressed" else 1e-5
+            torch.testing.assert_close(found.grad, expected.grad, rtol=tolerance, atol=tolerance)
+            found.grad.copy_(expected.grad)
+        optimizer.step()
+        oracle_optimizer.step()
+
+
+def frozen_parameters_are_in_no_group() -> None:
+    module, oracle = model(), model()
+    for some in (module, oracle):
+        some[0].bias.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), groups=[list(module.parameters())])
+    oracle_optimizer = sgd(oracle.parameters())
+    for step, (x, y) in enumerate(batches(3)):
+        if step == 2:
+            module[0].bias.requires_grad_(True)
+            oracle[0].bias.requires_grad_(True)
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        before = hvd.counters()["operations"]
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        assert hvd.counters()["operations"] == before + 2 + (step == 2)
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+def other_shapes_in_a_group_are_an_error_on_every_rank() -> None:
+    width = 3 + (hvd.rank() == 1)
+    module = torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 2))
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), module.named_parameters(), num_groups=1)
+    ((x, y),) = batches(1)
+    with raises(hvd.RankMismatchError, "group.0", "'1.weight'", "[3, 5]", "[4, 5]"):
+        loss_of(module, own(x), own(y)).backward()
     assert not optimizer._gradients.in_flight
     assert_usable()
+
+
+# Sparse gradients ------------------------------------------------------------
+
+
+class Words(torch.nn.Module):
+    """An embedding, of which each rank may see other rows, and a layer of its own."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.embedding = torch.nn.Embedding(12, 3, sparse=sparse)
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, words: list[int]) -> Tensor:
+        rows = self.embedding(torch.tensor(words)) if words else torch.ones(2, 3)
+        result: Tensor = self.layer(rows).square().sum()
+        return result
+
+
+def _words(rank: int, step: int) -> list[int]:
+    """Some twice; rank 0 has none in the first step, and in the second nobody."""
+    if step == 1 or (step == 0 and rank == 0):
+        return []
+    return [(rank + step + i) % 5 for i in range(rank + 2)] * 2
+
+
+def sparse_gradients_train_like_dense_ones(kind: str) -> None:
+    options = {
+        "sparse": {},
+        "sum": {"op": hvd.Sum},
+        "grouped": {"num_groups": 2},
+        "compressed": {"compression": hvd.Compression.bf16},
+        "as dense": {"sparse_as_dense": True},
+        "as dense in a group": {"sparse_as_dense": True, "num_groups": 1},
+        "two passes": {"backward_passes_per_step": 2},
+    }[kind]
+    passes = options.get("backward_passes_per_step", 1)
+    divisor = 1 if kind == "sum" else hvd.size()
+    module, oracle = Words(sparse=True), Words(sparse=False)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters(), 0.01), **options)
+    oracle_optimizer = sgd(oracle.parameters(), 0.01)
+    for step in range(0, 4 * passes, passes):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        for number in range(step, step + passes):
+            module(_words(hvd.rank(), number)).backward()
+            for rank in range(hvd.size()):
+                (oracle(_words(rank, number)) / divisor).backward()
+        gradient, expected = module.embedding.weight.grad, oracle.embedding.weight.grad
+        assert (gradient is None) == (expected is None)
+        if gradient is not None:
+            assert gradient.is_sparse == ("dense" not in kind)
+            if gradient.is_sparse:
+                touched = {w for r in range(hvd.size()) for n in range(passes) for w in _words(r, step + n)}
+                assert gradient.is_coalesced()
+                assert gradient.indices().tolist() == [sorted(touched)]
+            tolerance = 3e-2 if kind == "compressed" else 1e-5
+            torch.testing.assert_close(gradient.to_dense(), expected, rtol=tolerance, atol=tolerance)
+        optimizer.step()
+        if kind != "compressed":
+            oracle_optimizer.step()
+            assert_close(module, oracle)
+        else:
+            oracle.load_state_dict(module.state_dict())
+        assert_same_bits(list(module.parameters()))
+
+
+def layouts_of_gradients_follow_what_some_rank_computed() -> None:
+    """Zeros of another layout, as ``zero_grad(set_to_none=False)`` leaves them, do not matter."""
+    module = Words(sparse=True)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    weight = module.embedding.weight
+    if hvd.rank() == 0:
+        weight.grad = torch.zeros_like(weight)
+    module(_words(hvd.rank(), 0)).backward()
+    optimizer.step()
+    assert weight.grad.is_sparse
+    assert_same_bits([weight])
+    optimizer.zero_grad(set_to_none=hvd.rank() == 0)
+    if hvd.rank() == 0:
+        (weight.sum() + module([])).backward()
+    else:
+        module([]).backward()
+    assert not weight.grad.is_sparse
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 1 / hvd.size()))
+    optimizer.step()
+    assert_same_bits([weight])
+
+
+def sparse_here_and_dense_there_is_an_error_on_every_rank() -> None:
+    module = Words(sparse=hvd.rank() == 0)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), module.named_parameters())
+    with raises(hvd.RankMismatchError, "'embedding.weight'", "allgather", "allreduce"):
+        module([1, 2]).backward()
+    assert not optimizer._gradients.in_flight
+    assert_usable()
+
+
+def sparse_gradients_need_a_sum() -> None:
+    for op in (hvd.Adasum, hvd.Max):
+        layer = torch.nn.Embedding(4, 3, sparse=True)
+        optimizer = hvd.DistributedOptimizer(sgd(layer.parameters()), layer.named_parameters(), op=op)
+        with raises(hvd.InvalidArgumentError, "'weight'", "sparse_as_dense=True", f"op={op.name}"):
+            layer(torch.tensor([1])).sum().backward()
+        assert not optimizer._gradients.in_flight
+    assert_usable()
+
+
+# Adasum and join -------------------------------------------------------------
+
+
+def _adasum(a: Tensor, b: Tensor) -> Tensor:
+    dot = (a * b).sum()
+    return (1 - dot / (2 * a.square().sum())) * a + (1 - dot / (2 * b.square().sum())) * b
+
+
+def adasum_of_two_ranks(num_groups: int) -> None:
+    module, optimizer, oracle, _ = pair(op=hvd.Adasum, num_groups=num_groups)
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    sides = [
+        torch.autograd.grad(loss_of(oracle, own(x, rank), own(y, rank)), list(oracle.parameters()))
+        for rank in range(2)
+    ]
+    for parameter, a, b in zip(module.parameters(), *sides, strict=True):
+        torch.testing.assert_close(parameter.grad, _adasum(a, b))
+    assert_same_bits(module)
+    with raises(hvd.InvalidArgumentError, "computed again"):
+        loss_of(module, own(x), own(y)).backward()
+    assert not optimizer._gradients.in_flight
+    optimizer.zero_grad()
+
+
+def ranks_may_join_before_others(num_groups: int) -> None:
+    """Rank r has r + 1 batches; those that have joined add zeros, and count as ranks."""
+    module, oracle = Words(sparse=True), Words(sparse=False)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters(), 0.01), num_groups=num_groups)
+    oracle_optimizer = sgd(oracle.parameters(), 0.01)
+    for step in range(hvd.rank() + 1):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        module(_words(hvd.rank(), step + 2)).backward()
+        for rank in range(step, hvd.size()):
+            (oracle(_words(rank, step + 2)) / hvd.size()).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    last = hvd.join()
+    assert last == hvd.size() - 1
+    assert_close(module, oracle)
+    hvd.broadcast_parameters(module.state_dict(), last)
+    module(_words(hvd.rank(), 9)).backward()
+    optimizer.step()
+    assert_same_bits(module.parameters())
 
 
 def gradients_with_a_graph_are_refused() -> None:

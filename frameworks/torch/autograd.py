@@ -1,0 +1,248 @@
+"""The derivatives of the collectives: of the sum of all ranks' losses, by what is on each rank.
+
+A backward is a collective, too: every rank that takes part in the forward runs it, in the same order.
+What it is called follows from the forward's name, so names agree between ranks and recur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from polyhvd.torch.base import collectives
+
+from polyhvd.adapter import ReduceOp
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "allgather_group",
+    "allreduce_group",
+    "alltoall_parts",
+    "broadcast_one",
+    "reducescatter_group",
+    "wants_gradient",
+]
+
+Tensor = torch.Tensor
+Gradients = list[Tensor | None]
+
+
+def wants_gradient(tensor: Tensor) -> bool:
+    """Whether autograd is to know of an operation on ``tensor``; False for what is no tensor."""
+    # The adapter refuses that, with the name of the operation.
+    return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+
+
+def _any_wants_gradient(tensors: Sequence[Tensor]) -> bool:
+    return any(wants_gradient(tensor) for tensor in tensors)
+
+
+def _gradient_name(name: str | None) -> str | None:
+    return None if name is None else f"{name}.gradient"
+
+
+def _check_linear(collective: str, op: int) -> None:
+    if op not in (ReduceOp.Average, ReduceOp.Sum):
+        raise InvalidArgumentError(
+            f"op={ReduceOp(op).name}: {collective} has a gradient for Average and Sum alone; use one of "
+            "them, or detach()"
+        )
+
+
+def _mark_integers(ctx: Any, results: Sequence[Tensor]) -> None:
+    ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
+
+
+def _floating(gradients: Sequence[Tensor]) -> list[int]:
+    """Positions of the outputs that have a gradient."""
+    return [i for i, g in enumerate(gradients) if g is not None and g.is_floating_point()]
+
+
+def _spread(count: int, positions: list[int], values: Sequence[Tensor]) -> Gradients:
+    results: Gradients = [None] * count
+    for position, value in zip(positions, values, strict=True):
+        results[position] = value
+    return results
+
+
+class _Allreduce(torch.autograd.Function):
+    """The gradient of a sum over ranks is the sum of the ranks' gradients, scaled alike."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.arguments = arguments
+        results = tuple(collectives.grouped_allreduce(tensors, **arguments))
+        _mark_integers(ctx, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        arguments = dict(ctx.arguments)
+        _check_linear("allreduce", arguments["op"])
+        arguments["name"] = _gradient_name(arguments["name"])
+        chosen = _floating(gradients)
+        reduced = allreduce_group([gradients[i] for i in chosen], **arguments)
+        return None, *_spread(len(gradients), chosen, reduced)
+
+
+class _Reducescatter(torch.autograd.Function):
+    """The gradient of a term is that of its sum: every rank gathers the gradients of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.arguments = arguments
+        results = tuple(collectives.grouped_reducescatter(tensors, **arguments))
+        _mark_integers(ctx, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        arguments = ctx.arguments
+        op, process_set = arguments["op"], arguments["process_set"]
+        _check_linear("reducescatter", op)
+        factor = arguments["prescale_factor"] * arguments["postscale_factor"]
+        if op == ReduceOp.Average:
+            factor /= process_set.size()
+        chosen = _floating(gradients)
+        scaled = [gradients[i] if factor == 1 else gradients[i] * factor for i in chosen]
+        gathered = allgather_group(scaled, name=_gradient_name(arguments["name"]), process_set=process_set)
+        return None, *_spread(len(gradients), chosen, gathered)
+
+
+class _Allgather(torch.autograd.Function):
+    """The gradient of a rank's rows is the sum of all ranks' gradients of these rows."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = tuple(collectives.grouped_allgather(tensors, name=name, process_set=process_set))
+        ctx.arguments = [tensor.shape[0] for tensor in tensors], name, process_set
+        _mark_integers(ctx, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, name, process_set = ctx.arguments
+        label = _gradient_name(name)
+        own = process_set.rank()
+        # With the rank, since those that have joined are missing from it.
+        table = collectives.allgather(
+            torch.tensor([[own, *rows]]), name=label and f"{label}.rows", process_set=process_set
+        )
+        before = table[table[:, 0] < own].sum(0).tolist()[1:]
+        chosen = _floating(gradients)
+        totals = allreduce_group(
+            [gradients[i] for i in chosen],
+            name=label,
+            op=ReduceOp.Sum,
+            prescale_factor=1.0,
+            postscale_factor=1.0,
+            process_set=process_set,
+        )
+        parts = [total.narrow(0, before[i], rows[i]) for i, total in zip(chosen, totals, strict=True)]
+        return None, None, *_spread(len(gradients), chosen, parts)
+
+
+class _Broadcast(torch.autograd.Function):
+    """The gradient of the root's tensor is the sum of all ranks' gradients; of others, zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.arguments = root_rank, name, process_set
+        return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        root_rank, name, process_set = ctx.arguments
+        (total,) = allreduce_group(
+            [gradient],
+            name=_gradient_name(name),
+            op=ReduceOp.Sum,
+            prescale_factor=1.0,
+            postscale_factor=1.0,
+            process_set=process_set,
+        )
+        is_root = torch.tensor(global_process_set.rank() == root_rank)
+        # Zeros with a graph: the second derivative is a collective of every rank.
+        return torch.where(is_root, total, torch.zeros_like(total)), None, None, None
+
+
+class _Alltoall(torch.autograd.Function):
+    """The gradients of rows travel back to the rank that has sent them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
+    ) -> tuple[Tensor, Tensor]:
+        output, received = collectives.alltoall(tensor, splits, name=name, process_set=process_set)
+        ctx.arguments = tensor.shape[0], received.tolist(), name, process_set
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        rows, received, name, process_set = ctx.arguments
+        returned, _ = alltoall_parts(gradient, received, name=_gradient_name(name), process_set=process_set)
+        kept = rows - returned.shape[0]  # rows beyond the splits, which were not sent
+        if kept > 0:
+            returned = torch.cat((returned, returned.new_zeros(kept, *returned.shape[1:])))
+        return returned, None, None, None
+
+
+# torch declares no types for apply().
+_apply_allreduce: Any = _Allreduce.apply
+_apply_reducescatter: Any = _Reducescatter.apply
+_apply_allgather: Any = _Allgather.apply
+_apply_broadcast: Any = _Broadcast.apply
+_apply_alltoall: Any = _Alltoall.apply
+
+
+def allreduce_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
+    """``Collectives.grouped_allreduce`` with all its arguments named, differentiable."""
+    if _any_wants_gradient(tensors):
+        return list(_apply_allreduce(arguments, *tensors))
+    return collectives.grouped_allreduce(tensors, **arguments)
+
+
+def reducescatter_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
+    """``Collectives.grouped_reducescatter`` with all its arguments named, differentiable."""
+    if _any_wants_gradient(tensors):
+        return list(_apply_reducescatter(arguments, *tensors))
+    return collectives.grouped_reducescatter(tensors, **arguments)
+
+
+def allgather_group(tensors: Sequence[Tensor], *, name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    """``Collectives.grouped_allgather``, differentiable."""
+    if _any_wants_gradient(tensors):
+        return list(_apply_allgather(name, process_set, *tensors))
+    return collectives.grouped_allgather(tensors, name=name, process_set=process_set)
+
+
+def broadcast_one(tensor: Tensor, root_rank: int, *, name: str | None, process_set: ProcessSet) -> Tensor:
+    """``Collectives.broadcast``, differentiable."""
+    if wants_gradient(tensor):
+        result: Tensor = _apply_broadcast(tensor, root_rank, name, process_set)
+        return result
+    return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+
+
+def alltoall_parts(tensor: Tensor, splits: Any, *, name: str | None, process_set: ProcessSet) -> Any:
+    """``Collectives.alltoall``, differentiable."""
+    parts = splits
+    if splits is None and wants_gradient(tensor):
+        parts = _equal_parts(tensor, process_set)
+    if parts is None or not wants_gradient(tensor):
+        return collectives.alltoall(tensor, splits, name=name, process_set=process_set)
+    output, received = _apply_alltoall(tensor, parts, name, process_set)
+    return output if splits is None else (output, received)
+
+
+def _equal_parts(tensor: Tensor, process_set: ProcessSet) -> list[int] | None:
+    """The splits that None means; None for a call that the core refuses."""
+    if tensor.dim() == 0 or process_set.process_set_id is None:
+        return None
+    rows, rest = divmod(tensor.shape[0], process_set.size())
+    return [rows] * process_set.size() if rest == 0 else None

@@ -1,0 +1,23 @@
+"""The one adapter of this process and its collectives, for the other modules of this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from polyhvd.torch.adapter import TorchAdapter
+
+from polyhvd.api import Collectives
+from polyhvd.compression import Compression as _Compression
+
+__all__ = ["Compression", "adapter", "collectives", "increment_version", "poll", "synchronize"]
+
+adapter = TorchAdapter()
+collectives: Collectives[torch.Tensor] = Collectives(adapter)
+Compression = _Compression(adapter)
+
+poll = collectives.poll
+synchronize = collectives.synchronize
+
+# Tells autograd that a tensor was written to: a backward that needs its old values then fails.
+increment_version: Any = getattr(torch.autograd.graph, "increment_version", torch._C._increment_version)

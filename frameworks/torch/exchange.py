@@ -1,0 +1,149 @@
+"""What moves tensors, and join, with Horovod's signatures. What they mean stands in polyhvd.api.
+
+Forms that return new tensors are differentiable. Asynchronous and in-place forms are not: their results
+are unknown to autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from polyhvd.torch.adapter import check
+from polyhvd.torch.autograd import allgather_group, alltoall_parts, broadcast_one, wants_gradient
+from polyhvd.torch.base import collectives, increment_version, synchronize
+
+from polyhvd import api
+from polyhvd.adapter import Handle
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "join",
+]
+
+Tensor = torch.Tensor
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Concatenate the ranks' tensors; see :meth:`polyhvd.api.Collectives.allgather`. Differentiable."""
+    if not wants_gradient(tensor):
+        return collectives.allgather(tensor, name=name, process_set=process_set)
+    (result,) = allgather_group((tensor,), name=name, process_set=process_set)
+    return result
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start :func:`allgather`, without gradient."""
+    return collectives.allgather_async(tensor, name=name, process_set=process_set)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """Gather several tensors, of any dtypes, as one operation: all or none. Differentiable."""
+    return allgather_group(tensors, name=name, process_set=process_set)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start :func:`grouped_allgather`, without gradient."""
+    return collectives.grouped_allgather_async(tensors, name=name, process_set=process_set)
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the root's tensor as a new one; see :meth:`polyhvd.api.Collectives.broadcast`.
+
+    Differentiable: pass tensors that require gradients on every rank, or on none.
+    """
+    return broadcast_one(tensor, root_rank, name=name, process_set=process_set)
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Overwrite a tensor with the root's."""
+    check(tensor)
+    if tensor.is_neg():
+        synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+        return tensor
+    result = collectives.broadcast(tensor, root_rank, name=name, process_set=process_set, in_place=True)
+    increment_version(tensor)
+    return result
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`broadcast`, without gradient."""
+    return collectives.broadcast_async(tensor, root_rank, name=name, process_set=process_set)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`broadcast_`; leave the tensor alone until ``synchronize(handle)``."""
+    handle = collectives.broadcast_async(tensor, root_rank, name=name, process_set=process_set, in_place=True)
+    increment_version(tensor)
+    return handle
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Exchange rows with all ranks; see :meth:`polyhvd.api.Collectives.alltoall`. Differentiable."""
+    return alltoall_parts(tensor, splits, name=name, process_set=process_set)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`alltoall`, without gradient; ``synchronize(handle)`` returns what that does."""
+    return collectives.alltoall_async(tensor, splits, name=name, process_set=process_set)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has run out of data; see :func:`polyhvd.api.join`.
+
+    Args:
+        device: of the tensors that stand in for this rank's; all are on the CPU, so it does not matter.
+
+    Returns:
+        The rank that joined last: it has seen the most data.
+    """
+    return api.join()
