@@ -14,7 +14,7 @@ from polyhvd.torch.adapter import check
 from polyhvd.torch.autograd import allgather_group, alltoall_parts, broadcast_one, wants_gradient
 from polyhvd.torch.base import collectives, increment_version, synchronize
 
-from polyhvd import api
+from polyhvd import membership
 from polyhvd.adapter import Handle
 from polyhvd.process_sets import ProcessSet, global_process_set
 
@@ -138,7 +138,7 @@ def alltoall_async(
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has run out of data; see :func:`polyhvd.api.join`.
+    """Say that this rank has run out of data; see :func:`polyhvd.membership.join`.
 
     Args:
         device: of the tensors that stand in for this rank's; all are on the CPU, so it does not matter.
@@ -146,4 +146,4 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last: it has seen the most data.
     """
-    return api.join()
+    return membership.join()

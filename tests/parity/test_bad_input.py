@@ -86,14 +86,14 @@ def _disagreements(driver: Driver) -> dict[str, tuple[Callable[..., Any], Callab
             "[4]",
         ),
         "exchange": (
-            lambda x: hvd.alltoall(x["2x2"], splits=[0] * hvd.size(), name="bad exchange")[0],
-            lambda x: hvd.alltoall(x["2x3"], splits=[0] * hvd.size(), name="bad exchange")[0],
+            lambda x: hvd.alltoall(x["4x2"], splits=[1] * hvd.size(), name="bad exchange")[0],
+            lambda x: hvd.alltoall(x["4x3"], splits=[1] * hvd.size(), name="bad exchange")[0],
             "[*, 3]",
         ),
         "scatter": (
-            lambda x: hvd.reducescatter(x["2x2"], name="bad scatter"),
-            lambda x: hvd.reducescatter(x["2x3"], name="bad scatter"),
-            "[2, 3]",
+            lambda x: hvd.reducescatter(x["4x2"], name="bad scatter"),
+            lambda x: hvd.reducescatter(x["4x3"], name="bad scatter"),
+            "[4, 3]",
         ),
         "scatter op": (
             lambda x: hvd.reducescatter(x["4"], name="bad scatter op", op=hvd.Sum),
@@ -118,6 +118,8 @@ _TENSORS = {
     "4 ints": np.ones(4, np.int32),
     "2x2": np.ones((2, 2), np.float32),
     "2x3": np.ones((2, 3), np.float32),
+    "4x2": np.ones((4, 2), np.float32),
+    "4x3": np.ones((4, 3), np.float32),
 }
 
 
