@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -13,7 +16,7 @@ import mxnet as mx
 from mxnet.base import _LIB, MXNetError
 from mxnet.ndarray import NDArray
 
-from polyhvd import errors
+from polyhvd import context, errors
 from polyhvd.adapter import Operation
 
 __all__ = ["Handle", "push", "set_engine"]
@@ -67,6 +70,32 @@ def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
 
 
 _library, _quick = _load()
+
+#: At exit, the time for operations that were pushed but never waited for.
+_EXIT_GRACE_S = 10.0
+
+
+def _finish() -> None:
+    """Let the last operations run, which others may need, then end polyhvd.
+
+    MXNet itself waits at exit for all of them, and for ever: also for one that a rank alone has
+    asked for. So this comes before.
+    """
+    if not context.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError):  # newer Pythons start no thread at exit
+        waiting = threading.Thread(target=_wait_for_all, daemon=True)
+        waiting.start()
+        waiting.join(_EXIT_GRACE_S)
+    context.shutdown()
+
+
+def _wait_for_all() -> None:
+    with contextlib.suppress(Exception):  # of an operation whose result nobody has read
+        mx.nd.waitall()
+
+
+atexit.register(_finish)  # after MXNet has registered its own, so that it runs before
 
 
 def _both(base: type[Exception]) -> type[Exception]:
