@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
 STAMPS := build/stamps
 
-.PHONY: help setup demo test check bench asan tsan core matrix clean
+.PHONY: help setup demo test check bench asan tsan core fuzz matrix clean
 help:
 	@sed -n 's/^##@ //p' Makefile
 
@@ -77,6 +77,23 @@ asan: build/core/asan/run
 tsan: build/core/tsan/run
 	TSAN_OPTIONS=halt_on_error=1 build/core/tsan/run
 
+FUZZ_SECONDS ?= 600
+FUZZ_SOURCES := $(wildcard tests/fuzz/*.cc)
+FUZZED := polyhvd/csrc/wire.cc polyhvd/csrc/framing.cc polyhvd/csrc/types.cc
+FUZZ_FLAGS := -O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all
+
+build/fuzz/polyhvd/%.o: FUZZ_FLAGS += -fsanitize-coverage=trace-pc
+build/fuzz/%.o: %.cc
+	@mkdir -p $(@D)
+	$(CXX) $(CORE_FLAGS) $(FUZZ_FLAGS) -c $< -o $@
+build/fuzz/run: $(FUZZED:%.cc=build/fuzz/%.o) $(FUZZ_SOURCES:%.cc=build/fuzz/%.o)
+	$(CXX) $(FUZZ_FLAGS) $^ -o $@
+-include $(FUZZED:%.cc=build/fuzz/%.d) $(FUZZ_SOURCES:%.cc=build/fuzz/%.d)
+
+##@ fuzz     the decoder of control messages under random bytes, for FUZZ_SECONDS (600)
+fuzz: build/fuzz/run
+	build/fuzz/run tests/fuzz/corpus $(FUZZ_SECONDS)
+
 ##@ test     everything: the core, the launcher, every adapter, parity, training
 test: $(STAMPS)/test
 	$(MAKE) -j$(JOBS) core
@@ -87,7 +104,7 @@ check: $(STAMPS)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc benchmarks/*.cc)
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/fuzz/*.h tests/fuzz/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py
 
 ##@ bench    latency and throughput beside the peers that are installed
