@@ -1,6 +1,5 @@
 #include "framing.h"
 
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -15,20 +14,22 @@ namespace {
 struct Header {
   std::uint32_t length;
   std::uint32_t payload_crc;
-  std::uint32_t crc;  // of the two above
+  std::uint32_t crc;
 };
 static_assert(sizeof(Header) == kFrameHeaderBytes);
 
-std::uint32_t crc_of(const Header& header) noexcept {
-  return crc32c(std::as_bytes(std::span(&header, 1)).first(offsetof(Header, crc)));
+// Of what stands before it, and of the frame's number, which is not sent.
+std::uint32_t crc_of(const Header& header, std::uint32_t number) noexcept {
+  const std::uint32_t words[] = {header.length, header.payload_crc, number};
+  return crc32c(std::as_bytes(std::span(words)));
 }
 
 }  // namespace
 
-void append_frame(std::string& stream, std::string_view payload) {
+void FrameWriter::append(std::string& stream, std::string_view payload) {
   Header header{static_cast<std::uint32_t>(payload.size()),
                 crc32c(std::as_bytes(std::span(payload))), 0};
-  header.crc = crc_of(header);
+  header.crc = crc_of(header, count_++);
   stream.append(reinterpret_cast<const char*>(&header), sizeof header);
   stream.append(payload);
 }
@@ -47,11 +48,12 @@ bool FrameReader::next(std::string& payload) {
   Header header;
   std::memcpy(&header, buffer_.data() + consumed_, sizeof header);
   // Before the length is believed: waiting for bytes that nobody sends has no end.
-  if (crc_of(header) != header.crc || header.length > kFrameBytesMax) {
+  if (crc_of(header, count_) != header.crc || header.length > kFrameBytesMax) {
     throw Failure(ErrorCode::kPeerLost,
                   "the header of a control frame fails its checksum: the connection is garbled");
   }
   if (available - kFrameHeaderBytes < header.length) return false;
+  ++count_;
   payload.assign(buffer_, consumed_ + kFrameHeaderBytes, header.length);
   consumed_ += kFrameHeaderBytes + header.length;
   if (crc32c(std::as_bytes(std::span(payload))) != header.payload_crc) {

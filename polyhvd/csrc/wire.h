@@ -1,8 +1,8 @@
 // Bytes of the control plane. Pure. Every length read is checked against the
 // bytes at hand and against a bound, so a hostile frame costs no memory.
 //
-// A frame is [u32 length][u32 crc32c of the payload][u32 crc32c of these eight
-// bytes][payload], little endian.
+// A frame is [u32 length][u32 crc32c of the payload][u32 crc32c of these eight bytes
+// and the frame's number in its stream][payload], little endian.
 #pragma once
 
 #include <cstddef>

@@ -32,7 +32,8 @@ std::optional<std::vector<std::string>> payloads_of(const std::string& stream, s
 
 std::string stream_of(const std::vector<std::string>& payloads) {
   std::string stream;
-  for (const std::string& payload : payloads) append_frame(stream, payload);
+  FrameWriter writer;
+  for (const std::string& payload : payloads) writer.append(stream, payload);
   return stream;
 }
 
@@ -62,9 +63,17 @@ TEST_CASE("a garbled length is refused by the header alone: its bytes may never 
 }
 
 TEST_CASE("bytes put into a stream or taken out of it are found at the next frame") {
-  const std::string first = stream_of({"first"}), second = stream_of({"second"});
+  const std::string first = stream_of({"first"});
+  const std::string second = stream_of({"first", "second"}).substr(first.size());
+  CHECK(payloads_of(first + second, 1));
   CHECK_FALSE(payloads_of(first + "?" + second, 1));
   CHECK_FALSE(payloads_of(first.substr(0, first.size() - 1) + second, 1));
+}
+
+TEST_CASE("a whole frame that was lost or comes twice is found at the next frame") {
+  const std::string one = stream_of({"same"}), three = stream_of({"same", "same", "same"});
+  CHECK_FALSE(payloads_of(three.substr(0, one.size()) + three.substr(2 * one.size()), 1));
+  CHECK_FALSE(payloads_of(one + three, 1));
 }
 
 }  // namespace

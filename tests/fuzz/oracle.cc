@@ -95,7 +95,8 @@ void check_payload(const std::string& payload) {
 
 void check_stream(std::span<const std::string> payloads, Random& random) {
   std::string intact;
-  for (const std::string& payload : payloads) append_frame(intact, payload);
+  FrameWriter writer;
+  for (const std::string& payload : payloads) writer.append(intact, payload);
   std::string stream = intact;
   damage(stream, random);
   FrameReader reader;
