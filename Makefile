@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
 STAMPS := build/stamps
 
-.PHONY: help setup demo test check bench asan tsan core matrix clean
+.PHONY: help setup demo test check bench asan tsan core fuzz matrix clean
 help:
 	@sed -n 's/^##@ //p' Makefile
 
@@ -65,6 +65,19 @@ $(eval $(call core_program,plain,-O2))
 $(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
 
+# The pure units as a module for tests in Python; nothing of it is installed.
+UNITS := coordinator disagreement fusion process_set relay response_cache types wire
+UNITS_OBJECTS := $(UNITS:%=build/core/python/polyhvd/csrc/%.o) build/core/python/tests/core/python/units.o
+UNITS_MODULE := build/core/python/polyhvd_units.so
+build/core/python/%.o: %.cc
+	@mkdir -p $(@D)
+	$(CXX) $(CORE_FLAGS) -O1 -fPIC -fvisibility=hidden -D_GLIBCXX_ASSERTIONS $$($(PY) -m pybind11 --includes) -c $< -o $@
+$(UNITS_MODULE): $(UNITS_OBJECTS)
+	$(CXX) -shared $^ -o $@
+-include $(UNITS_OBJECTS:.o=.d)
+.PHONY: units
+units: $(UNITS_MODULE)
+
 ##@ core     the C++ core's tests: pure units, and engines as threads
 core: build/core/plain/run
 	build/core/plain/run
@@ -77,9 +90,26 @@ asan: build/core/asan/run
 tsan: build/core/tsan/run
 	TSAN_OPTIONS=halt_on_error=1 build/core/tsan/run
 
+FUZZ_SECONDS ?= 600
+FUZZ_SOURCES := $(wildcard tests/fuzz/*.cc)
+FUZZED := polyhvd/csrc/wire.cc polyhvd/csrc/framing.cc polyhvd/csrc/types.cc
+FUZZ_FLAGS := -O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all
+
+build/fuzz/polyhvd/%.o: FUZZ_FLAGS += -fsanitize-coverage=trace-pc
+build/fuzz/%.o: %.cc
+	@mkdir -p $(@D)
+	$(CXX) $(CORE_FLAGS) $(FUZZ_FLAGS) -c $< -o $@
+build/fuzz/run: $(FUZZED:%.cc=build/fuzz/%.o) $(FUZZ_SOURCES:%.cc=build/fuzz/%.o)
+	$(CXX) $(FUZZ_FLAGS) $^ -o $@
+-include $(FUZZED:%.cc=build/fuzz/%.d) $(FUZZ_SOURCES:%.cc=build/fuzz/%.d)
+
+##@ fuzz     the decoder of control messages under random bytes, for FUZZ_SECONDS (600)
+fuzz: build/fuzz/run
+	build/fuzz/run tests/fuzz/corpus $(FUZZ_SECONDS)
+
 ##@ test     everything: the core, the launcher, every adapter, parity, training
 test: $(STAMPS)/test
-	$(MAKE) -j$(JOBS) core
+	$(MAKE) -j$(JOBS) core units
 	$(PY) -m pytest
 
 ##@ check    style: ruff, mypy, clang-format, layers
@@ -87,7 +117,7 @@ check: $(STAMPS)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc benchmarks/*.cc)
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py
 
 ##@ bench    latency and throughput beside the peers that are installed

@@ -10,7 +10,7 @@ void ShmChannel::post(std::string_view payload) {
     pending_.clear();
     sent_ = 0;
   }
-  append_frame(pending_, payload);
+  writer_.append(pending_, payload);
   flush();
 }
 

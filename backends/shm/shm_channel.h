@@ -30,6 +30,7 @@ class ShmChannel final : public Channel {
   int peer_;
   std::string pending_;
   std::size_t sent_ = 0;  // bytes of pending_ already in the ring
+  FrameWriter writer_;
   FrameReader reader_;
 };
 

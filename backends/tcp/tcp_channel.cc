@@ -20,7 +20,7 @@ void TcpChannel::post(std::string_view payload) {
     pending_.clear();
     sent_ = 0;
   }
-  append_frame(pending_, payload);
+  writer_.append(pending_, payload);
   flush();
 }
 

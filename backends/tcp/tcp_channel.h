@@ -28,6 +28,7 @@ class TcpChannel final : public Channel {
   Parking& parking_;
   std::string pending_;
   std::size_t sent_ = 0;
+  FrameWriter writer_;
   FrameReader reader_;
 };
 

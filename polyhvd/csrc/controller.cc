@@ -213,7 +213,8 @@ void Controller::apply_batch(const Batch& batch) {
 
 OperationPtr Controller::operation_for(const Agreement& agreement) {
   if (auto operation = queue_.find(agreement.process_set, agreement.name)) {
-    if (operation->announced) return operation;
+    // One that is agreed is an earlier one of that name: this rank has joined since.
+    if (operation->announced && !operation->agreed) return operation;
   }
   if (queue_.has_joined()) {
     auto operation = stand_in(agreement, *sets_.position(agreement.process_set, rank_));

@@ -492,19 +492,25 @@ void Coordinator::shrink_cache() {
 bool Coordinator::has_decision() const noexcept { return !ready_.empty() || !next_.empty(); }
 
 Decision Coordinator::take_decision() {
-  if (!ready_.empty()) {
-    const auto agreement_of_id = [this](CacheId id) -> const Agreement& {
-      return *known_.at(id).agreement;
-    };
-    next_.batches = fuse(ready_, agreement_of_id, options_.fusion);
-    for (const CacheId id : std::exchange(ready_, {})) {
-      const Agreement& agreement = agreement_of_id(id);
-      if (agreement.kind == OpKind::kRemoveProcessSet) {
-        forget_set(static_cast<ProcessSetId>(agreement.root));
-      }
-      if (changes_membership(agreement.kind)) forget(id);  // see satisfies()
+  const auto agreement_of_id = [this](CacheId id) -> const Agreement& {
+    return *known_.at(id).agreement;
+  };
+  // What ends something runs after all that it ends, whatever the priorities.
+  const auto ends = std::ranges::stable_partition(ready_, [&](CacheId id) {
+    const OpKind kind = agreement_of_id(id).kind;
+    return kind != OpKind::kJoin && kind != OpKind::kRemoveProcessSet;
+  });
+  const std::span others(ready_.begin(), ends.begin());
+  next_.batches = fuse(others, agreement_of_id, options_.fusion);
+  for (const CacheId id : ends) next_.batches.push_back({{id}});
+  for (const CacheId id : ready_) {
+    const Agreement& agreement = agreement_of_id(id);
+    if (agreement.kind == OpKind::kRemoveProcessSet) {
+      forget_set(static_cast<ProcessSetId>(agreement.root));
     }
+    if (changes_membership(agreement.kind)) forget(id);  // see satisfies()
   }
+  ready_.clear();
   if (known_.size() > options_.cache_capacity) shrink_cache();
   for (const CacheId id : next_.evictions) cache_.evict(id);
   ++decision_number_;

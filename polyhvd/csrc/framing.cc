@@ -9,13 +9,28 @@
 
 namespace polyhvd {
 
-void append_frame(std::string& stream, std::string_view payload) {
-  const auto length = static_cast<std::uint32_t>(payload.size());
-  const std::uint32_t checksum = crc32c(std::as_bytes(std::span(payload)));
-  char header[kFrameHeaderBytes];
-  std::memcpy(header, &length, 4);
-  std::memcpy(header + 4, &checksum, 4);
-  stream.append(header, sizeof header);
+namespace {
+
+struct Header {
+  std::uint32_t length;
+  std::uint32_t payload_crc;
+  std::uint32_t crc;
+};
+static_assert(sizeof(Header) == kFrameHeaderBytes);
+
+// Of what stands before it, and of the frame's number, which is not sent.
+std::uint32_t crc_of(const Header& header, std::uint32_t number) noexcept {
+  const std::uint32_t words[] = {header.length, header.payload_crc, number};
+  return crc32c(std::as_bytes(std::span(words)));
+}
+
+}  // namespace
+
+void FrameWriter::append(std::string& stream, std::string_view payload) {
+  Header header{static_cast<std::uint32_t>(payload.size()),
+                crc32c(std::as_bytes(std::span(payload))), 0};
+  header.crc = crc_of(header, count_++);
+  stream.append(reinterpret_cast<const char*>(&header), sizeof header);
   stream.append(payload);
 }
 
@@ -30,18 +45,18 @@ void FrameReader::append(const std::byte* bytes, std::size_t count) {
 bool FrameReader::next(std::string& payload) {
   const std::size_t available = buffer_.size() - consumed_;
   if (available < kFrameHeaderBytes) return false;
-  std::uint32_t length = 0;
-  std::uint32_t checksum = 0;
-  std::memcpy(&length, buffer_.data() + consumed_, 4);
-  std::memcpy(&checksum, buffer_.data() + consumed_ + 4, 4);
-  if (length > kFrameBytesMax) {
-    throw Failure(ErrorCode::kPeerLost, "a control frame claims " + std::to_string(length) +
-                                            " bytes: the connection is garbled");
+  Header header;
+  std::memcpy(&header, buffer_.data() + consumed_, sizeof header);
+  // Before the length is believed: waiting for bytes that nobody sends has no end.
+  if (crc_of(header, count_) != header.crc || header.length > kFrameBytesMax) {
+    throw Failure(ErrorCode::kPeerLost,
+                  "the header of a control frame fails its checksum: the connection is garbled");
   }
-  if (available - kFrameHeaderBytes < length) return false;
-  payload.assign(buffer_, consumed_ + kFrameHeaderBytes, length);
-  consumed_ += kFrameHeaderBytes + length;
-  if (crc32c(std::as_bytes(std::span(payload))) != checksum) {
+  if (available - kFrameHeaderBytes < header.length) return false;
+  ++count_;
+  payload.assign(buffer_, consumed_ + kFrameHeaderBytes, header.length);
+  consumed_ += kFrameHeaderBytes + header.length;
+  if (crc32c(std::as_bytes(std::span(payload))) != header.payload_crc) {
     throw Failure(ErrorCode::kPeerLost,
                   "a control frame fails its checksum: the connection is garbled");
   }

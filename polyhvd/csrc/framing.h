@@ -3,13 +3,22 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
 namespace polyhvd {
 
-// Appends one frame around `payload`.
-void append_frame(std::string& stream, std::string_view payload);
+// Writer and reader of a stream count its frames, so that one that was lost or came
+// twice is noticed at the next.
+class FrameWriter {
+ public:
+  // Appends one frame around `payload`.
+  void append(std::string& stream, std::string_view payload);
+
+ private:
+  std::uint32_t count_ = 0;
+};
 
 class FrameReader {
  public:
@@ -21,6 +30,7 @@ class FrameReader {
  private:
   std::string buffer_;
   std::size_t consumed_ = 0;
+  std::uint32_t count_ = 0;
 };
 
 }  // namespace polyhvd

@@ -1,7 +1,8 @@
 // Bytes of the control plane. Pure. Every length read is checked against the
 // bytes at hand and against a bound, so a hostile frame costs no memory.
 //
-// A frame is [u32 length][u32 crc32c of the payload][payload], little endian.
+// A frame is [u32 length][u32 crc32c of the payload][u32 crc32c of these eight bytes
+// and the frame's number in its stream][payload], little endian.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,7 @@
 
 namespace polyhvd {
 
-inline constexpr std::size_t kFrameHeaderBytes = 8;
+inline constexpr std::size_t kFrameHeaderBytes = 12;
 inline constexpr std::size_t kFrameBytesMax = 64u << 20;
 inline constexpr int kTensorRankMax = 64;
 // Bound on the product of a shape's dimensions (zeros left out), so that sizes

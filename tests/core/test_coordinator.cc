@@ -303,6 +303,29 @@ TEST_CASE("reports about sets that a rank is not in break the protocol") {
   CHECK_THROWS_AS(desk.depart(3), Failure);
 }
 
+TEST_CASE(
+    "what is ready together with the removal of its set runs before, whatever the priorities") {
+  Desk desk(2);
+  Request inside = allreduce(0, "inside");
+  inside.process_set = desk.sets.add({0, 1});
+  inside.priority = -5;
+  Request removal = allreduce(0, "removal", {});
+  removal.kind = OpKind::kRemoveProcessSet;
+  removal.root = static_cast<std::int32_t>(inside.process_set);
+  for (const int rank : {0, 1}) {
+    for (Request request : {removal, inside}) {
+      request.rank = rank;
+      desk.request(request);
+    }
+  }
+  const Decision decision = desk.take();
+  REQUIRE(decision.definitions.size() == 2);
+  CHECK(decision.definitions[1].agreement.name == "inside");
+  CHECK(ids_of(decision) == std::vector<std::vector<CacheId>>{{decision.definitions[1].id},
+                                                              {decision.definitions[0].id}});
+  CHECK(decision.refusals.empty());
+}
+
 // ---- disagreement -----------------------------------------------------------------
 
 TEST_CASE("a disagreement names every rank's side, the odd one out first") {

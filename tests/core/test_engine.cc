@@ -384,6 +384,50 @@ TEST_CASE("submissions of one name queue up when they are allowed to") {
   world.shutdown();
 }
 
+TEST_CASE("a rank that has joined stands in for a name of which it still executes its own") {
+  ThreadWorld world(Layout{{0}, {1}});
+  std::atomic<bool> rank_1_has_joined{false}, rank_0_is_done{false};
+  const auto wait_for = [](const std::atomic<bool>& flag) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!flag && std::chrono::steady_clock::now() < deadline) sched_yield();
+  };
+  const auto broadcast = [](std::vector<float>& tensor) {
+    Submission s = allreduce("b", tensor);
+    s.kind = OpKind::kBroadcast;
+    s.root = 0;
+    return s;
+  };
+  const auto without_tensors = [](OpKind kind, const char* name) {
+    Submission s;
+    s.kind = kind;
+    s.name = name;
+    return s;
+  };
+  std::vector<float> received(100);
+  world.run([&](int rank, Engine& engine) {
+    Submission gate = without_tensors(OpKind::kBarrier, "gate");
+    if (rank == 1) {
+      // Its driver is held up, so that it hears of all that rank 0 does at once.
+      gate.done = [&](const Error*) { wait_for(rank_0_is_done); };
+      engine.submit(broadcast(received));
+      engine.submit(std::move(gate));
+      const auto join = engine.submit(without_tensors(OpKind::kJoin, "join"));
+      rank_1_has_joined = true;
+      return engine.wait(join);
+    }
+    wait_for(rank_1_has_joined);
+    engine.wait(engine.submit(std::move(gate)));
+    for (const float round : {1.0f, 2.0f, 3.0f}) {
+      std::vector<float> sent(100, round);
+      engine.wait(engine.submit(broadcast(sent)));
+    }
+    rank_0_is_done = true;
+    engine.wait(engine.submit(without_tensors(OpKind::kJoin, "join")));
+  });
+  CHECK(received == std::vector<float>(100, 1.0f));
+  world.shutdown();
+}
+
 TEST_CASE("an engine without a cache works") {
   ThreadWorld world(one_host(3), {}, [](EngineOptions& o) { o.coordinator.cache_capacity = 0; });
   std::atomic<int> wrong{0};

@@ -1,0 +1,189 @@
+// The pure units of the control plane for Python: what tests drive with calls that
+// Hypothesis makes up. Messages are the bytes that the product sends.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "coordinator.h"
+#include "process_set.h"
+#include "relay.h"
+#include "response_cache.h"
+#include "wire.h"
+
+namespace py = pybind11;
+using namespace polyhvd;
+
+namespace {
+
+using Ranks = std::vector<int>;
+using Pairs = std::vector<std::pair<std::int32_t, CacheId>>;
+
+Time time_of(double seconds) {
+  return Time{} +
+         std::chrono::duration_cast<Time::duration>(std::chrono::duration<double>(seconds));
+}
+
+py::bytes encode_report(const std::vector<CacheId>& subtree_hits,
+                        const std::vector<Request>& requests, const Ranks& departures,
+                        const Pairs& answers) {
+  Report report;
+  report.subtree_hits = subtree_hits;
+  report.requests = requests;
+  report.departures = departures;
+  for (const auto& [rank, id] : answers) report.answers.push_back({rank, id});
+  std::string payload;
+  encode(report, payload);
+  return payload;
+}
+
+std::optional<py::bytes> take_decision(Coordinator& coordinator) {
+  if (!coordinator.has_decision()) return std::nullopt;
+  std::string payload;
+  encode(coordinator.take_decision(), payload);
+  return payload;
+}
+
+std::optional<py::bytes> take_report(Relay& relay, double now, double patience) {
+  const Report report = relay.take_report(time_of(now), std::chrono::duration<double>(patience));
+  if (report.empty()) return std::nullopt;
+  std::string payload;
+  encode(report, payload);
+  return payload;
+}
+
+std::vector<std::pair<ProcessSetId, std::string>> stalled(const Coordinator& coordinator,
+                                                          double now) {
+  std::vector<std::pair<ProcessSetId, std::string>> keys;
+  for (const Stalled& each : coordinator.stalled(time_of(now), std::chrono::duration<double>(0))) {
+    keys.emplace_back(each.process_set, each.name);
+  }
+  return keys;
+}
+
+void bind_messages(py::module_& module) {
+  py::enum_<OpKind>(module, "OpKind")
+      .value("ALLREDUCE", OpKind::kAllreduce)
+      .value("ALLGATHER", OpKind::kAllgather)
+      .value("BROADCAST", OpKind::kBroadcast)
+      .value("BARRIER", OpKind::kBarrier)
+      .value("ALLTOALL", OpKind::kAlltoall)
+      .value("REDUCESCATTER", OpKind::kReducescatter)
+      .value("JOIN", OpKind::kJoin)
+      .value("ADD_PROCESS_SET", OpKind::kAddProcessSet)
+      .value("REMOVE_PROCESS_SET", OpKind::kRemoveProcessSet);
+  py::enum_<ReduceOp>(module, "ReduceOp")
+      .value("SUM", ReduceOp::kSum)
+      .value("MAX", ReduceOp::kMax)
+      .value("PRODUCT", ReduceOp::kProduct);
+  py::enum_<DType>(module, "DType").value("INT32", DType::kInt32).value("FLOAT32", DType::kFloat32);
+  py::enum_<ErrorCode>(module, "ErrorCode")
+      .value("INVALID_ARGUMENT", ErrorCode::kInvalidArgument)
+      .value("RANK_MISMATCH", ErrorCode::kRankMismatch)
+      .value("PEER_DEPARTED", ErrorCode::kPeerDeparted);
+  py::class_<Request>(module, "Request")
+      .def(py::init<>())
+      .def_readwrite("rank", &Request::rank)
+      .def_readwrite("process_set", &Request::process_set)
+      .def_readwrite("kind", &Request::kind)
+      .def_readwrite("op", &Request::op)
+      .def_readwrite("dtype", &Request::dtype)
+      .def_readwrite("root", &Request::root)
+      .def_readwrite("priority", &Request::priority)
+      .def_property(
+          "prescale", [](const Request& request) { return request.scale.pre; },
+          [](Request& request, double factor) { request.scale.pre = factor; })
+      .def_readwrite("shapes", &Request::shapes)
+      .def_readwrite("name", &Request::name)
+      .def_readwrite("where", &Request::where);
+  py::class_<Agreement>(module, "Agreement")
+      .def_readonly("process_set", &Agreement::process_set)
+      .def_readonly("kind", &Agreement::kind)
+      .def_readonly("op", &Agreement::op)
+      .def_readonly("dtype", &Agreement::dtype)
+      .def_readonly("root", &Agreement::root)
+      .def_property_readonly("prescale", [](const Agreement& a) { return a.scale.pre; })
+      .def_readonly("shapes", &Agreement::shapes)
+      .def_readonly("rows", &Agreement::rows)
+      .def_readonly("name", &Agreement::name);
+  py::class_<Definition>(module, "Definition");
+  py::class_<Decision>(module, "Decision")
+      .def_readonly("definitions", &Decision::definitions)
+      .def_property_readonly("resends",
+                             [](const Decision& decision) {
+                               Pairs pairs;
+                               for (const Resend& r : decision.resends) {
+                                 pairs.emplace_back(r.rank, r.id);
+                               }
+                               return pairs;
+                             })
+      .def_property_readonly(
+          "refusals",
+          [](const Decision& decision) {
+            std::vector<std::tuple<ProcessSetId, std::string, ErrorCode, std::string>> all;
+            for (const Refusal& r : decision.refusals) {
+              all.emplace_back(r.process_set, r.name, r.error.code, r.error.message);
+            }
+            return all;
+          })
+      .def_property_readonly("batches",
+                             [](const Decision& decision) {
+                               std::vector<std::vector<CacheId>> all;
+                               for (const Batch& batch : decision.batches) all.push_back(batch.ids);
+                               return all;
+                             })
+      .def_readonly("evictions", &Decision::evictions);
+  module.def("encode_report", &encode_report, py::arg("subtree_hits"), py::arg("requests"),
+             py::arg("departures"), py::arg("answers"));
+  module.def("decode_decision", [](const std::string& bytes) { return decode_decision(bytes); });
+  module.def("departures_of",
+             [](const std::string& bytes) { return decode_report(bytes).departures; });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(polyhvd_units, module) {
+  py::register_exception<Failure>(module, "Failure");
+  bind_messages(module);
+  py::class_<ProcessSets>(module, "ProcessSets")
+      .def(py::init<int>())
+      .def("add", &ProcessSets::add)
+      .def("remove", &ProcessSets::remove)
+      .def("position", &ProcessSets::position)
+      .def("ids", &ProcessSets::ids)
+      .def("members", [](const ProcessSets& sets, ProcessSetId id) {
+        const auto members = sets.members(id);
+        return Ranks(members.begin(), members.end());
+      });
+  py::class_<ResponseCache>(module, "ResponseCache")
+      .def(py::init<>())
+      .def("define", &ResponseCache::define)
+      .def("evict", &ResponseCache::evict)
+      .def("find", &ResponseCache::find)
+      .def("get", &ResponseCache::get, py::return_value_policy::copy)
+      .def("__len__", &ResponseCache::size);
+  py::class_<Coordinator>(module, "Coordinator")
+      .def(py::init([](const ProcessSets& sets, std::size_t capacity, std::size_t fusion_bytes) {
+             return std::make_unique<Coordinator>(
+                 sets, CoordinatorOptions{capacity, FusionPolicy{fusion_bytes}});
+           }),
+           py::keep_alive<1, 2>(), py::arg("sets"), py::arg("cache_capacity"),
+           py::arg("fusion_bytes_max"))
+      .def("add", [](Coordinator& coordinator, const std::string& report, const Ranks& from,
+                     double now) { coordinator.add(decode_report(report), from, time_of(now)); })
+      .def("take_decision", &take_decision)
+      .def("stalled", &stalled);
+  py::class_<Relay>(module, "Relay")
+      .def(py::init<const ProcessSets&, Ranks>(), py::keep_alive<1, 2>())
+      .def("add", [](Relay& relay, const std::string& report, const Ranks& from,
+                     const ResponseCache& cache,
+                     double now) { relay.add(decode_report(report), from, cache, time_of(now)); })
+      .def("take_report", &take_report)
+      .def("withdraw", &Relay::withdraw)
+      .def("doom", &Relay::doom)
+      .def("end_join", &Relay::end_join);
+}
