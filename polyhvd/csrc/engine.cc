@@ -143,7 +143,7 @@ void Engine::wait(const OperationPtr& operation, const std::function<bool()>& in
   while (!done()) {
     if (t_driving == this) {  // from a callback of our own
       drive(done);
-    } else if (take_role()) {
+    } else if (!closing_.load() && take_role()) {
       interrupted_ = &interrupted;
       try {
         drive(done);
@@ -170,7 +170,7 @@ void Engine::drive(const std::function<bool()>& until) {
     parking_->await(
         [&] {
           progress();
-          return until();
+          return until() || closing_.load();
         },
         Parking::kForever);
   } catch (const Failure& failure) {
@@ -314,7 +314,15 @@ void Engine::fail(const Error& error) noexcept {
   }
 }
 
+void Engine::claim_role() {
+  closing_.store(true);
+  parking_->wake_if_asleep();
+  while (!take_role()) await_turn([this] { return stopping_.load(); });
+}
+
 void Engine::abort(const std::string& reason) {
+  closing_.store(true);
+  parking_->wake_if_asleep();
   while (!take_role()) {
     if (stopping_.load()) return;
     await_turn([] { return false; });
@@ -327,7 +335,7 @@ void Engine::shutdown() {
   std::lock_guard once(shutdown_mutex_);
   if (shut_down_) return;
   shut_down_ = true;
-  while (!take_role()) await_turn([] { return false; });
+  claim_role();
   // The role is kept for good: nobody drives a closed engine.
   try {
     while (!failed_ && progress()) {

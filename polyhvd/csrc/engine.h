@@ -115,6 +115,8 @@ class Engine {
   // Waits until `done`, or the role is free, or a moment has passed.
   void await_turn(const std::function<bool()>& done);
   void notify_waiters() noexcept;
+  // Takes the role from whoever waits with it, to end the engine.
+  void claim_role();
 
   void run();
   void bind_to_core() const;
@@ -147,6 +149,7 @@ class Engine {
   std::atomic<int> waiters_{0};            // threads in await_turn
   std::mutex turn_mutex_;                  // pairs with turn_, guards nothing
   std::condition_variable turn_;
+  std::atomic<bool> closing_{false};  // somebody wants the role to end the engine: waiters leave it
   std::atomic<bool> stopping_{false};
   std::atomic<bool> abandoned_{false};
   std::mutex shutdown_mutex_;
