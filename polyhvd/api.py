@@ -67,16 +67,17 @@ class Collectives(Generic[T]):
         self,
         kind: OpKind,
         tensors: Sequence[T],
-        out: Sequence[T] | None,
         name: str | None,
-        op: int,
-        root: int,
-        prescale: float,
-        postscale: float,
         process_set: ProcessSet,
         priority: int,
         blocking: bool,
         unpack: Callable[[Any], Any],
+        *,
+        out: Sequence[T] | None = None,
+        op: int = ReduceOp.Sum,  # read once, when this is defined
+        root: int = -1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
         numbers: Sequence[int] = (),
     ) -> Handle:
         context.engine()
@@ -161,16 +162,15 @@ class Collectives(Generic[T]):
         return self._start(
             OpKind.ALLREDUCE,
             tensors,
-            out,
             name,
-            op,
-            -1,
-            prescale_factor,
-            postscale_factor,
             process_set,
             priority,
             blocking,
             _single,
+            out=out,
+            op=op,
+            prescale=prescale_factor,
+            postscale=postscale_factor,
         )
 
     def allreduce(
@@ -249,16 +249,15 @@ class Collectives(Generic[T]):
         return self._start(
             OpKind.ALLREDUCE,
             tensors,
-            tensors if in_place else None,
             name,
-            op,
-            -1,
-            prescale_factor,
-            postscale_factor,
             process_set,
             priority,
             blocking,
             _list,
+            out=tensors if in_place else None,
+            op=op,
+            prescale=prescale_factor,
+            postscale=postscale_factor,
         )
 
     def allgather_async(
@@ -271,20 +270,7 @@ class Collectives(Generic[T]):
         blocking: bool = False,
     ) -> Handle:
         """Start the concatenation of the ranks' tensors; see :meth:`allgather`."""
-        return self._start(
-            OpKind.ALLGATHER,
-            (tensor,),
-            None,
-            name,
-            ReduceOp.Sum,
-            -1,
-            1.0,
-            1.0,
-            process_set,
-            priority,
-            blocking,
-            _single,
-        )
+        return self._start(OpKind.ALLGATHER, (tensor,), name, process_set, priority, blocking, _single)
 
     def allgather(
         self,
@@ -327,16 +313,13 @@ class Collectives(Generic[T]):
         return self._start(
             OpKind.BROADCAST,
             tensors,
-            tensors if in_place else None,
             name,
-            ReduceOp.Sum,
-            root_rank,
-            1.0,
-            1.0,
             process_set,
             priority,
             blocking,
             _single,
+            out=tensors if in_place else None,
+            root=root_rank,
         )
 
     def broadcast(
@@ -397,20 +380,7 @@ class Collectives(Generic[T]):
         blocking: bool = False,
     ) -> Handle:
         """Start gathering several tensors as one operation: all or none."""
-        return self._start(
-            OpKind.ALLGATHER,
-            tensors,
-            None,
-            name,
-            ReduceOp.Sum,
-            -1,
-            1.0,
-            1.0,
-            process_set,
-            priority,
-            blocking,
-            _list,
-        )
+        return self._start(OpKind.ALLGATHER, tensors, name, process_set, priority, blocking, _list)
 
     def grouped_allgather(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
         """Gather several tensors as one operation; arguments as :meth:`allgather`."""
@@ -432,17 +402,12 @@ class Collectives(Generic[T]):
         return self._start(
             OpKind.ALLTOALL,
             (tensor,),
-            None,
             name,
-            ReduceOp.Sum,
-            -1,
-            1.0,
-            1.0,
             process_set,
             priority,
             blocking,
             _single if rows is None else tuple,
-            rows or (),
+            numbers=rows or (),
         )
 
     def alltoall(self, tensor: T, splits: Any = None, **arguments: Any) -> Any:
@@ -479,16 +444,14 @@ class Collectives(Generic[T]):
         return self._start(
             OpKind.REDUCESCATTER,
             tensors,
-            None,
             name,
-            op,
-            -1,
-            prescale_factor,
-            postscale_factor,
             process_set,
             priority,
             blocking,
             _list,
+            op=op,
+            prescale=prescale_factor,
+            postscale=postscale_factor,
         )
 
     def grouped_reducescatter(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
@@ -512,16 +475,14 @@ class Collectives(Generic[T]):
         return self._start(
             OpKind.REDUCESCATTER,
             (tensor,),
-            None,
             name,
-            op,
-            -1,
-            prescale_factor,
-            postscale_factor,
             process_set,
             priority,
             blocking,
             _single,
+            op=op,
+            prescale=prescale_factor,
+            postscale=postscale_factor,
         )
 
     def reducescatter(self, tensor: T, **arguments: Any) -> T:
