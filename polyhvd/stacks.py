@@ -43,7 +43,7 @@ def stacks(without: Collection[int] = ()) -> str:
 def _place(frame: FrameType | None) -> str:
     if not threading.main_thread().is_alive():
         others = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-        return f"finished but for its threads {', '.join(sorted(others))}"
+        return f"finished but for its threads {', '.join(sorted(others))}" if others else "finished"
     innermost = frame
     while frame is not None and _is_library(frame):
         frame = frame.f_back
