@@ -84,7 +84,9 @@ void TimelineWriter::rotate() {
   if (!open_file()) problem_ = errno;
 }
 
+// Before an event: the newest ones are always in the newest file.
 void TimelineWriter::keep_within_limits() {
+  if (fd_ < 0) return;
   if (bytes_ + text_.size() > options_.bytes_max / 2) {
     rotate();
   } else if (text_.size() > kFlushBytes) {
@@ -169,6 +171,7 @@ TimelineWriter::Row& TimelineWriter::row_of(const Record& record) {
 }
 
 void TimelineWriter::write_cycle(std::int64_t ns) {
+  keep_within_limits();
   if (fd_ < 0) {
     ++dropped_;
     return;
@@ -178,11 +181,11 @@ void TimelineWriter::write_cycle(std::int64_t ns) {
   text_ += ",\"s\":\"p\"";
   end_event();
   ++events_;
-  keep_within_limits();
 }
 
 void TimelineWriter::write_operation(const Record& r, const Transfer& transfer,
                                      const TickScale& scale) {
+  keep_within_limits();
   if (fd_ < 0) {
     ++dropped_;
     return;
@@ -225,7 +228,6 @@ void TimelineWriter::write_operation(const Record& r, const Transfer& transfer,
     text_ += '}';
     end_event();
   }
-  keep_within_limits();
 }
 
 }  // namespace polyhvd
