@@ -42,14 +42,15 @@ class Namespace:
 
 
 def available() -> bool:
-    """Whether namespaces can be made here."""
+    """Whether namespaces can be made here, and entered: in a plain chroot they can only be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     probe = f"hvd{os.getpid()}p"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode != 0:
         return False
+    entered = subprocess.run(["ip", "netns", "exec", probe, "true"], capture_output=True)
     _ip("netns", "del", probe)
-    return True
+    return entered.returncode == 0
 
 
 @contextlib.contextmanager
