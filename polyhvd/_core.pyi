@@ -64,12 +64,33 @@ class Mailbox:
         """Block until there is something to take; False once closed and empty."""
     def take_line(self) -> str | None:
         """A line to be logged, if one is left."""
+    def take_sample(self) -> StepSample | None:
+        """The latest sample of the speed that was not taken."""
     def take_question(self) -> bool:
         """Whether the stacks are asked for."""
     def answer(self, stacks: str) -> None:
         """A line that says in short where the program is, then the stacks of its threads."""
     def close(self) -> None:
         """End the wait."""
+
+class StepSample:
+    """How fast a job moved bytes over whole steps."""
+
+    bytes: int
+    seconds: float
+    steps: int
+    fingerprint: int  # of the names and sizes of a step's operations
+
+class Tuning:
+    """What may change while a job runs; no result depends on it."""
+
+    def __init__(
+        self, *, fusion_bytes_max: int, cycle_us: int, chunk_bytes: int, direct_bytes_max: int
+    ) -> None: ...
+    fusion_bytes_max: int
+    cycle_us: int
+    chunk_bytes: int
+    direct_bytes_max: int
 
 class Engine:
     """The operation queue of one rank."""
@@ -101,6 +122,9 @@ class Engine:
         """Raise InvalidArgumentError when one runs already, or the file cannot be made."""
     def stop_timeline(self) -> bool:
         """Return when the file is whole; False when there was none."""
+    def tune(self, tuning: Tuning) -> None:
+        """On rank 0: what all ranks work with from their next operations on."""
+    tuning: Tuning  # what this rank works with
     def shutdown(self) -> None: ...
     def abort(self, reason: str) -> None: ...
     def abandon(self) -> None:

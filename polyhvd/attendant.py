@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 from polyhvd import _core
 from polyhvd.stacks import stacks
@@ -21,6 +22,8 @@ class Attendant:
     """Serves a mailbox, sleeping outside of the interpreter, until ``close()``."""
 
     def __init__(self) -> None:
+        #: Takes samples of the speed, where they are taken.
+        self.on_sample: Callable[[_core.StepSample], None] | None = None
         # For stacks while C code holds the interpreter's lock; not if the program uses the signal.
         self._dumps = -1
         if signal.getsignal(_SIGNAL) == signal.SIG_DFL:
@@ -45,6 +48,16 @@ class Attendant:
                 _LOG.warning("%s", line)
             if self.mailbox.take_question():
                 self.mailbox.answer(_stacks())
+            if (sample := self.mailbox.take_sample()) is not None and self.on_sample is not None:
+                self._hand_over(sample)
+
+    def _hand_over(self, sample: _core.StepSample) -> None:
+        try:
+            assert self.on_sample is not None
+            self.on_sample(sample)
+        except Exception:  # a job does not fail for want of tuning
+            _LOG.exception("autotune: stopped by an error")
+            self.on_sample = None
 
 
 def _stacks() -> str:

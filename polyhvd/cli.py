@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyhvd import flight, timeline
+from polyhvd import autotune, flight, timeline
 
 __all__ = ["main"]
 
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="polyhvd-flight.rank*.json")
     compare.set_defaults(run=lambda options: flight.explain(flight.load(options.files)))
 
+    command = commands.add_parser("autotune", help="say what an autotuned job has tried and chosen")
+    command.add_argument("log", type=Path, metavar="LOG", help="the file that POLYHVD_AUTOTUNE_LOG named")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the search as well")
+    command.set_defaults(run=_autotune)
+
     options = parser.parse_args(arguments)
     try:
         lines: list[str] = options.run(options)
@@ -36,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print("\n".join(lines))
     return 0
+
+
+def _autotune(options: argparse.Namespace) -> list[str]:
+    drawn = autotune.plot(options.log, options.plot) if options.plot else []
+    return autotune.summary(options.log) + drawn
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _positive(text: str) -> int:
+    value = _count(text)
+    if value == 0:
+        raise ValueError("must be 1 or more")
+    return value
+
+
 def _switch(text: str) -> bool:
     values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False}
     try:
@@ -157,6 +164,33 @@ class Config:
         256 << 20,
         "Bytes of a rank's timeline at most; the oldest events are dropped.",
     )
+    autotune: bool = _row(
+        "AUTOTUNE", _switch, False, "1: try values for fusion, batching and chunks while the job runs."
+    )
+    autotune_log: str = _row(
+        "AUTOTUNE_LOG", str, "", "CSV file for what was tried, written by rank 0; see `polyhvd autotune`."
+    )
+    autotune_cache: str = _row(
+        "AUTOTUNE_CACHE",
+        str,
+        "",
+        "JSON file where rank 0 keeps what was found, for later jobs with the same steps and ranks.",
+    )
+    autotune_warmup_samples: int = _row(
+        "AUTOTUNE_WARMUP_SAMPLES", _count, 3, "Samples at the beginning that are left out."
+    )
+    autotune_steps_per_sample: int = _row(
+        "AUTOTUNE_STEPS_PER_SAMPLE", _positive, 10, "Steps over which the speed is measured."
+    )
+    autotune_samples_max: int = _row(
+        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", _positive, 20, "Samples after which the best is chosen."
+    )
+    autotune_noise: float = _row(
+        "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        _number,
+        0.8,
+        "Noise of a sample: its variance, as a share of the variance of all.",
+    )
     flight_recorder: bool = _row(
         "FLIGHT_RECORDER", _switch, True, "0: the last operations are not written to a file when a job fails."
     )
@@ -168,6 +202,11 @@ class Config:
     def engine_core(self) -> int:
         """Core that the engine's own thread is bound to; -1: none."""
         return self.thread_affinity[self.local_rank] if self.thread_affinity else -1
+
+    @property
+    def steps_per_sample(self) -> int:
+        """How many steps rank 0 measures at a time for the autotuner; 0 on others, and without it."""
+        return self.autotune_steps_per_sample if self.autotune and self.rank == 0 and self.size > 1 else 0
 
     @property
     def flight_folder(self) -> str:
@@ -205,7 +244,6 @@ class Config:
         return config
 
 
-_AUTOTUNE = "Nothing is tuned yet. The defaults need it less: batching does not wait for a cycle."
 _NO_NCCL = "There is no NCCL backend yet."
 _NO_ELASTIC = "There are no elastic jobs yet."
 _NO_CHOICE = "There is one of its kind: shared memory within a host, TCP between hosts."
@@ -216,12 +254,6 @@ _INEFFECTIVE = (
     Ineffective(
         "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, in chunks of its own; MPI is not used."
     ),
-    Ineffective("AUTOTUNE", _AUTOTUNE),
-    Ineffective("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", _AUTOTUNE),
-    Ineffective("AUTOTUNE_GAUSSIAN_PROCESS_NOISE", _AUTOTUNE),
-    Ineffective("AUTOTUNE_LOG", _AUTOTUNE),
-    Ineffective("AUTOTUNE_STEPS_PER_SAMPLE", _AUTOTUNE),
-    Ineffective("AUTOTUNE_WARMUP_SAMPLES", _AUTOTUNE),
     Ineffective("BATCH_D2D_MEMCOPIES", "Tensors are reduced where they lie; no fusion buffer is filled."),
     Ineffective("CCL_*", "oneCCL is not used."),
     Ineffective("CONTROLLER", _NO_CHOICE),

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from polyhvd import _core, bootstrap, log, tracing
 from polyhvd.attendant import Attendant
+from polyhvd.autotune import Autotuner
 from polyhvd.config import Config
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 from polyhvd.process_sets import ProcessSet
@@ -117,6 +118,8 @@ def init(
             raise
         try:
             tracing.begin(starting, settings, wiring.hosts)
+            if settings.steps_per_sample > 0:
+                attendant.on_sample = Autotuner(settings, wiring.hosts, starting.tune).observe
         except BaseException:
             starting.shutdown()
             attendant.close()

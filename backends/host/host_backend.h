@@ -25,6 +25,7 @@ struct Fabric {
   Transport* transport = nullptr;         // null when there is one domain
   Parking* parking = nullptr;
   bool reproducible = false;  // sums do not depend on how ranks are spread over hosts
+  Tuning tuning;              // the driver's
   // Moves control traffic along, between the steps of a long transfer.
   std::function<void()> overlap = [] {};
   std::atomic<std::uint64_t> shm_bytes{0};  // staged by this rank; any thread reads it
@@ -36,6 +37,7 @@ class HostBackend final : public Backend {
   std::string_view name() const noexcept override { return "host"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
   std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) override;
+  void tune(const Tuning& tuning) override { fabric_.tuning = tuning; }
 
  private:
   Fabric& fabric_;

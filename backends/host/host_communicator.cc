@@ -9,10 +9,6 @@
 namespace polyhvd::host {
 namespace {
 
-// Up to this many bytes staged in all, every rank reduces everything itself: one
-// exchange instead of two, at the price of reading all contributions.
-constexpr std::size_t kDirectBytesMax = 128 << 10;
-
 std::vector<std::vector<int>> group_by_host(const Fabric& fabric, std::span<const int> members) {
   std::map<int, std::vector<int>> by_domain;
   for (std::size_t i = 0; i < members.size(); ++i) {
@@ -100,8 +96,10 @@ void HostCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
     reduce_adasum(r);
   } else if (hosts() > 1 && fabric_.reproducible) {
     reduce_in_rank_order(r);
-  } else if (hosts() == 1 && r.bytes * ranks_here <= kDirectBytesMax &&
+  } else if (hosts() == 1 && r.bytes * ranks_here <= fabric_.tuning.direct_bytes_max &&
              r.bytes <= group_.staging().region_bytes()) {
+    // Every rank reduces everything itself: one exchange instead of two, at the price of
+    // reading all contributions.
     reduce_direct(r);
   } else {
     reduce_sliced(r);
@@ -139,7 +137,7 @@ void HostCommunicator::reduce_direct(const Reduction& r) {
 }
 
 void HostCommunicator::reduce_sliced(const Reduction& r) {
-  const Slices slices(r.bytes, item_size(r.dtype), rails_, chunk_bytes_);
+  const Slices slices(r.bytes, item_size(r.dtype), rails_, tuned_chunk_bytes());
   const int self = group_.self();
   std::vector<Cursor> staged;
   std::vector<Cursor> results;

@@ -6,12 +6,16 @@
 // ranks in order. Slicing, chunking, fusion and timing do not enter.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "host/host_backend.h"
 #include "host/local_group.h"
 
 namespace polyhvd::host {
+
+// Below, more time goes into steps than into bytes.
+inline constexpr std::uint32_t kChunkBytesMin = 4 << 10;
 
 class HostCommunicator final : public Communicator {
  public:
@@ -56,6 +60,10 @@ class HostCommunicator final : public Communicator {
 
   int hosts() const noexcept { return static_cast<int>(sides_.size()); }
   bool leads() const noexcept { return group_.self() == 0; }
+  std::size_t tuned_chunk_bytes() const noexcept {
+    return std::min<std::size_t>(chunk_bytes_,
+                                 std::max(fabric_.tuning.chunk_bytes, kChunkBytesMin));
+  }
   int rank_at(int position) const { return members_[static_cast<std::size_t>(position)]; }
 
   Fabric& fabric_;

@@ -10,6 +10,7 @@
 
 #include "process_set.h"
 #include "transport.h"
+#include "tuning.h"
 #include "types.h"
 
 namespace polyhvd {
@@ -54,6 +55,8 @@ class Backend {
   virtual bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const = 0;
   // Called for each process set that this rank is a member of, in order of id.
   virtual std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) = 0;
+  // Holds for the operations that follow, on every rank.
+  virtual void tune(const Tuning&) {}
 };
 
 }  // namespace polyhvd

@@ -1,4 +1,5 @@
 // The extension module polyhvd._core. See polyhvd/_core.pyi for what it offers.
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -222,6 +223,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::map<std::string, std::uint64_t> counters() const { return engine_->counters(); }
+  void tune(const Tuning& tuning) { engine_->tune(tuning); }
+  Tuning tuning() const { return engine_->tuning(); }
   std::uintptr_t native_api() const { return reinterpret_cast<std::uintptr_t>(&api_); }
   std::uint64_t generation() const { return generation_; }
 
@@ -261,6 +264,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     options.coordinator.fusion.groups_apart = config.attr("groups_apart").cast<bool>();
     options.core = config.attr("engine_core").cast<int>();
     options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
+    options.steps_per_sample = config.attr("steps_per_sample").cast<int>();
     options.reproducible = config.attr("reproducible").cast<bool>();
     options.data_timeout = Seconds(number("data_timeout_s"));
     options.stalls.warn =
@@ -448,9 +452,29 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init<int, int>(), py::arg("signal") = 0, py::arg("descriptor") = -1)
       .def("wait", &Mailbox::wait, py::call_guard<py::gil_scoped_release>())
       .def("take_line", &Mailbox::take_line)
+      .def("take_sample", &Mailbox::take_sample)
       .def("take_question", &Mailbox::take_question)
       .def("answer", &Mailbox::answer)
       .def("close", &Mailbox::close);
+
+  py::class_<StepSample>(m, "StepSample")
+      .def_readonly("bytes", &StepSample::bytes)
+      .def_readonly("seconds", &StepSample::seconds)
+      .def_readonly("steps", &StepSample::steps)
+      .def_readonly("fingerprint", &StepSample::fingerprint);
+
+  py::class_<Tuning>(m, "Tuning")
+      .def(py::init([](std::uint64_t fusion_bytes_max, std::uint32_t cycle_us,
+                       std::uint32_t chunk_bytes, std::uint32_t direct_bytes_max) {
+             return Tuning{fusion_bytes_max, cycle_us, chunk_bytes, direct_bytes_max};
+           }),
+           py::kw_only(), py::arg("fusion_bytes_max"), py::arg("cycle_us"), py::arg("chunk_bytes"),
+           py::arg("direct_bytes_max"))
+      .def(py::self == py::self)
+      .def_readonly("fusion_bytes_max", &Tuning::fusion_bytes_max)
+      .def_readonly("cycle_us", &Tuning::cycle_us)
+      .def_readonly("chunk_bytes", &Tuning::chunk_bytes)
+      .def_readonly("direct_bytes_max", &Tuning::direct_bytes_max);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
       .def(py::init<const py::object&, const py::object&, std::uint64_t,
@@ -469,6 +493,8 @@ PYBIND11_MODULE(_core, m) {
       .def("start_timeline", &PyEngine::start_timeline, py::arg("path"), py::arg("mark_cycles"),
            py::arg("bytes_max"))
       .def("stop_timeline", &PyEngine::stop_timeline)
+      .def("tune", &PyEngine::tune, py::arg("tuning"))
+      .def_property_readonly("tuning", &PyEngine::tuning)
       .def_property_readonly("generation", &PyEngine::generation);
 }
 

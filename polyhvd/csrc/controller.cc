@@ -142,6 +142,10 @@ bool Controller::read_parent() {
       pass_on_inquiry();
       continue;
     }
+    if (type == MessageType::kTuning) {
+      pass_on_tuning();
+      continue;
+    }
     send_to_children(payload_);
     apply(decode_decision(payload_));
   }
@@ -175,7 +179,7 @@ void Controller::apply(const Decision& decision) {
     // One that is agreed is an earlier one of that name, still being executed.
     if (operation && operation->announced && !operation->agreed) {
       operation->agreed = true;
-      work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error});
+      work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error, {}});
     }
   }
   for (const Batch& batch : decision.batches) apply_batch(batch);
@@ -288,6 +292,20 @@ void Controller::post_abort(const Error& error) noexcept {
 
 std::vector<Stalled> Controller::stalled(std::chrono::duration<double> at_least) const {
   return coordinator_ ? coordinator_->stalled(Clock::now(), at_least) : std::vector<Stalled>{};
+}
+
+// Tuning ------------------------------------------------------------------------
+
+void Controller::tune(const Tuning& tuning) {
+  coordinator_->set_fusion_bytes_max(tuning.fusion_bytes_max);
+  payload_.clear();
+  encode(tuning, payload_);
+  pass_on_tuning();
+}
+
+void Controller::pass_on_tuning() {
+  send_to_children(payload_);
+  work_.emplace_back().tuning = decode_tuning(payload_);
 }
 
 // Inquiries ---------------------------------------------------------------------

@@ -18,15 +18,17 @@
 #include "inquiry.h"
 #include "op_queue.h"
 #include "relay.h"
+#include "tuning.h"
 
 namespace polyhvd {
 
 // Agreed operations that run as one, in the total order; or, with an error, one
-// that all agreed to refuse.
+// that all agreed to refuse; or, without operations, a tuning that holds from here on.
 struct Work {
   ProcessSetId process_set = kWorld;
   std::vector<OperationPtr> operations;
   std::optional<Error> error;
+  std::optional<Tuning> tuning;
 };
 
 // A child in the control tree and the world ranks that it speaks for.
@@ -61,6 +63,8 @@ class Controller {
   void post_abort(const Error& error) noexcept;
 
   bool is_root() const noexcept { return coordinator_.has_value(); }
+  // On the root: from the next decision on, on every rank.
+  void tune(const Tuning& tuning);
   // On the root: asks everybody, this rank included.
   void ask(const Inquiry& inquiry);
   // The inquiry that came last, once.
@@ -85,6 +89,7 @@ class Controller {
   OperationPtr operation_for(const Agreement& agreement);
   void change_sets(const Agreement& agreement, Operation& operation);
   void pass_on_answer();
+  void pass_on_tuning();
   void pass_on_inquiry();
   void send_to_children(std::string_view payload);
   void flush();

@@ -56,6 +56,9 @@ class Coordinator {
   // Everything that became ready, refused or evicted since the last call.
   Decision take_decision();
 
+  // For decisions to come.
+  void set_fusion_bytes_max(std::size_t bytes) noexcept { options_.fusion.bytes_max = bytes; }
+
   // Whether take_decision() would return something.
   bool has_decision() const noexcept;
 

@@ -36,7 +36,11 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       flight_(queue_.recorder(), rank, options_.flight_folder, options_.log),
       parking_(std::move(parking)),
       executor_(sets_, timeline_, *parking_),
-      parts_(std::move(parts)) {
+      parts_(std::move(parts)),
+      meter_(rank == 0 ? options_.steps_per_sample : 0),
+      cycle_ns_(static_cast<std::int64_t>(options_.cycle_time.count() * 1e9)),
+      tuning_{.fusion_bytes_max = options_.coordinator.fusion.bytes_max,
+              .cycle_us = static_cast<std::uint32_t>(options_.cycle_time.count() * 1e6)} {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
                                              std::move(parts_.parent), std::move(parts_.children));
   stall_watch_ = std::make_unique<StallWatch>(rank_, options_.stalls, *controller_, queue_,
@@ -187,6 +191,7 @@ void Engine::drive(const std::function<bool()>& until) {
 
 bool Engine::progress() {
   if (failed_) return false;
+  if (has_wanted_.load(std::memory_order_relaxed)) take_wanted();
   bool moved = controller_->progress();
   if (timeline_.on() && !failed_ && controller_->has_work()) timeline_.mark_cycle();
   while (!failed_ && controller_->has_work()) {
@@ -238,6 +243,10 @@ Communicator& Engine::communicator_for(const Work& work) {
 }
 
 void Engine::execute(Work& work) {
+  if (work.tuning) {
+    adopt(*work.tuning);
+    return;
+  }
   executor_.begin();
   if (!work.error) {
     batches_.fetch_add(1, std::memory_order_relaxed);
@@ -266,8 +275,22 @@ void Engine::execute(Work& work) {
       throw;
     }
     executing_ = false;
+    if (meter_.on()) measure(work);
   }
   for (const OperationPtr& operation : work.operations) complete(operation, work.error);
+}
+
+void Engine::measure(const Work& work) {
+  for (const Clock::time_point now = Clock::now();
+       const OperationPtr& operation : work.operations) {
+    std::size_t bytes = 0;
+    for (const TensorView& tensor : operation->submission.inputs) {
+      bytes += static_cast<std::size_t>(element_count(tensor.shape)) * item_size(tensor.dtype);
+    }
+    if (const auto sample = meter_.note(operation->submission.name, bytes, now)) {
+      options_.mailbox->post(*sample);
+    }
+  }
 }
 
 void Engine::disconnect(ProcessSetId set) {
@@ -438,7 +461,8 @@ void Engine::doze() {
 
 // Lets work gather as long as it keeps arriving, and no longer than a cycle.
 void Engine::gather() const {
-  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(options_.cycle_time);
+  const auto end =
+      Clock::now() + std::chrono::nanoseconds(cycle_ns_.load(std::memory_order_relaxed));
   std::uint64_t seen = queue_.submitted();
   while (queue_.has_news() && waiters_.load() == 0 && Clock::now() < end) {
     sched_yield();
@@ -447,6 +471,41 @@ void Engine::gather() const {
     if (now == seen) return;
     seen = now;
   }
+}
+
+// Tuning ----------------------------------------------------------------------
+
+void Engine::tune(const Tuning& tuning) {
+  if (rank_ != 0) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "tune(): only rank 0 tunes, for all; this is rank " + std::to_string(rank_));
+  }
+  std::lock_guard lock(tuning_mutex_);
+  wanted_ = tuning;
+  has_wanted_.store(true, std::memory_order_relaxed);
+}
+
+Tuning Engine::tuning() const {
+  std::lock_guard lock(tuning_mutex_);
+  return tuning_;
+}
+
+void Engine::take_wanted() {
+  std::optional<Tuning> wanted;
+  {
+    std::lock_guard lock(tuning_mutex_);
+    has_wanted_.store(false, std::memory_order_relaxed);
+    wanted = std::exchange(wanted_, std::nullopt);
+  }
+  if (wanted) controller_->tune(*wanted);
+}
+
+void Engine::adopt(const Tuning& tuning) {
+  cycle_ns_.store(std::int64_t{1000} * tuning.cycle_us, std::memory_order_relaxed);
+  for (const auto& backend : parts_.backends) backend->tune(tuning);
+  meter_.restart();
+  std::lock_guard lock(tuning_mutex_);
+  tuning_ = tuning;
 }
 
 std::map<std::string, std::uint64_t> Engine::counters() const {

@@ -31,7 +31,9 @@
 #include "parking.h"
 #include "process_set.h"
 #include "stall_watch.h"
+#include "step_meter.h"
 #include "timeline.h"
+#include "tuning.h"
 
 namespace polyhvd {
 
@@ -43,6 +45,7 @@ struct EngineOptions {
   bool reproducible = false;  // sums do not depend on hosts, transport or backend
   bool crowded = false;       // more ranks than cores on this host
   int core = -1;              // that the engine's thread is bound to
+  int steps_per_sample = 0;   // of the speed, posted to the mailbox of the root; 0: none
   std::string flight_folder;  // empty: no flight dumps
   std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
   std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
@@ -89,6 +92,12 @@ class Engine {
 
   std::map<std::string, std::uint64_t> counters() const;
 
+  // On world rank 0: what all ranks work with from their next operations on. The
+  // samples of the speed begin anew with it.
+  void tune(const Tuning& tuning);
+  // What this rank works with.
+  Tuning tuning() const;
+
   // Both for any thread, in any state of the engine.
   Timeline& timeline() noexcept { return timeline_; }
   FlightDump& flight() noexcept { return flight_; }
@@ -121,6 +130,9 @@ class Engine {
   void run();
   void bind_to_core() const;
   void gather() const;
+  void take_wanted();
+  void adopt(const Tuning& tuning);
+  void measure(const Work& work);
   bool idle_for_long();
   void doze();
 
@@ -143,6 +155,13 @@ class Engine {
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
   Clock::time_point next_flight_check_{};
+  StepMeter meter_;
+
+  std::atomic<std::int64_t> cycle_ns_;  // the engine's thread reads it without the role
+  mutable std::mutex tuning_mutex_;
+  Tuning tuning_;                        // guarded by tuning_mutex_
+  std::optional<Tuning> wanted_;         // likewise
+  std::atomic<bool> has_wanted_{false};  // whether to look, at no cost
 
   std::atomic<bool> role_taken_{false};    // the driver's role
   std::atomic<bool> engine_dozes_{false};  // the engine's thread sleeps without the role

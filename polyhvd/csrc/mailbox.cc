@@ -44,7 +44,7 @@ void Mailbox::tick() {
 
 bool Mailbox::wait() {
   std::unique_lock lock(mutex_);
-  news_.wait(lock, [this] { return closed_ || asked_ || !lines_.empty(); });
+  news_.wait(lock, [this] { return closed_ || asked_ || sample_ || !lines_.empty(); });
   return !closed_ || !lines_.empty();
 }
 
@@ -54,6 +54,17 @@ std::optional<std::string> Mailbox::take_line() {
   std::string text = std::move(lines_.front().text);
   lines_.pop_front();
   return text;
+}
+
+void Mailbox::post(const StepSample& sample) {
+  std::lock_guard lock(mutex_);
+  sample_ = sample;
+  news_.notify_one();
+}
+
+std::optional<StepSample> Mailbox::take_sample() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(sample_, std::nullopt);
 }
 
 void Mailbox::ask_stacks() {

@@ -11,6 +11,8 @@
 #include <optional>
 #include <string>
 
+#include "step_meter.h"
+
 namespace polyhvd {
 
 class Mailbox {
@@ -25,6 +27,9 @@ class Mailbox {
   void log(std::string text);
   void tick();
 
+  // How fast the job is; one that is not taken is replaced.
+  void post(const StepSample& sample);
+
   // Asks for the stacks of all the program's threads; take_stacks() has them later,
   // once, after `on_stacks` was called, on any thread.
   void ask_stacks();
@@ -38,6 +43,7 @@ class Mailbox {
   // can take yet stays here.
   bool wait();
   std::optional<std::string> take_line();
+  std::optional<StepSample> take_sample();
   // Whether stacks are asked for. The first line of an answer says in short where
   // the program is; each further line is one of the stacks.
   bool take_question();
@@ -58,6 +64,7 @@ class Mailbox {
   bool closed_ = false;                // guarded by mutex_
   bool asked_ = false;                 // likewise
   std::optional<std::string> stacks_;  // likewise
+  std::optional<StepSample> sample_;   // likewise
   std::function<void()> on_stacks_;    // likewise, and called with it
   const int signal_;
   const int descriptor_;

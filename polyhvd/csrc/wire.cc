@@ -197,6 +197,11 @@ void encode(const Answer& answer, std::string& out) {
   put_text(out, answer.text);
 }
 
+void encode(const Tuning& tuning, std::string& out) {
+  put(out, MessageType::kTuning, tuning.fusion_bytes_max, tuning.cycle_us, tuning.chunk_bytes,
+      tuning.direct_bytes_max);
+}
+
 // ---- reading ----------------------------------------------------------------
 
 namespace {
@@ -361,7 +366,7 @@ Refusal get_refusal(Reader& in) {
 MessageType type_of(std::string_view payload) {
   if (payload.empty()) fail_at(0, "an empty payload");
   const auto type = static_cast<MessageType>(payload[0]);
-  if (type < MessageType::kReport || type > MessageType::kAnswer) fail_at(0, "an unknown type");
+  if (type < MessageType::kReport || type > MessageType::kTuning) fail_at(0, "an unknown type");
   return type;
 }
 
@@ -441,7 +446,7 @@ Inquiry decode_inquiry(std::string_view payload) {
 }
 
 Answer decode_answer(std::string_view payload) {
-  Reader in(payload, MessageType::kAnswer);
+  Reader in(payload, MessageType::kTuning);
   Answer answer;
   answer.inquiry = in.get<std::uint32_t>();
   answer.rank = checked_rank(in, in.get<std::int32_t>());
@@ -452,6 +457,17 @@ Answer decode_answer(std::string_view payload) {
   if (answer.text.size() > kAnswerBytesMax) in.fail("an answer that is too long");
   in.finish();
   return answer;
+}
+
+Tuning decode_tuning(std::string_view payload) {
+  Reader in(payload, MessageType::kTuning);
+  Tuning tuning;
+  tuning.fusion_bytes_max = in.get<std::uint64_t>();
+  tuning.cycle_us = in.get<std::uint32_t>();
+  tuning.chunk_bytes = in.get<std::uint32_t>();
+  tuning.direct_bytes_max = in.get<std::uint32_t>();
+  in.finish();
+  return tuning;
 }
 
 }  // namespace polyhvd

@@ -13,6 +13,7 @@
 
 #include "inquiry.h"
 #include "request.h"
+#include "tuning.h"
 
 namespace polyhvd {
 
@@ -25,7 +26,8 @@ inline constexpr std::int64_t kElementsMax = std::int64_t{1} << 59;
 
 // kAbort ends everything at once; kFarewell says that the sender has left in good
 // order: what was agreed before it still runs.
-// An inquiry goes down the tree, answers go up.
+// An inquiry goes down the tree, answers go up. A tuning goes down, and holds for the
+// decisions that follow.
 enum class MessageType : std::uint8_t {
   kReport = 1,
   kDecision = 2,
@@ -33,6 +35,7 @@ enum class MessageType : std::uint8_t {
   kFarewell = 4,
   kInquiry = 5,
   kAnswer = 6,
+  kTuning = 7,
 };
 
 // CRC-32C (Castagnoli, RFC 3720 appendix B.4), with the SSE4.2 or ARMv8
@@ -48,6 +51,7 @@ void encode(const Error& abort_reason, std::string& out);
 void encode_farewell(const Error& reason, std::string& out);
 void encode(const Inquiry& inquiry, std::string& out);
 void encode(const Answer& answer, std::string& out);
+void encode(const Tuning& tuning, std::string& out);
 
 // Type of a payload; throws Failure(kInternal) when it is empty or unknown.
 MessageType type_of(std::string_view payload);
@@ -59,5 +63,6 @@ Error decode_abort(std::string_view payload);
 Error decode_farewell(std::string_view payload);
 Inquiry decode_inquiry(std::string_view payload);
 Answer decode_answer(std::string_view payload);
+Tuning decode_tuning(std::string_view payload);
 
 }  // namespace polyhvd

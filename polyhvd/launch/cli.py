@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Sequence
 
+from polyhvd.config import Config
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
@@ -16,6 +17,26 @@ from polyhvd.launch.spawn import SshOptions
 
 __all__ = ["main"]
 
+#: Options that set a variable of the ranks, under horovodrun's names; None: they take no value.
+_SETTINGS: dict[str, tuple[str, str | None, str]] = {
+    "--fusion-threshold-mb": ("FUSION_THRESHOLD", "MB", "most MiB of the operations that run as one"),
+    "--cycle-time-ms": ("CYCLE_TIME", "MS", "longest batching window"),
+    "--cache-capacity": ("CACHE_CAPACITY", "N", "operations that are remembered by number"),
+    "--reproducible": ("REPRODUCIBLE", None, "sums do not depend on how ranks are spread over hosts"),
+    "--autotune": ("AUTOTUNE", None, "try values for fusion, batching and chunks while the job runs"),
+    "--autotune-log-file": ("AUTOTUNE_LOG", "FILE", "CSV file for what was tried"),
+    "--autotune-warmup-samples": ("AUTOTUNE_WARMUP_SAMPLES", "N", "samples that are left out"),
+    "--autotune-steps-per-sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "N", "steps that are measured as one"),
+    "--autotune-bayes-opt-max-samples": ("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "N", "samples in all"),
+    "--autotune-gaussian-process-noise": ("AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "X", "noise of a sample"),
+    "--timeline-filename": ("TIMELINE", "FILE", "write a timeline of every rank"),
+    "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", None, "mark in it when the engine begins new work"),
+    "--no-stall-check": ("STALL_CHECK_DISABLE", None, "no stall reports"),
+    "--stall-check-warning-time-seconds": ("STALL_CHECK_TIME_SECONDS", "S", "report what waits for so long"),
+    "--stall-check-shutdown-time-seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "S", "end the job then"),
+    "--log-level": ("LOG_LEVEL", "LEVEL", "what is logged at least"),
+    "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "log lines do not begin with the time"),
+}
 _USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
 
@@ -67,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         default=sys.executable,
         help="Python on the other hosts; default: the path of this one",
     )
+    settings = parser.add_argument_group(
+        "settings", "each sets the POLYHVD_ variable of that meaning on all ranks; see docs/configuration.md"
+    )
+    for option, (variable, metavar, meaning) in _SETTINGS.items():
+        if metavar is None:
+            settings.add_argument(option, action="store_const", const="1", dest=variable, help=meaning)
+        else:
+            settings.add_argument(option, metavar=metavar, dest=variable, help=meaning)
     add("-v", "--verbose", action="store_true", help="say what is started where")
     add(
         "--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS
@@ -123,6 +152,7 @@ def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
         env["POLYHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
     if options.network_interface:
         env["POLYHVD_GLOO_IFACE"] = options.network_interface
+    env |= _settings(options)
     start_timeout_s = options.start_timeout or 30.0
     ssh = SshOptions(
         port=options.ssh_port,
@@ -141,6 +171,22 @@ def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
         start_timeout_s=start_timeout_s,
         verbose=options.verbose,
     )
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """The variables that options set; raises ConfigError where a rank would."""
+    values = {variable: getattr(options, variable) for variable, _, _ in _SETTINGS.values()}
+    given = {variable: value for variable, value in values.items() if value is not None}
+    if "FUSION_THRESHOLD" in given:
+        try:
+            given["FUSION_THRESHOLD"] = str(round(float(given["FUSION_THRESHOLD"]) * (1 << 20)))
+        except (ValueError, OverflowError):
+            raise ValueError(
+                f"--fusion-threshold-mb {given['FUSION_THRESHOLD']}: expected a number"
+            ) from None
+    env = {f"POLYHVD_{name}": value for name, value in given.items()}
+    Config.from_environment(env)
+    return env
 
 
 def _raise_descriptor_limit() -> None:

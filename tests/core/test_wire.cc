@@ -99,6 +99,9 @@ std::string decoding_error(const std::string& payload) {
       case MessageType::kAnswer:
         decode_answer(payload);
         break;
+      case MessageType::kTuning:
+        decode_tuning(payload);
+        break;
     }
   } catch (const Failure& failure) {
     CHECK(failure.error().code == ErrorCode::kInternal);

@@ -46,6 +46,9 @@ std::string encoded_again(const std::string& payload) {
     case MessageType::kAnswer:
       encode(decode_answer(payload), again);
       break;
+    case MessageType::kTuning:
+      encode(decode_tuning(payload), again);
+      break;
   }
   return again;
 }

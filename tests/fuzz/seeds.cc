@@ -98,6 +98,7 @@ std::vector<std::pair<std::string, std::string>> seed_payloads() {
   seeds.emplace_back("farewell", farewell);
   seeds.emplace_back("inquiry", encoded(Inquiry{7, {0, 1, 3}}));
   seeds.emplace_back("answer", encoded(Answer{7, 3, true, "alive, in load (train.py:88)\n  at"}));
+  seeds.emplace_back("tuning", encoded(Tuning{}));
   return seeds;
 }
 

@@ -1,0 +1,232 @@
+"""Autotuning: the search, what it logs and keeps, and a real job that tunes itself."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyhvd import autotune, cli
+from polyhvd.autotune import GRID, Autotuner, Search
+from polyhvd.config import Config, ConfigError
+from polyhvd.launch import run
+
+SIZES = tuple(len(values) for values in GRID.values())
+
+
+def smooth(point: tuple[int, ...]) -> float:
+    """One peak, broad."""
+    peak = (6, 2, 3, 5)
+    return 10 - sum(((p - q) / n) ** 2 for p, q, n in zip(point, peak, SIZES, strict=True)) * 8
+
+
+def saturating(point: tuple[int, ...]) -> float:
+    """Faster with more fusion up to a point; the window costs; chunks barely matter."""
+    return 5 * (1 - 2.0 ** -point[0]) - 0.4 * point[1] + 0.05 * point[2]
+
+
+def ridge(point: tuple[int, ...]) -> float:
+    """Two values that have to go together, and one that has a cliff."""
+    return 6 - abs(point[0] / 8 - point[3] / 7) * 4 - (2 if point[2] == 0 else 0)
+
+
+@pytest.mark.parametrize("speed", [smooth, saturating, ridge])
+@pytest.mark.parametrize("noise", [0.02])
+def test_search_comes_within_five_percent_of_the_best_of_the_grid(
+    speed: Callable[[tuple[int, ...]], float], noise: float
+) -> None:
+    best = max(speed(point) for point in itertools.product(*map(range, SIZES)))
+    found = []
+    for seed in range(2):
+        random = np.random.default_rng(seed)
+        search = Search(SIZES, (7, 4, 4, 5), noise=0.8)
+        for _ in range(40):
+            point = search.ask()
+            search.tell(point, speed(point) * (1 + noise * random.standard_normal()))
+        found.append(speed(search.best()))
+    assert np.median(found) >= 0.95 * best
+
+
+def test_search_is_the_same_every_time() -> None:
+    def asked() -> list[tuple[int, ...]]:
+        search, points = Search(SIZES, (0, 0, 0, 0), noise=0.8), []
+        for _ in range(10):
+            points.append(search.ask())
+            search.tell(points[-1], smooth(points[-1]))
+        return points
+
+    assert asked() == asked()
+    assert all(0 <= i < n for point in asked() for i, n in zip(point, SIZES, strict=True))
+
+
+@dataclass
+class Sample:
+    bytes: int = 1_000_000
+    seconds: float = 0.01
+    steps: int = 10
+    fingerprint: int = 0xABC
+
+
+def tuner(tmp_path: Path, **changes: Any) -> tuple[Autotuner, list[Any]]:
+    tuned: list[Any] = []
+    config = Config(
+        size=2,
+        autotune=True,
+        **{"autotune_log": str(tmp_path / "log.csv"), "autotune_samples_max": 6, **changes},
+    )
+    return Autotuner(config, ["a", "a"], tuned.append), tuned
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_log_and_commands_tell_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, tuned = tuner(tmp_path)
+    for i in range(9):
+        assert not mine.done
+        mine.observe(Sample(seconds=0.01 + 0.001 * i))
+    assert mine.done
+    assert len(tuned) == 10  # at first, after each sample, and the best after the last
+    logged = rows(tmp_path / "log.csv")
+    assert [row["phase"] for row in logged] == ["warm-up"] * 3 + ["sample"] * 6 + ["best"]
+    assert {name: int(logged[-1][name]) for name in GRID} == {name: getattr(tuned[-1], name) for name in GRID}
+    assert float(logged[3]["bytes_per_second"]) == pytest.approx(1e6 / 0.013, rel=1e-6)
+
+    assert cli.main(["autotune", str(tmp_path / "log.csv"), "--plot", str(tmp_path / "log.png")]) == 0
+    said = capsys.readouterr().out
+    assert "fastest of 6: 0.077 GB/s" in said
+    assert "chosen: " in said
+    assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_result_is_kept_for_jobs_of_the_same_shape(tmp_path: Path) -> None:
+    cache = tmp_path / "found.json"
+    first, tuned = tuner(tmp_path, autotune_cache=str(cache), autotune_warmup_samples=1)
+    for _ in range(7):
+        first.observe(Sample())
+    assert first.done
+
+    again, tuned_again = tuner(tmp_path, autotune_cache=str(cache))
+    again.observe(Sample())
+    assert again.done
+    assert tuned_again[1:] == [tuned[-1]]
+
+    other, _ = tuner(tmp_path, autotune_cache=str(cache))
+    other.observe(Sample(fingerprint=1))
+    assert not other.done
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', '{"x": {"cycle_us": "a"}}'])
+def test_spoilt_cache_is_reported_and_not_used(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "found.json"
+    cache.write_text(text)
+    mine, _ = tuner(tmp_path, autotune_cache=str(cache))
+    with caplog.at_level(logging.WARNING, "polyhvd"):
+        mine.observe(Sample())
+    assert not mine.done
+    assert str(cache) in caplog.text
+
+
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'polyhvd\[autotune\]'"):
+        tuner(tmp_path)
+
+
+def test_other_files_are_no_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    assert cli.main(["autotune", str(tmp_path / "x.csv")]) == 1
+    assert "is no log of POLYHVD_AUTOTUNE_LOG" in capsys.readouterr().err
+
+
+def train_until_tuned() -> tuple[bool, dict[str, int], int]:
+    """Whether all sums were right, what the rank works with in the end, and steps."""
+    import time
+
+    import polyhvd.numpy as hvd
+
+    from polyhvd import context
+    from polyhvd.autotune import GRID
+
+    hvd.init()
+    sizes = [10, 5000, 30, 70_000, 900]
+    right, steps, ending = True, 0, time.monotonic() + 60
+    expected = sum(range(1, hvd.size() + 1))
+    left = -1
+    while left != 0:
+        gradients = [np.full(n, hvd.rank() + 1, np.float32) for n in sizes]
+        handles = [hvd.allreduce_async_(g, name=f"g{i}", op=hvd.Sum) for i, g in enumerate(gradients)]
+        for handle in handles:
+            hvd.synchronize(handle)
+        right = right and all((g == expected).all() for g in gradients)
+        steps += 1
+        # Rank 0 knows when it is over; some steps later all have heard of it.
+        attendant = context._attendant
+        done = attendant is not None and attendant.on_sample is not None and attendant.on_sample.__self__.done
+        stop = hvd.broadcast_object((done or time.monotonic() > ending) if hvd.rank() == 0 else None, 0)
+        if stop and left < 0:
+            left = 5
+        left -= left > 0
+    tuning = context.engine().tuning
+    result = right, {name: getattr(tuning, name) for name in GRID}, steps
+    hvd.shutdown()
+    return result
+
+
+@pytest.mark.parametrize("hosts", ["localhost:2", "localhost:1,127.0.0.1:2"])
+def test_job_tunes_itself(tmp_path: Path, hosts: str) -> None:
+    cache = tmp_path / "found.json"
+    environment = {
+        "POLYHVD_AUTOTUNE": "1",
+        "HOROVOD_AUTOTUNE_LOG": str(tmp_path / "log.csv"),
+        "POLYHVD_AUTOTUNE_CACHE": str(cache),
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "3",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "8",
+    }
+    results = run(train_until_tuned, hosts=hosts, env=environment)
+    best = rows(tmp_path / "log.csv")[-1]
+    assert best["phase"] == "best"
+    expected = {name: int(best[name]) for name in GRID}
+    for right, tuning, _ in results:
+        assert right
+        assert tuning == expected
+    assert list(json.loads(cache.read_text()).values()) == [expected]
+
+    steps = results[0][2]
+    results = run(train_until_tuned, hosts=hosts, env=environment)
+    assert [row["phase"] for row in rows(tmp_path / "log.csv")] == ["saved"]
+    assert [tuning for _, tuning, _ in results] == [expected] * len(results)
+    assert results[0][2] < steps
+
+
+def test_log_that_cannot_be_written_is_an_error_of_init(tmp_path: Path) -> None:
+    def start() -> None:
+        import polyhvd.numpy as hvd
+
+        hvd.init()
+
+    with pytest.raises(RuntimeError, match=r"missing/log\.csv"):
+        run(
+            start,
+            np=2,
+            env={"POLYHVD_AUTOTUNE": "1", "POLYHVD_AUTOTUNE_LOG": str(tmp_path / "missing" / "log.csv")},
+        )
+
+
+def test_plot_needs_samples(tmp_path: Path) -> None:
+    tuner(tmp_path)
+    with pytest.raises(ValueError, match="no samples yet"):
+        autotune.plot(tmp_path / "log.csv", tmp_path / "x.png")
+    assert "no samples yet" in autotune.summary(tmp_path / "log.csv")[0]
