@@ -261,6 +261,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     options.coordinator.fusion.groups_apart = config.attr("groups_apart").cast<bool>();
     options.core = config.attr("engine_core").cast<int>();
     options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
+    options.data_checksums = config.attr("data_checksums").cast<bool>();
     options.reproducible = config.attr("reproducible").cast<bool>();
     options.data_timeout = Seconds(number("data_timeout_s"));
     options.stalls.warn =
