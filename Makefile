@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
 STAMPS := build/stamps
 
-.PHONY: help setup demo test check bench asan tsan core fuzz matrix clean
+.PHONY: help setup demo test check bench asan tsan core fuzz faults matrix clean
 help:
 	@sed -n 's/^##@ //p' Makefile
 
@@ -106,6 +106,14 @@ build/fuzz/run: $(FUZZED:%.cc=build/fuzz/%.o) $(FUZZ_SOURCES:%.cc=build/fuzz/%.o
 ##@ fuzz     the decoder of control messages under random bytes, for FUZZ_SECONDS (600)
 fuzz: build/fuzz/run
 	build/fuzz/run tests/fuzz/corpus $(FUZZ_SECONDS)
+
+FAULT_CASES ?= 300
+FAULT_SEED ?=
+
+##@ faults   random faults in FAULT_CASES (300) random jobs, or the one of FAULT_SEED
+faults: $(STAMPS)/test
+	POLYHVD_TEST_FAULT_CASES=$(FAULT_CASES) POLYHVD_TEST_FAULT_SEED=$(FAULT_SEED) \
+		$(PY) -m pytest -q tests/backends/test_random_faults.py
 
 ##@ test     everything: the core, the launcher, every adapter, parity, training
 test: $(STAMPS)/test
