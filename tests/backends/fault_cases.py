@@ -113,14 +113,16 @@ def _fault(chance: random.Random, group: str, size: int, steps: int) -> Fault:
     kinds = {"rank": TO_A_RANK, "wire": ON_THE_WIRE, "strangers": ("strangers",)}[group]
     kind = chance.choice(kinds)
     early = kind == "strangers" or (kind in ("cut", "garble", "delay") and chance.random() < 0.15)
+    purpose = chance.choice(["data", "data", "control"])
+    digits = 2.3 if early or purpose == "control" else 4.5  # few control bytes pass in a job
     return Fault(
         kind=kind,
         victim=chance.randrange(size),
         step=-1 if early else chance.randrange(steps),
         wait_s=chance.choice([0.0, 0.0, 0.001, 0.005, 0.02]) * chance.random(),
         hold_s=chance.uniform(0.02, 0.3),
-        purpose=chance.choice(["data", "data", "control"]),
-        after_bytes=int(10 ** chance.uniform(0, 2.3 if early else 4.5)),
+        purpose=purpose,
+        after_bytes=int(10 ** chance.uniform(0, digits)),
         count=100 if kind == "strangers" else int(10 ** chance.uniform(0, 2.5)),
         pick=chance.randrange(1 << 16),
     )
