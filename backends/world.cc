@@ -105,8 +105,9 @@ World::World(Wiring wiring, Parking& parking, bool data_checksums)
 // One that has failed closes its connections, too: why is what counts.
 void World::on_lost(int rank) const {
   if (const auto reason = abort_reason()) throw Failure(*reason);
-  throw Failure(ErrorCode::kPeerLost,
-                described(rank) + " was lost: it ended or was cut off without shutdown()");
+  throw Failure(ErrorCode::kPeerLost, described(rank) + " was lost to rank " +
+                                          std::to_string(wiring_.rank) +
+                                          ": it ended or was cut off without shutdown()");
 }
 
 std::vector<shm::LocalPeer> World::local_peers() const {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["HARMLESS", "ON_THE_WIRE", "Case", "Fault", "case_of"]
+__all__ = ["ON_THE_WIRE", "TO_A_RANK", "Case", "Fault", "case_of"]
 
 #: After these the job goes on as if nothing had happened.
 HARMLESS = ("stop", "delay", "strangers")
@@ -27,7 +27,7 @@ class Fault:
 
     kind: str
     victim: int
-    step: int  # -1: from the first byte on, handshakes included
+    step: int  # -1: in init(), on the wire from the first byte on
     wait_s: float  # between the beginning of that step and the fault
     hold_s: float  # how long a rank is stopped, or bytes are held up
     purpose: str  # of the connection that is hit: data or control
@@ -77,6 +77,8 @@ class Case:
             values["POLYHVD_SHARED_MEMORY"] = "0"
         if self.checksums:
             values["POLYHVD_DATA_CHECKSUMS"] = "1"
+        if any(fault.step < 0 and "kill" in fault.kind for fault in self.faults):
+            values["POLYHVD_START_TIMEOUT"] = "3"  # the others wait for it
         if self.kinds & set(ON_THE_WIRE) - {"delay"}:
             # Bytes that never come, in a stream that stays open: nothing but time tells.
             values["POLYHVD_DATA_TIMEOUT_SECONDS"] = "3"
@@ -112,7 +114,8 @@ def case_of(seed: int) -> Case:
 def _fault(chance: random.Random, group: str, size: int, steps: int) -> Fault:
     kinds = {"rank": TO_A_RANK, "wire": ON_THE_WIRE, "strangers": ("strangers",)}[group]
     kind = chance.choice(kinds)
-    early = kind == "strangers" or (kind in ("cut", "garble", "delay") and chance.random() < 0.15)
+    may_be_early = ("cut", "garble", "delay", "kill", "stop", "stop and kill")
+    early = kind == "strangers" or (kind in may_be_early and chance.random() < 0.1)
     purpose = chance.choice(["data", "data", "control"])
     digits = 2.3 if early or purpose == "control" else 4.5  # few control bytes pass in a job
     return Fault(

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import polyhvd.numpy as hvd
-from fault_cases import Case
+from fault_cases import TO_A_RANK, Case
 
 __all__ = ["Report", "serve"]
 
@@ -108,6 +108,7 @@ def _become_rank(
         os.close(output)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+        os.environ["TMPDIR"] = env["TMPDIR"]
         _begin_and_end_alone()
         os.environ.update(env)
         _Rank(Connection(descriptor), case, int(env["POLYHVD_RANK"])).live()
@@ -136,7 +137,11 @@ class _Rank:
         self._rank = rank
         self._told: queue.Queue[str] = queue.Queue()
         #: Steps that the test wants to hear of.
-        self._awaited = {fault.step for fault in case.faults if fault.victim == rank}
+        self._awaited = {
+            fault.step
+            for fault in case.faults
+            if fault.victim == rank and (fault.step >= 0 or fault.kind in TO_A_RANK)
+        }
         threading.Thread(target=self._listen, daemon=True).start()
 
     def live(self) -> None:
@@ -173,6 +178,8 @@ class _Rank:
     def _run(self, life: int) -> Report:
         try:
             sets = [hvd.ProcessSet(ranks) for ranks in self._case.sets]
+            if life == 0 and -1 in self._awaited:
+                self._connection.send(-1)
             hvd.init(process_sets=sets)
             steps = self._case.steps if life == 0 else 0
             for step in range(steps + _STEPS_AFTER):

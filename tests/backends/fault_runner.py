@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks_alive
-from fault_cases import ON_THE_WIRE, Case, Fault
+from fault_cases import ON_THE_WIRE, TO_A_RANK, Case, Fault
 from fault_ranks import Report
 from fault_wire import Crowd, Rendezvous, Wire
 
@@ -108,7 +108,7 @@ def run_case(server: Server, case: Case, folder: Path) -> list[str]:
         raise CaseError(f"{case}\n{error}\n{job.logs()}") from None
     finally:
         job.close()
-    left = sorted(_named_files() - before)
+    left = sorted(_named_files() - before) + os.listdir(job.temporary)
     if left:
         raise CaseError(f"{case}\nleft behind: {left}")
     return job.events
@@ -121,6 +121,8 @@ class _Job:
         self._case = case
         self._server = server
         self._folder = folder
+        self.temporary = folder / "tmp"  # what a job may use, and has to clear
+        self.temporary.mkdir()
         self._crowd = Crowd(case.seed)
         self.events: list[str] = []
         self._deadline = time.monotonic() + _DEADLINE_S
@@ -150,6 +152,7 @@ class _Job:
                 "FLIGHT_DIR": folder,
             }
             env = {**{f"POLYHVD_{name}": str(value) for name, value in values.items()}, **case.settings}
+            env["TMPDIR"] = str(self.temporary)
             pid, end = server.fork(case, env, self._log(placement.rank))
             self._pids.append(pid)
             self._ends.append(end)
@@ -221,7 +224,8 @@ class _Job:
                 reports[rank] = value
                 continue
             for fault in self._case.faults:
-                if (fault.victim, fault.step) == (rank, value) and rank not in self._killed:
+                meant = (fault.victim, fault.step) == (rank, value) and rank not in self._killed
+                if meant and (value >= 0 or fault.kind in TO_A_RANK):
                     self._do(fault)
         return reports
 
@@ -296,7 +300,7 @@ class _Job:
         failed = [report for report in reports.values() if report.status == "failed"]
         if len(failed) == len(reports) and any(report.kind == "PeerDepartedError" for report in failed):
             raise CaseError(f"nobody has left in good order:\n{said}")
-        if len(self._case.faults) == 1 and self._killed:
+        if len(self._case.faults) == 1 and self._killed and self._case.faults[0].step >= 0:
             victim = self._case.faults[0].victim
             for report in failed:
                 if f"rank {victim} " not in report.message:
@@ -307,10 +311,10 @@ def _named_files() -> set[str]:
     """What a job might leave behind under a name."""
     return {
         f"{folder}/{name}"
-        for folder in ("/dev/shm", "/dev/mqueue", "/tmp")
+        for folder in ("/dev/shm", "/dev/mqueue")
         if os.path.isdir(folder)
         for name in os.listdir(folder)
-        if "polyhvd" in name.lower() and not name.startswith("polyhvd-pool-")
+        if "polyhvd" in name.lower()
     }
 
 
