@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
 STAMPS := build/stamps
 
-.PHONY: help setup demo test check bench asan tsan core fuzz matrix clean
+.PHONY: help setup demo test check bench asan tsan core fuzz faults matrix clean
 help:
 	@sed -n 's/^##@ //p' Makefile
 
@@ -66,7 +66,7 @@ $(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(
 $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
 
 # The pure units as a module for tests in Python; nothing of it is installed.
-UNITS := coordinator disagreement fusion process_set relay response_cache types wire
+UNITS := coordinator crc32c disagreement fusion process_set relay response_cache types wire
 UNITS_OBJECTS := $(UNITS:%=build/core/python/polyhvd/csrc/%.o) build/core/python/tests/core/python/units.o
 UNITS_MODULE := build/core/python/polyhvd_units.so
 build/core/python/%.o: %.cc
@@ -92,7 +92,7 @@ tsan: build/core/tsan/run
 
 FUZZ_SECONDS ?= 600
 FUZZ_SOURCES := $(wildcard tests/fuzz/*.cc)
-FUZZED := polyhvd/csrc/wire.cc polyhvd/csrc/framing.cc polyhvd/csrc/types.cc
+FUZZED := polyhvd/csrc/crc32c.cc polyhvd/csrc/wire.cc polyhvd/csrc/framing.cc polyhvd/csrc/types.cc
 FUZZ_FLAGS := -O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all
 
 build/fuzz/polyhvd/%.o: FUZZ_FLAGS += -fsanitize-coverage=trace-pc
@@ -106,6 +106,14 @@ build/fuzz/run: $(FUZZED:%.cc=build/fuzz/%.o) $(FUZZ_SOURCES:%.cc=build/fuzz/%.o
 ##@ fuzz     the decoder of control messages under random bytes, for FUZZ_SECONDS (600)
 fuzz: build/fuzz/run
 	build/fuzz/run tests/fuzz/corpus $(FUZZ_SECONDS)
+
+FAULT_CASES ?= 300
+FAULT_SEED ?=
+
+##@ faults   random faults in FAULT_CASES (300) random jobs, or the one of FAULT_SEED
+faults: $(STAMPS)/test
+	POLYHVD_TEST_FAULT_CASES=$(FAULT_CASES) POLYHVD_TEST_FAULT_SEED=$(FAULT_SEED) \
+		$(PY) -m pytest -q tests/backends/test_random_faults.py
 
 ##@ test     everything: the core, the launcher, every adapter, parity, training
 test: $(STAMPS)/test

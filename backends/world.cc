@@ -22,7 +22,7 @@ constexpr int kTreeRadix = 4;
 // Owns the connections of one rank, and what its communicators share.
 class World final : public Liveness {
  public:
-  World(Wiring wiring, Parking& parking);
+  World(Wiring wiring, Parking& parking, bool data_checksums);
   ~World() override { close(); }
 
   std::unique_ptr<Channel> connect_parent();
@@ -66,7 +66,8 @@ class World final : public Liveness {
   std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
 };
 
-World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), parking_(parking) {
+World::World(Wiring wiring, Parking& parking, bool data_checksums)
+    : wiring_(std::move(wiring)), parking_(parking) {
   fabric_.rank = wiring_.rank;
   fabric_.domains = wiring_.domains;
   fabric_.domain_of.resize(static_cast<std::size_t>(wiring_.size));
@@ -90,7 +91,10 @@ World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), park
     peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, local_peers(), local_, lost);
   }
   if (wiring_.domains.size() > 1) {
-    transport_ = std::make_unique<tcp::TcpTransport>(wiring_.data_fds, parking_, lost);
+    const auto name = [this](int rank) { return described(rank); };
+    transport_ = std::make_unique<tcp::TcpTransport>(
+        wiring_.data_fds, parking_,
+        tcp::TcpTransport::Options{wiring_.rank, data_checksums, name, lost});
   }
   fabric_.segment = segment_.get();
   fabric_.peers = peers_.get();
@@ -98,9 +102,12 @@ World::World(Wiring wiring, Parking& parking) : wiring_(std::move(wiring)), park
   fabric_.parking = &parking_;
 }
 
+// One that has failed closes its connections, too: why is what counts.
 void World::on_lost(int rank) const {
-  throw Failure(ErrorCode::kPeerLost,
-                described(rank) + " was lost: it ended or was cut off without shutdown()");
+  if (const auto reason = abort_reason()) throw Failure(*reason);
+  throw Failure(ErrorCode::kPeerLost, described(rank) + " was lost to rank " +
+                                          std::to_string(wiring_.rank) +
+                                          ": it ended or was cut off without shutdown()");
 }
 
 std::vector<shm::LocalPeer> World::local_peers() const {
@@ -157,9 +164,11 @@ std::vector<Child> World::connect_children() {
 }
 
 void World::spread_abort(const Error& error) noexcept {
-  if (!segment_) return;
-  segment_->set_abort(error);
-  peers_->wake_all();
+  if (segment_) {
+    segment_->set_abort(error);
+    peers_->wake_all();
+  }
+  if (transport_) transport_->say_failure(error);
 }
 
 void World::leave() noexcept {
@@ -187,6 +196,7 @@ void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   std::lock_guard lock(transport_mutex_);
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
   counters["tcp_bytes_received"] = transport_ ? transport_->bytes_received() : 0;
+  counters["tcp_bytes_checked"] = transport_ ? transport_->bytes_checked() : 0;
 }
 
 bool is_crowded(const Wiring& wiring) {
@@ -213,7 +223,7 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   options.crowded = options.crowded || is_crowded(wiring);
   const int rank = wiring.rank;
   auto parking = std::make_unique<Parking>();
-  auto world = std::make_unique<World>(std::move(wiring), *parking);
+  auto world = std::make_unique<World>(std::move(wiring), *parking, options.data_checksums);
   host::Fabric& fabric = world->fabric();
   fabric.reproducible = options.reproducible;
   EngineParts parts;

@@ -111,6 +111,7 @@ class _Card:
     pid_space: str  # equal where process ids mean the same; empty: unknown
     process_sets: list[list[int]] = field(default_factory=list)
     reproducible: bool = False
+    data_checksums: bool = False
 
     @property
     def label(self) -> str:
@@ -218,11 +219,12 @@ class _Meeting:
             pid_space=_pid_space(),
             process_sets=self._process_sets,
             reproducible=self._config.reproducible,
+            data_checksums=self._config.data_checksums,
         )
 
     def _compare(self) -> None:
         """Raise on every rank what the ranks do not agree on."""
-        for what in ("size", "process_sets", "reproducible"):
+        for what in ("size", "process_sets", "reproducible", "data_checksums"):
             sides: dict[str, list[int]] = {}
             for card in self._cards:
                 sides.setdefault(str(getattr(card, what)), []).append(card.rank)

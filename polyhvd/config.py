@@ -131,6 +131,12 @@ class Config:
         "Seconds that an agreed transfer may take.",
         other_name="GLOO_TIMEOUT_SECONDS",
     )
+    data_checksums: bool = _row(
+        "DATA_CHECKSUMS",
+        _switch,
+        False,
+        "1: tensor bytes carry a checksum on TCP, for networks that garble them; the same on every rank.",
+    )
     stall_check_disable: bool = _row("STALL_CHECK_DISABLE", _switch, False, "1: no stall reports.")
     stall_warn_s: float = _row(
         "STALL_CHECK_TIME_SECONDS", _number, 60.0, "Seconds after which a waiting operation is reported."

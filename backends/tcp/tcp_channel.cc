@@ -5,8 +5,14 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace polyhvd::tcp {
+namespace {
+
+constexpr auto kBeatInterval = std::chrono::seconds(1);
+
+}  // namespace
 
 TcpChannel::TcpChannel(int fd, int peer_world_rank, std::string who, Parking& parking)
     : socket_(fd), peer_(peer_world_rank), who_(std::move(who)), parking_(parking) {
@@ -21,7 +27,15 @@ void TcpChannel::post(std::string_view payload) {
     sent_ = 0;
   }
   writer_.append(pending_, payload);
+  spoke_ = true;
   flush();
+}
+
+// After a silence: what was lost on the way is noticed by the next frame's number.
+void TcpChannel::beat(std::chrono::steady_clock::time_point now) {
+  if (now < next_beat_) return;
+  next_beat_ = now + kBeatInterval;
+  if (!std::exchange(spoke_, false) && sent_ == pending_.size()) post({});
 }
 
 bool TcpChannel::flush() {
@@ -46,14 +60,27 @@ bool TcpChannel::flush() {
   return true;
 }
 
+bool TcpChannel::next(std::string& payload) {
+  try {
+    while (reader_.next(payload)) {
+      if (!payload.empty()) return true;  // a heartbeat has said all with its number
+    }
+    return false;
+  } catch (const Failure& failure) {
+    throw Failure(failure.error().code, "control messages from " + who_ +
+                                            " cannot be trusted: " + failure.error().message +
+                                            "; look at the network between them");
+  }
+}
+
 bool TcpChannel::poll(std::string& payload) {
-  if (reader_.next(payload)) return true;
+  if (next(payload)) return true;
   std::byte bytes[16 << 10];
   for (;;) {
     const ssize_t n = recv(socket_.fd(), bytes, sizeof bytes, MSG_DONTWAIT);
     if (n > 0) {
       reader_.append(bytes, static_cast<std::size_t>(n));
-      if (reader_.next(payload)) return true;
+      if (next(payload)) return true;
     } else if (n < 0 && errno == EINTR) {
       continue;
     } else if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {

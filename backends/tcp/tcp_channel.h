@@ -1,6 +1,7 @@
 // A control channel over one TCP connection between the leaders of two hosts.
 #pragma once
 
+#include <chrono>
 #include <string>
 
 #include "channel.h"
@@ -19,9 +20,12 @@ class TcpChannel final : public Channel {
   void post(std::string_view payload) override;
   bool flush() override;
   bool poll(std::string& payload) override;
+  void beat(std::chrono::steady_clock::time_point now) override;
   int peer() const noexcept override { return peer_; }
 
  private:
+  bool next(std::string& payload);
+
   Socket socket_;
   int peer_;
   std::string who_;
@@ -30,6 +34,8 @@ class TcpChannel final : public Channel {
   std::size_t sent_ = 0;
   FrameWriter writer_;
   FrameReader reader_;
+  bool spoke_ = false;  // since the last beat
+  std::chrono::steady_clock::time_point next_beat_{};
 };
 
 }  // namespace polyhvd::tcp

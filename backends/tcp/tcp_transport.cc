@@ -4,124 +4,199 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "crc32c.h"
+#include "tcp/message.h"
 
 namespace polyhvd::tcp {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x44564850;  // "PHVD"
-enum MessageKind : std::uint32_t { kData = 1, kGoodbye = 2 };
-
-struct MessageHeader {
-  std::uint32_t magic = kMagic;
-  std::uint32_t kind = kData;
-  std::uint64_t bytes = 0;
-};
-static_assert(sizeof(MessageHeader) == 16);
+constexpr std::size_t kHeaderBytes = sizeof(MessageHeader);
+// Summed before they are sent, while they are in cache.
+constexpr std::size_t kSummedAtOnce = 256 << 10;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
-using OnLost = std::function<void(int)>;
+// What one system call moves: parts of a message without the bytes that are done.
+class Parts {
+ public:
+  explicit Parts(std::size_t done) : done_(done) {}
+  void add(const void* data, std::size_t bytes) {
+    const std::size_t skipped = std::min(done_, bytes);
+    done_ -= skipped;
+    if (skipped == bytes) return;
+    parts_[count_++] = {static_cast<char*>(const_cast<void*>(data)) + skipped, bytes - skipped};
+  }
+  msghdr message() {
+    msghdr message{};
+    message.msg_iov = parts_;
+    message.msg_iovlen = count_;
+    return message;
+  }
 
-[[noreturn]] void lost(int rank, const OnLost& on_lost) {
-  on_lost(rank);
-  throw Failure(ErrorCode::kPeerLost, "rank " + std::to_string(rank) + " was lost");
-}
+ private:
+  std::size_t done_;
+  iovec parts_[3];
+  std::size_t count_ = 0;
+};
 
 }  // namespace
 
 // The sending half of an exchange, as far as it has got.
 struct TcpTransport::Outgoing {
+  const TcpTransport& transport;
   int rank;
-  int fd;
-  MessageHeader header;
+  Connection* connection;  // null: nothing to send
   ConstBytes body;
-  const OnLost& on_lost;
+  MessageHeader header{};
+  MessageTail tail = 0;
+  std::size_t summed = 0;  // of the body; all of it where it is not summed
   std::size_t done = 0;
 
-  std::size_t total() const { return sizeof header + body.size(); }
-  bool finished() const { return fd < 0 || done == total(); }
+  Outgoing(const TcpTransport& t, int to, Connection* c, ConstBytes bytes)
+      : transport(t), rank(to), connection(c), body(bytes) {
+    if (connection == nullptr) return;
+    const bool sums = transport.options_.checksums;
+    header = make_header(sums ? MessageKind::kSummedData : MessageKind::kData, connection->sent,
+                         body.size());
+    tail = header.crc;
+    if (!sums) summed = body.size();
+  }
+
+  int fd() const { return connection == nullptr ? -1 : connection->socket.fd(); }
+  std::size_t total() const { return kHeaderBytes + body.size() + sizeof tail; }
+  bool finished() const { return connection == nullptr || done == total(); }
 
   // Sends what fits; true when all is sent.
   bool advance() {
     while (!finished()) {
-      iovec parts[2];
-      int count = 0;
-      if (done < sizeof header) {
-        parts[count++] = {reinterpret_cast<char*>(&header) + done, sizeof header - done};
-      }
-      const std::size_t from = done > sizeof header ? done - sizeof header : 0;
-      if (from < body.size()) {
-        parts[count++] = {const_cast<std::byte*>(body.data()) + from, body.size() - from};
-      }
-      msghdr message{};
-      message.msg_iov = parts;
-      message.msg_iovlen = static_cast<std::size_t>(count);
-      const ssize_t n = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (summed < body.size() && done >= kHeaderBytes + summed) sum_ahead();
+      if (summed == 0 && !body.empty()) sum_ahead();
+      Parts parts(done);
+      parts.add(&header, sizeof header);
+      parts.add(body.data(), summed);
+      if (summed == body.size()) parts.add(&tail, sizeof tail);
+      const msghdr message = parts.message();
+      const ssize_t n = sendmsg(fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
       if (n > 0) {
         done += static_cast<std::size_t>(n);
+        connection->sending = done < total();
+        connection->sent += done == total();
       } else if (n < 0 && errno == EINTR) {
         continue;
       } else if (n < 0 && would_block()) {
         return false;
       } else {
-        lost(rank, on_lost);
+        transport.lost(rank, *connection);
       }
     }
     return true;
+  }
+
+  void sum_ahead() {
+    const ConstBytes piece = body.subspan(summed, std::min(kSummedAtOnce, body.size() - summed));
+    tail = crc32c(piece, tail);
+    summed += piece.size();
   }
 };
 
 // The receiving half.
 struct TcpTransport::Incoming {
+  const TcpTransport& transport;
   int rank;
-  int fd;
+  Connection* connection;  // null: nothing to receive
   Bytes body;
-  const OnLost& on_lost;
   MessageHeader header{};
+  MessageTail tail = 0;
+  std::uint32_t sum = 0;
+  std::string reason{};  // takes the place of the body when the peer's engine has ended
   std::size_t done = 0;
 
-  std::size_t total() const { return sizeof header + body.size(); }
-  bool finished() const { return fd < 0 || done == total(); }
-
-  void check_header() const {
-    if (header.magic == kMagic && header.kind == kGoodbye) {
-      throw Failure(ErrorCode::kPeerDeparted,
-                    "rank " + std::to_string(rank) + " has shut down in the middle of a transfer");
-    }
-    if (header.magic != kMagic || header.kind != kData || header.bytes != body.size()) {
-      throw Failure(ErrorCode::kInternal, "rank " + std::to_string(rank) + " sent a message of " +
-                                              std::to_string(header.bytes) + " bytes where " +
-                                              std::to_string(body.size()) + " were agreed");
-    }
-  }
+  int fd() const { return connection == nullptr ? -1 : connection->socket.fd(); }
+  std::size_t total() const { return kHeaderBytes + body.size() + sizeof tail; }
+  bool finished() const { return connection == nullptr || done == total(); }
+  bool is_summed() const { return header.kind != MessageKind::kData; }
 
   bool advance() {
     while (!finished()) {
-      std::byte* at = done < sizeof header ? reinterpret_cast<std::byte*>(&header) + done
-                                           : body.data() + (done - sizeof header);
-      const std::size_t want = done < sizeof header ? sizeof header - done : total() - done;
-      const ssize_t n = ::recv(fd, at, want, MSG_DONTWAIT);
+      // The header first: it says what follows.
+      Parts parts(done);
+      parts.add(&header, sizeof header);
+      if (done >= kHeaderBytes) {
+        parts.add(body.data(), body.size());
+        parts.add(&tail, sizeof tail);
+      }
+      msghdr message = parts.message();
+      const ssize_t n = recvmsg(fd(), &message, MSG_DONTWAIT);
       if (n > 0) {
-        done += static_cast<std::size_t>(n);
-        if (done == sizeof header) check_header();
+        take(static_cast<std::size_t>(n));
       } else if (n < 0 && errno == EINTR) {
         continue;
       } else if (n < 0 && would_block()) {
         return false;
       } else {
-        lost(rank, on_lost);
+        transport.lost(rank, *connection);
       }
     }
     return true;
   }
+
+  void take(std::size_t bytes) {
+    const std::size_t before = done;
+    done += bytes;
+    connection->receiving = true;
+    if (done == kHeaderBytes) check_header();
+    if (before >= kHeaderBytes && is_summed()) {
+      const std::size_t from = std::min(before - kHeaderBytes, body.size());
+      const std::size_t to = std::min(done - kHeaderBytes, body.size());
+      sum = crc32c(body.subspan(from, to - from), sum);
+    }
+    if (done == total()) check_tail();
+  }
+
+  void check_header() {
+    if (const std::string fault = fault_of(header, connection->received); !fault.empty()) {
+      transport.distrust(rank, fault);
+    }
+    sum = header.crc;
+    switch (header.kind) {
+      case MessageKind::kGoodbye:
+        transport.departed(rank);
+      case MessageKind::kFailure:
+        reason.resize(std::min<std::size_t>(header.bytes, kReasonBytesMax));
+        body = std::as_writable_bytes(std::span(reason));
+        return;
+      default:
+        break;
+    }
+    if (header.bytes == body.size()) return;
+    throw Failure(ErrorCode::kInternal, transport.options_.described(rank) + " sent rank " +
+                                            std::to_string(transport.options_.rank) + " " +
+                                            std::to_string(header.bytes) + " bytes where " +
+                                            std::to_string(body.size()) + " were agreed");
+  }
+
+  void check_tail() {
+    if (tail != sum) {
+      transport.distrust(rank, "the bytes of message " + std::to_string(header.number) +
+                                   (is_summed() ? " fail their checksum" : " do not end with it") +
+                                   ": they were changed, lost or put in on the way");
+    }
+    if (header.kind == MessageKind::kFailure) throw Failure(decode_failure(body));
+    connection->receiving = false;
+    ++connection->received;
+  }
 };
 
-TcpTransport::TcpTransport(const std::map<int, int>& fds, Parking& parking,
-                           std::function<void(int)> on_lost)
-    : parking_(parking), on_lost_(std::move(on_lost)) {
+TcpTransport::TcpTransport(const std::map<int, int>& fds, Parking& parking, Options options)
+    : parking_(parking), options_(std::move(options)) {
   for (const auto& [rank, fd] : fds) {
-    sockets_.emplace(rank, Socket(fd));
+    connections_.emplace(rank, fd);
     // Not POLLIN: a fast peer may send the next operation's data early.
     parking_.watch(fd, POLLRDHUP, [this, rank = rank](short revents) {
       if ((revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) on_close(rank);
@@ -130,20 +205,20 @@ TcpTransport::TcpTransport(const std::map<int, int>& fds, Parking& parking,
 }
 
 TcpTransport::~TcpTransport() {
-  for (const auto& [rank, socket] : sockets_) parking_.unwatch(socket.fd());
+  for (const auto& [rank, connection] : connections_) parking_.unwatch(connection.socket.fd());
 }
 
-int TcpTransport::fd_of(int rank) const {
-  const auto it = sockets_.find(rank);
-  if (it == sockets_.end()) {
+TcpTransport::Connection& TcpTransport::connection_to(int rank) {
+  const auto it = connections_.find(rank);
+  if (it == connections_.end()) {
     throw Failure(ErrorCode::kInternal, "no data connection to rank " + std::to_string(rank));
   }
-  return it->second.fd();
+  return it->second;
 }
 
 void TcpTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) {
-  Outgoing sending{to, out.empty() ? -1 : fd_of(to), {kMagic, kData, out.size()}, out, on_lost_};
-  Incoming receiving{from, in.empty() ? -1 : fd_of(from), in, on_lost_};
+  Outgoing sending(*this, to, out.empty() ? nullptr : &connection_to(to), out);
+  Incoming receiving{*this, from, in.empty() ? nullptr : &connection_to(from), in};
   struct Interest {  // what to sleep for; back to idle whatever happens
     Parking& parking;
     int to_fd, from_fd;
@@ -159,45 +234,113 @@ void TcpTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline
       parking.set_events(to_fd, 0);
       parking.set_events(from_fd, 0);
     }
-  } interest(parking_, sending.fd, receiving.fd);
+  } interest(parking_, sending.fd(), receiving.fd());
   bool sent = sending.finished();
   const auto advance = [&] {
     const bool was_sent = sent;
     sent = sending.advance();
     if (sent && !was_sent) {
-      parking_.set_events(sending.fd, receiving.fd == sending.fd ? POLLIN | POLLRDHUP : 0);
+      parking_.set_events(sending.fd(), receiving.fd() == sending.fd() ? POLLIN | POLLRDHUP : 0);
     }
     return receiving.advance() && sent;
   };
   try {
     parking_.await(advance, deadline);
   } catch (const Failure& failure) {
-    if (failure.error().code != ErrorCode::kTimeout) throw;
-    throw Failure(ErrorCode::kTimeout, "rank " + std::to_string(sent ? from : to) +
+    // Not what a peer has told: its engine may have ended over a timeout of its own.
+    if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
+    throw Failure(ErrorCode::kTimeout, options_.described(sent ? from : to) +
                                            " does not take part in an agreed transfer in time; "
                                            "it may be suspended, or the network cut");
   }
   sent_.fetch_add(out.size(), std::memory_order_relaxed);
   received_.fetch_add(in.size(), std::memory_order_relaxed);
+  if (!in.empty() && receiving.is_summed()) {
+    checked_.fetch_add(in.size(), std::memory_order_relaxed);
+  }
 }
 
+// The other end sends nothing more. What it sent before stays readable, and a transfer
+// that wants more than that fails by itself.
 void TcpTransport::on_close(int rank) {
-  const int fd = sockets_.at(rank).fd();
-  MessageHeader header{};
-  const ssize_t n = ::recv(fd, &header, sizeof header, MSG_DONTWAIT | MSG_PEEK);
+  const Connection& connection = connections_.at(rank);
+  const int fd = connection.socket.fd();
+  if (connection.receiving) {
+    parking_.unwatch(fd);  // all that will ever come is here
+    return;
+  }
+  char byte = 0;
+  const ssize_t n = ::recv(fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
   if (n < 0 && (would_block() || errno == EINTR)) return;
-  // Closed. Data that was sent before stays readable, and a transfer that wants
-  // more than that fails by itself.
   parking_.unwatch(fd);
-  if (n != static_cast<ssize_t>(sizeof header) || header.magic != kMagic) on_lost_(rank);
+  if (n != 1) lost(rank, connection);
+  (void)hear_last_words(rank, connection);
+}
+
+// Looks at the message that is next. Throws the reason if it says that the peer's
+// engine has ended; returns whether it is a goodbye, which concerns only who still
+// needs the peer.
+bool TcpTransport::hear_last_words(int rank, const Connection& connection) const {
+  if (connection.receiving) return false;
+  std::byte bytes[kHeaderBytes + kReasonBytesMax + sizeof(MessageTail)];
+  const ssize_t n = ::recv(connection.socket.fd(), bytes, sizeof bytes, MSG_DONTWAIT | MSG_PEEK);
+  if (n <= 0) return false;
+  const auto count = static_cast<std::size_t>(n);
+  MessageHeader header;
+  if (count < kHeaderBytes) options_.on_lost(rank);
+  std::memcpy(&header, bytes, kHeaderBytes);
+  if (const std::string fault = fault_of(header, connection.received); !fault.empty()) {
+    distrust(rank, fault);
+  }
+  if (header.kind != MessageKind::kFailure) return header.kind == MessageKind::kGoodbye;
+  const std::size_t length = std::min<std::size_t>(header.bytes, kReasonBytesMax);
+  if (count < kHeaderBytes + length + sizeof(MessageTail)) options_.on_lost(rank);
+  const ConstBytes reason(bytes + kHeaderBytes, length);
+  MessageTail tail;
+  std::memcpy(&tail, bytes + kHeaderBytes + length, sizeof tail);
+  if (crc32c(reason, header.crc) != tail) distrust(rank, "its last words are garbled");
+  throw Failure(decode_failure(reason));
+}
+
+void TcpTransport::departed(int rank) const {
+  throw Failure(ErrorCode::kPeerDeparted,
+                options_.described(rank) + " has shut down in the middle of a transfer");
+}
+
+void TcpTransport::lost(int rank, const Connection& connection) const {
+  if (hear_last_words(rank, connection)) departed(rank);
+  options_.on_lost(rank);
+  throw Failure(ErrorCode::kPeerLost, options_.described(rank) + " was lost");
+}
+
+void TcpTransport::distrust(int rank, const std::string& fault) const {
+  throw Failure(ErrorCode::kPeerLost, "data from " + options_.described(rank) + " to rank " +
+                                          std::to_string(options_.rank) + " cannot be trusted: " +
+                                          fault + "; look at the network between them");
 }
 
 void TcpTransport::say_goodbye() noexcept {
-  const MessageHeader goodbye{kMagic, kGoodbye, 0};
-  for (const auto& [rank, socket] : sockets_) {
-    (void)!::send(socket.fd(), &goodbye, sizeof goodbye, MSG_DONTWAIT | MSG_NOSIGNAL);
-    ::shutdown(socket.fd(), SHUT_WR);
+  for (auto& [rank, connection] : connections_) {
+    const MessageHeader header = make_header(MessageKind::kGoodbye, connection.sent, 0);
+    say_last(connection, {reinterpret_cast<const char*>(&header), sizeof header});
   }
+}
+
+void TcpTransport::say_failure(const Error& error) noexcept {
+  try {
+    for (auto& [rank, connection] : connections_) {
+      say_last(connection, encode_failure(error, connection.sent));
+    }
+  } catch (const std::bad_alloc&) {
+    // Nothing can be said then; the others see the connections close.
+  }
+}
+
+void TcpTransport::say_last(Connection& connection, std::string_view message) noexcept {
+  if (connection.sending || std::exchange(connection.closed, true)) return;
+  const int fd = connection.socket.fd();
+  (void)!::send(fd, message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+  ::shutdown(fd, SHUT_WR);
 }
 
 }  // namespace polyhvd::tcp

@@ -1,14 +1,15 @@
-// Tensor bytes between ranks of different hosts, over one TCP connection per
-// pair of ranks. A message is [u32 magic][u32 kind][u64 bytes] and the bytes, so
-// that ranks which no longer agree notice it instead of mixing data.
+// Tensor bytes between ranks of different hosts, over one TCP connection per pair of
+// ranks, in messages (message.h). What was lost, repeated, cut short or, with
+// checksums, changed on the way ends the engine with an error that names both ranks.
 #pragma once
 
 #include <atomic>
 #include <functional>
 #include <map>
 #include <string>
-#include <vector>
+#include <string_view>
 
+#include "error.h"
 #include "parking.h"
 #include "tcp/socket.h"
 #include "transport.h"
@@ -17,16 +18,25 @@ namespace polyhvd::tcp {
 
 class TcpTransport final : public Transport {
  public:
-  // Takes the descriptors (by world rank) over. A peer that closes without a
-  // goodbye is reported to `on_lost`, which throws.
-  TcpTransport(const std::map<int, int>& fds, Parking& parking,
-               std::function<void(int world_rank)> on_lost);
+  struct Options {
+    int rank = 0;            // this one, for messages
+    bool checksums = false;  // of the bytes that this rank sends; what comes with one is checked
+    // Names a peer in messages, such as "rank 3 (pid 812 on algo-2)".
+    std::function<std::string(int world_rank)> described;
+    // Told of a peer that closes without last words; throws.
+    std::function<void(int world_rank)> on_lost;
+  };
+
+  // Takes the descriptors (by world rank) over.
+  TcpTransport(const std::map<int, int>& fds, Parking& parking, Options options);
   ~TcpTransport() override;
 
   void exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) override;
 
-  // Tells every peer that this rank leaves in good order. Best effort.
+  // The last words to every peer, best effort: that this rank leaves in good order, or
+  // why its engine has ended. A peer that is in the middle of a message hears nothing.
   void say_goodbye() noexcept;
+  void say_failure(const Error& error) noexcept;
 
   // Any thread.
   std::uint64_t bytes_sent() const noexcept override {
@@ -35,18 +45,36 @@ class TcpTransport final : public Transport {
   std::uint64_t bytes_received() const noexcept override {
     return received_.load(std::memory_order_relaxed);
   }
+  // Of those received, what came with a checksum of theirs that was right.
+  std::uint64_t bytes_checked() const noexcept { return checked_.load(std::memory_order_relaxed); }
 
  private:
+  struct Connection {
+    explicit Connection(int fd) : socket(fd) {}
+    Socket socket;
+    std::uint32_t sent = 0;      // whole messages
+    std::uint32_t received = 0;  // likewise
+    bool sending = false;        // in the middle of a message
+    bool receiving = false;      // likewise
+    bool closed = false;         // for sending
+  };
   struct Outgoing;
   struct Incoming;
-  void on_close(int rank);
-  int fd_of(int rank) const;
 
-  std::map<int, Socket> sockets_;
+  Connection& connection_to(int rank);
+  void on_close(int rank);
+  bool hear_last_words(int rank, const Connection& connection) const;
+  [[noreturn]] void departed(int rank) const;
+  [[noreturn]] void lost(int rank, const Connection& connection) const;
+  [[noreturn]] void distrust(int rank, const std::string& fault) const;
+  void say_last(Connection& connection, std::string_view message) noexcept;
+
+  std::map<int, Connection> connections_;
   Parking& parking_;
-  std::function<void(int)> on_lost_;
+  const Options options_;
   std::atomic<std::uint64_t> sent_{0};      // written by the driver, read by counters()
   std::atomic<std::uint64_t> received_{0};  // likewise
+  std::atomic<std::uint64_t> checked_{0};   // likewise
 };
 
 }  // namespace polyhvd::tcp

@@ -265,6 +265,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     options.core = config.attr("engine_core").cast<int>();
     options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
     options.steps_per_sample = config.attr("steps_per_sample").cast<int>();
+    options.data_checksums = config.attr("data_checksums").cast<bool>();
     options.reproducible = config.attr("reproducible").cast<bool>();
     options.data_timeout = Seconds(number("data_timeout_s"));
     options.stalls.warn =

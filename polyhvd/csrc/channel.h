@@ -1,6 +1,7 @@
 // One control connection: whole frames to and from one peer, never blocking.
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <string_view>
 
@@ -26,6 +27,10 @@ class Channel {
   // Makes sure that the peer looks at what was posted, even if it has nothing
   // pending of its own. Called before this rank goes to sleep over an answer.
   virtual void nudge() noexcept {}
+
+  // Called once a second or so. Where bytes may be lost on the way, says something if
+  // nothing was said for a while, so that a loss does not stay unnoticed.
+  virtual void beat(std::chrono::steady_clock::time_point now) { (void)now; }
 
   // World rank at the other end.
   virtual int peer() const noexcept = 0;

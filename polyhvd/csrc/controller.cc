@@ -283,6 +283,31 @@ void Controller::depart() noexcept {
   }
 }
 
+void Controller::beat(Clock::time_point now) {
+  if (parent_ && !farewell_) parent_->beat(now);
+  for (const Child& child : children_) child.channel->beat(now);
+}
+
+std::optional<Error> Controller::take_abort() noexcept {
+  const auto told_by = [this](Channel& channel) -> std::optional<Error> {
+    try {
+      while (channel.poll(payload_)) {
+        if (type_of(payload_) == MessageType::kAbort) return decode_abort(payload_);
+      }
+    } catch (const std::exception&) {
+      // Closed or garbled: nothing was said there.
+    }
+    return std::nullopt;
+  };
+  if (parent_) {
+    if (auto error = told_by(*parent_)) return error;
+  }
+  for (const Child& child : children_) {
+    if (auto error = told_by(*child.channel)) return error;
+  }
+  return std::nullopt;
+}
+
 void Controller::post_abort(const Error& error) noexcept {
   std::string payload;
   encode(error, payload);

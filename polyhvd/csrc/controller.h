@@ -5,6 +5,7 @@
 // each other along a tree. World rank 0 is the root and holds the Coordinator.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -59,6 +60,12 @@ class Controller {
 
   // This rank leaves in good order, with nothing announced. Best effort.
   void depart() noexcept;
+  // Lets the neighbours on other hosts notice what was lost on the way to them.
+  void beat(std::chrono::steady_clock::time_point now);
+
+  // After a failure: why the job has ended, if a neighbour has said so by now. What
+  // else has come is dropped.
+  std::optional<Error> take_abort() noexcept;
   // Tells all neighbours in the tree. Best effort.
   void post_abort(const Error& error) noexcept;
 

@@ -120,7 +120,7 @@ void Engine::release_role() noexcept {
       while (progress()) {
       }
     } catch (const Failure& failure) {
-      fail(failure.error());
+      fail(cause_of(failure));
     }
   }
   t_driving = nullptr;
@@ -185,7 +185,7 @@ void Engine::drive(const std::function<bool()>& until) {
             "rank " + std::to_string(rank_) + " was interrupted in the middle of a transfer"});
       throw;
     }
-    fail(failure.error());
+    fail(cause_of(failure));
   }
 }
 
@@ -207,12 +207,13 @@ void Engine::check_health() {
   if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
   if (options_.mailbox) options_.mailbox->tick();
   stall_watch_->check();
-  check_flight();
+  const auto now = Clock::now();
+  controller_->beat(now);
+  check_flight(now);
 }
 
 // Every rank that waits notices a stall by itself, whatever becomes of the report.
-void Engine::check_flight() {
-  const auto now = Clock::now();
+void Engine::check_flight(Clock::time_point now) {
   if (now < next_flight_check_ || options_.stalls.warn.count() <= 0) return;
   next_flight_check_ = now + kFlightInterval;
   if (queue_.pending() > 0) flight_.check_stall(options_.stalls.warn);
@@ -318,6 +319,13 @@ void Engine::complete(const OperationPtr& operation, std::optional<Error> error)
 
 // Ending ----------------------------------------------------------------------
 
+// A connection also breaks because the rank at its other end has failed over
+// something else, and the word of that may be here already.
+Error Engine::cause_of(const Failure& failure) noexcept {
+  if (failure.error().code != ErrorCode::kPeerLost) return failure.error();
+  return controller_->take_abort().value_or(failure.error());
+}
+
 void Engine::fail(const Error& error) noexcept {
   if (failed_) return;
   failed_ = true;
@@ -325,6 +333,7 @@ void Engine::fail(const Error& error) noexcept {
   // A farewell concerns whoever hears it: others may still run what was agreed.
   const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
   if (!heard) {
+    told_failure_ = true;
     parts_.liveness->spread_abort(error);
     controller_->post_abort(error);
   }
@@ -364,7 +373,7 @@ void Engine::shutdown() {
     while (!failed_ && progress()) {
     }
   } catch (const Failure& failure) {
-    fail(failure.error());
+    fail(cause_of(failure));
   }
   if (!failed_ && queue_.has_announced()) {
     const Error left{ErrorCode::kPeerDeparted, "rank " + std::to_string(rank_) +
@@ -379,7 +388,7 @@ void Engine::shutdown() {
     complete(operation, error_for(operation->submission, shut));
   }
   failed_ = true;
-  parts_.liveness->leave();
+  if (!told_failure_) parts_.liveness->leave();
   stopping_.store(true);
   parking_->wake();
   notify_waiters();
@@ -430,7 +439,7 @@ void Engine::run() {
         check_health();
       }
     } catch (const Failure& failure) {
-      fail(failure.error());
+      fail(cause_of(failure));
     }
     doze();
   }

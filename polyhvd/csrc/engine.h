@@ -42,11 +42,12 @@ struct EngineOptions {
   std::chrono::duration<double> cycle_time{0.001};  // longest batching window
   std::chrono::duration<double> data_timeout{300.0};
   StallTimes stalls;
-  bool reproducible = false;  // sums do not depend on hosts, transport or backend
-  bool crowded = false;       // more ranks than cores on this host
-  int core = -1;              // that the engine's thread is bound to
-  int steps_per_sample = 0;   // of the speed, posted to the mailbox of the root; 0: none
-  std::string flight_folder;  // empty: no flight dumps
+  bool data_checksums = false;  // of tensor bytes between hosts
+  bool reproducible = false;    // sums do not depend on hosts, transport or backend
+  bool crowded = false;         // more ranks than cores on this host
+  int core = -1;                // that the engine's thread is bound to
+  int steps_per_sample = 0;     // of the speed, posted to the mailbox of the root; 0: none
+  std::string flight_folder;    // empty: no flight dumps
   std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
   std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
 };
@@ -109,7 +110,7 @@ class Engine {
   void drive(const std::function<bool()>& until);
   void on_slow();
   void check_health();
-  void check_flight();
+  void check_flight(Clock::time_point now);
   void execute(Work& work);
   void connect(ProcessSetId set);
   void disconnect(ProcessSetId set);
@@ -117,6 +118,7 @@ class Engine {
   Communicator& communicator_for(const Work& work);
   void record_end(const Operation& operation, bool error);
   void complete(const OperationPtr& operation, std::optional<Error> error);
+  Error cause_of(const Failure& failure) noexcept;
   void fail(const Error& error) noexcept;
 
   bool take_role() noexcept;
@@ -152,6 +154,8 @@ class Engine {
   // The driver's own, guarded by the role.
   bool executing_ = false;
   bool failed_ = false;
+  bool told_failure_ =
+      false;  // the others know that this engine has failed: it cannot leave any more
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
   Clock::time_point next_flight_check_{};

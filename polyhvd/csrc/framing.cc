@@ -4,6 +4,7 @@
 #include <cstring>
 #include <span>
 
+#include "crc32c.h"
 #include "error.h"
 #include "wire.h"
 
@@ -50,7 +51,7 @@ bool FrameReader::next(std::string& payload) {
   // Before the length is believed: waiting for bytes that nobody sends has no end.
   if (crc_of(header, count_) != header.crc || header.length > kFrameBytesMax) {
     throw Failure(ErrorCode::kPeerLost,
-                  "the header of a control frame fails its checksum: the connection is garbled");
+                  "the header of a frame fails its checksum: bytes were changed, lost or put in");
   }
   if (available - kFrameHeaderBytes < header.length) return false;
   ++count_;
@@ -58,7 +59,7 @@ bool FrameReader::next(std::string& payload) {
   consumed_ += kFrameHeaderBytes + header.length;
   if (crc32c(std::as_bytes(std::span(payload))) != header.payload_crc) {
     throw Failure(ErrorCode::kPeerLost,
-                  "a control frame fails its checksum: the connection is garbled");
+                  "a frame fails its checksum: bytes were changed, lost or put in");
   }
   if (consumed_ > (1u << 20)) {  // keeps a long-lived stream from growing
     buffer_.erase(0, consumed_);

@@ -2,12 +2,12 @@
 // bytes at hand and against a bound, so a hostile frame costs no memory.
 //
 // A frame is [u32 length][u32 crc32c of the payload][u32 crc32c of these eight bytes
-// and the frame's number in its stream][payload], little endian.
+// and the frame's number in its stream][payload], little endian. One with an empty
+// payload carries nothing but its number: a heartbeat.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 
@@ -37,12 +37,6 @@ enum class MessageType : std::uint8_t {
   kAnswer = 6,
   kTuning = 7,
 };
-
-// CRC-32C (Castagnoli, RFC 3720 appendix B.4), with the SSE4.2 or ARMv8
-// instruction where the machine has it.
-std::uint32_t crc32c(std::span<const std::byte> bytes) noexcept;
-// The same from a table: for machines without the instruction.
-std::uint32_t crc32c_portable(std::span<const std::byte> bytes) noexcept;
 
 // Each appends one whole payload (a type byte, then the fields) to `out`.
 void encode(const Report& report, std::string& out);

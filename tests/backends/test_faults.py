@@ -20,6 +20,8 @@ import worker
 from pool import Pool, PoolSpec
 from ranks_alive import is_running, wait_until_asleep
 
+from polyhvd import context
+
 #: The promise: a lost rank is an error on all others within this time.
 LIVENESS_S = 1.0
 
@@ -167,6 +169,34 @@ def test_a_rank_that_ends_in_good_order_has_departed_not_died(pool: Pool, leaver
     for rank in others:
         kind, message = pool.answer(rank)
         assert kind == "PeerDepartedError", f"rank {rank}: {kind}: {message}"
+
+
+def ask_for_what_never_comes() -> tuple[str, str]:
+    worker.note("asking")
+    return wait_for_the_departed()
+
+
+def fail_and_end(reason: str) -> None:
+    context.engine().abort(reason)
+    hvd.shutdown()
+
+
+def test_a_rank_that_has_failed_tells_why_and_has_not_left(start: Callable[[PoolSpec], Pool]) -> None:
+    """Rank 0, through which control messages go, is stopped: only the data connection is left."""
+    pool = start(LAYOUTS["tcp"])
+    pool.start(ask_for_what_never_comes, ranks=[2])
+    pool.note(2)
+    wait_until_asleep(pool.pids[2])
+    pool.signal(0, signal.SIGSTOP)
+    pool.start(fail_and_end, "its disk is full", ranks=[1])
+    kind, message = pool.answer(2)
+    assert kind == "PeerLostError", message
+    assert "rank 1 ended the job: its disk is full" in message
+    pool.signal(0, signal.SIGCONT)
+    pool.start(wait_for_the_departed, ranks=[0])
+    kind, message = pool.answer(0)
+    assert kind == "PeerLostError", message
+    assert "its disk is full" in message
 
 
 def be_interrupted() -> str:

@@ -159,6 +159,15 @@ def test_unsealed_memory_is_refused(world: World, monkeypatch: pytest.MonkeyPatc
     assert_complete(world.connect(2), [[0], [1]])
 
 
+def test_checksums_on_some_ranks_only_are_a_mismatch_on_all(world: World) -> None:
+    for result in world.start([world.config(r, 2, data_checksums=r == 0) for r in range(2)])():
+        assert isinstance(result, RankMismatchError)
+        assert (
+            "data_checksums must be the same on all ranks: ranks [0] have True; ranks [1] have False"
+            in str(result)
+        )
+
+
 def test_missing_ranks_are_named(world: World) -> None:
     configs = [world.config(r, 4, start_timeout_s=0.5) for r in (0, 3)]
     for result in world.start(configs)():

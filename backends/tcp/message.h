@@ -1,0 +1,50 @@
+// One message on a data connection: a header of 24 bytes, the bytes, and a tail of 4.
+// Every message has a number, so that one which was lost, came twice or was cut short
+// is noticed at once, and never taken for another's bytes. Pure.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "error.h"
+
+namespace polyhvd::tcp {
+
+enum class MessageKind : std::uint32_t {
+  kData = 1,
+  kSummedData = 2,  // the tail covers the bytes
+  kGoodbye = 3,     // the sender has left in good order; nothing follows
+  kFailure = 4,     // the bytes say why the sender's engine has ended; nothing follows
+};
+
+// Little endian, as it lies.
+struct MessageHeader {
+  std::uint32_t magic = 0;
+  std::uint32_t number = 0;  // of the message in its direction, from 0
+  std::uint64_t bytes = 0;
+  MessageKind kind = MessageKind::kData;
+  std::uint32_t crc = 0;  // CRC-32C of what stands before
+};
+static_assert(sizeof(MessageHeader) == 24);
+
+// The header's CRC-32C, gone on with over the bytes where they are summed: so it
+// belongs to this message alone.
+using MessageTail = std::uint32_t;
+
+// Bytes that a reason for the end may have on its way to a peer.
+inline constexpr std::size_t kReasonBytesMax = 4 << 10;
+
+MessageHeader make_header(MessageKind kind, std::uint32_t number, std::uint64_t bytes) noexcept;
+
+// What is wrong with a header that is to be message `number`; empty: nothing. One of
+// these connections carries nothing else, so each is a fault of the connection.
+std::string fault_of(const MessageHeader& header, std::uint32_t number);
+
+// A whole message of kind kFailure.
+std::string encode_failure(const Error& error, std::uint32_t number);
+// Its bytes, without header and tail.
+Error decode_failure(std::span<const std::byte> bytes);
+
+}  // namespace polyhvd::tcp
