@@ -49,6 +49,7 @@ from polyhvd.mxnet.ops import (
 )
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.state import broadcast_parameters
+from polyhvd.mxnet.sync_batch_norm import SyncBatchNorm
 from polyhvd.mxnet.trainer import DistributedTrainer
 
 from polyhvd import (
@@ -99,6 +100,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
