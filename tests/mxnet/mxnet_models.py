@@ -63,3 +63,21 @@ def assert_equal_to_joined_batch(hvd, mx, np, net, name, options, steps=20):
     for got, expected in zip(weights(np, net), weights(np, alone), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert_same_bits_on_all_ranks(hvd, weights(np, net))
+
+
+def elementwise(mx, dtype="float32", shape=(4, 3)):
+    """A network of one product and one sum, which MXNet computes in float16 on a CPU too."""
+
+    class Affine(mx.gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.params.get("weight", shape=shape, init=mx.init.Constant(0.5))
+            self.bias = self.params.get("bias", shape=shape, init=mx.init.Zero())
+
+        def hybrid_forward(self, F, x, weight, bias):
+            return x * weight + bias
+
+    net = Affine()
+    net.initialize()
+    net.cast(dtype)
+    return net
