@@ -21,8 +21,8 @@ class ProcessSet:
             hvd.allreduce(x, process_set=even)
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks: list[int] | None = sorted(set(ranks))
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        self.ranks: list[int] | None = sorted(set(ranks_or_comm))
         #: None while the set is not registered.
         self.process_set_id: int | None = None
         if not self.ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -13,7 +14,7 @@ from polyhvd.adapter import OpKind
 from polyhvd.api import Collectives, process_set_id
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["allgather_object", "broadcast_named", "broadcast_object"]
+__all__ = ["allgather_object", "broadcast_named", "broadcast_object", "put_tensors", "take_tensors"]
 
 T = TypeVar("T")
 
@@ -113,3 +114,37 @@ def broadcast_named(
             first_error = first_error or error
     if first_error is not None:
         raise first_error
+
+
+class _Place:
+    """Stands for a tensor in a state that is sent without them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples in which ``change`` was applied to what they hold."""
+    if type(value) is dict:
+        return {key: _changed(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_changed(item, change) for item in value)
+    return change(value)
+
+
+def take_tensors(state: Any, is_tensor: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
+    """A copy of a state of nested dicts, lists and tuples without its tensors, and these in order."""
+    tensors: list[Any] = []
+
+    def take(value: Any) -> Any:
+        if not is_tensor(value):
+            return value
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+
+    return _changed(state, take), tensors
+
+
+def put_tensors(state: Any, tensors: Sequence[Any]) -> Any:
+    """The state that :func:`take_tensors` has taken apart, with these tensors in their places."""
+    return _changed(state, lambda value: tensors[value.number] if isinstance(value, _Place) else value)

@@ -19,6 +19,7 @@ import numpy as _np
 if "bool" not in vars(_np):
     _np.bool = bool  # type: ignore[attr-defined]
 
+from polyhvd.mxnet import estimator
 from polyhvd.mxnet.ops import (
     Compression,
     allgather,
@@ -48,7 +49,8 @@ from polyhvd.mxnet.ops import (
     synchronize,
 )
 from polyhvd.mxnet.optimizer import DistributedOptimizer
-from polyhvd.mxnet.state import broadcast_parameters
+from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
+from polyhvd.mxnet.sync_batch_norm import SyncBatchNorm
 from polyhvd.mxnet.trainer import DistributedTrainer
 
 from polyhvd import (
@@ -99,6 +101,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -115,10 +118,12 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "counters",
     "cross_rank",
     "cross_size",
+    "estimator",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",

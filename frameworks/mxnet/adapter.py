@@ -179,7 +179,7 @@ class MxnetAdapter:
         else:
             out = [_empty(t.shape, t) for t in tensors]
         handle = native.push(operation, tensors, out)
-        record(operation, tensors, out, ())
+        handle.result = record(operation, tensors, out, ())
         return handle
 
     @staticmethod
@@ -190,7 +190,8 @@ class MxnetAdapter:
         before = [told[position] for position in range(members.position) if position in told]
         out = [_with_rows(rows, t) for rows, t in zip(totals, tensors, strict=True)]
         handle = native.push(operation, tensors, out)
-        record(operation, tensors, out, [sum(rows[i] for rows in before) for i in range(len(tensors))])
+        rows_before = [sum(rows[i] for rows in before) for i in range(len(tensors))]
+        handle.result = record(operation, tensors, out, rows_before)
         return handle
 
     @staticmethod
@@ -202,7 +203,7 @@ class MxnetAdapter:
         received = [told.get(position, nothing)[members.position] for position in range(members.count)]
         out = _with_rows(sum(received), tensor)
         handle = native.push(operation, (tensor,), (out,))
-        record(operation, (tensor,), (out,), received)
+        (out,) = record(operation, (tensor,), (out,), received)
         make = mx.np.array if isinstance(tensor, mx.np.ndarray) else mx.nd.array
         handle.result = [out, make(received, dtype="int32", ctx=tensor.ctx)]
         return handle

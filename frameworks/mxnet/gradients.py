@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, check_call
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native
@@ -181,15 +182,27 @@ _CALLBACKS = (_ANY_FUNCTION * 2)(
 )
 
 
-def record(operation: Operation, inputs: Arrays, outputs: Arrays, rows: Sequence[int]) -> None:
+def _in_plain_layout(output: NDArray) -> NDArray:
+    """The same values, whose gradient reaches us in memory that lives.
+
+    A convolution leaves the gradient of what it read in a layout of oneDNN, which MXNet 1.9.1 reorders
+    for us into memory that it frees at once. The gradient of a product is not in that layout.
+    """
+    return output * 1 if np.dtype(output.dtype).kind == "f" else output
+
+
+def record(operation: Operation, inputs: Arrays, outputs: Arrays, rows: Sequence[int]) -> Arrays:
     """Let autograd know how the outputs come from the inputs, if it records.
 
     Args:
         rows: of an allgather, for each input, the rows of it that come before this rank's; of an
             alltoall the rows received from each rank.
+
+    Returns:
+        what to give to the program instead of the outputs.
     """
     if not mx.autograd.is_recording():
-        return
+        return outputs
     node = _Node(operation, [t.shape for t in inputs], rows)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(node))
     check_call(
@@ -201,3 +214,5 @@ def record(operation: Operation, inputs: Arrays, outputs: Arrays, rows: Sequence
             ctypes.byref(node.callbacks),
         )
     )
+    with mx.util.np_shape(True):
+        return [_in_plain_layout(output) for output in outputs]

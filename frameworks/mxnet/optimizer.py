@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 from collections.abc import Sequence
@@ -10,12 +11,17 @@ from typing import Any
 import mxnet as mx
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet.ops import collectives
-from polyhvd.mxnet.reducer import EngineOrderedReducer, Groups
+from polyhvd.mxnet.passes import Sums, checked_passes, scale
+from polyhvd.mxnet.reducer import EngineOrderedReducer
 
 from polyhvd.adapter import ReduceOp
+from polyhvd.groups import KeyGroups
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
+
+
+_Arguments = tuple[Any, ...]  # indices, weights, gradients, states
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
@@ -32,20 +38,38 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             reduced as one request, all or none; 0: each by itself, and those that are ready are fused.
         process_set: the ranks that take part.
         op: Average, Sum or Adasum.
-        groups: lists of the indices under which updates come, each reduced as one request. MXNet updates
-            weights of one dtype at a time, and that ends a group.
+        groups: a list of lists of the indices under which updates come, each reduced as one request; or a
+            number, which means ``num_groups``. MXNet updates weights of one dtype at a time, and that ends
+            a group.
         sparse_as_dense: reduce row_sparse gradients as dense ones; else the rows that some rank has
             touched are reduced, and waited for.
+        backward_passes_per_step: of so many updates of a weight, only the last is one: it gets the sum of
+            all their gradients, reduced. Needs ``grad_req='write'``; with ``'add'`` leave it at 1, and
+            update when the sum is complete.
+        average_aggregated_gradients: divide by the number of passes.
 
     Raises:
-        InvalidArgumentError: groups overlap.
+        InvalidArgumentError: groups overlap, or a number of passes below 1.
 
     Example::
 
         optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.1))
     """
 
-    _OWN = frozenset({"_arguments", "_groups", "_process_set", "_reducer", "_sparse_as_dense", "wrapped"})
+    _OWN = frozenset(
+        {
+            "_arguments",
+            "_calls",
+            "_factor",
+            "_groups",
+            "_passes",
+            "_process_set",
+            "_reducer",
+            "_sparse_as_dense",
+            "_sums",
+            "wrapped",
+        }
+    )
 
     def __init__(
         self,
@@ -55,19 +79,27 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         process_set: ProcessSet = global_process_set,
         *,
         op: int = ReduceOp.Average,
-        groups: Sequence[Sequence[Any]] | None = None,
+        groups: Sequence[Sequence[Any]] | int | None = None,
         sparse_as_dense: bool = False,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
     ) -> None:
         #: The optimizer that makes the updates.
         self.wrapped = optimizer
-        self._groups = Groups(num_groups, groups)
+        self._groups = KeyGroups(num_groups, groups)
         self._sparse_as_dense = sparse_as_dense
+        self._passes = checked_passes(backward_passes_per_step)
+        self._factor = 1.0 / self._passes if average_aggregated_gradients else 1.0
+        self._calls: collections.Counter[Any] = collections.Counter()
+        self._sums = Sums()
         self._arguments = {
             "gradient_predivide_factor": gradient_predivide_factor,
             "num_groups": num_groups,
             "op": op,
             "groups": groups,
             "sparse_as_dense": sparse_as_dense,
+            "backward_passes_per_step": backward_passes_per_step,
+            "average_aggregated_gradients": average_aggregated_gradients,
         }
         if process_set is not global_process_set:
             self._arguments["process_set"] = process_set
@@ -100,21 +132,38 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         number: int = self.wrapped.aggregate_num
         return sys.maxsize if self._groups else number
 
-    def _reduced(self, index: Any, weight: Any, gradient: Any, state: Any) -> list[tuple[Any, ...]]:
+    def _due(self, arguments: _Arguments) -> _Arguments:
+        """The updates that are the last of their passes, with the gradients of all of these."""
+        if self._passes == 1:
+            return arguments
+        due = []
+        for index, weight, gradient, state in zip(*arguments, strict=True):
+            self._calls[index] += 1
+            if self._calls[index] < self._passes:
+                self._sums.add(index, gradient)
+                continue
+            del self._calls[index]
+            self._sums.pour(index, gradient)
+            scale(gradient, self._factor)
+            due.append((index, weight, gradient, state))
+        return tuple(zip(*due, strict=True))
+
+    def _reduced(self, index: Any, weight: Any, gradient: Any, state: Any) -> list[_Arguments]:
         """Reduce the gradients; the arguments of the wrapped optimizer's updates."""
         several = isinstance(index, (tuple, list))
+        given = (index, weight, gradient, state)
+        arguments = self._due(given if several else tuple((argument,) for argument in given))
+        if not arguments:
+            return []
         if self._process_set.size() > 1:
-            gradients = dict(zip(index, gradient, strict=True)) if several else {index: gradient}
+            gradients = dict(zip(arguments[0], arguments[2], strict=True))
             self._reducer.reduce(gradients, self._groups, sparse_as_dense=self._sparse_as_dense)
-        arguments = (index, weight, gradient, state)
-        if not several:
-            return [arguments]
         number = self.wrapped.aggregate_num
-        if number == 0:  # it takes no lists
+        if not several or number == 0:  # it takes no lists
             return list(zip(*arguments, strict=True))
         return [
             tuple(argument[first : first + number] for argument in arguments)
-            for first in range(0, len(index), number)
+            for first in range(0, len(arguments[0]), number)
         ]
 
     def update(self, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:

@@ -5,7 +5,6 @@ Row_sparse gradients are the exception: which rows there are is known only when 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,49 +14,10 @@ from polyhvd.mxnet import sparse
 from polyhvd.adapter import ReduceOp
 from polyhvd.api import Collectives
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.groups import KeyGroups
 from polyhvd.reducer import GradientReducer
 
-__all__ = ["EngineOrderedReducer", "Groups"]
-
-
-class Groups:
-    """Which gradients are reduced together, all or none.
-
-    Args:
-        num_groups: into how many groups, of consecutive gradients, to divide all; 0: each by itself.
-        groups: the keys of each group; gradients of no group are reduced by themselves.
-
-    Raises:
-        InvalidArgumentError: both were given, or a key is in two groups.
-    """
-
-    def __init__(self, num_groups: int = 0, groups: Sequence[Sequence[Any]] | None = None) -> None:
-        if not isinstance(num_groups, int) or num_groups < 0:
-            raise InvalidArgumentError(f"num_groups={num_groups!r}: expected a whole number, 0 or more")
-        if num_groups and groups is not None:
-            raise InvalidArgumentError(f"num_groups={num_groups} and groups exclude each other; pass one")
-        keys = [key for group in groups or () for key in group]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise InvalidArgumentError(f"groups: {', '.join(twice)} is in more than one place; name it once")
-        self._number = num_groups
-        self._groups = [list(group) for group in groups or ()]
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._number or self._groups)
-
-    def divide(self, keys: Sequence[Any]) -> list[list[Any]]:
-        """The keys in groups, in the order of each group's first; others are alone."""
-        if self._number and keys:
-            number = min(self._number, len(keys))
-            starts = [len(keys) * i // number for i in range(number + 1)]
-            return [list(keys[a:b]) for a, b in itertools.pairwise(starts)]
-        group_of = {key: i for i, group in enumerate(self._groups) for key in group}
-        divided: dict[Any, list[Any]] = {}
-        for position, key in enumerate(keys):
-            divided.setdefault(group_of.get(key, -1 - position), []).append(key)
-        return list(divided.values())
+__all__ = ["EngineOrderedReducer"]
 
 
 class EngineOrderedReducer(GradientReducer[NDArray]):
@@ -98,7 +58,7 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
             self._collectives.adapter.assign(gradient, restored)
 
     def reduce(
-        self, gradients: Mapping[Any, NDArray], groups: Groups, *, sparse_as_dense: bool = False
+        self, gradients: Mapping[Any, NDArray], groups: KeyGroups, *, sparse_as_dense: bool = False
     ) -> None:
         """Reduce gradients in place, those with low keys first. Waits only for row_sparse ones.
 

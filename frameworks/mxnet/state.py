@@ -1,19 +1,29 @@
-"""The root's parameters on all ranks, deferred initialisation included."""
+"""The root's parameters and optimizer states on all ranks, deferred initialisation included."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from mxnet.gluon import Parameter
+import mxnet as mx
+from mxnet.gluon import Parameter, Trainer
 from mxnet.gluon.parameter import ParameterDict
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import ops
+from polyhvd.mxnet.optimizer import DistributedOptimizer
 
+from polyhvd import context
+from polyhvd.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.state_sync import broadcast_named
+from polyhvd.state_sync import (
+    allgather_object,
+    broadcast_named,
+    broadcast_object,
+    put_tensors,
+    take_tensors,
+)
 
-__all__ = ["broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(
@@ -57,3 +67,121 @@ def _broadcast_after_initialisation(
             first.copyto(other)
 
     parameter._init_impl = init_and_broadcast
+
+
+def broadcast_optimizer_state(
+    trainer: Trainer | mx.optimizer.Updater,
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Give every rank the root's optimizer states, counters and hyperparameters. Takes no step.
+
+    To go on from a checkpoint that only the root can read, let it load both halves, then broadcast both.
+    The optimizer stays the same object; multipliers of learning rate and weight decay stay as they are, and
+    the scale of AMP is the root's as well.
+
+    Args:
+        trainer: a Gluon trainer, distributed or not, of the same parameters on every rank; or an updater,
+            such as that of a module. Its states may be empty anywhere.
+        root_rank: world rank of the sender.
+        process_set: the ranks that take part.
+
+    Raises:
+        InvalidArgumentError: the trainer has a kvstore that updates, or several devices.
+        RankMismatchError: the ranks' optimizers or parameters differ in kind.
+
+    Example::
+
+        if hvd.rank() == 0:
+            net.load_parameters("net.params")
+            trainer.load_states("trainer.states")
+        hvd.broadcast_parameters(net.collect_params())
+        hvd.broadcast_optimizer_state(trainer)
+    """
+    updater, parameters = _updater_of(trainer)
+    optimizer = updater.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer = optimizer.wrapped
+    _check_alike(optimizer, parameters, root_rank, process_set)
+    # Gluon numbers parameters by names that hold counters of the process; positions agree between ranks.
+    position_of = {number: position for position, number in enumerate(parameters)}
+    scaler = getattr(trainer, "_amp_loss_scaler", None)
+    is_root = context.config().rank == root_rank
+    state: Any = None
+    arrays: list[NDArray] = []
+    if is_root:
+        whole = (
+            _renumbered(updater.states, position_of),
+            _attributes(optimizer, position_of),
+            None if scaler is None else vars(scaler),
+        )
+        state, arrays = take_tensors(whole, lambda v: isinstance(v, NDArray) and v.stype == "default")
+    kinds = [(array.dtype, array.shape) for array in arrays]
+    state, kinds = broadcast_object((state, kinds), root_rank, "optimizer_state", process_set)
+    if not is_root:
+        arrays = [mx.nd.empty(shape, dtype=dtype) for dtype, shape in kinds]
+    named = [(str(i), array) for i, array in enumerate(arrays)]
+    broadcast_named(ops.collectives, named, root_rank, process_set, "optimizer_state")
+    if is_root:
+        return
+    states, attributes, scale = put_tensors(state, arrays)
+    number_of = dict(enumerate(parameters))
+    updater.states = _renumbered(states, number_of)
+    updater.states_synced = dict.fromkeys(updater.states, False)
+    vars(optimizer).update(_numbered(attributes, number_of))
+    if scaler is not None and scale is not None:
+        vars(scaler).update(scale)
+
+
+#: Of the optimizer, what is the program's own.
+_KEPT = frozenset({"idx2name", "lr_mult", "param_dict", "sym_info", "wd_mult"})
+
+
+def _updater_of(trainer: Any) -> tuple[mx.optimizer.Updater, dict[Any, Any]]:
+    """The updater, and what is known of its parameters by their number, in an order that ranks share."""
+    if isinstance(trainer, mx.optimizer.Updater):
+        return trainer, {}
+    if not isinstance(trainer, Trainer):
+        found = type(trainer).__name__
+        raise TypeError(f"broadcast_optimizer_state: expected a Gluon trainer or an updater, found {found}")
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
+    if trainer._update_on_kvstore or len(trainer._updaters) != 1:
+        raise InvalidArgumentError(
+            "broadcast_optimizer_state: the trainer has several devices, or its kvstore makes the updates; "
+            "use a DistributedTrainer"
+        )
+    in_order = getattr(trainer, "_in_order", trainer._params)
+    return trainer._updaters[0], {trainer._param2idx[p.name]: p.shape for p in in_order}
+
+
+def _check_alike(optimizer: Any, parameters: dict[Any, Any], root_rank: int, process_set: ProcessSet) -> None:
+    own = (type(optimizer).__name__, list(parameters.values()))
+    every = allgather_object(own, "optimizer_state.kind", process_set)
+    ranks = range(context.config().size) if process_set.ranks is None else process_set.ranks
+    by_rank = dict(zip(ranks, every, strict=True))
+    different = [rank for rank, other in by_rank.items() if other != by_rank[root_rank]]
+    if different:
+        raise RankMismatchError(
+            f"broadcast_optimizer_state: ranks {different} have another optimizer or other parameters than "
+            f"root rank {root_rank}, which has {by_rank[root_rank][0]} of {len(by_rank[root_rank][1])} "
+            "parameters; make the same trainer on every rank"
+        )
+
+
+def _renumbered(values: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
+    return {other.get(number, number): value for number, value in values.items()}
+
+
+def _numbered(attributes: dict[str, Any], other: dict[Any, Any]) -> dict[str, Any]:
+    """The optimizer's attributes with its counters under other numbers."""
+    counts = {
+        device: _renumbered(numbers, other)
+        for device, numbers in attributes["_all_index_update_counts"].items()
+    }
+    return {**attributes, "_all_index_update_counts": counts, "_index_update_count": counts.get(0, {})}
+
+
+def _attributes(optimizer: Any, other: dict[Any, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in vars(optimizer).items() if name not in _KEPT}
+    return _numbered(kept, other)

@@ -6,16 +6,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import mxnet as mx
+import numpy as np
 from mxnet import gluon
 from mxnet.gluon import Parameter
 from mxnet.gluon.parameter import ParameterDict
 from polyhvd.mxnet.ops import Compression, collectives
 from polyhvd.mxnet.optimizer import DistributedOptimizer
-from polyhvd.mxnet.reducer import EngineOrderedReducer, Groups
+from polyhvd.mxnet.passes import Passes, fill, scale
+from polyhvd.mxnet.reducer import EngineOrderedReducer
 
-from polyhvd.adapter import ReduceOp
+from polyhvd import context
+from polyhvd.adapter import OpKind, ReduceOp
+from polyhvd.api import process_set_id
 from polyhvd.compression import Compressor
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.groups import KeyGroups, parameter_groups
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedTrainer"]
@@ -30,9 +36,20 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
     Thus ``step(1)`` goes with a loss that is a mean. Between ``allreduce_grads()`` and ``update()``
     gradients are the averages; those of Horovod are the sums, divided by n in ``update()``.
 
-    Nothing is waited for: MXNet's engine orders the reduction between backward and update. Row_sparse
-    gradients, as of ``Embedding(sparse_grad=True)``, are waited for after all others have been started;
-    of them only the rows that some rank has touched are sent.
+    Nothing is waited for: MXNet's engine orders the reduction between backward and update, and a
+    gradient is reduced while backward still computes others. Row_sparse gradients, as of
+    ``Embedding(sparse_grad=True)``, are waited for after all others have been started; of them only the
+    rows that some rank has touched are sent.
+
+    With ``backward_passes_per_step=n``, ``backward()`` and ``step()`` alternate as always, and every n-th
+    ``step()`` reduces and updates; the others keep the gradients, and change no parameter. The gradients
+    of the passes are added up: ``step(batch_size)`` divides by the batch size of one pass, unless
+    ``average_aggregated_gradients`` is set. Gradients of ``grad_req='add'`` are added up by MXNet; set
+    them to zero after each n-th step, as without us.
+
+    ``step(batch_size, ignore_stale_grad=True)``, on all ranks, lets each of them use other parameters: one
+    that any rank has used is updated by all, with zeros from those that have not; one that nobody has used
+    is left alone. To find out which, the call waits until all ranks have made it.
 
     Args:
         params: as of ``gluon.Trainer``; the same on every rank. Gradients meet by their position.
@@ -44,12 +61,17 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             request, all or none; 0: each by itself, and those that are ready are fused.
         process_set: the ranks that take part.
         op: Average, Sum or Adasum.
-        groups: lists of parameters, each reduced as one request, all or none.
+        groups: a list of lists of parameters, each reduced as one request, all or none; or a number,
+            which means ``num_groups``.
         sparse_as_dense: reduce row_sparse gradients as dense ones.
+        backward_passes_per_step: gradients of so many passes are added up, then reduced.
+        average_aggregated_gradients: divide them by the number of passes.
+        scale_local_gradients: divide the gradients of :meth:`register_local_var` by the number of ranks,
+            where the others are averaged.
 
     Raises:
-        InvalidArgumentError: sparse parameters, several devices in a process, or groups that overlap or
-            name a parameter that is not trained.
+        InvalidArgumentError: sparse parameters, several devices in a process, groups that overlap or
+            name a parameter that is not in ``params``, or a number of passes below 1.
 
     Example::
 
@@ -72,8 +94,11 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         process_set: ProcessSet = global_process_set,
         *,
         op: int = ReduceOp.Average,
-        groups: Sequence[Sequence[Parameter]] | None = None,
+        groups: Sequence[Sequence[Parameter]] | int | None = None,
         sparse_as_dense: bool = False,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        scale_local_gradients: bool = True,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn("DistributedTrainer: the DistributedOptimizer was unwrapped", stacklevel=2)
@@ -90,35 +115,120 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         # Gluon sorts a dict by names that hold counters of the process; the order in which the
         # model was made is the same on every rank.
         self._in_order = list(params.values() if hasattr(params, "values") else params)
-        self._groups = Groups(num_groups, self._positions(groups))
+        trained = [i for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
+        self._groups = KeyGroups(groups=parameter_groups(self._in_order, trained, num_groups, groups))
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
+        self._passes = Passes(backward_passes_per_step, average=average_aggregated_gradients)
+        self._is_due = True
+        self._ignores_stale = False
+        self._local: set[int] = set()  # positions of parameters whose gradients stay here
+        self._scales_local = scale_local_gradients and op == ReduceOp.Average
+        self._prefix = prefix or "DistributedTrainer"
         self._reducer = EngineOrderedReducer(
             collectives,
-            prefix=f"{prefix or 'DistributedTrainer'}.gradient",
+            prefix=f"{self._prefix}.gradient",
             op=op,
             compression=compression,
             gradient_predivide_factor=gradient_predivide_factor,
             process_set=process_set,
         )
 
-    def _positions(self, groups: Sequence[Sequence[Parameter]] | None) -> list[list[int]] | None:
-        if groups is None:
-            return None
-        position_of = {id(parameter): position for position, parameter in enumerate(self._in_order)}
-        unknown = [str(p) for group in groups for p in group if id(p) not in position_of]
-        if unknown:
-            raise InvalidArgumentError(
-                f"DistributedTrainer: groups names {', '.join(unknown)}, which is not in params"
-            )
-        return [[position_of[id(parameter)] for parameter in group] for group in groups]
+    def register_local_var(self, var: Parameter) -> None:
+        """Let the gradient of a parameter stay on its rank; on every rank alike.
+
+        It is divided by the number of ranks if ``scale_local_gradients`` is set and gradients are
+        averaged: as large as if the other ranks had sent zeros.
+
+        Raises:
+            InvalidArgumentError: the trainer does not have this parameter.
+        """
+        for position, parameter in enumerate(self._in_order):
+            if parameter is var:
+                self._local.add(position)
+                return
+        raise InvalidArgumentError(f"register_local_var: {var!r} is not in params of this DistributedTrainer")
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Reduce the gradients and update the parameters; see the class for passes and stale gradients.
+
+        Args:
+            batch_size: of this rank.
+            ignore_stale_grad: leave alone what no rank has used since the last step; alike on every rank.
+        """
+        self._ignores_stale = ignore_stale_grad
+        super().step(batch_size, ignore_stale_grad)
+
+    def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
+        """Reduce the gradients, for an ``update()`` that follows with the same ``ignore_stale_grad``."""
+        self._ignores_stale = ignore_stale_grad
+        super().allreduce_grads()
 
     def _allreduce_grads(self) -> None:
-        if self._process_set.size() == 1:
-            return
-        gradients = {
-            position: parameter.list_grad()[0]
+        trained = {
+            position: parameter
             for position, parameter in enumerate(self._in_order)
             if parameter.grad_req != "null"
         }
+        self._is_due = self._passes.end(trained)
+        members = self._process_set.size()
+        if not self._is_due or members == 1:
+            return
+        for position in self._local & trained.keys():
+            (gradient, *_) = trained.pop(position).list_grad()
+            if self._scales_local:
+                scale(gradient, 1.0 / members)
+        if self._ignores_stale:
+            trained = self._used_by_any(trained)
+        gradients = {position: parameter.list_grad()[0] for position, parameter in trained.items()}
         self._reducer.reduce(gradients, self._groups, sparse_as_dense=self._sparse_as_dense)
+
+    def _used_by_any(self, parameters: dict[int, Parameter]) -> dict[int, Parameter]:
+        """Those whose gradient is fresh on any rank; where it was stale here, it is zero now."""
+        data = {position: parameter.list_data()[0] for position, parameter in parameters.items()}
+        used = np.array([bool(array._fresh_grad) for array in data.values()], dtype=np.uint8)
+        anywhere = self._agree("used", used, ReduceOp.Max)
+        kept: dict[int, Parameter] = {}
+        for position, here, there in zip(parameters, used.tolist(), anywhere.tolist(), strict=True):
+            if not there:
+                continue
+            kept[position] = parameters[position]
+            if not here:
+                fill(kept[position].list_grad()[0], 0)
+                data[position]._fresh_grad = True
+        return kept
+
+    def _agree(self, what: str, numbers: np.ndarray[Any, Any], op: ReduceOp) -> np.ndarray[Any, Any]:
+        """Reduce a few numbers over the ranks; waits."""
+        result = numbers.copy()
+        context.engine().submit(
+            OpKind.ALLREDUCE,
+            f"{self._prefix}.{what}",
+            (result,),
+            (result,),
+            op=op,
+            process_set=process_set_id(self._process_set),
+            blocking=True,
+        ).wait()
+        return result
+
+    def _update(self, ignore_stale_grad: bool = False) -> None:
+        if not self._is_due:
+            return
+        if self._local and getattr(self, "_amp_loss_scaler", None) is not None:
+            self._share_overflow()
+        super()._update(ignore_stale_grad)
+
+    def _share_overflow(self) -> None:
+        """Let AMP find on every rank what a gradient that was not reduced has on one."""
+        local = [
+            self._in_order[position].list_grad()[0]
+            for position in sorted(self._local)
+            if self._in_order[position].grad_req != "null"
+        ]
+        if not local:
+            return
+        arrays = [gradient.as_nd_ndarray() for gradient in local]
+        finite = mx.nd.multi_all_finite(*arrays, num_arrays=len(arrays)).asnumpy().astype(np.uint8)
+        if not self._agree("finite", finite, ReduceOp.Min).all():
+            fill(local[0], float("inf"))

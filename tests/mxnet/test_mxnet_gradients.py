@@ -284,3 +284,39 @@ def training(hvd, mx, np):
 
 def test_a_loss_over_all_ranks_trains_as_one_process(ranks):
     ranks(2, training)
+
+
+def layouts(hvd, mx, np):
+    hvd.init()
+    verbs = {
+        "allreduce": hvd.allreduce,
+        "grouped": lambda x: hvd.grouped_allreduce([x, x])[1],
+        "allgather": hvd.allgather,
+        "broadcast": lambda x: hvd.broadcast(x, 0),
+        "alltoall": hvd.alltoall,
+        "reducescatter": hvd.reducescatter,
+    }
+    x = mx.nd.array(np.random.RandomState(0).randn(4, 3, 16, 16))
+    x.attach_grad()
+    # In a world of one, all of them give what they get; convolutions of many channels use other layouts.
+    expected = None
+    for name, verb in {"none": lambda x: x * 1, **verbs}.items():
+        convolutions = [
+            mx.gluon.nn.Conv2D(n, 3, padding=1, in_channels=c) for c, n in ((3, 64), (64, 64), (64, 8))
+        ]
+        mx.random.seed(1)
+        for convolution in convolutions:
+            convolution.initialize(mx.init.Xavier())
+        for _ in range(3):
+            with mx.autograd.record():
+                a, b, c = convolutions
+                loss = (c(verb(b(verb(a(x))))) ** 2).sum()
+            loss.backward()
+        found = [x.grad.asnumpy(), *[conv.weight.grad().asnumpy() for conv in convolutions]]
+        expected = expected or found
+        for got, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max(), err_msg=name)
+
+
+def test_between_convolutions(ranks):
+    ranks(1, layouts)

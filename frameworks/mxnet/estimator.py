@@ -1,0 +1,134 @@
+"""Handlers for ``mxnet.gluon.contrib.estimator``: the ranks start alike, and report alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mxnet.gluon.contrib.estimator import EpochEnd, TrainBegin
+from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
+from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
+
+from polyhvd import context
+from polyhvd.adapter import OpKind, ReduceOp
+from polyhvd.api import process_set_id
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
+
+#: What the metrics of MXNet divide one by the other, whatever they make of it then.
+_SUMS = ("sum_metric", "num_inst", "global_sum_metric", "global_num_inst")
+
+
+class BroadcastHandler(TrainBegin):  # type: ignore[misc]
+    """Gives every rank the root's parameters and optimizer states when training begins.
+
+    Parameters that are not initialised yet are broadcast right after their initialisation.
+
+    Args:
+        root_rank: world rank of the sender.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
+        self._root_rank = root_rank
+        self._process_set = process_set
+        self.priority = -3000  # before any other handler looks at the parameters
+
+    def train_begin(self, estimator: Any, *_: Any, **__: Any) -> None:
+        """Broadcast both."""
+        parameters = estimator.net.collect_params()
+        broadcast_parameters(parameters, self._root_rank, process_set=self._process_set)
+        if not any(parameter._deferred_init for parameter in parameters.values()):
+            broadcast_optimizer_state(estimator.trainer, self._root_rank, self._process_set)
+
+
+class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
+    """Replaces metrics by those over all ranks at the end of each epoch.
+
+    It runs after metrics and validation, before what reports, saves or stops. For logs of validation, pass
+    another one to ``ValidationHandler(event_handlers=[...])``.
+
+    Args:
+        metrics: those to be averaged; None: the estimator's own, of training and validation.
+        process_set: the ranks that take part.
+        priority: as of the handlers of Gluon; lower ones run first.
+
+    Example::
+
+        estimator.fit(data, epochs=5, event_handlers=[BroadcastHandler(), MetricAverageHandler()])
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[EvalMetric] | None = None,
+        process_set: ProcessSet = global_process_set,
+        priority: float = -500,
+    ) -> None:
+        self.metrics = list(metrics or ())
+        self.priority = priority
+        self._process_set = process_set
+
+    def _of(self, estimator: Any) -> list[EvalMetric]:
+        return self.metrics or estimator.train_metrics + estimator.val_metrics
+
+    def train_begin(self, estimator: Any, *_: Any, **__: Any) -> None:
+        """Refuse metrics that cannot be averaged, before anything was computed."""
+        list(_simple(self._of(estimator)))
+
+    def epoch_end(self, estimator: Any, *_: Any, **__: Any) -> bool:
+        """Average; training goes on."""
+        average_metrics(self._of(estimator), self._process_set)
+        return False
+
+
+def average_metrics(
+    metrics: EvalMetric | Sequence[EvalMetric], process_set: ProcessSet = global_process_set
+) -> None:
+    """Let metrics be of the samples of all ranks, in place, each weighted by its number of samples.
+
+    One allreduce of float64 for all metrics; waits for it. A rank may have seen no sample. Metrics that
+    average over batches rather than samples (F1 with ``average="macro"``) average over those of all ranks.
+
+    Args:
+        metrics: of ``mxnet.metric``, composite or not, the same ones on every rank.
+        process_set: the ranks that take part.
+
+    Raises:
+        InvalidArgumentError: a metric is not a sum divided by a number, such as F1 with
+            ``average="micro"``.
+        RankMismatchError: the ranks have different numbers of metrics.
+    """
+    simple = list(_simple([metrics] if isinstance(metrics, EvalMetric) else metrics))
+    sums = np.array([float(getattr(metric, name)) for metric in simple for name in _SUMS])
+    if not sums.size:
+        return
+    context.engine().submit(
+        OpKind.ALLREDUCE,
+        "average_metrics",
+        (sums,),
+        (sums,),
+        op=ReduceOp.Sum,
+        process_set=process_set_id(process_set),
+        blocking=True,
+    ).wait()
+    for metric, values in zip(simple, sums.reshape(-1, len(_SUMS)).tolist(), strict=True):
+        for name, value in zip(_SUMS, values, strict=True):
+            setattr(metric, name, value)
+
+
+def _simple(metrics: Sequence[EvalMetric]) -> Iterator[EvalMetric]:
+    """The metrics in metrics, each of which is a sum by a number."""
+    for metric in metrics:
+        if isinstance(metric, CompositeEvalMetric):
+            yield from _simple(metric.metrics)
+            continue
+        average = getattr(metric, "average", getattr(metric, "_average", None))
+        if average == "micro" or isinstance(metric, PCC) or not all(hasattr(metric, n) for n in _SUMS):
+            raise InvalidArgumentError(
+                f"average_metrics: {type(metric).__name__} {metric.name!r} is no sum over samples divided by "
+                "their number; reduce what it keeps with allgather_object, or use average='macro'"
+            )
+        yield metric

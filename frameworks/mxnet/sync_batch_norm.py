@@ -1,0 +1,317 @@
+"""Batch normalization over the samples of all ranks.
+
+Samples are touched by MXNet's own operators. A custom operator, which works in hybridized networks and
+outside, makes of their sums on this rank what normalizes them: one collective in forward and one in
+backward, each pushed into MXNet's engine. Nothing waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import Block, nn
+from mxnet.ndarray import NDArray
+from polyhvd.mxnet import native
+
+from polyhvd import context
+from polyhvd.adapter import OpKind
+from polyhvd.api import process_set_id
+from polyhvd.calls import Call
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["SyncBatchNorm"]
+
+_OPERATOR = "polyhvd_sync_batch_norm"
+
+# Rows of what forward keeps for backward, each with an entry for every channel.
+_OFFSET, _INVERSE, _COUNT = 0, 1, 2
+
+
+def _summed(name: str, process_set: int, rows: list[NDArray]) -> NDArray:
+    """The sums of some vectors over the ranks, in float64, end to end."""
+    total = mx.nd.concat(*[row.astype("float64") for row in rows], dim=0)
+    arrays = (total,)
+    native.push(Call(OpKind.ALLREDUCE, name, process_set=process_set), arrays, arrays)  # in place
+    return total
+
+
+class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
+    """From sums over this rank's samples to the factor and the bias that normalize them.
+
+    Inputs, with x the samples, as many values as there are channels: a shift k, sum(x - k), sum((x - k)^2);
+    then the shape of x, gamma and beta. Outputs: factor and bias, such that (x - k) * factor + bias is
+    normal; and what backward needs. Of small vectors alone: MXNet 1.9.1 hands to a custom operator memory
+    that it has freed where an array has a layout of oneDNN, as convolutions leave it.
+
+    It keeps nothing between its calls.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._name: str = options["wire_name"]
+        self._process_set = int(options["process_set"])
+        self._axis = int(options["axis"])
+        self._epsilon = float(options["eps"])
+        self._momentum = float(options["momentum"])
+        self._has_scale = options["fix_gamma"] == "False"
+
+    def _over_ranks(
+        self, shift: NDArray, sums: NDArray, squares: NDArray, count: float
+    ) -> tuple[NDArray, NDArray, NDArray]:
+        """Mean and variance of each channel, and the number of values that they are of.
+
+        Counts, means and sums of squared deviations (M2) of the ranks are combined as in Chan, Golub and
+        LeVeque, "Algorithms for computing the sample variance" (1983), by the sums of the values and their
+        squares; these are float64, so that what they cancel is not missed. A rank may have any number of
+        samples.
+        """
+        mean = shift + sums / count
+        deviations = squares - sums * sums / count
+        parts = [mx.nd.full((1,), count, dtype="float64"), mean * count, deviations + mean * mean * count]
+        total = _summed(f"{self._name}.forward", self._process_set, parts)
+        number = total.slice_axis(0, 0, 1)
+        sums, squares = total.slice_axis(0, 1, None).reshape((2, -1))
+        mean = mx.nd.broadcast_div(sums, number)
+        variance = mx.nd.maximum(mx.nd.broadcast_div(squares, number) - mean * mean, 0)
+        return mean, variance, mx.nd.broadcast_mul(number, mx.nd.ones_like(mean))
+
+    def forward(self, is_train: bool, req: list[str], in_data: Any, out_data: Any, aux: Any) -> None:
+        """Find the statistics; in training those of all ranks, which then move the moving ones."""
+        shift, sums, squares, shape, gamma, beta = _doubles(in_data)
+        if is_train:
+            sizes = shape.asnumpy()  # there already, as all inputs are
+            mean, variance, count = self._over_ranks(shift, sums, squares, sizes.prod() / sizes[self._axis])
+            for moving, now in zip(aux, (mean, variance), strict=True):
+                moving = moving.as_nd_ndarray()
+                moving[:] = moving * self._momentum + now.astype(moving.dtype) * (1 - self._momentum)
+        else:
+            mean, variance = _doubles(aux)
+            count = mx.nd.zeros_like(mean)
+        inverse = 1 / mx.nd.sqrt(variance + self._epsilon)
+        offset = mean - shift
+        factor = inverse * gamma if self._has_scale else inverse
+        _assign(out_data[0], req[0], factor)
+        _assign(out_data[1], req[1], beta - offset * factor)
+        _assign(out_data[2], req[2], mx.nd.stack(offset, inverse, count))
+
+    def backward(
+        self, req: list[str], out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any
+    ) -> None:
+        """The derivative of the sum of all ranks' losses; of gamma and beta, of this rank's loss."""
+        d_factor, d_bias = _doubles(out_grad[:2])
+        gamma = _doubles(in_data)[4]
+        kept = out_data[2].as_nd_ndarray()
+        offset, inverse, count = (kept[row] for row in (_OFFSET, _INVERSE, _COUNT))
+        factor = inverse * gamma if self._has_scale else inverse
+        d_factor = d_factor - offset * d_bias
+        nothing = mx.nd.zeros_like(offset)
+        d_sums, d_squares = nothing, nothing
+        if count.asnumpy()[0]:  # not moving statistics
+            d_variance = d_factor * factor * inverse * inverse * -0.5
+            total = _summed(f"{self._name}.backward", self._process_set, [-factor * d_bias, d_variance])
+            d_mean, d_variance = total.reshape((2, -1))
+            d_sums = (d_mean - 2 * offset * d_variance) / count
+            d_squares = d_variance / count
+        d_gamma = d_factor * inverse if self._has_scale else nothing
+        for position, value in ((0, nothing), (1, d_sums), (2, d_squares), (4, d_gamma), (5, d_bias)):
+            _assign(in_grad[position], req[position], value)
+        if req[3] != "null":
+            in_grad[3].as_nd_ndarray()[:] = 0
+
+
+def _doubles(arrays: Any) -> list[NDArray]:
+    """As vectors of float64."""
+    return [array.as_nd_ndarray().reshape((-1,)).astype("float64") for array in arrays]
+
+
+def _assign(target: Any, request: str, value: NDArray) -> None:
+    target = target.as_nd_ndarray()
+    value = value.astype(target.dtype, copy=False).reshape(target.shape)
+    if request == "add":
+        mx.nd.elemwise_add(target, value, out=target)
+    elif request != "null":
+        value.copyto(target)
+
+
+@mx.operator.register(_OPERATOR)
+class _Properties(mx.operator.CustomOpProp):  # type: ignore[misc]
+    """What MXNet has to know of the operator before it runs."""
+
+    def __init__(self, **options: str) -> None:
+        super().__init__(need_top_grad=True)
+        self._options = options
+
+    def list_arguments(self) -> list[str]:
+        return ["shift", "sums", "squares", "shape", "gamma", "beta"]
+
+    def list_outputs(self) -> list[str]:
+        return ["factor", "bias", "statistics"]
+
+    def list_auxiliary_states(self) -> list[str]:
+        return ["moving_mean", "moving_var"]
+
+    def infer_shape(self, in_shape: list[list[int]]) -> tuple[Any, Any, Any]:
+        wide = in_shape[0]  # ones, but for the channels
+        channels = [wide[int(self._options["axis"])]]
+        inputs = [wide, wide, wide, [len(wide)], channels, channels]
+        return inputs, [wide, wide, [3, *channels]], [channels, channels]
+
+    def infer_type(self, in_type: list[Any]) -> tuple[Any, Any, Any]:
+        kind = in_type[0]
+        return [kind, kind, kind, np.int64, kind, kind], [kind, kind, np.float64], [kind, kind]
+
+    def declare_backward_dependency(
+        self, out_grad: list[int], in_data: list[int], out_data: list[int]
+    ) -> list[int]:
+        return [out_grad[0], out_grad[1], *in_data, out_data[2]]
+
+    def create_operator(self, ctx: Any, shapes: list[list[int]], dtypes: list[Any]) -> _Operator:
+        return _Operator(self._options)
+
+
+class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
+    """A :class:`mxnet.gluon.nn.BatchNorm` whose statistics in training are those of all ranks' samples.
+
+    With n ranks it does what ``BatchNorm`` does in one process with the joined batch: outputs, moving
+    statistics and gradients; ranks may have different numbers of samples. Outside of training, and with
+    ``use_global_stats``, it is ``BatchNorm``. Its parameters are those of ``BatchNorm``: either loads
+    what the other has saved. It may be hybridized, alone or in a network. One small allreduce in
+    forward and one in backward: sums in float64, of float16 arrays in float32. A hybridized network takes
+    sums of its samples outside of training too, for nothing; to deploy it, load its parameters into one of
+    ``BatchNorm``.
+
+    Layers of the ranks meet in the order in which they are first used.
+
+    Args:
+        in_channels: size of axis 1, the channels; 0: found at the first use.
+        momentum, epsilon, center, scale, use_global_stats: as of ``BatchNorm``.
+        beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer: likewise.
+        process_set: the ranks whose samples are normalized together.
+        axis: of the channels.
+
+    Raises:
+        InvalidArgumentError: in training on a rank that is not in the process set.
+        NotInitializedError: in training before ``init()``.
+
+    Example::
+
+        net.add(nn.Conv2D(16, 3), hvd.SyncBatchNorm(), nn.Activation("relu"))
+        hvd.SyncBatchNorm.convert(mx.gluon.model_zoo.vision.resnet18_v1())
+    """
+
+    _numbers = itertools.count()
+    _process_set: ProcessSet = global_process_set
+    _number: int | None = None  # of the layer, the same on all ranks
+    _dtype: Any = "float32"  # of the samples, as long as they are symbols
+
+    def __init__(
+        self,
+        in_channels: int = 0,
+        momentum: float = 0.9,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        use_global_stats: bool = False,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        running_mean_initializer: Any = "zeros",
+        running_variance_initializer: Any = "ones",
+        process_set: ProcessSet = global_process_set,
+        *,
+        axis: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+            in_channels=in_channels,
+            **kwargs,
+        )
+        self._process_set = process_set
+
+    def cast(self, dtype: Any) -> None:
+        """Take samples of another element type; parameters of float16 layers are float32."""
+        super().cast(dtype)
+        self._dtype = dtype
+
+    def _alias(self) -> str:
+        return "batchnorm"  # so that parameters have the same names
+
+    @classmethod
+    def convert(cls, net: Block, process_set: ProcessSet = global_process_set) -> Block:
+        """Make every ``BatchNorm`` in a network one of these, and return the network.
+
+        Parameters stay, initialised or not. Convert before ``cast()``. Networks made of symbols cannot be
+        changed.
+        """
+
+        def change(block: Block) -> None:
+            if type(block) is nn.BatchNorm:
+                block.__class__ = cls
+                block._process_set = process_set
+            if isinstance(block, mx.gluon.HybridBlock):
+                block._clear_cached_op()
+
+        net.apply(change)
+        return net
+
+    def hybrid_forward(
+        self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
+    ) -> Any:
+        """Normalize ``x``, of any shape with the channels in their axis."""
+        if mx.autograd.is_training():
+            context.engine()
+            if not self._process_set.included():
+                raise InvalidArgumentError(
+                    f"{self.name}: rank {context.config().rank} is not in {self._process_set}; train the "
+                    "layer on its members only"
+                )
+        arrays = (x, gamma, beta, running_mean, running_var)
+        if self._kwargs["use_global_stats"]:
+            return super().hybrid_forward(F, *arrays)
+        if self._number is None:
+            self._number = next(SyncBatchNorm._numbers)
+        is_np = mx.util.is_np_array()
+        if is_np:
+            arrays = tuple(array.as_nd_ndarray() for array in arrays)
+        y = self._normalized(mx.nd if isinstance(arrays[0], NDArray) else mx.sym, *arrays)
+        return y.as_np_ndarray() if is_np else y
+
+    def _normalized(self, F: Any, x: Any, gamma: Any, beta: Any, mean: Any, variance: Any) -> Any:
+        precise = self.gamma.dtype
+        wanted = x.dtype if F is mx.nd else self._dtype
+        over = {"axis": self._kwargs["axis"], "exclude": True, "keepdims": True}
+        shape = F.shape_array(x)
+        if np.dtype(wanted) != np.dtype(precise):
+            x = F.cast(x, dtype=precise)
+        # Around the mean of this rank, sums keep their digits.
+        shift = F.BlockGrad(F.mean(x, **over))
+        x = F.broadcast_sub(x, shift)
+        factor, bias, _ = F.Custom(
+            shift,
+            F.sum(x, **over),
+            F.sum(F.square(x), **over),
+            shape,
+            gamma,
+            beta,
+            mean,
+            variance,
+            op_type=_OPERATOR,
+            wire_name=f"SyncBatchNorm.{self._number}",
+            process_set=process_set_id(self._process_set),
+            **self._kwargs,
+        )
+        y = F.broadcast_add(F.broadcast_mul(x, factor), bias)
+        return y if np.dtype(wanted) == np.dtype(precise) else F.cast(y, dtype=wanted)
