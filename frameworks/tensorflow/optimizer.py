@@ -6,9 +6,11 @@ the original: ``isinstance``, ``get_config``, ``from_config`` and saved models s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
@@ -30,8 +32,17 @@ class _Distributed:
     """Marks a wrapped optimizer."""
 
     _polyhvd: Reduction
-    _polyhvd_passes: Passes
+    _polyhvd_new_passes: Callable[[], Passes]
+    _polyhvd_known_passes: WeakKeyDictionary[Any, Passes]
     _polyhvd_reduced = False  # inside already_reduced()
+
+    @property
+    def polyhvd_passes(self) -> Passes:
+        """The passes of this optimizer; one that is made of its class and config counts for itself."""
+        known = self._polyhvd_known_passes
+        if self not in known:
+            known[self] = type(self)._polyhvd_new_passes()
+        return known[self]
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable on its rank."""
@@ -50,14 +61,14 @@ class _Distributed:
         if self._polyhvd_reduced:
             return apply(gradients)
         sources = None if variables is None else list(variables)
-        if self._polyhvd_passes.number == 1:
+        if self.polyhvd_passes.number == 1:
             return apply(self._polyhvd(gradients, sources))
         prefix = self._polyhvd.name_of_step()
 
         def complete(totals: list[Any]) -> Any:
             return only_effects(apply(self._polyhvd(totals, sources, prefix)))
 
-        return self._polyhvd_passes.run(gradients, sources, complete, only_effects)[0]
+        return self.polyhvd_passes.run(gradients, sources, complete, only_effects)[0]
 
     @contextmanager
     def polyhvd_already_reduced(self) -> Iterator[None]:
@@ -74,7 +85,7 @@ class _Keras3(_Distributed):
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""
         variables = None if trainable_variables is None else list(trainable_variables)
-        if self._polyhvd_passes.number > 1:
+        if self.polyhvd_passes.number > 1:
             build_before_branching(self, variables)
         known = getattr(self, "_trainable_variables", None) if variables is None else variables
         base_apply = super().apply  # type: ignore[misc]
@@ -109,7 +120,7 @@ class _Version1(_Distributed):
         context.engine()
         variables = [variable for _, variable in pairs]
         gradients = [gradient for gradient, _ in pairs]
-        passes = self._polyhvd_passes
+        passes = self.polyhvd_passes
         if passes.number == 1:
             return list(zip(self._polyhvd(gradients, variables), variables, strict=True))
         there = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -177,7 +188,7 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
     )
 
 
-def wrap(optimizer: Any, reduction: Reduction, passes: Passes) -> Any:
+def wrap(optimizer: Any, reduction: Reduction, new_passes: Callable[[], Passes]) -> Any:
     """An optimizer that shares the state of this one and reduces first."""
     if is_distributed(optimizer):
         raise invalid("the optimizer is distributed already; wrap it once")
@@ -185,7 +196,8 @@ def wrap(optimizer: Any, reduction: Reduction, passes: Passes) -> Any:
     # Under the name of its base, so that a saved model names the base, which everybody can load.
     names = {
         "_polyhvd": reduction,
-        "_polyhvd_passes": passes,
+        "_polyhvd_new_passes": staticmethod(new_passes),
+        "_polyhvd_known_passes": WeakKeyDictionary(),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
     }
@@ -315,7 +327,11 @@ def PartialDistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         local_layers=local_layers,
     )
-    passes = Passes(
-        backward_passes_per_step, average=average_aggregated_gradients, sparse_as_dense=sparse_as_dense
+    new_passes = functools.partial(
+        Passes,
+        backward_passes_per_step,
+        average=average_aggregated_gradients,
+        sparse_as_dense=sparse_as_dense,
     )
-    return wrap(optimizer, reduction, passes)
+    new_passes()  # which checks the number
+    return wrap(optimizer, reduction, new_passes)

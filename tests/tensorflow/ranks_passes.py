@@ -278,6 +278,26 @@ def steps_per_execution_and_retracing_work() -> None:
 
 
 @check
+def a_step_under_xla_says_what_to_do() -> None:
+    variable = tf.Variable(1.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    step = tf.function(lambda: optimizer.apply([tf.constant(1.0)], [variable]), jit_compile=True)
+    assert "compile(jit_compile=False)" in raises(ValueError, step)
+
+
+@check
+def a_copy_counts_its_own_passes() -> None:
+    first = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    second = type(first).from_config(first.get_config())
+    pairs = [(first, tf.Variable(0.0)), (second, tf.Variable(0.0))]
+    for optimizer, variable in pairs * 2:
+        optimizer.apply([tf.constant(1.0 + RANK)], [variable])
+    for optimizer, variable in pairs:
+        assert value(optimizer.iterations) == 1
+        assert float(variable) == -3.0
+
+
+@check
 def a_number_of_passes_is_checked() -> None:
     for bad in (0, -1, 1.5, True, None):
         message = raises(

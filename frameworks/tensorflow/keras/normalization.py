@@ -58,7 +58,10 @@ class _Synchronized:
         inputs = tf.convert_to_tensor(inputs)
         if mask is not None:
             mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
-        return moments(inputs, axes, mask, self._polyhvd_members())
+        # Keras has made halves wider, but in its oldest versions not bfloat16.
+        wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < tf.float32.size else inputs
+        mean, variance = moments(wide, axes, mask, self._polyhvd_members())
+        return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
     def _polyhvd_members(self) -> ProcessSet:
         """The set itself; of a layer that was loaded, the one that these ranks are registered as now."""
