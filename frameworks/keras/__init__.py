@@ -29,6 +29,7 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     Max,
     Min,
     NotInitializedError,
+    PartialDistributedOptimizer,
     ProcessSet,
     Product,
     RankMismatchError,
@@ -61,7 +62,9 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     stop_timeline,
 )
 from polyhvd.tensorflow.keras.models import model_loader  # noqa: E402
+from polyhvd.tensorflow.keras.normalization import sync_batch_normalization  # noqa: E402
 
+SyncBatchNormalization = sync_batch_normalization(keras)
 load_model = model_loader(keras)
 
 __all__ = [
@@ -74,10 +77,12 @@ __all__ = [
     "Max",
     "Min",
     "NotInitializedError",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "RankMismatchError",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",

@@ -12,6 +12,8 @@ Example::
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyhvd.tensorflow import derivatives as _derivatives  # noqa: F401
 from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.functions import (
@@ -26,7 +28,7 @@ from polyhvd.tensorflow.functions import (
     join,
     reducescatter,
 )
-from polyhvd.tensorflow.gradient_tape import DistributedGradientTape
+from polyhvd.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from polyhvd.tensorflow.handles import (
     allgather_async,
     allreduce_async,
@@ -39,7 +41,7 @@ from polyhvd.tensorflow.handles import (
     reducescatter_async,
     synchronize,
 )
-from polyhvd.tensorflow.optimizer import DistributedOptimizer
+from polyhvd.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from polyhvd.tensorflow.runtime_ops import (
     local_rank_op,
     local_size_op,
@@ -99,10 +101,13 @@ __all__ = [
     "Max",
     "Min",
     "NotInitializedError",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "RankMismatchError",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -151,3 +156,12 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Keras takes seconds to import: only who asks for its layer waits."""
+    if name == "SyncBatchNormalization":
+        from polyhvd.tensorflow.keras import SyncBatchNormalization
+
+        return SyncBatchNormalization
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

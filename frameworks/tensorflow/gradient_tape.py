@@ -14,7 +14,7 @@ from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedGradientTape"]
+__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _Mixin:
@@ -74,6 +74,50 @@ def DistributedGradientTape(
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
     """
+    return PartialDistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A :func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
+
+    Args:
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
+            num_groups, groups, process_set: as of :func:`DistributedGradientTape`.
+        local_layers: a layer of Keras, or a list of them; they need not be built yet.
+        scale_local_gradients: divide their gradients by the number of ranks.
+
+    Raises:
+        InvalidArgumentError: an argument that is not supported.
+
+    Example::
+
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
+    """
     accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
     base = type(gradtape)
     reduction = Reduction(
@@ -86,6 +130,7 @@ def DistributedGradientTape(
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
+        local_layers=local_layers,
     )
     wrapped = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reduction}))
     # Shared, so that a tape wrapped inside its `with` block sees the block end.

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from polyhvd.tensorflow import ops, sparse
+from polyhvd.tensorflow import names, ops, sparse
 from polyhvd.tensorflow.errors import as_tensorflow, invalid
 
 from polyhvd.adapter import ReduceOp
 from polyhvd.api import resolve_op
 from polyhvd.compression import Compressor
+from polyhvd.groups import parameter_groups
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.reducer import scale_factors
 
-__all__ = ["Reduction", "accept_device", "as_dense", "only_default", "reduction_of"]
-
-
-def only_default(where: str, **arguments: tuple[Any, Any]) -> None:
-    """Raise for an argument that is not at its default; given as ``name=(value, default)``."""
-    for name, (value, default) in arguments.items():
-        if value is not default and value != default:
-            raise invalid(f"{where}({name}={value!r}) is not supported yet; leave it at {default!r}")
+__all__ = ["Reduction", "accept_device", "as_dense", "reduction_of"]
 
 
 def accept_device(where: str, **devices: str) -> None:
@@ -58,34 +52,62 @@ def _reference(source: Any) -> Any:
     return source.ref() if hasattr(source, "ref") else id(source)
 
 
-def _checked_groups(num_groups: int, groups: Any) -> int | list[set[Any]] | None:
-    """Horovod's ``groups``, or its older ``num_groups``: a number, identities by group, or None for one."""
-    name = "num_groups" if groups is None else "groups"
-    wanted = num_groups if groups is None else groups
-    if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 0:
-        return wanted or None
-    lists = isinstance(wanted, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in wanted)
-    if name == "num_groups" or not lists:
-        expected = "a non-negative integer" + (
-            " or a list of lists of tf.Variable" if groups is not None else ""
-        )
-        raise invalid(f"{name}={wanted!r}: expected {expected}")
-    members = [[_reference(variable) for variable in group] for group in wanted]
-    everybody = [reference for group in members for reference in group]
-    if len(set(everybody)) != len(everybody):
-        raise invalid("groups: a variable is in two groups, or twice in one; name each once")
-    return [set(group) for group in members]
+def _layers(local_layers: Any) -> list[Any]:
+    """The layers, each of which has variables."""
+    if local_layers is None:
+        return []
+    layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    for layer in layers:
+        if not hasattr(type(layer), "weights"):
+            raise invalid(
+                f"local_layers: expected layers of Keras, found {type(layer).__name__}; variables go to "
+                "register_local_var() of the optimizer, or register_local_source() of the tape"
+            )
+    return layers
 
 
-def _parts(positions: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Consecutive parts of about equal length, none of them empty."""
-    length, longer = divmod(len(positions), count)
-    begin = 0
-    for part in range(count):
-        end = begin + length + (part < longer)
-        if end > begin:
-            yield list(positions[begin:end])
-        begin = end
+class _Groups:
+    """:func:`parameter_groups` for variables that are heard of only when their gradients come.
+
+    A variable and its wrappers are one. Groups may list variables that a step does not have.
+    """
+
+    def __init__(self, num_groups: int, groups: Any) -> None:
+        # parameter_groups() tells parameters apart by identity: one object for all references to one.
+        self._identities: dict[Any, Any] = {}
+        self._num_groups = num_groups
+        # To Horovod 0 means no groups.
+        self._groups = None if isinstance(groups, int) and groups == 0 and groups is not False else groups
+        if isinstance(groups, (list, tuple)):
+            self._groups = [
+                [self._identities.setdefault(ref, ref) for ref in map(_reference, group)]
+                if isinstance(group, (list, tuple))
+                else group
+                for group in groups
+            ]
+        listed = self._groups if isinstance(self._groups, list) else []
+        with as_tensorflow():
+            everybody = [ref for group in listed if isinstance(group, list) for ref in group]
+            parameter_groups(everybody, [], num_groups, self._groups)
+
+    def of(self, positions: Sequence[int], sources: Sequence[Any] | None) -> dict[str, list[int]]:
+        """What is reduced together, by what its name ends in; variables in none of the lists are alone."""
+        if not self._num_groups and not self._groups:
+            return {"": list(positions)} if positions else {}
+        if not isinstance(self._groups, list):
+            return _numbered(parameter_groups([], positions, self._num_groups, self._groups))
+        if sources is None:
+            raise invalid("groups=: the call does not tell the variables of the gradients; pass both")
+        parameters = [self._identities.get(ref, ref) for ref in map(_reference, sources)]
+        present = {id(parameter) for parameter in parameters}
+        groups = [[ref for ref in group if id(ref) in present] for group in self._groups]
+        members = parameter_groups(parameters, positions, 0, groups)
+        grouped = {i for group in members for i in group}
+        return _numbered(members) | {f".{i}": [i] for i in positions if i not in grouped}
+
+
+def _numbered(groups: Sequence[list[int]]) -> dict[str, list[int]]:
+    return {f".group.{number}": group for number, group in enumerate(groups)}
 
 
 class Reduction:
@@ -95,7 +117,7 @@ class Reduction:
 
     Args:
         prefix: begins the names on the wire.
-        local: identities (``ref()``) of variables whose gradients stay on their rank.
+        local_layers: a layer of Keras, or several, whose gradients stay on their rank.
         op, compression, sparse_as_dense, gradient_predivide_factor, num_groups, groups, process_set,
             scale_local_gradients: as in :func:`polyhvd.tensorflow.DistributedOptimizer`.
     """
@@ -112,6 +134,7 @@ class Reduction:
         groups: Any = None,
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
+        local_layers: Any = None,
     ) -> None:
         op = reduction_of(op)
         if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
@@ -122,17 +145,38 @@ class Reduction:
         self.sparse_as_dense = sparse_as_dense
         with as_tensorflow():
             self.prescale, self.postscale = scale_factors(op, gradient_predivide_factor)
-        self.groups = _checked_groups(num_groups, groups)
+        self.groups = _Groups(num_groups, groups)
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self.local: set[Any] = set()
+        self.local_layers = _layers(local_layers)
 
-    def __call__(self, gradients: Sequence[Any], sources: Sequence[Any] | None = None) -> list[Any]:
-        """The reduced gradients, None where there was none; ``sources`` are the variables they belong to."""
+    def _local(self) -> set[Any]:
+        """Also of layers that were not built when they were listed."""
+        return self.local.union(_reference(v) for layer in self.local_layers for v in layer.weights)
+
+    def name_of_step(self) -> str:
+        """A prefix for what a branch of the graph that is being traced does, where names begin anew."""
+        if tf.executing_eagerly():
+            return self.prefix
+        return names.in_graph(self.prefix, self.process_set.process_set_id or 0)
+
+    def __call__(
+        self, gradients: Sequence[Any], sources: Sequence[Any] | None = None, prefix: str | None = None
+    ) -> list[Any]:
+        """The reduced gradients, None where there was none.
+
+        Args:
+            gradients: tensors, slices or None.
+            sources: the variables they belong to.
+            prefix: for this call.
+        """
+        prefix = prefix or self.prefix
         results = list(gradients)
         positions = [i for i, g in enumerate(results) if g is not None]
-        if self.local and sources is not None:
-            for i in [i for i in positions if _reference(sources[i]) in self.local]:
+        local = self._local()
+        if local and sources is not None:
+            for i in [i for i in positions if _reference(sources[i]) in local]:
                 positions.remove(i)
                 if self.scale_local_gradients:
                     results[i] = sparse.divided(results[i], self.process_set.size())
@@ -140,39 +184,15 @@ class Reduction:
         if not self.sparse_as_dense:
             slices = [i for i in positions if isinstance(results[i], tf.IndexedSlices)]
         dense = [i for i in positions if i not in slices]
-        for name, members in self._grouped(dense, sources):
+        for suffix, members in self.groups.of(dense, sources).items():
             tensors = [tf.convert_to_tensor(results[i]) for i in members]
-            for i, value in zip(members, self._reduce(tensors, name), strict=True):
+            for i, value in zip(members, self._reduce(tensors, prefix + suffix), strict=True):
                 results[i] = value
         if slices:
-            reduced = self._reduce_slices([results[i] for i in slices])
+            reduced = self._reduce_slices([results[i] for i in slices], f"{prefix}.sparse")
             for i, value in zip(slices, reduced, strict=True):
                 results[i] = value
         return results
-
-    def _grouped(
-        self, positions: Sequence[int], sources: Sequence[Any] | None
-    ) -> Iterator[tuple[str, Sequence[int]]]:
-        """Names of operations, and the positions of their gradients."""
-        if self.groups is None:
-            if positions:
-                yield self.prefix, positions
-            return
-        if isinstance(self.groups, int):
-            for number, part in enumerate(_parts(positions, self.groups)):
-                yield f"{self.prefix}.group.{number}", part
-            return
-        if sources is None:
-            raise invalid("groups=: the call does not tell the variables of the gradients; pass both")
-        left = {i: _reference(sources[i]) for i in positions}
-        for number, group in enumerate(self.groups):
-            members = [i for i, reference in left.items() if reference in group]
-            if members:
-                yield f"{self.prefix}.group.{number}", members
-            for i in members:
-                del left[i]
-        for i in left:
-            yield f"{self.prefix}.{i}", [i]
 
     def _reduce(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         pairs = [self.compression.compress(gradient) for gradient in gradients]
@@ -189,10 +209,10 @@ class Reduction:
             for value, (_, context) in zip(reduced, pairs, strict=True)
         ]
 
-    def _reduce_slices(self, gradients: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
+    def _reduce_slices(self, gradients: list[tf.IndexedSlices], name: str) -> list[tf.IndexedSlices]:
         reduced = sparse.allreduce(
             gradients,
-            name=f"{self.prefix}.sparse",
+            name=name,
             op=self.op,
             compression=self.compression,
             prescale_factor=self.prescale,

@@ -12,7 +12,17 @@ import functools
 import importlib
 from typing import Any
 
-__all__ = ["teach_keras_2", "teach_keras_3"]
+import tensorflow as tf
+
+__all__ = ["build_before_branching", "teach_keras_2", "teach_keras_3"]
+
+
+def build_before_branching(optimizer: Any, variables: list[Any] | None) -> None:
+    """Make the variables of an optimizer of Keras 3, which a branch of a graph is no place for."""
+    if variables and not optimizer.built:
+        with tf.init_scope():
+            optimizer.build(variables)
+        optimizer.built = True
 
 
 def _is_distributed(optimizer: object) -> bool:
@@ -44,9 +54,15 @@ def _reduced_first(apply: Any) -> Any:
         inner = self.inner_optimizer
         if not is_distributed(inner):
             return apply(self, grads, trainable_variables)
-        reduced = inner.polyhvd_reduce(grads, trainable_variables)
-        with inner.polyhvd_already_reduced():
-            return apply(self, reduced, trainable_variables)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        build_before_branching(self, variables)
+
+        def apply_reduced(reduced: Any) -> Any:
+            with inner.polyhvd_already_reduced():
+                return apply(self, reduced, variables)
+
+        known = getattr(self, "_trainable_variables", None) if variables is None else variables
+        return inner.polyhvd_step(grads, known or None, apply_reduced)
 
     return reduce_and_apply
 
@@ -63,9 +79,12 @@ def _pairs_reduced_first(apply_gradients: Any) -> Any:
             return apply_gradients(self, grads_and_vars, *args, **kwargs)
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        reduced = inner.polyhvd_reduce([gradient for gradient, _ in pairs], variables)
-        with inner.polyhvd_already_reduced():
-            return apply_gradients(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
+
+        def apply_reduced(reduced: Any) -> Any:
+            with inner.polyhvd_already_reduced():
+                return apply_gradients(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
+
+        return inner.polyhvd_step([gradient for gradient, _ in pairs], variables, apply_reduced)
 
     return reduce_and_apply
 

@@ -6,38 +6,69 @@ the original: ``isinstance``, ``get_config``, ``from_config`` and saved models s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.errors import invalid
-from polyhvd.tensorflow.gradients import Reduction, accept_device, only_default
-from polyhvd.tensorflow.keras_hooks import teach_keras_2, teach_keras_3
+from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device
+from polyhvd.tensorflow.keras_hooks import build_before_branching, teach_keras_2, teach_keras_3
 from polyhvd.tensorflow.names import do_not_convert
+from polyhvd.tensorflow.passes import Passes, only_effects
 
 from polyhvd import context
 from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer", "is_distributed", "wrap"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "wrap"]
 
 
 class _Distributed:
     """Marks a wrapped optimizer."""
 
     _polyhvd: Reduction
+    _polyhvd_new_passes: Callable[[], Passes]
+    _polyhvd_known_passes: WeakKeyDictionary[Any, Passes]
     _polyhvd_reduced = False  # inside already_reduced()
 
-    def polyhvd_reduce(self, gradients: Iterable[Any], variables: Iterable[Any] | None) -> list[Any]:
-        """The gradients over the ranks."""
+    @property
+    def polyhvd_passes(self) -> Passes:
+        """The passes of this optimizer; one that is made of its class and config counts for itself."""
+        known = self._polyhvd_known_passes
+        if self not in known:
+            known[self] = type(self)._polyhvd_new_passes()
+        return known[self]
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of a variable on its rank."""
+        self._polyhvd.local.add(_reference(var))
+
+    def polyhvd_step(
+        self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Call ``apply`` with the gradients over the ranks, if this pass completes a step.
+
+        Returns:
+            What it returned; of several passes in a step nothing of interest.
+        """
         context.engine()
         gradients = list(gradients)
         if self._polyhvd_reduced:
-            return gradients
-        return self._polyhvd(gradients, None if variables is None else list(variables))
+            return apply(gradients)
+        sources = None if variables is None else list(variables)
+        if self.polyhvd_passes.number == 1:
+            return apply(self._polyhvd(gradients, sources))
+        prefix = self._polyhvd.name_of_step()
+
+        def complete(totals: list[Any]) -> Any:
+            return only_effects(apply(self._polyhvd(totals, sources, prefix)))
+
+        return self.polyhvd_passes.run(gradients, sources, complete, only_effects)[0]
 
     @contextmanager
     def polyhvd_already_reduced(self) -> Iterator[None]:
@@ -54,9 +85,11 @@ class _Keras3(_Distributed):
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""
         variables = None if trainable_variables is None else list(trainable_variables)
+        if self.polyhvd_passes.number > 1:
+            build_before_branching(self, variables)
         known = getattr(self, "_trainable_variables", None) if variables is None else variables
-        reduced = self.polyhvd_reduce(grads, known or None)
-        return super().apply(reduced, variables)  # type: ignore[misc]
+        base_apply = super().apply  # type: ignore[misc]
+        return self.polyhvd_step(grads, known or None, lambda reduced: base_apply(reduced, variables))
 
 
 class _Keras2(_Distributed):
@@ -65,20 +98,67 @@ class _Keras2(_Distributed):
         """Reduce, then let the optimizer clip and apply."""
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        reduced = self.polyhvd_reduce([gradient for gradient, _ in pairs], variables)
-        return super().apply_gradients(  # type: ignore[misc]
-            list(zip(reduced, variables, strict=True)), *args, **kwargs
-        )
+        base_apply = super().apply_gradients  # type: ignore[misc]
+
+        def apply(reduced: list[Any]) -> Any:
+            return base_apply(list(zip(reduced, variables, strict=True)), *args, **kwargs)
+
+        return self.polyhvd_step([gradient for gradient, _ in pairs], variables, apply)
 
 
 class _Version1(_Distributed):
+    #: Of the last compute_gradients(): whether its pass completes a step.
+    _polyhvd_complete: Any = None
+
     @do_not_convert
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's gradients, reduced: what follows may clip them."""
+        """The optimizer's gradients, reduced: what follows may clip them.
+
+        Of several passes in a step, those before the last return this rank's own.
+        """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
+        context.engine()
         variables = [variable for _, variable in pairs]
-        reduced = self.polyhvd_reduce([gradient for gradient, _ in pairs], variables)
-        return list(zip(reduced, variables, strict=True))
+        gradients = [gradient for gradient, _ in pairs]
+        passes = self.polyhvd_passes
+        if passes.number == 1:
+            return list(zip(self._polyhvd(gradients, variables), variables, strict=True))
+        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        prefix = self._polyhvd.name_of_step()
+
+        def reduce(totals: list[Any]) -> list[Any]:
+            reduced = self._polyhvd(totals, variables, prefix)
+            return [_identity(reduced[i]) for i in there]
+
+        results, complete = passes.run(
+            gradients, variables, reduce, lambda parts: [_identity(parts[i]) for i in there]
+        )
+        object.__setattr__(self, "_polyhvd_complete", complete)
+        for i, value in zip(there, results, strict=True):
+            gradients[i] = value
+        return list(zip(gradients, variables, strict=True))
+
+    @do_not_convert
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None) -> Any:
+        """Apply the gradients in the last pass of a step; ``global_step`` counts passes, as in Horovod."""
+        pairs, complete = list(grads_and_vars), self._polyhvd_complete
+        base_apply = super().apply_gradients  # type: ignore[misc]
+        if complete is None:
+            return base_apply(pairs, global_step=global_step, name=name)
+
+        def apply() -> tf.Tensor:
+            return only_effects(base_apply(pairs, global_step=global_step, name=name))
+
+        def skip() -> tf.Tensor:
+            return only_effects([] if global_step is None else global_step.assign_add(1, read_value=False))
+
+        if tf.executing_eagerly():
+            return apply() if complete else skip()
+        return tf.group(tf.cond(complete, apply, skip))
+
+
+def _identity(gradient: Any) -> Any:
+    return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 def is_distributed(optimizer: object) -> bool:
@@ -108,13 +188,19 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
     )
 
 
-def wrap(optimizer: Any, reduction: Reduction) -> Any:
+def wrap(optimizer: Any, reduction: Reduction, new_passes: Callable[[], Passes]) -> Any:
     """An optimizer that shares the state of this one and reduces first."""
     if is_distributed(optimizer):
         raise invalid("the optimizer is distributed already; wrap it once")
     base = type(optimizer)
     # Under the name of its base, so that a saved model names the base, which everybody can load.
-    names = {"_polyhvd": reduction, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    names = {
+        "_polyhvd": reduction,
+        "_polyhvd_new_passes": staticmethod(new_passes),
+        "_polyhvd_known_passes": WeakKeyDictionary(),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
     wrapped = object.__new__(type(base.__name__, (_mixin_for(optimizer), base), names))
     object.__setattr__(wrapped, "__dict__", optimizer.__dict__)
     return wrapped
@@ -139,17 +225,25 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optimizer so that it applies gradients reduced over the ranks.
 
+    The result has one more method, ``register_local_var(variable)``: the gradient of that variable stays on
+    its rank.
+
     Args:
         optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
         name: begins the names of the operations; the default is the optimizer's class.
-        use_locking, average_aggregated_gradients: accepted for Horovod's sake.
+        use_locking: accepted for Horovod's sake.
         device_dense, device_sparse: likewise; collectives run on the host.
         compression: of the gradients on the wire.
         sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
             gathered, and come back with each index once.
-        backward_passes_per_step: 1.
+        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
+            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is
+            left at the end of an epoch counts for the next one. Ranks have to make equally many calls.
+            Keras 3's own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are
+            given, their product is the number of calls in a step.
         op: Average, Sum or Adasum.
         gradient_predivide_factor: splits the division of an average around the sum.
+        average_aggregated_gradients: divide the sum of several calls by their number.
         groups: how to split the gradients of a step into operations: into this many, or one for each list
             of variables and one for each variable in none; None: one for all.
         num_groups: the number alone.
@@ -164,11 +258,63 @@ def DistributedOptimizer(
 
         model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss)
     """
-    accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
-    only_default(
-        "DistributedOptimizer",
-        backward_passes_per_step=(backward_passes_per_step, 1),
+    return PartialDistributedOptimizer(
+        optimizer,
+        name,
+        use_locking,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients=scale_local_gradients,
     )
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
+
+    Such layers are to be left out of broadcasts as well: see ``local_variables`` of
+    ``BroadcastGlobalVariablesCallback``.
+
+    Args:
+        optimizer, name, use_locking, device_dense, device_sparse, compression, sparse_as_dense,
+            backward_passes_per_step, op, gradient_predivide_factor, average_aggregated_gradients,
+            num_groups, groups, process_set: as of :func:`DistributedOptimizer`.
+        local_layers: a layer of Keras, or a list of them; they need not be built yet.
+        scale_local_gradients: divide their gradients by the number of ranks.
+
+    Raises:
+        InvalidArgumentError: as :func:`DistributedOptimizer`, or ``local_layers`` are no layers.
+
+    Example::
+
+        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
+    """
+    accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
     reduction = Reduction(
         prefix=name or f"Distributed{type(optimizer).__name__}",
         compression=compression,
@@ -179,5 +325,13 @@ def DistributedOptimizer(
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
+        local_layers=local_layers,
     )
-    return wrap(optimizer, reduction)
+    new_passes = functools.partial(
+        Passes,
+        backward_passes_per_step,
+        average=average_aggregated_gradients,
+        sparse_as_dense=sparse_as_dense,
+    )
+    new_passes()  # which checks the number
+    return wrap(optimizer, reduction, new_passes)

@@ -70,7 +70,7 @@ def divided(gradient: Any, divisor: float) -> Any:
     """A tensor or slices of floating-point numbers, divided."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / divisor, gradient.indices, gradient.dense_shape)
-    return gradient / divisor
+    return tf.convert_to_tensor(gradient) / divisor
 
 
 def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:

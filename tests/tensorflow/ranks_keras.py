@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,70 +16,24 @@ import polyhvd.keras as hvd
 import polyhvd.tensorflow as hvd_tf
 import polyhvd.tensorflow.keras as hvd_tf_keras
 import tensorflow as tf
+from keras_common import (
+    BATCH,
+    FEATURES,
+    RANK,
+    SIZE,
+    STEPS,
+    assert_close,
+    assert_same_on_all_ranks,
+    dataset,
+    make_model,
+    mine,
+    sgd,
+    train_alone,
+    train_together,
+    value,
+)
 
 import polyhvd
-
-tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(2)
-tf.config.threading.set_intra_op_parallelism_threads(1)
-
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
-BATCH, STEPS, FEATURES = 8, 6, 5
-
-
-def dataset() -> tuple[Any, Any]:
-    numbers = np.random.default_rng(3)
-    inputs = numbers.normal(size=(BATCH * SIZE * STEPS, FEATURES)).astype(np.float32)
-    targets = (inputs @ numbers.normal(size=(FEATURES, 1)) + 0.1).astype(np.float32)
-    return inputs, targets
-
-
-def mine(array: Any) -> Any:
-    """This rank's share of every batch of the union."""
-    return array.reshape(STEPS, SIZE, BATCH, -1)[:, RANK].reshape(STEPS * BATCH, -1)
-
-
-def value(variable: Any) -> float:
-    return float(keras.ops.convert_to_numpy(variable))
-
-
-def make_model(seed: int = 1, **first: Any) -> Any:
-    keras.utils.set_random_seed(seed)
-    layers = keras.layers
-    return keras.Sequential(
-        [keras.Input((FEATURES,)), layers.Dense(7, activation="tanh", **first), layers.Dense(1)]
-    )
-
-
-def sgd(**arguments: Any) -> Any:
-    return keras.optimizers.SGD(0.05, momentum=0.9, **arguments)
-
-
-def train_alone(optimizer: Any = None, epochs: int = 2) -> list[Any]:
-    """The weights after training in one process on the union of the ranks' batches."""
-    model = make_model()
-    model.compile(optimizer or sgd(), loss="mse")
-    inputs, targets = dataset()
-    model.fit(inputs, targets, batch_size=BATCH * SIZE, epochs=epochs, shuffle=False, verbose=0)
-    return model.get_weights()
-
-
-def train_together(model: Any, callbacks: Any = (), epochs: int = 2) -> Any:
-    inputs, targets = (mine(array) for array in dataset())
-    return model.fit(
-        inputs, targets, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
-    )
-
-
-def assert_same_on_all_ranks(weights: list[Any]) -> None:
-    everybody = hvd.allgather_object([np.asarray(w).tobytes() for w in weights])
-    assert all(other == everybody[0] for other in everybody), "ranks differ"
-
-
-def assert_close(weights: list[Any], expected: list[Any], tolerance: float = 1e-5) -> None:
-    for found, wanted in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 @check
@@ -517,7 +470,7 @@ def values_are_reduced() -> None:
 
 @check
 def what_is_not_supported_yet_says_so() -> None:
-    for arguments in ({"backward_passes_per_step": 2}, {"device_dense": "/gpu:0"}):
+    for arguments in ({"device_dense": "/gpu:0"}, {"device_sparse": "/gpu:0"}):
         message = raises(ValueError, lambda a=arguments: hvd.DistributedOptimizer(sgd(), **a))
         assert next(iter(arguments)) in message
     raises(ValueError, lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Max))

@@ -87,6 +87,72 @@ def fit_equals_training_alone_on_the_union() -> None:
 
 
 @check
+def passes_are_added_up() -> None:
+    for make in optimizers():
+        for average in (False, True):
+            alone, inputs, targets = make_model(), *dataset()
+            optimizer = make(clipnorm=0.05)
+            for k in range(0, STEPS, 2):
+                with tf.GradientTape() as tape:
+                    parts = [slice(j * BATCH * SIZE, (j + 1) * BATCH * SIZE) for j in (k, k + 1)]
+                    losses = [tf.reduce_mean(tf.square(alone(inputs[p]) - targets[p])) for p in parts]
+                    loss = tf.add_n(losses) / (2 if average else 1)
+                variables = alone.trainable_variables
+                optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            model = make_model()
+            wrapped = hvd.DistributedOptimizer(
+                make(clipnorm=0.05), backward_passes_per_step=2, average_aggregated_gradients=average
+            )
+            model.compile(wrapped, loss="mse")
+            before = hvd.counters()["operations"]
+            x, y = (mine(array) for array in (inputs, targets))
+            model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+            assert hvd.counters()["operations"] - before == STEPS // 2
+            assert int(wrapped.iterations) == STEPS // 2
+            assert_same_on_all_ranks(model.get_weights())
+            assert_close(model.get_weights(), alone.get_weights())
+
+
+@check
+def nothing_changes_before_the_last_pass() -> None:
+    for make in optimizers():
+        for mode in (lambda f: f, tf.function):
+            variable, table = tf.Variable(1.0), tf.Variable(tf.zeros([3, 1]))
+            optimizer = hvd.DistributedOptimizer(make(), backward_passes_per_step=2)
+
+            def step(gradient: Any, o: Any = optimizer, v: Any = variable, t: Any = table) -> None:
+                slices = tf.IndexedSlices(tf.ones([1, 1]), [RANK], tf.constant([3, 1]))
+                o.apply_gradients([(gradient, v), (slices, t)])
+
+            run = mode(step)
+            run(tf.constant(1.0 + RANK))
+            assert float(variable) == 1.0
+            assert not table.numpy().any()
+            assert int(optimizer.iterations) == 0
+            run(tf.constant(1.0 + RANK))
+            np.testing.assert_allclose(float(variable), 1.0 - 0.05 * 3.0, rtol=1e-6)
+            np.testing.assert_allclose(table.numpy()[:, 0], [-0.05, -0.05, 0.0], rtol=1e-6)
+            assert int(optimizer.iterations) == 1
+
+
+@check
+def local_variables_keep_their_own_gradients() -> None:
+    for make in optimizers():
+        layer = tf.keras.layers.Dense(1, use_bias=False)
+        optimizer = hvd.PartialDistributedOptimizer(make(), local_layers=layer)
+        layer.build((None, 1))
+        shared, local = tf.Variable(0.0), tf.Variable(0.0)
+        optimizer.register_local_var(local)
+        before = layer.get_weights()[0]
+        gradient = tf.constant(1.0 + RANK)
+        optimizer.apply_gradients([(gradient, shared), (gradient, local), ([[gradient]], layer.kernel)])
+        found = [float(shared), float(local), (layer.get_weights()[0] - before).item()]
+        np.testing.assert_allclose(
+            found, [-0.05 * 1.5, -0.05 * (1 + RANK) / 2, -0.05 * (1 + RANK) / 2], rtol=1e-5
+        )
+
+
+@check
 def groups_train_as_alone() -> None:
     for make in optimizers():
         model = make_model()
@@ -147,6 +213,22 @@ def overflow_on_one_rank_is_everybodys() -> None:
     assert float(scaled.loss_scale) == 2.0
     step(tf.constant(2.0 * (RANK + 1)))
     assert float(variable) == 1.0 - 3.0  # apply_gradients takes unscaled gradients here
+
+
+@check
+def overflow_in_one_pass_of_one_rank_is_everybodys() -> None:
+    variable = tf.Variable(1.0)
+    inner = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    scaled = tf.keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=4.0)
+    step = tf.function(lambda gradient: scaled.apply_gradients([(gradient, variable)]))
+    step(tf.constant(float("inf") if RANK == 1 else 4.0))
+    step(tf.constant(1.0))
+    assert float(variable) == 1.0
+    assert float(scaled.loss_scale) == 2.0
+    step(tf.constant(1.0))
+    assert float(variable) == 1.0
+    step(tf.constant(1.0 + RANK))
+    assert float(variable) == 1.0 - 2.5
 
 
 @check

@@ -6,6 +6,7 @@ TensorFlow takes seconds to import, so the checks of one script share their proc
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -25,26 +26,29 @@ def checks_in(script: str) -> list[str]:
 
 
 @functools.cache
-def run(script: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    """The finished job."""
+def run(script: str, ranks: int, legacy_keras: bool = False) -> subprocess.CompletedProcess[str]:
+    """The finished job; ``tf.keras`` is tf_keras if wanted."""
     command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable, str(HERE / script)]
+    env = {**os.environ, **({"TF_USE_LEGACY_KERAS": "1"} if legacy_keras else {})}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as expired:
         output = [(part or b"").decode(errors="replace") for part in (expired.stdout, expired.stderr)]
         return subprocess.CompletedProcess(command, 124, output[0], output[1] + "\ntimed out")
 
 
-def expect_passed(script: str, ranks: int, check: str) -> None:
+def expect_passed(script: str, ranks: int, check: str, legacy_keras: bool = False) -> None:
     """Fail unless the check has passed on every rank."""
-    job = run(script, ranks)
+    job = run(script, ranks, legacy_keras)
     passed = len(re.findall(rf"PASSED {check}$", job.stdout, re.MULTILINE))
     assert passed == ranks, f"{passed} of {ranks} ranks passed; {_tail(job)}"
 
 
-def expect_clean_exit(script: str, ranks: int) -> None:
+def expect_clean_exit(script: str, ranks: int, legacy_keras: bool = False) -> None:
     """Fail unless the job has ended well."""
-    job = run(script, ranks)
+    job = run(script, ranks, legacy_keras)
     assert job.returncode == 0, _tail(job)
 
 

@@ -49,14 +49,17 @@ from polyhvd.tensorflow import (
 )
 from polyhvd.tensorflow.keras import callbacks
 from polyhvd.tensorflow.keras.models import model_loader
+from polyhvd.tensorflow.keras.normalization import sync_batch_normalization
 from polyhvd.tensorflow.keras.values import (
     DistributedOptimizer,
+    PartialDistributedOptimizer,
     allgather,
     allreduce,
     broadcast,
     reducescatter,
 )
 
+SyncBatchNormalization = sync_batch_normalization(tf.keras)
 load_model = model_loader(tf.keras)
 
 __all__ = [
@@ -69,10 +72,12 @@ __all__ = [
     "Max",
     "Min",
     "NotInitializedError",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "RankMismatchError",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",

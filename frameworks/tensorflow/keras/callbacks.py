@@ -5,12 +5,32 @@ from __future__ import annotations
 import tensorflow as tf
 from polyhvd.tensorflow.keras import _callbacks
 
-__all__ = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback"]
+from polyhvd import keras_callbacks
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
 
 
-class BroadcastGlobalVariablesCallback(_callbacks.BroadcastGlobalVariables, tf.keras.callbacks.Callback):
-    """Starts all ranks with the root's weights and optimizer state; see the base class for arguments."""
+class BroadcastGlobalVariablesCallback(_callbacks.BroadcastGlobalVariables, tf.keras.callbacks.Callback):  # noqa: D101
+    __doc__ = _callbacks.BroadcastGlobalVariables.__doc__
 
 
-class MetricAverageCallback(_callbacks.MetricAverage, tf.keras.callbacks.Callback):
-    """Averages the metrics of an epoch over the ranks; callbacks that follow see the averages."""
+class MetricAverageCallback(_callbacks.MetricAverage, tf.keras.callbacks.Callback):  # noqa: D101
+    __doc__ = _callbacks.MetricAverage.__doc__
+
+
+class LearningRateScheduleCallback(keras_callbacks.LearningRateSchedule, tf.keras.callbacks.Callback):  # noqa: D101
+    __doc__ = keras_callbacks.LearningRateSchedule.__doc__
+
+
+class LearningRateWarmupCallback(keras_callbacks.LearningRateWarmup, tf.keras.callbacks.Callback):  # noqa: D101
+    __doc__ = keras_callbacks.LearningRateWarmup.__doc__
+
+
+class BestModelCheckpoint(keras_callbacks.BestModel, tf.keras.callbacks.ModelCheckpoint):  # noqa: D101
+    __doc__ = keras_callbacks.BestModel.__doc__

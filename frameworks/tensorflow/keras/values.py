@@ -13,7 +13,14 @@ from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"]
+__all__ = [
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "reducescatter",
+]
 
 
 def DistributedOptimizer(
@@ -47,6 +54,41 @@ def DistributedOptimizer(
         num_groups=num_groups,
         groups=groups,
         process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap an optimizer of Keras; see :func:`polyhvd.tensorflow.PartialDistributedOptimizer`."""
+    return hvd.PartialDistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        local_layers=local_layers,
         scale_local_gradients=scale_local_gradients,
     )
 

@@ -1,0 +1,92 @@
+"""Mean and variance of a batch that is spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow import ops
+
+from polyhvd.adapter import ReduceOp
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = ["moments"]
+
+
+def moments(
+    x: tf.Tensor,
+    axes: Sequence[int],
+    mask: tf.Tensor | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over some axes of all ranks' tensors together.
+
+    Each rank takes the count, the mean and the sum of squared deviations of its own elements in the type of
+    ``x``; these are gathered, as one operation, and combined in float64 by the rule of Chan, Golub and
+    LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), which loses
+    no digits to a large mean. The gradient is one operation more, a sum; it has no gradient itself.
+
+    Args:
+        x: float32 or float64; other axes than ``axes`` are equal on all ranks. It may have no elements.
+        axes: which to reduce.
+        mask: bool, of the shape of ``x``: what counts; None: everything.
+        process_set: the ranks that take part.
+
+    Returns:
+        Mean and variance (divided by the count) of the shape of the remaining axes. Of no elements at all
+        both are zero.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def of(values: tf.Tensor) -> Any:
+        own = tf.stack([tf.cast(part, tf.float64) for part in _own_statistics(values, mask, axes)])
+        (gathered,) = ops.allgather([own[None]], name=None, process_set=process_set)
+        counts, means, squares = tf.unstack(gathered, num=3, axis=1)
+        total = tf.reduce_sum(counts, axis=0)
+        mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, axis=0), total)
+        square = tf.reduce_sum(squares + counts * tf.square(means - mean), axis=0)
+        variance = tf.math.divide_no_nan(square, total)
+
+        def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
+            """Every rank's loss depends on both, and every element takes part in both."""
+            sent = tf.cast(tf.stack([of_mean, of_variance]), tf.float64)
+            (summed,) = ops.allreduce([sent], name=None, op=ReduceOp.Sum, process_set=process_set)
+            each = tf.cast(tf.math.divide_no_nan(summed, total), values.dtype)
+            by_mean, by_variance = (_expanded(part, axes) for part in tf.unstack(each))
+            deviation = values - _expanded(tf.cast(mean, values.dtype), axes)
+            return tf.raw_ops.PreventGradient(
+                input=_counted(by_mean + 2.0 * by_variance * deviation, mask),
+                message="the moments of all ranks' tensors have first derivatives only",
+            )
+
+        return (tf.cast(mean, values.dtype), tf.cast(variance, values.dtype)), gradient
+
+    mean, variance = of(x)
+    return mean, variance
+
+
+def _own_statistics(
+    values: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Count, mean and sum of squared deviations of this rank's elements."""
+    total = tf.reduce_sum(_counted(values, mask), axis=axes)
+    if mask is None:
+        elements = tf.reduce_prod(tf.gather(tf.shape(values, out_type=tf.int64), axes))
+        count = tf.fill(tf.shape(total), tf.cast(elements, tf.float64))
+    else:
+        count = tf.reduce_sum(tf.cast(mask, tf.float64), axis=axes)
+    mean = tf.math.divide_no_nan(total, tf.cast(count, values.dtype))
+    deviation = _counted(values - _expanded(mean, axes), mask)
+    return count, mean, tf.reduce_sum(tf.square(deviation), axis=axes)
+
+
+def _counted(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    """Zero where the mask is False, whatever stands there."""
+    return values if mask is None else tf.where(mask, values, tf.zeros([], values.dtype))
+
+
+def _expanded(reduced: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    for axis in sorted(axes):
+        reduced = tf.expand_dims(reduced, axis)
+    return reduced

@@ -1,0 +1,17 @@
+"""Several passes in a step, and local gradients, as two ranks; the properties stand in ranks_passes.py."""
+
+from __future__ import annotations
+
+import pytest
+from tf_jobs import checks_in, expect_clean_exit, expect_passed
+
+SCRIPT, RANKS = "ranks_passes.py", 2
+
+
+@pytest.mark.parametrize("check", checks_in(SCRIPT))
+def test_passes(check: str) -> None:
+    expect_passed(SCRIPT, RANKS, check)
+
+
+def test_the_job_ends_cleanly() -> None:
+    expect_clean_exit(SCRIPT, RANKS)
