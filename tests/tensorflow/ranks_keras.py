@@ -257,6 +257,18 @@ def groups_are_checked() -> None:
         tape = lambda g=groups: hvd_tf.DistributedGradientTape(tf.GradientTape(), groups=g)  # noqa: E731
         assert "groups" in raises(tf.errors.InvalidArgumentError, tape)
     assert "num_groups" in raises(ValueError, lambda: hvd.DistributedOptimizer(sgd(), num_groups=-2))
+    both = lambda: hvd.DistributedOptimizer(sgd(), num_groups=2, groups=2)  # noqa: E731
+    assert "exclude" in raises(ValueError, both)
+
+
+@check
+def groups_may_list_what_a_step_does_not_have() -> None:
+    variable, other = tf.Variable(1.0), tf.Variable(2.0)
+    for groups in (0, [[other], [variable]], [[variable, other]]):
+        with tf.GradientTape() as tape:
+            loss = variable * (RANK + 1.0)
+        tape = hvd_tf.DistributedGradientTape(tape, groups=groups)
+        assert float(tape.gradient(loss, variable)) == 1.5
 
 
 @check
