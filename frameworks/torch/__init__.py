@@ -42,6 +42,7 @@ from polyhvd.torch.ops import (
 from polyhvd.torch.optimizer import DistributedOptimizer
 from polyhvd.torch.sparse import sparse_allreduce_async
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters
+from polyhvd.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 from polyhvd import (
     Adasum,
@@ -90,6 +91,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -108,6 +110,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "convert_sync_batchnorm",
     "counters",
     "cross_rank",
     "cross_size",
