@@ -11,6 +11,7 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.torch import library as _library  # noqa: F401 - registers the operators of graphs
 from polyhvd.torch.base import Compression, poll, synchronize
 from polyhvd.torch.exchange import (
     allgather,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyhvd.torch.base import collectives
+from polyhvd.torch.autograd import allgather_group, allreduce_group
+from polyhvd.torch.compiled import is_compiling
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -92,11 +93,16 @@ class _Normalize(torch.autograd.Function):
         centred = _wide(x) - _per_channel(mean, x)
         sums = torch.stack((wide.sum(dimensions), (wide * centred).sum(dimensions)))
         of_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
-        of_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype, copy=True)
+        of_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
         of_x = None
         if ctx.needs_input_grad[0]:
-            total = collectives.allreduce(
-                sums, name=_GRADIENT_NAME, op=ReduceOp.Sum, process_set=ctx.process_set, in_place=True
+            (total,) = allreduce_group(
+                [sums],
+                name=_GRADIENT_NAME,
+                op=ReduceOp.Sum,
+                prescale_factor=1.0,
+                postscale_factor=1.0,
+                process_set=ctx.process_set,
             )
             means = total / count
             slope = means[1] * inverse.square()
@@ -171,9 +177,9 @@ class SyncBatchNorm(_BatchNorm):
             raise InvalidArgumentError(f"SyncBatchNorm: expected floating-point numbers, found {input.dtype}")
         with torch.no_grad():
             row = local_statistics(input)[None]
-            table = collectives.allgather(row, name=_NAME, process_set=self.process_set)
+            (table,) = allgather_group([row], name=_NAME, process_set=self.process_set)
             count, mean, squares = joined_statistics(table)
-            if count == 1:
+            if not is_compiling() and count == 1:  # in a graph, values are not known
                 raise InvalidArgumentError(
                     "SyncBatchNorm: the joined batch has one value per channel, expected more in training"
                 )
@@ -186,16 +192,16 @@ class SyncBatchNorm(_BatchNorm):
         return normalized
 
     def _track(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or count == 0:
+        if self.running_mean is None or self.running_var is None:
             return
-        momentum = self.momentum
+        share = count.new_tensor(self.momentum or 0.0)
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
-        unbiased = squares / (count - 1)
-        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            running.mul_(1 - (momentum or 0.0)).add_(new.to(running.dtype), alpha=momentum or 0.0)
+            self.num_batches_tracked.add_(count > 0)
+            if self.momentum is None:
+                share = 1 / self.num_batches_tracked.to(count.dtype)
+        share = torch.where(count > 0, share, 0.0)
+        for running, new in ((self.running_mean, mean), (self.running_var, squares / (count - 1))):
+            running.copy_(running.to(new.dtype).lerp(new, share))
 
     @classmethod
     def convert_sync_batchnorm(
