@@ -7,6 +7,7 @@ gradient, which is another operator, and by its effect: effects stay in the orde
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ _REDUCTION = "str? name, int op, float prescale, float postscale, int process_se
 #: Holds the operators; None where torch is too old for them.
 LIBRARY: Any = torch.library.Library("polyhvd", "DEF") if AVAILABLE else None
 
+_effectful: list[Any] = []  # operators that inductor has not been told of yet
+
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register what runs, and ``fake``, which makes results of the right shapes and nothing else."""
@@ -36,6 +39,10 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
         if LIBRARY is None:
             return run
 
+        def traced(*arguments: Any) -> Any:
+            _keep_order_in_inductor()
+            return fake(*arguments)
+
         @functools.wraps(run)
         def without_graph(*arguments: Any) -> Any:
             with torch.no_grad():
@@ -44,7 +51,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         # On every device, as the adapter has the better error.
         LIBRARY.impl(name, without_graph, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, fake, lib=LIBRARY)
+        torch.library.register_fake(name, traced, lib=LIBRARY)
         _keep_order(name)
         return run
 
@@ -57,6 +64,28 @@ def _keep_order(name: str) -> None:
     effects = getattr(torch.library, "EffectType", None)
     if register is not None and effects is not None:
         register(name, effects.ORDERED, lib=LIBRARY)
+        _effectful.append(getattr(torch.ops.polyhvd, name.partition("::")[2]).default)
+
+
+def _keep_order_in_inductor() -> None:
+    """Inductor (torch 2.13) notes dependencies of effects under names that its scheduler does not look at."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    while lowering is not None and _effectful:
+        operator = _effectful.pop()
+        lowering.register_lowering(operator, type_promotion_kind=None)(functools.partial(_lower, operator))
+
+
+def _lower(operator: Any, *arguments: Any) -> Any:
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    previous = graph.effectful_ops.get(torch.library.EffectType.ORDERED)
+    begin = len(graph.operations)
+    result = lowering.fallback_handler(operator, add_to_fallback_set=False)(*arguments)
+    for operation in graph.operations[begin:] if previous is not None else ():
+        graph.additional_star_deps[operation.get_operation_name()].add(previous.get_name())
+    return result
 
 
 def _gradient(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:

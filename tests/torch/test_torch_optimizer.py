@@ -219,6 +219,20 @@ def test_ranks_may_join_before_others(ranks: Pool, num_groups: int) -> None:
     ranks.run(cases.ranks_may_join_before_others, num_groups)
 
 
+@pytest.mark.parametrize("kind", ["scaled", "unscaled", "sum", "two passes", "sparse", "grouped"])
+def test_local_gradients_stay_on_their_rank(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.local_gradients_stay, kind)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_what_is_local_on_one_rank_is_reduced_by_the_others(ranks: Pool, sparse: bool) -> None:
+    ranks.run(cases.local_on_one_rank_alone, sparse)
+
+
+def test_local_parameters_are_declared_before_backward(ranks: Pool) -> None:
+    ranks.run(cases.local_parameters_are_declared_in_time)
+
+
 def test_gradients_with_a_graph_are_refused(ranks: Pool) -> None:
     ranks.run(cases.gradients_with_a_graph_are_refused)
 

@@ -977,6 +977,89 @@ def ranks_may_join_before_others(num_groups: int) -> None:
     assert_same_bits(module.parameters())
 
 
+def local_gradients_stay(kind: str) -> None:
+    """The embedding, or the first layer, has gradients of this rank's rows alone."""
+    options: dict[str, dict[str, Any]] = {
+        "unscaled": {"scale_local_gradients": False},
+        "sum": {"op": hvd.Sum},
+        "two passes": {"backward_passes_per_step": 2},
+        "grouped": {"num_groups": 1},
+    }
+    torch.manual_seed(1)
+    first = torch.nn.Embedding(9, 4, sparse=kind == "sparse")
+    module = torch.nn.Sequential(first, torch.nn.Linear(4, 2))
+    alone = copy.deepcopy(module)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), **options.get(kind, {}))
+    optimizer.register_local_var(first.weight)
+    optimizer.register_local_var(first.weight)  # once more changes nothing
+    divisor = 1 if kind in ("sum", "unscaled") else hvd.size()
+    before = hvd.counters()["operations"]
+    for step in range(2):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        for number in range(2 if kind == "two passes" else 1):
+            words = torch.tensor(_words(hvd.rank(), step + number), dtype=torch.int64)
+            module(words).square().sum().backward()
+            alone(words).square().sum().backward()
+        found = first.weight.grad
+        assert found is not None
+        torch.testing.assert_close(found.to_dense(), alone[0].weight.grad.to_dense() / divisor)
+        for p, q in zip(module[1].parameters(), alone[1].parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad, hvd.allreduce(q.grad, op=hvd.Sum if kind == "sum" else hvd.Average)
+            )
+        if step == 0:
+            # A round, the two of the linear layer, and as many of the test.
+            assert hvd.counters()["operations"] == before + (2 if kind == "grouped" else 3) + 2
+        optimizer.step()
+        alone.load_state_dict(module.state_dict())
+    assert_same_bits(list(module[1].parameters()))
+
+
+def local_on_one_rank_alone(sparse: bool) -> None:
+    torch.manual_seed(1)
+    table = torch.nn.Embedding(9, 4, sparse=sparse)
+    alone = copy.deepcopy(table)
+    optimizer = hvd.DistributedOptimizer(sgd(table.parameters()), op=hvd.Sum)
+    if hvd.rank() == 1:
+        optimizer.register_local_var(table.weight)
+    table(torch.tensor(_words(hvd.rank(), 0), dtype=torch.int64)).square().sum().backward()
+    for rank in range(hvd.size()):
+        if rank == hvd.rank() if hvd.rank() == 1 else rank != 1:
+            alone(torch.tensor(_words(rank, 0), dtype=torch.int64)).square().sum().backward()
+    assert table.weight.grad is not None
+    torch.testing.assert_close(table.weight.grad.to_dense(), alone.weight.grad.to_dense())
+    optimizer.step()
+    assert_usable()
+
+
+def local_parameters_are_declared_in_time() -> None:
+    module = model()
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), module.named_parameters())
+    with raises(hvd.InvalidArgumentError, "no such parameter"):
+        optimizer.register_local_var(torch.nn.Parameter(torch.ones(2)))
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    with raises(hvd.InvalidArgumentError, "'0.weight'", "before backward()"):
+        optimizer.register_local_var(module[0].weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    frozen = module[0].weight.requires_grad_(False)
+    optimizer.register_local_var(frozen)
+    frozen.requires_grad_(True)
+    oracle = copy.deepcopy(module)
+    loss_of(module, own(x), own(y)).backward()
+    loss_of(oracle, own(x), own(y)).backward()
+    torch.testing.assert_close(frozen.grad, oracle[0].weight.grad / hvd.size())
+    newer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    newer.zero_grad()
+    loss_of(module, own(x), own(y)).backward()
+    torch.testing.assert_close(frozen.grad, hvd.allreduce(oracle[0].weight.grad))
+    newer.step()
+    with raises(hvd.InvalidArgumentError, "newer"):
+        optimizer.register_local_var(frozen)
+
+
 def gradients_with_a_graph_are_refused() -> None:
     module, optimizer, _, _ = pair()
     ((x, y),) = batches(1)
