@@ -258,23 +258,24 @@ def _broadcast_backward(ctx: Any, gradient: Tensor) -> Any:
 _gradient("broadcast", _keep_root, _broadcast_backward)
 
 
-def _exchanged(tensor: Tensor, splits: Tensor | None, size: int, *_: Any) -> tuple[Tensor, Tensor]:
+def _exchanged(tensor: Tensor, splits: Tensor | None, size: int, *_: Any) -> list[Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()
-    return tensor.new_empty((rows, *tensor.shape[1:])), tensor.new_empty((size,), dtype=torch.int32)
+    return [tensor.new_empty((rows, *tensor.shape[1:])), tensor.new_empty((size,), dtype=torch.int32)]
 
 
+# A list, not a tuple: inductor (torch 2.13) loses sizes in tuples of operators with effects.
 @_operator(
-    "alltoall(Tensor tensor, Tensor? splits, int size, str? name, int process_set) -> (Tensor, Tensor)",
+    "alltoall(Tensor tensor, Tensor? splits, int size, str? name, int process_set) -> Tensor[]",
     _exchanged,
 )
 def _alltoall(
     tensor: Tensor, splits: Tensor | None, size: int, name: str | None, number: int
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     process_set = _process_set(number)
     parts = autograd.equal_parts(tensor, process_set) if splits is None else splits
     output, received = collectives.alltoall(tensor, parts, name=name, process_set=process_set)
     _checked([received], [size])
-    return output, received
+    return [output, received]
 
 
 @_operator(
@@ -293,9 +294,9 @@ def _keep_received(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(output[1])
 
 
-def _alltoall_backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+def _alltoall_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     (received,) = ctx.saved_tensors
-    own = torch.ops.polyhvd.alltoall_gradient(gradient, received, ctx.rows, ctx.name, ctx.process_set)
+    own = torch.ops.polyhvd.alltoall_gradient(gradients[0], received, ctx.rows, ctx.name, ctx.process_set)
     return own, None, None, None, None
 
 
