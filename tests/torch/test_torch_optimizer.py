@@ -253,5 +253,22 @@ def test_ranks_outside_the_process_set_train_alone(ranks: Pool) -> None:
     ranks.run(cases.ranks_outside_the_process_set_train_alone)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_model_may_be_cast_after_its_optimizer_was_made(ranks: Pool, dtype: str) -> None:
+    ranks.run(cases.models_may_be_cast_later, dtype)
+
+
+def test_state_goes_through_a_file_into_a_plain_optimizer_and_back(ranks: Pool) -> None:
+    ranks.run(cases.state_goes_through_a_file)
+
+
+def test_two_networks_that_play_against_each_other(ranks: Pool) -> None:
+    ranks.run(cases.generator_and_discriminator)
+
+
+def test_channels_last_trains_like_row_major(ranks: Pool) -> None:
+    ranks.run(cases.channels_last_trains)
+
+
 def test_before_init_it_says_so(ranks: Pool) -> None:
     ranks.run(cases.not_initialized_is_an_error)
