@@ -13,6 +13,18 @@ from __future__ import annotations
 from polyhvd import context as _context
 from polyhvd import tracing as _tracing
 from polyhvd.adapter import ReduceOp
+from polyhvd.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from polyhvd.config import Config
 from polyhvd.context import init, is_initialized, shutdown
 from polyhvd.errors import (
@@ -128,18 +140,28 @@ __all__ = [
     "allgather_object",
     "barrier",
     "broadcast_object",
+    "ccl_built",
     "counters",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",

@@ -56,6 +56,14 @@ class ProcessSet:
         """Number of members."""
         return len(self._registered())
 
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        """The set itself: a copy of a layer or an optimizer communicates in the same one."""
+        return self
+
+    def __reduce__(self) -> str | tuple[type[ProcessSet], tuple[list[int]]]:
+        """The set of all ranks comes back as itself; others come back unregistered."""
+        return "global_process_set" if self.ranks is None else (ProcessSet, (self.ranks,))
+
     def __repr__(self) -> str:
         ranks = "all" if self.ranks is None else self.ranks
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"

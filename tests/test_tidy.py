@@ -339,7 +339,9 @@ def test_adapters_export_the_same_names() -> None:
     common = {
         "Average Max Min Product Sum ProcessSet HorovodInternalError allgather allgather_object allreduce "
         "barrier broadcast broadcast_object counters cross_rank cross_size global_process_set init "
-        "is_homogeneous is_initialized local_rank local_size rank shutdown size start_timeline stop_timeline"
+        "is_homogeneous is_initialized local_rank local_size rank shutdown size start_timeline stop_timeline "
+        "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled mpi_threads_supported "
+        "nccl_built rocm_built"
     }
     wanted = set(" ".join(common).split())
     offences = []

@@ -11,6 +11,7 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.torch import library as _library  # noqa: F401 - registers the operators of graphs
 from polyhvd.torch.base import Compression, poll, synchronize
 from polyhvd.torch.exchange import (
     allgather,
@@ -42,6 +43,7 @@ from polyhvd.torch.ops import (
 from polyhvd.torch.optimizer import DistributedOptimizer
 from polyhvd.torch.sparse import sparse_allreduce_async
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters
+from polyhvd.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 from polyhvd import (
     Adasum,
@@ -59,17 +61,27 @@ from polyhvd import (
     allgather_object,
     barrier,
     broadcast_object,
+    ccl_built,
     counters,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
     global_process_set,
+    gloo_built,
+    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
     remove_process_set,
+    rocm_built,
     shutdown,
     size,
     start_timeline,
@@ -90,6 +102,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -108,10 +121,16 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
+    "convert_sync_batchnorm",
     "counters",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -126,11 +145,16 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "sparse_allreduce_async",

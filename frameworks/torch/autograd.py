@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from polyhvd.torch import compiled
 from polyhvd.torch.base import collectives
 
 from polyhvd.adapter import ReduceOp
@@ -17,11 +18,19 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [
+    "allgather_gradients",
     "allgather_group",
+    "allreduce_gradients",
     "allreduce_group",
+    "alltoall_gradient",
     "alltoall_parts",
+    "broadcast_gradient",
     "broadcast_one",
+    "equal_parts",
+    "floating",
+    "reducescatter_gradients",
     "reducescatter_group",
+    "spread",
     "wants_gradient",
 ]
 
@@ -55,21 +64,86 @@ def _mark_integers(ctx: Any, results: Sequence[Tensor]) -> None:
     ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
 
 
-def _floating(gradients: Sequence[Tensor]) -> list[int]:
+def floating(gradients: Sequence[Tensor]) -> list[int]:
     """Positions of the outputs that have a gradient."""
     return [i for i, g in enumerate(gradients) if g is not None and g.is_floating_point()]
 
 
-def _spread(count: int, positions: list[int], values: Sequence[Tensor]) -> Gradients:
+def spread(count: int, positions: list[int], values: Sequence[Tensor]) -> Gradients:
+    """Values at their positions, and None elsewhere."""
     results: Gradients = [None] * count
     for position, value in zip(positions, values, strict=True):
         results[position] = value
     return results
 
 
-class _Allreduce(torch.autograd.Function):
-    """The gradient of a sum over ranks is the sum of the ranks' gradients, scaled alike."""
+# From gradients of the results to those of the tensors. They are differentiable, for second derivatives.
 
+
+def allreduce_gradients(gradients: Sequence[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
+    """The gradient of a sum over ranks is the sum of the ranks' gradients, scaled alike."""
+    _check_linear("allreduce", arguments["op"])
+    return allreduce_group(gradients, **{**arguments, "name": _gradient_name(arguments["name"])})
+
+
+def reducescatter_gradients(gradients: Sequence[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
+    """The gradient of a term is that of its sum: every rank gathers the gradients of all rows."""
+    op, process_set = arguments["op"], arguments["process_set"]
+    _check_linear("reducescatter", op)
+    factor = arguments["prescale_factor"] * arguments["postscale_factor"]
+    if op == ReduceOp.Average:
+        factor /= process_set.size()
+    scaled = [gradient if factor == 1 else gradient * factor for gradient in gradients]
+    return allgather_group(scaled, name=_gradient_name(arguments["name"]), process_set=process_set)
+
+
+def allgather_gradients(
+    gradients: Sequence[Tensor], rows: Sequence[int], name: str | None, process_set: ProcessSet
+) -> list[Tensor]:
+    """The gradient of a rank's rows is the sum of all ranks' gradients of these rows."""
+    label = _gradient_name(name)
+    own = process_set.rank()
+    # With the rank, since those that have joined are missing from it.
+    table = collectives.allgather(
+        torch.tensor([[own, *rows]]), name=label and f"{label}.rows", process_set=process_set
+    )
+    before = table[table[:, 0] < own].sum(0).tolist()[1:]
+    totals = _sums(gradients, label, process_set)
+    return [t.narrow(0, begin, count) for t, begin, count in zip(totals, before, rows, strict=True)]
+
+
+def broadcast_gradient(gradient: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+    """The gradient of the root's tensor is the sum of all ranks' gradients; of others, zero."""
+    (total,) = _sums([gradient], _gradient_name(name), process_set)
+    is_root = torch.tensor(global_process_set.rank() == root_rank)
+    # Zeros with a graph: the second derivative is a collective of every rank.
+    return torch.where(is_root, total, torch.zeros_like(total))
+
+
+def alltoall_gradient(
+    gradient: Tensor, rows: int, received: Sequence[int], name: str | None, process_set: ProcessSet
+) -> Tensor:
+    """The gradients of rows travel back to the rank that has sent them."""
+    returned, _ = alltoall_parts(gradient, received, name=_gradient_name(name), process_set=process_set)
+    kept = rows - returned.shape[0]  # rows beyond the splits, which were not sent
+    if kept > 0:
+        returned = torch.cat((returned, returned.new_zeros(kept, *returned.shape[1:])))
+    result: Tensor = returned
+    return result
+
+
+def _sums(gradients: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    return allreduce_group(
+        gradients,
+        name=name,
+        op=ReduceOp.Sum,
+        prescale_factor=1.0,
+        postscale_factor=1.0,
+        process_set=process_set,
+    )
+
+
+class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.arguments = arguments
@@ -79,17 +153,13 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        arguments = dict(ctx.arguments)
-        _check_linear("allreduce", arguments["op"])
-        arguments["name"] = _gradient_name(arguments["name"])
-        chosen = _floating(gradients)
-        reduced = allreduce_group([gradients[i] for i in chosen], **arguments)
-        return None, *_spread(len(gradients), chosen, reduced)
+        chosen = floating(gradients)
+        return None, *spread(
+            len(gradients), chosen, allreduce_gradients([gradients[i] for i in chosen], ctx.arguments)
+        )
 
 
 class _Reducescatter(torch.autograd.Function):
-    """The gradient of a term is that of its sum: every rank gathers the gradients of all rows."""
-
     @staticmethod
     def forward(ctx: Any, arguments: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.arguments = arguments
@@ -99,21 +169,13 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        arguments = ctx.arguments
-        op, process_set = arguments["op"], arguments["process_set"]
-        _check_linear("reducescatter", op)
-        factor = arguments["prescale_factor"] * arguments["postscale_factor"]
-        if op == ReduceOp.Average:
-            factor /= process_set.size()
-        chosen = _floating(gradients)
-        scaled = [gradients[i] if factor == 1 else gradients[i] * factor for i in chosen]
-        gathered = allgather_group(scaled, name=_gradient_name(arguments["name"]), process_set=process_set)
-        return None, *_spread(len(gradients), chosen, gathered)
+        chosen = floating(gradients)
+        return None, *spread(
+            len(gradients), chosen, reducescatter_gradients([gradients[i] for i in chosen], ctx.arguments)
+        )
 
 
 class _Allgather(torch.autograd.Function):
-    """The gradient of a rank's rows is the sum of all ranks' gradients of these rows."""
-
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(collectives.grouped_allgather(tensors, name=name, process_set=process_set))
@@ -124,29 +186,14 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         rows, name, process_set = ctx.arguments
-        label = _gradient_name(name)
-        own = process_set.rank()
-        # With the rank, since those that have joined are missing from it.
-        table = collectives.allgather(
-            torch.tensor([[own, *rows]]), name=label and f"{label}.rows", process_set=process_set
+        chosen = floating(gradients)
+        own = allgather_gradients(
+            [gradients[i] for i in chosen], [rows[i] for i in chosen], name, process_set
         )
-        before = table[table[:, 0] < own].sum(0).tolist()[1:]
-        chosen = _floating(gradients)
-        totals = allreduce_group(
-            [gradients[i] for i in chosen],
-            name=label,
-            op=ReduceOp.Sum,
-            prescale_factor=1.0,
-            postscale_factor=1.0,
-            process_set=process_set,
-        )
-        parts = [total.narrow(0, before[i], rows[i]) for i, total in zip(chosen, totals, strict=True)]
-        return None, None, *_spread(len(gradients), chosen, parts)
+        return None, None, *spread(len(gradients), chosen, own)
 
 
 class _Broadcast(torch.autograd.Function):
-    """The gradient of the root's tensor is the sum of all ranks' gradients; of others, zero."""
-
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
@@ -156,23 +203,10 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        root_rank, name, process_set = ctx.arguments
-        (total,) = allreduce_group(
-            [gradient],
-            name=_gradient_name(name),
-            op=ReduceOp.Sum,
-            prescale_factor=1.0,
-            postscale_factor=1.0,
-            process_set=process_set,
-        )
-        is_root = torch.tensor(global_process_set.rank() == root_rank)
-        # Zeros with a graph: the second derivative is a collective of every rank.
-        return torch.where(is_root, total, torch.zeros_like(total)), None, None, None
+        return broadcast_gradient(gradient, *ctx.arguments), None, None, None
 
 
 class _Alltoall(torch.autograd.Function):
-    """The gradients of rows travel back to the rank that has sent them."""
-
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
@@ -184,12 +218,7 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        rows, received, name, process_set = ctx.arguments
-        returned, _ = alltoall_parts(gradient, received, name=_gradient_name(name), process_set=process_set)
-        kept = rows - returned.shape[0]  # rows beyond the splits, which were not sent
-        if kept > 0:
-            returned = torch.cat((returned, returned.new_zeros(kept, *returned.shape[1:])))
-        return returned, None, None, None
+        return alltoall_gradient(gradient, *ctx.arguments), None, None, None
 
 
 # torch declares no types for apply().
@@ -202,6 +231,8 @@ _apply_alltoall: Any = _Alltoall.apply
 
 def allreduce_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
     """``Collectives.grouped_allreduce`` with all its arguments named, differentiable."""
+    if compiled.is_compiling():
+        return compiled.allreduce(tensors, **arguments)
     if _any_wants_gradient(tensors):
         return list(_apply_allreduce(arguments, *tensors))
     return collectives.grouped_allreduce(tensors, **arguments)
@@ -209,6 +240,8 @@ def allreduce_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]
 
 def reducescatter_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
     """``Collectives.grouped_reducescatter`` with all its arguments named, differentiable."""
+    if compiled.is_compiling():
+        return compiled.reducescatter(tensors, **arguments)
     if _any_wants_gradient(tensors):
         return list(_apply_reducescatter(arguments, *tensors))
     return collectives.grouped_reducescatter(tensors, **arguments)
@@ -216,6 +249,8 @@ def reducescatter_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Ten
 
 def allgather_group(tensors: Sequence[Tensor], *, name: str | None, process_set: ProcessSet) -> list[Tensor]:
     """``Collectives.grouped_allgather``, differentiable."""
+    if compiled.is_compiling():
+        return compiled.allgather(tensors, name, process_set)
     if _any_wants_gradient(tensors):
         return list(_apply_allgather(name, process_set, *tensors))
     return collectives.grouped_allgather(tensors, name=name, process_set=process_set)
@@ -223,6 +258,8 @@ def allgather_group(tensors: Sequence[Tensor], *, name: str | None, process_set:
 
 def broadcast_one(tensor: Tensor, root_rank: int, *, name: str | None, process_set: ProcessSet) -> Tensor:
     """``Collectives.broadcast``, differentiable."""
+    if compiled.is_compiling():
+        return compiled.broadcast(tensor, root_rank, name, process_set)
     if wants_gradient(tensor):
         result: Tensor = _apply_broadcast(tensor, root_rank, name, process_set)
         return result
@@ -231,16 +268,18 @@ def broadcast_one(tensor: Tensor, root_rank: int, *, name: str | None, process_s
 
 def alltoall_parts(tensor: Tensor, splits: Any, *, name: str | None, process_set: ProcessSet) -> Any:
     """``Collectives.alltoall``, differentiable."""
+    if compiled.is_compiling():
+        return compiled.alltoall(tensor, splits, name, process_set)
     parts = splits
     if splits is None and wants_gradient(tensor):
-        parts = _equal_parts(tensor, process_set)
+        parts = equal_parts(tensor, process_set)
     if parts is None or not wants_gradient(tensor):
         return collectives.alltoall(tensor, splits, name=name, process_set=process_set)
     output, received = _apply_alltoall(tensor, parts, name, process_set)
     return output if splits is None else (output, received)
 
 
-def _equal_parts(tensor: Tensor, process_set: ProcessSet) -> list[int] | None:
+def equal_parts(tensor: Tensor, process_set: ProcessSet) -> list[int] | None:
     """The splits that None means; None for a call that the core refuses."""
     if tensor.dim() == 0 or process_set.process_set_id is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,12 @@ class _Registry:
             self._boards[process_set] = Board(agree)
         return self._boards[process_set]
 
+    def keep_local(self, parameter: Tensor, scale: Callable[[Tensor], Tensor]) -> None:
+        """Let ``scale`` have each gradient of a parameter, before it is added up, instead of its owner."""
+        owner, hook = self._owners[parameter]
+        hook.remove()
+        self._owners[parameter] = owner, _hooked(parameter, parameter.register_hook, scale)
+
     def take(self, parameter: Tensor, gradients: Gradients, position: int) -> None:
         """Let ``gradients`` handle a parameter from now on; the optimizer that had it loses it."""
         previous = self._owners.pop(parameter, None)
@@ -83,7 +89,11 @@ def _register(parameter: Tensor, gradients: Gradients, position: int) -> Any:
         if gradients is not None:
             gradients.on_gradient(position)
 
-    register: Any = parameter.register_post_accumulate_grad_hook  # not typed by torch
+    return _hooked(parameter, parameter.register_post_accumulate_grad_hook, hook)
+
+
+def _hooked(parameter: Tensor, register: Any, hook: Callable[..., Any]) -> Any:
+    """The handle of a hook. ``register`` is a method of the parameter, not typed by torch."""
     if parameter.requires_grad:
         return register(hook)
     parameter.requires_grad_(True)  # a frozen one may be thawed later, and takes no hook as it is
@@ -121,6 +131,7 @@ class Gradients(Section):
         passes_per_step: gradients of as many backward passes are added up, then reduced.
         groups: positions of the parameters of each group.
         sparse_as_dense: make sparse gradients dense.
+        scale_local: divide gradients that stay local by the number of ranks, if others are averaged.
         op, compression, gradient_predivide_factor, process_set: as in the optimizer.
     """
 
@@ -135,6 +146,7 @@ class Gradients(Section):
         gradient_predivide_factor: float,
         groups: Sequence[Sequence[int]],
         sparse_as_dense: bool,
+        scale_local: bool,
         process_set: ProcessSet,
     ) -> None:
         super().__init__()
@@ -154,11 +166,13 @@ class Gradients(Section):
         self._repeatable = op in (ReduceOp.Average, ReduceOp.Min, ReduceOp.Max)
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
+        self._scale_local = scale_local and op == ReduceOp.Average
         self._process_set = process_set
         self._groups = [_Group(number, positions) for number, positions in enumerate(groups)]
         self._group_of = {position: group for group in self._groups for position in group.positions}
         self._board = _registry.board(process_set)
         self._parameters: list[Tensor] = []
+        self._local: set[int] = set()  # those whose gradients stay on this rank
         self._passes: list[int] = []  # counted up to passes_per_step
         self._fresh: set[int] = set()  # written since their last reduction
         self._started: set[int] = set()  # held by their groups included
@@ -179,6 +193,37 @@ class Gradients(Section):
             self._passes.append(0)
             self._seat.size += 1
             _registry.take(parameter, self, position)
+
+    def keep_local(self, parameter: Tensor) -> None:
+        """Let gradients of a parameter stay on this rank from now on."""
+        if self.retired:
+            raise InvalidArgumentError(self.retired)
+        positions = [i for i, known in enumerate(self._parameters) if known is parameter]
+        if not positions:
+            raise InvalidArgumentError(
+                "register_local_var: the optimizer has no such parameter; pass one of those that it was "
+                "made with"
+            )
+        (position,) = positions
+        if self._passes[position] or position in self._started or position in self._reduced:
+            raise InvalidArgumentError(
+                f"register_local_var: {self.describe(position)} has a gradient already; call it before "
+                "backward()"
+            )
+        if position not in self._local:
+            self._local.add(position)
+            _registry.keep_local(parameter, self._scaled_local())
+
+    def _scaled_local(self) -> Callable[[Tensor], Tensor]:
+        owner = weakref.ref(self)
+
+        def scale(gradient: Tensor) -> Tensor:
+            gradients = owner()
+            if gradients is None or not gradients._scale_local or not gradients._is_member():
+                return gradient
+            return gradient / gradients._process_set.size()
+
+        return scale
 
     def describe(self, position: int) -> str:
         """How an error names a parameter."""
@@ -245,6 +290,8 @@ class Gradients(Section):
         """The gradient of a parameter, zeros if it has none, in the layout in which it is reduced."""
         parameter = self._parameters[position]
         gradient = parameter.grad
+        if position in self._local:  # but not on some other rank
+            return _zeros(parameter, max(agreed - READY, 0))
         if gradient is None:
             gradient = parameter.grad = _zeros(parameter, max(agreed - READY, 0))
         if gradient.requires_grad:
@@ -300,6 +347,8 @@ class Gradients(Section):
         for position, parameter in enumerate(self._parameters):
             computed = due and position in self._fresh
             by_hand = at_step and parameter.grad is not None and position not in self._reduced
+            if position in self._local:
+                continue
             if position not in self._started and (computed or by_hand):
                 self._start(position)
             if position in self._sparse:
@@ -333,7 +382,9 @@ class Gradients(Section):
         errors: list[Exception] = []
         for position, (_, handle) in sparse.items():
             try:
-                self._parameters[position].grad = collectives.synchronize(handle)
+                result = collectives.synchronize(handle)
+                if position not in self._local:
+                    self._parameters[position].grad = result
             except Exception as error:
                 errors.append(error)
         try:

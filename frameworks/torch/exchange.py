@@ -13,6 +13,7 @@ import torch
 from polyhvd.torch.adapter import check
 from polyhvd.torch.autograd import allgather_group, alltoall_parts, broadcast_one, wants_gradient
 from polyhvd.torch.base import collectives, increment_version, synchronize
+from polyhvd.torch.compiled import is_compiling, overwritten
 
 from polyhvd import membership
 from polyhvd.adapter import Handle
@@ -39,7 +40,7 @@ def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Concatenate the ranks' tensors; see :meth:`polyhvd.api.Collectives.allgather`. Differentiable."""
-    if not wants_gradient(tensor):
+    if not (is_compiling() or wants_gradient(tensor)):
         return collectives.allgather(tensor, name=name, process_set=process_set)
     (result,) = allgather_group((tensor,), name=name, process_set=process_set)
     return result
@@ -86,6 +87,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Overwrite a tensor with the root's."""
+    if is_compiling():
+        return overwritten([tensor], [broadcast(tensor.detach(), root_rank, name, process_set)])[0]
     check(tensor)
     if tensor.is_neg():
         synchronize(broadcast_async_(tensor, root_rank, name, process_set))

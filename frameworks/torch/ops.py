@@ -12,6 +12,7 @@ import torch
 from polyhvd.torch.adapter import check
 from polyhvd.torch.autograd import allreduce_group, reducescatter_group, wants_gradient
 from polyhvd.torch.base import Compression, collectives, increment_version, synchronize
+from polyhvd.torch.compiled import is_compiling, overwritten
 
 from polyhvd.adapter import Handle, ReduceOp
 from polyhvd.api import resolve_op
@@ -53,7 +54,7 @@ def allreduce(
     """
     sent, context = compression.compress(tensor)
     op = resolve_op(op, average)
-    if wants_gradient(sent):
+    if is_compiling() or wants_gradient(sent):
         (result,) = allreduce_group(
             (sent,),
             name=name,
@@ -85,6 +86,18 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce a tensor over the ranks in place; see :meth:`polyhvd.api.Collectives.allreduce`."""
+    if is_compiling():
+        new = allreduce(
+            tensor.detach(),
+            average,
+            name,
+            Compression.none,
+            op,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+        )
+        return overwritten([tensor], [new])[0]
     check(tensor)
     if tensor.is_neg():
         synchronize(
@@ -180,6 +193,18 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce several tensors in place as one operation; see :func:`grouped_allreduce`."""
+    if is_compiling():
+        new = grouped_allreduce(
+            [tensor.detach() for tensor in tensors],
+            average,
+            name,
+            Compression.none,
+            op,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+        )
+        return overwritten(tensors, new)
     return list(
         synchronize(
             _start_group_in_place(

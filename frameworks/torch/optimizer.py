@@ -54,6 +54,26 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._synchronizes = True
 
+    def register_local_var(self, parameter: Tensor) -> None:
+        """Let the gradient of a parameter stay on this rank: it is not reduced.
+
+        Unless ``scale_local_gradients`` is False or ``op`` is not Average, it is divided by the number of
+        ranks, which is its share in the average of all ranks' losses. Ranks may declare different
+        parameters: one that others reduce is then reduced with zeros from this rank.
+
+        Args:
+            parameter: of this optimizer, without a gradient since the last step.
+
+        Raises:
+            InvalidArgumentError: it is not of this optimizer, or backward has begun.
+
+        Example::
+
+            for parameter in model.experts.parameters():
+                optimizer.register_local_var(parameter)
+        """
+        self._own_gradients().keep_local(parameter)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes, from now on."""
         gradients = self._own_gradients()
@@ -158,6 +178,8 @@ def DistributedOptimizer(
     groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """Make an optimizer reduce gradients over the ranks; returns it, now of a subclass of its class.
 
@@ -181,6 +203,8 @@ def DistributedOptimizer(
         sparse_as_dense: make sparse gradients dense. Otherwise they stay sparse (COO), and cost what their
             nonzeros do; Average and Sum only.
         process_set: the ranks that take part. On others, the optimizer works by itself.
+        scale_local_gradients: divide gradients of parameters given to ``register_local_var()`` by the number
+            of ranks, as averages are.
 
     Raises:
         InvalidArgumentError: an argument cannot be used.
@@ -206,6 +230,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         groups=parameter_groups(parameters, trainable, num_groups, groups),
         sparse_as_dense=sparse_as_dense,
+        scale_local=scale_local_gradients,
         process_set=process_set,
     )
     base = type(optimizer)

@@ -219,6 +219,20 @@ def test_ranks_may_join_before_others(ranks: Pool, num_groups: int) -> None:
     ranks.run(cases.ranks_may_join_before_others, num_groups)
 
 
+@pytest.mark.parametrize("kind", ["scaled", "unscaled", "sum", "two passes", "sparse", "grouped"])
+def test_local_gradients_stay_on_their_rank(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.local_gradients_stay, kind)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_what_is_local_on_one_rank_is_reduced_by_the_others(ranks: Pool, sparse: bool) -> None:
+    ranks.run(cases.local_on_one_rank_alone, sparse)
+
+
+def test_local_parameters_are_declared_before_backward(ranks: Pool) -> None:
+    ranks.run(cases.local_parameters_are_declared_in_time)
+
+
 def test_gradients_with_a_graph_are_refused(ranks: Pool) -> None:
     ranks.run(cases.gradients_with_a_graph_are_refused)
 
@@ -237,6 +251,23 @@ def test_other_numbers_of_parameters_are_an_error_on_every_rank(ranks: Pool) -> 
 
 def test_ranks_outside_the_process_set_train_alone(ranks: Pool) -> None:
     ranks.run(cases.ranks_outside_the_process_set_train_alone)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_model_may_be_cast_after_its_optimizer_was_made(ranks: Pool, dtype: str) -> None:
+    ranks.run(cases.models_may_be_cast_later, dtype)
+
+
+def test_state_goes_through_a_file_into_a_plain_optimizer_and_back(ranks: Pool) -> None:
+    ranks.run(cases.state_goes_through_a_file)
+
+
+def test_two_networks_that_play_against_each_other(ranks: Pool) -> None:
+    ranks.run(cases.generator_and_discriminator)
+
+
+def test_channels_last_trains_like_row_major(ranks: Pool) -> None:
+    ranks.run(cases.channels_last_trains)
 
 
 def test_before_init_it_says_so(ranks: Pool) -> None:

@@ -32,7 +32,10 @@ def test_mismatched_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "distributed"])
 @pytest.mark.parametrize("steps", ["root only", "all", "others"])
-@pytest.mark.parametrize("kind", ["momentum", "plain", "adam", "adagrad", "lbfgs"])
+@pytest.mark.parametrize(
+    "kind",
+    ["momentum", "plain", "adam", "adagrad", "lbfgs", "adamw foreach", "adam fused", "rmsprop"],
+)
 def test_optimizer_state_becomes_the_roots_without_a_step(
     ranks: Pool, kind: str, steps: str, wrapped: bool
 ) -> None:
@@ -53,3 +56,7 @@ def test_the_root_keeps_its_state_untouched(ranks: Pool) -> None:
 
 def test_other_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
     ranks.run(cases.other_parameters_are_an_error_on_every_rank)
+
+
+def test_groups_of_parameters_keep_their_own_rates(ranks: Pool) -> None:
+    ranks.run(cases.groups_keep_their_own_rates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -977,6 +978,89 @@ def ranks_may_join_before_others(num_groups: int) -> None:
     assert_same_bits(module.parameters())
 
 
+def local_gradients_stay(kind: str) -> None:
+    """The embedding, or the first layer, has gradients of this rank's rows alone."""
+    options: dict[str, dict[str, Any]] = {
+        "unscaled": {"scale_local_gradients": False},
+        "sum": {"op": hvd.Sum},
+        "two passes": {"backward_passes_per_step": 2},
+        "grouped": {"num_groups": 1},
+    }
+    torch.manual_seed(1)
+    first = torch.nn.Embedding(9, 4, sparse=kind == "sparse")
+    module = torch.nn.Sequential(first, torch.nn.Linear(4, 2))
+    alone = copy.deepcopy(module)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), **options.get(kind, {}))
+    optimizer.register_local_var(first.weight)
+    optimizer.register_local_var(first.weight)  # once more changes nothing
+    divisor = 1 if kind in ("sum", "unscaled") else hvd.size()
+    before = hvd.counters()["operations"]
+    for step in range(2):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        for number in range(2 if kind == "two passes" else 1):
+            words = torch.tensor(_words(hvd.rank(), step + number), dtype=torch.int64)
+            module(words).square().sum().backward()
+            alone(words).square().sum().backward()
+        found = first.weight.grad
+        assert found is not None
+        torch.testing.assert_close(found.to_dense(), alone[0].weight.grad.to_dense() / divisor)
+        for p, q in zip(module[1].parameters(), alone[1].parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad, hvd.allreduce(q.grad, op=hvd.Sum if kind == "sum" else hvd.Average)
+            )
+        if step == 0:
+            # A round, the two of the linear layer, and as many of the test.
+            assert hvd.counters()["operations"] == before + (2 if kind == "grouped" else 3) + 2
+        optimizer.step()
+        alone.load_state_dict(module.state_dict())
+    assert_same_bits(list(module[1].parameters()))
+
+
+def local_on_one_rank_alone(sparse: bool) -> None:
+    torch.manual_seed(1)
+    table = torch.nn.Embedding(9, 4, sparse=sparse)
+    alone = copy.deepcopy(table)
+    optimizer = hvd.DistributedOptimizer(sgd(table.parameters()), op=hvd.Sum)
+    if hvd.rank() == 1:
+        optimizer.register_local_var(table.weight)
+    table(torch.tensor(_words(hvd.rank(), 0), dtype=torch.int64)).square().sum().backward()
+    for rank in range(hvd.size()):
+        if rank == hvd.rank() if hvd.rank() == 1 else rank != 1:
+            alone(torch.tensor(_words(rank, 0), dtype=torch.int64)).square().sum().backward()
+    assert table.weight.grad is not None
+    torch.testing.assert_close(table.weight.grad.to_dense(), alone.weight.grad.to_dense())
+    optimizer.step()
+    assert_usable()
+
+
+def local_parameters_are_declared_in_time() -> None:
+    module = model()
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), module.named_parameters())
+    with raises(hvd.InvalidArgumentError, "no such parameter"):
+        optimizer.register_local_var(torch.nn.Parameter(torch.ones(2)))
+    ((x, y),) = batches(1)
+    loss_of(module, own(x), own(y)).backward()
+    with raises(hvd.InvalidArgumentError, "'0.weight'", "before backward()"):
+        optimizer.register_local_var(module[0].weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    frozen = module[0].weight.requires_grad_(False)
+    optimizer.register_local_var(frozen)
+    frozen.requires_grad_(True)
+    oracle = copy.deepcopy(module)
+    loss_of(module, own(x), own(y)).backward()
+    loss_of(oracle, own(x), own(y)).backward()
+    torch.testing.assert_close(frozen.grad, oracle[0].weight.grad / hvd.size())
+    newer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    newer.zero_grad()
+    loss_of(module, own(x), own(y)).backward()
+    torch.testing.assert_close(frozen.grad, hvd.allreduce(oracle[0].weight.grad))
+    newer.step()
+    with raises(hvd.InvalidArgumentError, "newer"):
+        optimizer.register_local_var(frozen)
+
+
 def gradients_with_a_graph_are_refused() -> None:
     module, optimizer, _, _ = pair()
     ((x, y),) = batches(1)
@@ -1060,6 +1144,106 @@ def ranks_outside_the_process_set_train_alone() -> None:
     assert_close(module, oracle)
     hvd.shutdown()
     hvd.init()
+
+
+def models_may_be_cast_later(dtype_name: str) -> None:
+    dtype = getattr(torch, dtype_name)
+    module, optimizer, oracle, oracle_optimizer = pair(OPTIMIZERS["momentum"])
+    module.to(dtype)
+    oracle.to(dtype)
+    for x, y in batches(3):
+        x, y = x.to(dtype), y.to(dtype)
+        optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        optimizer.step()
+        oracle_optimizer.zero_grad()
+        loss_of(oracle, x, y).backward()
+        oracle_optimizer.step()
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.02}
+    for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, **tolerance)
+    assert_same_bits(module)
+
+
+def state_goes_through_a_file() -> None:
+    """A checkpoint has no trace of us: torch alone can read it, and so can another job."""
+    module, optimizer, oracle, oracle_optimizer = pair(OPTIMIZERS["adam"])
+    data = batches(4)
+    for x, y in data[:2]:
+        optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save({"model": module.state_dict(), "optimizer": copy.deepcopy(optimizer.state_dict())}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    oracle.load_state_dict(loaded["model"])
+    oracle_optimizer.load_state_dict(loaded["optimizer"])
+    again = model()
+    again.load_state_dict(loaded["model"])
+    resumed = hvd.DistributedOptimizer(OPTIMIZERS["adam"](again.parameters()))
+    resumed.load_state_dict(copy.deepcopy(loaded["optimizer"]))
+    for x, y in data[2:]:
+        resumed.zero_grad()
+        loss_of(again, own(x), own(y)).backward()
+        resumed.step()
+        oracle_optimizer.zero_grad()
+        loss_of(oracle, x, y).backward()
+        oracle_optimizer.step()
+    assert_close(again, oracle)
+    assert_same_bits(again)
+
+
+def generator_and_discriminator() -> None:
+    """Each backward of one goes through the other, whose gradients are then thrown away."""
+
+    def networks() -> tuple[torch.nn.Module, torch.nn.Module]:
+        torch.manual_seed(2)
+        return torch.nn.Linear(5, 2), torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+
+    def train(distributed: bool) -> list[torch.nn.Module]:
+        maker, judge = networks()
+        optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (maker, judge)]
+        if distributed:
+            optimizers = [hvd.DistributedOptimizer(optimizer) for optimizer in optimizers]
+        for noise, real in batches(4):
+            z, x = (own(noise), own(real)) if distributed else (noise, real)
+            optimizers[1].zero_grad()
+            torch.nn.functional.softplus(-judge(x)).mean().backward()
+            torch.nn.functional.softplus(judge(maker(z).detach())).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            torch.nn.functional.softplus(-judge(maker(z))).mean().backward()
+            optimizers[0].step()
+        return [maker, judge]
+
+    for found, expected in zip(train(True), train(False), strict=True):
+        assert_close(found, expected)
+        assert_same_bits([p.detach() for p in found.parameters()])
+
+
+def channels_last_trains() -> None:
+    def train(distributed: bool) -> torch.nn.Module:
+        torch.manual_seed(4)
+        module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 2))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        if distributed:
+            module = module.to(memory_format=torch.channels_last)
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        for step in range(3):
+            x = torch.randn(4 * hvd.size(), 3, 6, 6, generator=torch.Generator().manual_seed(step))
+            if distributed:
+                x = own(x).to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+        return module
+
+    found = train(True)
+    assert found[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert_close(found, train(False))
+    assert_same_bits([p.detach() for p in found.parameters()])
 
 
 def hvd_size() -> int:

@@ -94,6 +94,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda p: torch.optim.SGD(p, lr=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4),
 }
 
@@ -184,3 +187,35 @@ def other_parameters_are_an_error_on_every_rank() -> None:
     with raises(hvd.RankMismatchError, "other parameters", "root rank 0"):
         hvd.broadcast_optimizer_state(optimizer, 0)
     assert_usable()
+
+
+def groups_keep_their_own_rates() -> None:
+    """Each group's options become those of the root's group, and the scheduler goes on from them."""
+    module = model()
+    rate = 0.1 * (hvd.rank() + 1)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [module[2].weight, module[0].bias], "lr": rate},
+            {"params": [module[0].weight, module[2].bias], "lr": rate / 10, "momentum": 0.9},
+        ],
+        lr=1.0,
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    if hvd.rank() == 1:
+        _train(module, optimizer, 2, seed=1)
+        scheduler.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    scheduler.load_state_dict(hvd.broadcast_object(scheduler.state_dict(), root_rank=1))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+    assert [group["momentum"] for group in optimizer.param_groups] == [0, 0.9]
+    assert scheduler.last_epoch == 1
+    momentum = optimizer.state[module[0].weight]["momentum_buffer"]
+    assert momentum.shape == module[0].weight.shape
+    assert_same_bits([momentum])
+    assert "momentum_buffer" not in optimizer.state[module[2].weight] or (
+        optimizer.state[module[2].weight]["momentum_buffer"] is None
+    )
+    optimizer.zero_grad()
+    scheduler.optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.005]

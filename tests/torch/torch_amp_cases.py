@@ -1,0 +1,100 @@
+"""What the ranks do in test_torch_amp.py. The oracle is torch itself on the joined batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polyhvd.torch as hvd
+import torch
+from torch_common import Tensor, assert_close, assert_same_bits, batches, loss_of, model, own
+
+STEPS = 4
+OVERFLOW_AT = 2
+
+
+def _scaler(scale: float = 1024.0) -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def _step(optimizer: Any, scaler: Any, ritual: bool) -> None:
+    """With the ritual of Horovod's documentation: reduce, unscale, clip, and keep step() from reducing."""
+    if ritual:
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+    else:
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def scaled_training(ritual: bool, overflow: int | None) -> None:
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+    scaler = _scaler()
+    for step, (x, y) in enumerate(batches(STEPS)):
+        before = [p.detach().clone() for p in module.parameters()]
+        overflows = overflow is not None and step == OVERFLOW_AT
+        optimizer.zero_grad()
+        loss = loss_of(module, own(x), own(y))
+        if overflows and hvd.rank() == overflow:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        _step(optimizer, scaler, ritual)
+        same = all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        assert same == overflows, "exactly the step with the overflow is skipped"
+        if not overflows:
+            oracle_optimizer.zero_grad()
+            loss_of(oracle, x, y).backward()
+            oracle_optimizer.step()
+    assert scaler.get_scale() == (1024.0 if overflow is None else 512.0)
+    assert_close(module, oracle)
+    assert_same_bits([p.detach() for p in module.parameters()])
+
+
+def autocast_to_bfloat16() -> None:
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+
+    def forward(some: torch.nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = some(x)
+        assert y.dtype == torch.bfloat16
+        return y.float()
+
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        loss_of(lambda x: forward(module, x), own(x), own(y)).backward()
+        optimizer.step()
+        oracle_optimizer.zero_grad()
+        loss_of(lambda x: forward(oracle, x), x, y).backward()
+        oracle_optimizer.step()
+    for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=5e-3)
+    assert_same_bits(module)
+
+
+def scaled_accumulation() -> None:
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1), backward_passes_per_step=2
+    )
+    oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    scaler = _scaler(64.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        for x, y in batches(2):
+            scaler.scale(loss_of(module, own(x), own(y)) / 2).backward()
+            (loss_of(oracle, x, y) / 2).backward()
+        scaler.unscale_(optimizer)
+        for some in (module, oracle):
+            torch.nn.utils.clip_grad_norm_(some.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert_same_bits([p.detach() for p in module.parameters()])
