@@ -371,7 +371,7 @@ Inquiry decode_inquiry(std::string_view payload) {
 }
 
 Answer decode_answer(std::string_view payload) {
-  Reader in(payload, MessageType::kTuning);
+  Reader in(payload, MessageType::kAnswer);
   Answer answer;
   answer.inquiry = in.get<std::uint32_t>();
   answer.rank = checked_rank(in, in.get<std::int32_t>());

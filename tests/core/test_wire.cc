@@ -210,7 +210,7 @@ TEST_CASE("the hot frames are small") {
 TEST_CASE("an empty payload, an unknown type and a message of another type are refused") {
   CHECK_THROWS_AS(type_of(""), Failure);
   CHECK_THROWS_AS(type_of(std::string_view("\0", 1)), Failure);
-  CHECK_THROWS_AS(type_of("\7"), Failure);
+  CHECK_THROWS_AS(type_of("\10"), Failure);
   CHECK_THROWS_AS(type_of("\xff"), Failure);
   CHECK_THROWS_AS(decode_report(encoded(Decision{})), Failure);
   CHECK_THROWS_AS(decode_decision(encoded(Report{})), Failure);
