@@ -51,7 +51,8 @@ def reducescatter(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
     """``Collectives.grouped_reducescatter`` with all its arguments named."""
     process_set = arguments["process_set"]
     size, rank = process_set.size(), process_set.rank()
-    rows = [t.shape[0] // size + int(rank < t.shape[0] % size) for t in tensors]
+    # The first ranks get one row more; without a comparison, which sizes that are not known do not allow.
+    rows = [(t.shape[0] + size - 1 - rank) // size for t in tensors]
     results: list[Tensor] = _ops.reducescatter(list(tensors), rows, *_reduction(**arguments))
     return results
 
