@@ -132,6 +132,14 @@ check: $(STAMPS)/test
 bench: $(STAMPS)/test
 	$(PY) benchmarks/collectives.py
 
+build/core/plain/control_plane: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/control_plane.o
+	$(CXX) -pthread $^ -o $@
+
+##@ control-plane  what agreement costs in jobs of up to 16384 ranks, simulated
+.PHONY: control-plane
+control-plane: build/core/plain/control_plane
+	build/core/plain/control_plane
+
 ##@ matrix   the one wheel under other versions of every framework, each alone
 matrix: $(STAMPS)/test
 	$(PY) tools/matrix.py
