@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-
 import pytest
-from tf_jobs import checks_in, expect_clean_exit, expect_passed
+from tf_jobs import LEGACY, checks_in, expect_clean_exit, expect_passed
 
 SCRIPT, RANKS = "ranks_norm.py", 2
-IS_KERAS_2 = importlib.metadata.version("keras").startswith("2.")
-LEGACY = [
-    pytest.param(
-        legacy,
-        marks=pytest.mark.skipif(
-            legacy and (IS_KERAS_2 or importlib.util.find_spec("tf_keras") is None),
-            reason="TensorFlow has one Keras here",
-        ),
-        id="keras2" if legacy or IS_KERAS_2 else "keras3",
-    )
-    for legacy in (False, True)
-]
 
 
 @pytest.mark.parametrize("legacy", LEGACY)

@@ -6,6 +6,8 @@ TensorFlow takes seconds to import, so the checks of one script share their proc
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +20,20 @@ HERE = Path(__file__).parent
 TIMEOUT_S = 400
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+IS_KERAS_2 = importlib.metadata.version("keras").startswith("2.")
+#: Values of ``legacy_keras``: with Keras 3, and with Keras 2 where it is there.
+LEGACY = [
+    pytest.param(
+        legacy,
+        marks=pytest.mark.skipif(
+            legacy and (IS_KERAS_2 or importlib.util.find_spec("tf_keras") is None),
+            reason="TensorFlow has one Keras here",
+        ),
+        id="keras2" if legacy or IS_KERAS_2 else "keras3",
+    )
+    for legacy in (False, True)
+]
 
 
 def checks_in(script: str) -> list[str]:
