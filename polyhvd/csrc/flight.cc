@@ -24,7 +24,7 @@ void append(std::string& out, const Record& r, const TickScale& scale) {
   json::append_field(out, "sequence", r.sequence);
   json::append_field(out, "state", name_of(r.state));
   json::append_field(out, "kind", name_of(r.kind));
-  json::append_field(out, "name", r.name);
+  json::append_field(out, "name", r.name.view());
   json::append_field(out, "process_set", r.process_set);
   json::append_field(out, "dtype", name_of(r.dtype));
   json::append_field(out, "bytes", r.bytes);

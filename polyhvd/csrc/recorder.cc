@@ -1,8 +1,6 @@
 #include "recorder.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
 
 namespace polyhvd {
 namespace {
@@ -27,22 +25,18 @@ std::uint64_t bytes_of(const Submission& s) {
   return bytes;
 }
 
-using Name = std::array<char, Recorder::kNameBytes>;
-
-Name shortened(std::string_view name) noexcept {
-  Name out{};
-  if (name.size() <= out.size()) {
-    std::memcpy(out.data(), name.data(), name.size());
-    return out;
-  }
-  std::size_t from = name.size() - (out.size() - kCut.size());
-  while (from < name.size() && (name[from] & 0xc0) == 0x80) ++from;  // within a character
-  std::memcpy(out.data(), kCut.data(), kCut.size());
-  std::memcpy(out.data() + kCut.size(), name.data() + from, name.size() - from);
-  return out;
-}
-
 }  // namespace
+
+RecordedName::RecordedName(std::string_view name) noexcept {
+  if (name.size() <= kBytes) {
+    std::memcpy(text_.data(), name.data(), name.size());
+    return;
+  }
+  std::size_t from = name.size() - (kBytes - kCut.size());
+  while (from < name.size() && (name[from] & 0xc0) == 0x80) ++from;  // within a character
+  std::memcpy(text_.data(), kCut.data(), kCut.size());
+  std::memcpy(text_.data() + kCut.size(), name.data() + from, name.size() - from);
+}
 
 std::string_view name_of(OpState state) noexcept {
   constexpr std::string_view kNames[] = {"submitted", "announced", "agreed", "running",
@@ -77,7 +71,7 @@ void Recorder::on_submit(Operation& operation) noexcept {
                       static_cast<std::uint64_t>(dtype),
                   kRelease);
   slot.bytes.store(bytes_of(s), kRelease);
-  const auto name = std::bit_cast<std::array<std::uint64_t, kNameBytes / 8>>(shortened(s.name));
+  const RecordedName::Words name = RecordedName(s.name).words();
   for (std::size_t i = 0; i < name.size(); ++i) slot.name[i].store(name[i], kRelease);
   for (Word& time : slot.times) time.store(0, kRelease);
   stamp(slot, sequence, kAtSubmit, ticks_now());
@@ -136,7 +130,7 @@ bool Recorder::read(const Slot& slot, Record& record) const {
   record.kind = static_cast<OpKind>(what >> 8 & 0xff);
   record.dtype = static_cast<DType>(what & 0xff);
   record.bytes = slot.bytes.load(kAcquire);
-  std::array<std::uint64_t, kNameBytes / 8> name;
+  RecordedName::Words name;
   for (std::size_t i = 0; i < name.size(); ++i) name[i] = slot.name[i].load(kAcquire);
   // The end first: what an operation went through earlier is complete then.
   for (std::size_t i = kMoments; i-- > 0;) {
@@ -153,8 +147,7 @@ bool Recorder::read(const Slot& slot, Record& record) const {
   }
   if (record.times[kAtEnd] != 0) record.state = static_cast<OpState>(slot.end.load(kAcquire));
   if (slot.version.load(kAcquire) != version) return false;
-  const auto text = std::bit_cast<Name>(name);
-  record.name.assign(text.data(), strnlen(text.data(), text.size()));
+  record.name = RecordedName(name);
   return true;
 }
 

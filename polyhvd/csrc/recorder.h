@@ -7,10 +7,11 @@
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -34,6 +35,27 @@ std::string_view name_of(OpState state) noexcept;
 // Moments of an operation; its last one is the end, however it ended.
 enum Moment : std::size_t { kAtSubmit, kAtAnnounce, kAtAgreement, kAtStart, kAtEnd, kMoments };
 
+// A name of at most 64 bytes, in place, so that records are copied without allocating.
+// Of a longer one its end, which tells it apart, after "...".
+class RecordedName {
+ public:
+  static constexpr std::size_t kBytes = 64;
+  using Words = std::array<std::uint64_t, kBytes / sizeof(std::uint64_t)>;  // padded with zeros
+
+  RecordedName() = default;
+  explicit RecordedName(std::string_view name) noexcept;
+  explicit RecordedName(const Words& words) noexcept : text_(std::bit_cast<Text>(words)) {}
+
+  Words words() const noexcept { return std::bit_cast<Words>(text_); }
+  std::string_view view() const noexcept {
+    return {text_.data(), strnlen(text_.data(), text_.size())};
+  }
+
+ private:
+  using Text = std::array<char, kBytes>;
+  Text text_{};
+};
+
 // A copy of what the ring holds about one operation.
 struct Record {
   std::uint64_t sequence = 0;  // ascends in order of submission, with gaps
@@ -41,7 +63,7 @@ struct Record {
   OpKind kind = OpKind::kAllreduce;
   DType dtype = DType::kFloat32;
   std::uint64_t bytes = 0;  // of this rank's inputs
-  std::string name;         // of a long one its end, which tells it apart, after "..."
+  RecordedName name;
   OpState state = OpState::kSubmitted;
   std::uint64_t batch = 0;  // from 1, in the total order, equal on all ranks; 0: none yet
   CacheId cache_id = 0;     // with a batch
@@ -51,8 +73,6 @@ struct Record {
 
 class Recorder {
  public:
-  static constexpr std::size_t kNameBytes = 64;
-
   // `capacity` operations are remembered, and those in flight somewhat longer.
   explicit Recorder(std::size_t capacity = 4096);
 
@@ -93,10 +113,10 @@ class Recorder {
     Word version{0};
     Word what{0};  // process set, kind, dtype
     Word bytes{0};
-    std::array<Word, kNameBytes / 8> name{};  // padded with zeros
-    Word batch{0};                            // valid with kAtAgreement
-    Word place{0};                            // cache id, operations in the batch; likewise
-    Word end{0};                              // OpState; valid with kAtEnd
+    std::array<Word, std::tuple_size_v<RecordedName::Words>> name{};
+    Word batch{0};  // valid with kAtAgreement
+    Word place{0};  // cache id, operations in the batch; likewise
+    Word end{0};    // OpState; valid with kAtEnd
     std::array<Word, kMoments> times{};
   };
 

@@ -44,6 +44,28 @@ void append_us(std::string& out, std::int64_t ns) {
   out.append(digits, sizeof digits);
 }
 
+// "{"ph":"X","name":"WAIT","pid":0,"tid":"
+std::string opening_of(int rank, std::string_view name) {
+  std::string out = "{\"ph\":\"X\"";
+  json::append_field(out, "name", name);
+  json::append_field(out, "pid", rank);
+  json::append_key(out, "tid");
+  return out;
+}
+
+// Of a row: "allreduce.conv1.weight".
+std::string title_of(const Record& record) {
+  const auto prefix = std::string(name_of(record.kind)) + ".";
+  const std::string_view name = record.name.view();
+  // "allreduce.noname.0" says its kind already.
+  std::string title = name.starts_with(prefix) ? "" : prefix;
+  title += name;
+  if (record.process_set != kWorld) {
+    title += " (process set " + std::to_string(record.process_set) + ")";
+  }
+  return title;
+}
+
 }  // namespace
 
 TimelineWriter::TimelineWriter(int rank, TimelineOptions options)
@@ -123,6 +145,23 @@ void TimelineWriter::close() noexcept try {
 
 // Events ------------------------------------------------------------------------
 
+std::string TimelineWriter::name_of_span(OpKind kind, Span span) {
+  switch (span) {
+    case kNegotiate:
+      return "NEGOTIATE_" + upper(name_of(kind));
+    case kWait:
+      return "WAIT";
+    case kQueue:
+      return "QUEUE";
+    case kTransport:
+      return "TRANSPORT";
+    case kOperation:
+    case kSpans:
+      break;
+  }
+  return upper(name_of(kind));
+}
+
 void TimelineWriter::begin_event(std::string_view phase, std::string_view name, std::uint32_t row) {
   text_.append("{\"ph\":\"").append(phase).append("\"");
   json::append_field(text_, "name", name);
@@ -141,31 +180,29 @@ void TimelineWriter::write_metadata(std::string_view name, std::uint32_t row,
 }
 
 // What a caller adds to the event follows; then end_event().
-void TimelineWriter::begin_span(std::string_view name, std::uint32_t row, std::int64_t begin,
+void TimelineWriter::begin_span(OpKind kind, Span span, std::uint32_t row, std::int64_t begin,
                                 std::int64_t end) {
-  begin_event("X", name, row);
+  std::string& opening = openings_[static_cast<std::size_t>(kind)][span];
+  if (opening.empty()) opening = opening_of(rank_, name_of_span(kind, span));
+  json::append_number(text_.append(opening), row);
   append_us(text_.append(",\"ts\":"), begin);
   append_us(text_.append(",\"dur\":"), std::max<std::int64_t>(end - begin, 0));
   ++events_;
 }
 
 TimelineWriter::Row& TimelineWriter::row_of(const Record& record) {
-  const std::string_view kind = name_of(record.kind);
-  std::string name;
-  if (rows_.size() >= kRowsMax) {
-    name = "other operations";
-  } else {
-    // "allreduce.noname.0" says its kind already.
-    if (!record.name.starts_with(std::string(kind) + ".")) name.append(kind).append(".");
-    name += record.name;
-    if (record.process_set != kWorld) {
-      name += " (process set " + std::to_string(record.process_set) + ")";
-    }
+  const std::string_view name = record.name.view();
+  row_key_.clear();
+  if (rows_.size() < kRowsMax) {
+    row_key_ += static_cast<char>('0' + static_cast<int>(record.kind));
+    json::append_number(row_key_, record.process_set);
+    row_key_.append(1, ' ').append(name);
   }
-  const auto [it, is_new] = rows_.try_emplace(name);
+  const auto [it, is_new] = rows_.try_emplace(row_key_);
   if (is_new) {
     it->second.id = static_cast<std::uint32_t>(rows_.size());
-    write_metadata("thread_name", it->second.id, name);
+    write_metadata("thread_name", it->second.id,
+                   row_key_.empty() ? "other operations" : title_of(record));
   }
   return it->second;
 }
@@ -200,29 +237,29 @@ void TimelineWriter::write_operation(const Record& r, const Transfer& transfer,
     at[i] = last;
   }
   row.end_ns = at[kAtEnd];
-  const std::string kind = upper(name_of(r.kind));
-  begin_span("NEGOTIATE_" + kind, row.id, at[kAtSubmit], at[kAtAgreement]);
+  begin_span(r.kind, kNegotiate, row.id, at[kAtSubmit], at[kAtAgreement]);
   end_event();
   if (r.times[kAtAnnounce] != 0) {
-    begin_span("WAIT", row.id, at[kAtAnnounce], at[kAtAgreement]);
+    begin_span(r.kind, kWait, row.id, at[kAtAnnounce], at[kAtAgreement]);
     end_event();
   }
   if (r.times[kAtAgreement] != 0) {
-    begin_span("QUEUE", row.id, at[kAtAgreement], at[kAtStart]);
+    begin_span(r.kind, kQueue, row.id, at[kAtAgreement], at[kAtStart]);
     end_event();
   }
-  begin_span(kind, row.id, at[kAtStart], at[kAtEnd]);
-  json::append_field(text_.append(",\"args\":{"), "state", name_of(r.state));
-  json::append_field(text_, "bytes", r.bytes);
-  json::append_field(text_, "dtype", name_of(r.dtype));
-  json::append_field(text_, "batch", r.batch);
-  json::append_field(text_, "fused", r.fused);
+  begin_span(r.kind, kOperation, row.id, at[kAtStart], at[kAtEnd]);
+  // Written out, since a second thread's work takes a core from a rank that computes.
+  text_.append(",\"args\":{\"state\":\"").append(name_of(r.state));
+  json::append_number(text_.append("\",\"bytes\":"), r.bytes);
+  text_.append(",\"dtype\":\"").append(name_of(r.dtype));
+  json::append_number(text_.append("\",\"batch\":"), r.batch);
+  json::append_number(text_.append(",\"fused\":"), r.fused);
   text_ += '}';
   end_event();
   if (transfer.begin != 0 && r.times[kAtStart] != 0) {
     const std::int64_t begin = std::clamp(scale.ns(transfer.begin), at[kAtStart], at[kAtEnd]);
     const std::int64_t end = std::clamp(scale.ns(transfer.end), begin, at[kAtEnd]);
-    begin_span("TRANSPORT", row.id, begin, end);
+    begin_span(r.kind, kTransport, row.id, begin, end);
     const auto waited = scale.length_ns(static_cast<std::int64_t>(transfer.waited));
     append_us(text_.append(",\"args\":{\"waited_us\":"), std::min(waited, end - begin));
     text_ += '}';

@@ -1,6 +1,7 @@
 // The file of a timeline: formats events, and keeps within its size. One thread.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -40,12 +41,15 @@ class TimelineWriter {
     std::int64_t end_ns = 0;  // of what was written last
   };
 
+  enum Span : std::size_t { kNegotiate, kWait, kQueue, kOperation, kTransport, kSpans };
+
+  static std::string name_of_span(OpKind kind, Span span);
   bool open_file();
   void rotate();
   void keep_within_limits();
   Row& row_of(const Record& record);
   void begin_event(std::string_view phase, std::string_view name, std::uint32_t row);
-  void begin_span(std::string_view name, std::uint32_t row, std::int64_t begin, std::int64_t end);
+  void begin_span(OpKind kind, Span span, std::uint32_t row, std::int64_t begin, std::int64_t end);
   void end_event();
   void write_metadata(std::string_view name, std::uint32_t row, std::string_view value);
 
@@ -59,7 +63,10 @@ class TimelineWriter {
   std::uint64_t events_ = 0;      // in this file
   std::uint64_t old_events_ = 0;  // in the old half
   std::uint64_t dropped_ = 0;
-  std::unordered_map<std::string, Row> rows_;  // of this file
+  std::unordered_map<std::string, Row> rows_;  // of this file, by what row_key() makes
+  std::string row_key_;                        // scratch
+  // How a span's event begins, up to the number of its row; made at its first use.
+  std::array<std::array<std::string, kSpans>, kOpKindCount> openings_;
 };
 
 }  // namespace polyhvd

@@ -37,7 +37,7 @@ std::string only_name(const std::string& submitted) {
   Recorder recorder(4);
   Operation operation = operation_of(submitted);
   recorder.on_submit(operation);
-  return recorder.snapshot().at(0).name;
+  return std::string(recorder.snapshot().at(0).name.view());
 }
 
 // A folder of this test alone, removed with what is in it.
@@ -105,7 +105,7 @@ TEST_CASE("a full ring keeps the newest operations, in order") {
   const std::vector<Record> records = recorder.snapshot();
   REQUIRE(records.size() == 8);
   for (std::size_t i = 0; i < 8; ++i) {
-    CHECK(records[i].name == "op " + std::to_string(2993 + i));
+    CHECK(records[i].name.view() == "op " + std::to_string(2993 + i));
     CHECK(records[i].batch == 2993 + i);
     CHECK(records[i].state == OpState::kDone);
   }
@@ -119,7 +119,7 @@ TEST_CASE("an operation in flight outlives those that finish after it") {
   for (std::int64_t i = 1; i <= 100; ++i) run_through(recorder, i);
   const std::vector<Record> records = recorder.snapshot();
   CHECK(records.size() == 8);
-  CHECK(records[0].name == "stuck");
+  CHECK(records[0].name.view() == "stuck");
   CHECK(recorder.waiting_since(ticks_now()) == stuck.sequence);
   CHECK(recorder.waiting_since(records[0].times[kAtAnnounce]) == 0);
 }
@@ -160,7 +160,7 @@ TEST_CASE("the ring can be read while it is written") {
   while (writing) {
     for (const Record& record : recorder.snapshot()) {
       ++seen;
-      torn += record.name != "op " + std::to_string(record.bytes / 8);
+      torn += record.name.view() != "op " + std::to_string(record.bytes / 8);
       torn += record.batch != 0 && record.batch != record.bytes / 8;
       for (std::size_t i = 1; i < kMoments; ++i) {
         torn += record.times[i] != 0 && record.times[i] < record.times[i - 1];
