@@ -41,6 +41,7 @@ struct Node {
   int level = 0;
   std::vector<std::size_t> children;  // indices of nodes
   std::vector<int> ranks;             // at and below it
+  std::optional<Subtree> subtree;     // the same
   std::unique_ptr<Relay> relay;       // of inner nodes but the root
   std::string payload;                // what it sends up
   double up_s = 0;
@@ -60,7 +61,8 @@ class Simulation {
  public:
   Simulation(int ranks, int tensors, bool flat)
       : tensors_(tensors), sets_(ranks), coordinator_(sets_, options_for(tensors)) {
-    for (int rank = 0; rank < ranks; ++rank) nodes_.push_back({rank, 0, {}, {rank}, nullptr, {}});
+    for (int rank = 0; rank < ranks; ++rank)
+      nodes_.push_back({rank, 0, {}, {rank}, {}, nullptr, {}});
     for (int rank = 1; rank < ranks; ++rank) {
       nodes_[parent_of(rank, flat)].children.push_back(static_cast<std::size_t>(rank));
     }
@@ -74,6 +76,7 @@ class Simulation {
       if (i > 0 && !nodes_[i].children.empty()) {
         nodes_[i].relay = std::make_unique<Relay>(sets_, nodes_[i].ranks);
       }
+      nodes_[i].subtree.emplace(sets_, nodes_[i].ranks);
       by_level_.push_back(i);
     }
     std::ranges::stable_sort(by_level_, std::ranges::greater{},
@@ -146,7 +149,7 @@ class Simulation {
       Node& node = nodes_[i];
       const Report own = report_of(node.rank);
       const double begin = now_s();
-      const auto take = [&](const Report& report, const std::vector<int>& from) {
+      const auto take = [&](const Report& report, const Subtree& from) {
         node.relay ? node.relay->add(report, from, cache_, time)
                    : coordinator_.add(report, from, time);
       };
@@ -154,9 +157,9 @@ class Simulation {
       if (i > 0 && !node.relay) {
         encode(own, node.payload);
       } else {
-        take(own, {node.rank});
+        take(own, Subtree(sets_, {node.rank}));
         for (const std::size_t child : node.children) {
-          take(decode_report(nodes_[child].payload), nodes_[child].ranks);
+          take(decode_report(nodes_[child].payload), *nodes_[child].subtree);
         }
       }
       if (node.relay) encode(node.relay->take_report(time, std::chrono::seconds(1)), node.payload);

@@ -17,15 +17,6 @@ constexpr std::chrono::duration<double> kRelayPatience{2.0};
 // How long a leaving rank tries to get its last words out.
 constexpr std::chrono::milliseconds kFarewellTime{200};
 
-std::vector<int> subtree_of(int rank, const std::vector<Child>& children) {
-  std::vector<int> ranks{rank};
-  for (const Child& child : children) {
-    ranks.insert(ranks.end(), child.ranks.begin(), child.ranks.end());
-  }
-  std::ranges::sort(ranks);
-  return ranks;
-}
-
 // The last words on a channel. Best effort: that end may be gone already.
 void tell(Channel& channel, const std::string& payload) noexcept {
   channel.post(payload);
@@ -39,17 +30,25 @@ void tell(Channel& channel, const std::string& payload) noexcept {
 Controller::Controller(int rank, const ProcessSets& sets, OpQueue& queue,
                        CoordinatorOptions options, std::unique_ptr<Channel> parent,
                        std::vector<Child> children)
-    : rank_(rank),
-      self_{rank},
-      sets_(sets),
-      queue_(queue),
-      parent_(std::move(parent)),
-      children_(std::move(children)) {
+    : rank_(rank), sets_(sets), self_(sets, {rank}), queue_(queue), parent_(std::move(parent)) {
+  for (Child& child : children) {
+    children_.push_back({std::move(child.channel), Subtree(sets_, std::move(child.ranks))});
+  }
   if (!parent_) {
     coordinator_.emplace(sets_, options);
   } else if (!children_.empty()) {
-    relay_.emplace(sets_, subtree_of(rank_, children_));
+    relay_.emplace(sets_, subtree());
   }
+}
+
+std::vector<int> Controller::subtree() const {
+  std::vector<int> ranks{rank_};
+  for (const Branch& child : children_) {
+    const auto below = child.subtree.ranks();
+    ranks.insert(ranks.end(), below.begin(), below.end());
+  }
+  std::ranges::sort(ranks);
+  return ranks;
 }
 
 bool Controller::progress() {
@@ -72,7 +71,7 @@ bool Controller::announce() {
 
 // What this rank or a child reports goes to the coordinator, the relay or the
 // parent, whichever stands here.
-void Controller::accept(const Report& report, std::span<const int> from) {
+void Controller::accept(const Report& report, const Subtree& from) {
   if (report.empty()) return;
   if (coordinator_) {
     coordinator_->add(report, from, Clock::now());
@@ -98,7 +97,7 @@ bool Controller::read_children() {
         continue;
       }
       const Report report = decode_report(payload_);
-      accept(report, children_[i].ranks);
+      accept(report, children_[i].subtree);
       departed = std::ranges::count(report.departures, children_[i].channel->peer()) > 0;
     }
     if (departed) children_.erase(children_.begin() + static_cast<std::ptrdiff_t>(i--));
@@ -153,12 +152,12 @@ bool Controller::read_parent() {
 }
 
 void Controller::send_to_children(std::string_view payload) {
-  for (const Child& child : children_) child.channel->post(payload);
+  for (const Branch& child : children_) child.channel->post(payload);
 }
 
 void Controller::flush() {
   if (parent_ && !farewell_) parent_->flush();
-  for (const Child& child : children_) child.channel->flush();
+  for (const Branch& child : children_) child.channel->flush();
 }
 
 void Controller::apply(const Decision& decision) {
@@ -270,10 +269,10 @@ void Controller::depart() noexcept {
              ", which coordinates others, has shut down; call shutdown() on every rank"},
         payload_);
     const std::string farewell = payload_;
-    for (const Child& child : children_) tell(*child.channel, farewell);
+    for (const Branch& child : children_) tell(*child.channel, farewell);
     if (parent_ && !farewell_) {
       Report report;
-      report.departures = subtree_of(rank_, children_);
+      report.departures = subtree();
       payload_.clear();
       encode(report, payload_);
       tell(*parent_, payload_);
@@ -285,7 +284,7 @@ void Controller::depart() noexcept {
 
 void Controller::beat(Clock::time_point now) {
   if (parent_ && !farewell_) parent_->beat(now);
-  for (const Child& child : children_) child.channel->beat(now);
+  for (const Branch& child : children_) child.channel->beat(now);
 }
 
 std::optional<Error> Controller::take_abort() noexcept {
@@ -302,7 +301,7 @@ std::optional<Error> Controller::take_abort() noexcept {
   if (parent_) {
     if (auto error = told_by(*parent_)) return error;
   }
-  for (const Child& child : children_) {
+  for (const Branch& child : children_) {
     if (auto error = told_by(*child.channel)) return error;
   }
   return std::nullopt;
@@ -311,7 +310,7 @@ std::optional<Error> Controller::take_abort() noexcept {
 void Controller::post_abort(const Error& error) noexcept {
   std::string payload;
   encode(error, payload);
-  for (const Child& child : children_) tell(*child.channel, payload);
+  for (const Branch& child : children_) tell(*child.channel, payload);
   if (parent_ && !farewell_) tell(*parent_, payload);
 }
 
@@ -345,7 +344,7 @@ void Controller::ask(const Inquiry& inquiry) {
 void Controller::pass_on_inquiry() {
   inquiry_ = decode_inquiry(payload_);
   send_to_children(payload_);
-  for (const Child& child : children_) child.channel->nudge();
+  for (const Branch& child : children_) child.channel->nudge();
 }
 
 void Controller::answer(const Answer& answer) {

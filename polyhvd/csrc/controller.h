@@ -85,12 +85,19 @@ class Controller {
   std::vector<Stalled> stalled(std::chrono::duration<double> at_least) const;
 
  private:
+  struct Branch {
+    std::unique_ptr<Channel> channel;
+    Subtree subtree;
+  };
+
+  // Ranks that are at and below this node.
+  std::vector<int> subtree() const;
   bool announce();
   bool read_children();
   bool read_parent();
   void report_up();
   bool decide();
-  void accept(const Report& report, std::span<const int> from);
+  void accept(const Report& report, const Subtree& from);
   void apply(const Decision& decision);
   void apply_batch(const Batch& batch);
   OperationPtr operation_for(const Agreement& agreement);
@@ -102,11 +109,11 @@ class Controller {
   void flush();
 
   const int rank_;
-  const std::vector<int> self_;  // just this rank
   const ProcessSets& sets_;
+  const Subtree self_;  // just this rank
   OpQueue& queue_;
   std::unique_ptr<Channel> parent_;
-  std::vector<Child> children_;
+  std::vector<Branch> children_;
   std::optional<Coordinator> coordinator_;  // on the root
   std::optional<Relay> relay_;              // on inner nodes that are not the root
   std::deque<Work> work_;

@@ -95,33 +95,44 @@ std::vector<std::string> places_of(std::span<const Request> requests,
 Coordinator::Coordinator(const ProcessSets& sets, CoordinatorOptions options)
     : sets_(sets), options_(options) {}
 
-void Coordinator::add(const Report& report, std::span<const int> from_subtree, Time now) {
-  for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from_subtree, now);
+void Coordinator::add(const Report& report, const Subtree& from, Time now) {
+  for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from, now);
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, now);
   for (const Request& request : report.requests) add_request(request, now);
   for (const int rank : report.departures) add_departure(rank);
   for (const Resend& answer : report.answers) add_answer(answer.rank);
 }
 
-void Coordinator::add_subtree_hit(CacheId id, std::span<const int> from_subtree, Time now) {
+void Coordinator::add_subtree_hit(CacheId id, const Subtree& from, Time now) {
   Known* known = find_known(id);
   if (known == nullptr) {
     // The set went with the id: whoever has nothing outstanding for it ignores this.
-    for (const int rank : from_subtree) ask_again(rank, id);
+    for (const int rank : from.ranks()) ask_again(rank, id);
     return;
   }
-  bool any = false;
-  for (const int rank : from_subtree) {
-    const auto position = position_in(known->members, rank);
-    if (!position) continue;
-    any = true;
-    const bool may_replace_id = known->negotiation != nullptr || !joined_.empty();
-    add_side(id, *known, *position, now);
-    if (!may_replace_id) continue;
+  const MemberMask& sides = from.members(known->agreement->process_set);
+  if (sides.empty()) fail_not_member(id);
+  if (add_sides(id, *known, sides, now)) return;
+  for (std::size_t i = 0; i < known->members.size(); ++i) {
+    if (!sides.contains(i)) continue;
+    add_side(id, *known, static_cast<int>(i), now);
     known = find_known(id);
     if (known == nullptr) return;  // that was the last side, and the id was replaced
   }
-  if (!any) fail_not_member(id);
+}
+
+bool Coordinator::add_sides(CacheId id, Known& known, const MemberMask& sides, Time now) {
+  if (known.negotiation != nullptr || !joined_.empty() || !departed_.empty()) return false;
+  if (known.ready_in == decision_number_) return false;
+  const bool is_first = known.ready.empty();
+  if (!known.ready.merge(sides)) return false;
+  if (known.ready.count() == known.members.size()) {
+    known.ready.clear();
+    mark_ready(id, known);
+  } else if (is_first) {
+    known.since = now;
+  }
+  return true;
 }
 
 void Coordinator::add_hit(int rank, CacheId id, Time now) {

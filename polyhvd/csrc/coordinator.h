@@ -47,11 +47,11 @@ class Coordinator {
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  // `from_subtree` are the world ranks below the sender (itself included): the
-  // ranks that a subtree hit speaks for, as far as they are members of the set.
+  // `from` is who has sent it: a subtree hit speaks for its ranks, as far as they are
+  // members of the set.
   // Throws Failure(kInternal) on a breach of protocol, such as a rank that
   // reports a pending operation twice; nothing can be decided after that.
-  void add(const Report& report, std::span<const int> from_subtree, Time now);
+  void add(const Report& report, const Subtree& from, Time now);
 
   // Everything that became ready, refused or evicted since the last call.
   Decision take_decision();
@@ -89,7 +89,9 @@ class Coordinator {
     std::list<CacheId>::iterator age;
   };
 
-  void add_subtree_hit(CacheId id, std::span<const int> from_subtree, Time now);
+  void add_subtree_hit(CacheId id, const Subtree& from, Time now);
+  // As add_side() for each of `sides`, where it comes to entering them.
+  bool add_sides(CacheId id, Known& known, const MemberMask& sides, Time now);
   void add_hit(int rank, CacheId id, Time now);
   void add_side(CacheId id, Known& known, int position, Time now);
   void add_request(Request request, Time now);

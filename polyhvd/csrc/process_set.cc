@@ -77,4 +77,24 @@ std::vector<ProcessSetId> ProcessSets::ids() const {
   return ids;
 }
 
+Subtree::Subtree(const ProcessSets& sets, std::vector<int> ranks)
+    : sets_(&sets), ranks_(std::move(ranks)), world_(mask_of(kWorld)) {}
+
+const MemberMask& Subtree::members(ProcessSetId id) const {
+  if (id == kWorld) return world_;
+  const auto found = others_.find(id);
+  return found != others_.end() ? found->second : others_.emplace(id, mask_of(id)).first->second;
+}
+
+MemberMask Subtree::mask_of(ProcessSetId id) const {
+  const std::span<const int> members = sets_->members(id);
+  MemberMask mask(members.size());
+  for (const int rank : ranks_) {
+    if (const auto position = position_in(members, rank)) {
+      mask.insert(static_cast<std::size_t>(*position));
+    }
+  }
+  return mask;
+}
+
 }  // namespace polyhvd

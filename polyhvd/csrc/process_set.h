@@ -2,8 +2,10 @@
 // changes only by a decision that all ranks apply at the same place.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <span>
@@ -20,25 +22,43 @@ class MemberMask {
 
   // False when the position was in already; it must be below member_count.
   bool insert(std::size_t position) noexcept {
-    std::uint64_t& word = words_[position / 64];
+    const std::size_t index = position / 64;
     const std::uint64_t bit = std::uint64_t{1} << (position % 64);
-    if (word & bit) return false;
-    word |= bit;
+    if (words_[index] & bit) return false;
+    words_[index] |= bit;
+    begin_ = std::min(begin_, index);
+    end_ = std::max(end_, index + 1);
     ++count_;
+    return true;
+  }
+  // False, with nothing changed, when a position of the other, equally long mask was in
+  // already.
+  bool merge(const MemberMask& other) noexcept {
+    for (std::size_t i = other.begin_; i < other.end_; ++i) {
+      if (words_[i] & other.words_[i]) return false;
+    }
+    for (std::size_t i = other.begin_; i < other.end_; ++i) words_[i] |= other.words_[i];
+    begin_ = std::min(begin_, other.begin_);
+    end_ = std::max(end_, other.end_);
+    count_ += other.count_;
     return true;
   }
   bool contains(std::size_t position) const noexcept {
     return words_[position / 64] >> (position % 64) & 1;
   }
   void clear() noexcept {
-    for (std::uint64_t& word : words_) word = 0;
-    count_ = 0;
+    for (std::size_t i = begin_; i < end_; ++i) words_[i] = 0;
+    begin_ = std::numeric_limits<std::size_t>::max();
+    end_ = count_ = 0;
   }
   std::size_t count() const noexcept { return count_; }
   bool empty() const noexcept { return count_ == 0; }
 
  private:
   std::vector<std::uint64_t> words_;
+  // Words outside of [begin_, end_) are zero: a mask of one rank costs one word.
+  std::size_t begin_ = std::numeric_limits<std::size_t>::max();
+  std::size_t end_ = 0;
   std::size_t count_ = 0;
 };
 
@@ -81,6 +101,26 @@ class ProcessSets {
   ProcessSetId next_ = 1;
   std::map<ProcessSetId, std::vector<int>> members_;
   std::map<ProcessSetId, std::vector<int>> removed_;
+};
+
+// The ranks at and below a node of the control tree. What one of its messages stands
+// for is looked up in whole, so that its cost hardly grows with the ranks.
+class Subtree {
+ public:
+  // `sets` must outlive this.
+  Subtree(const ProcessSets& sets, std::vector<int> ranks);
+
+  std::span<const int> ranks() const noexcept { return ranks_; }
+  // Those of them that are in the set, by position. The id must be known, or have been.
+  const MemberMask& members(ProcessSetId id) const;
+
+ private:
+  MemberMask mask_of(ProcessSetId id) const;
+
+  const ProcessSets* sets_;
+  std::vector<int> ranks_;
+  MemberMask world_;
+  mutable std::map<ProcessSetId, MemberMask> others_;  // as they are asked for
 };
 
 }  // namespace polyhvd

@@ -14,11 +14,10 @@ namespace {
 
 }  // namespace
 
-Relay::Relay(const ProcessSets& sets, std::vector<int> subtree)
-    : sets_(sets), subtree_(std::move(subtree)) {}
+Relay::Relay(const ProcessSets& sets, std::vector<int> ranks)
+    : sets_(sets), subtree_(sets, std::move(ranks)) {}
 
-void Relay::add(const Report& report, std::span<const int> from, const ResponseCache& cache,
-                Time now) {
+void Relay::add(const Report& report, const Subtree& from, const ResponseCache& cache, Time now) {
   for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from, cache, now);
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, cache, now);
   for (const Request& request : report.requests) add_request(request, cache);
@@ -44,12 +43,11 @@ void Relay::withdraw(CacheId id) {
   partial_.erase(found);
 }
 
-void Relay::add_subtree_hit(CacheId id, std::span<const int> from, const ResponseCache& cache,
-                            Time now) {
+void Relay::add_subtree_hit(CacheId id, const Subtree& from, const ResponseCache& cache, Time now) {
   const Agreement* agreement = cache.get(id);
   if (is_passed_through(agreement)) {
     // Whose hits these are is known above, or no longer matters.
-    for (const int rank : from) {
+    for (const int rank : from.ranks()) {
       if (agreement == nullptr || sets_.position(agreement->process_set, rank)) {
         next_.hits.push_back({rank, id});
       }
@@ -57,14 +55,15 @@ void Relay::add_subtree_hit(CacheId id, std::span<const int> from, const Respons
     return;
   }
   Partial& partial = partial_of(id, agreement->process_set);
-  bool any = false;
-  for (const int rank : from) {
-    if (const auto position = position_in(partial.members, rank)) {
-      add_member(id, partial, *position, now);
-      any = true;
-    }
+  const MemberMask& members = from.members(agreement->process_set);
+  if (members.empty()) fail_not_member(id);
+  if (!partial.passed_on && partial.seen.merge(members)) {
+    settle(id, partial, now);
+    return;
   }
-  if (!any) fail_not_member(id);
+  for (std::size_t i = 0; i < partial.members.size(); ++i) {
+    if (members.contains(i)) add_member(id, partial, static_cast<int>(i), now);
+  }
 }
 
 void Relay::add_hit(int rank, CacheId id, const ResponseCache& cache, Time now) {
@@ -88,16 +87,19 @@ void Relay::add_member(CacheId id, Partial& partial, int position, Time now) {
     partial.seen.clear();
     partial.seen.insert(index);
   }
-  if (partial.passed_on) {
-    next_.hits.push_back({partial.members[index], id});
-  } else if (partial.seen.count() == partial.expected) {
-    next_.subtree_hits.push_back(id);
-  } else if (!partial.waiting) {
+  if (partial.passed_on) next_.hits.push_back({partial.members[index], id});
+  settle(id, partial, now);
+}
+
+void Relay::settle(CacheId id, Partial& partial, Time now) {
+  if (partial.seen.count() == partial.expected) {
+    if (!partial.passed_on) next_.subtree_hits.push_back(id);
+    end_round(partial);
+  } else if (!partial.passed_on && !partial.waiting) {
     partial.waiting = true;
     partial.since = now;
     waiting_.splice(waiting_.end(), idle_, partial.place);
   }
-  if (partial.seen.count() == partial.expected) end_round(partial);
 }
 
 void Relay::add_request(const Request& request, const ResponseCache& cache) {
@@ -155,10 +157,7 @@ Relay::Partial& Relay::partial_of(CacheId id, ProcessSetId set) {
   partial.set = set;
   partial.members = sets_.members(set);
   partial.seen = MemberMask(partial.members.size());
-  partial.expected =
-      static_cast<std::size_t>(std::count_if(subtree_.begin(), subtree_.end(), [&](int rank) {
-        return position_in(partial.members, rank).has_value();
-      }));
+  partial.expected = subtree_.members(set).count();
   partial.place = idle_.insert(idle_.end(), id);
   return partial;
 }

@@ -19,12 +19,12 @@ namespace polyhvd {
 
 class Relay {
  public:
-  // `subtree` are the world ranks at and below this node. `sets` must outlive this.
-  Relay(const ProcessSets& sets, std::vector<int> subtree);
+  // `ranks` are the world ranks at and below this node. `sets` must outlive this.
+  Relay(const ProcessSets& sets, std::vector<int> ranks);
 
-  // A report of one child, or of this node's own rank; `from` are the ranks it
-  // speaks for. `cache` is this node's replica.
-  void add(const Report& report, std::span<const int> from, const ResponseCache& cache, Time now);
+  // A report of one child, or of this node's own rank: `from` is who has sent it.
+  // `cache` is this node's replica.
+  void add(const Report& report, const Subtree& from, const ResponseCache& cache, Time now);
 
   // What is to be sent to the parent now. A hit waits here until the whole
   // subtree agrees, but no longer than `patience`, so that stalls are seen above.
@@ -53,9 +53,11 @@ class Relay {
     bool passed_on = false;  // this round goes up rank by rank, at once
     std::list<CacheId>::iterator place;
   };
-  void add_subtree_hit(CacheId id, std::span<const int> from, const ResponseCache& cache, Time now);
+  void add_subtree_hit(CacheId id, const Subtree& from, const ResponseCache& cache, Time now);
   void add_hit(int rank, CacheId id, const ResponseCache& cache, Time now);
   void add_member(CacheId id, Partial& partial, int position, Time now);
+  // After somebody was seen: the round is over, or waits for the rest.
+  void settle(CacheId id, Partial& partial, Time now);
   void add_request(const Request& request, const ResponseCache& cache);
   void add_departure(int rank);
   void begin_join();
@@ -67,7 +69,7 @@ class Relay {
   void end_round(Partial& partial);
 
   const ProcessSets& sets_;
-  std::vector<int> subtree_;
+  Subtree subtree_;
   std::unordered_map<CacheId, Partial> partial_;
   std::list<CacheId> waiting_;  // hits held back, the oldest first
   std::list<CacheId> idle_;

@@ -186,10 +186,11 @@ class Rank:
         return True
 
     def _accept(self, payload: bytes, ranks: list[int]) -> None:
+        sender = units.Subtree(self.sets, ranks)
         if self.coordinator is not None:
-            self.coordinator.add(payload, ranks, self.world.now)
+            self.coordinator.add(payload, sender, self.world.now)
         elif self.relay is not None and not self.departed:
-            self.relay.add(payload, ranks, self.cache, self.world.now)
+            self.relay.add(payload, sender, self.cache, self.world.now)
         else:
             self.to_parent.append(payload)
 

@@ -47,7 +47,7 @@ class Desk {
   void depart(int rank) { add({{}, {}, {}, {rank}, {}}, {rank}); }
   void subtree_hit(std::vector<int> ranks, CacheId id) { add({{id}, {}, {}, {}, {}}, ranks); }
   void add(const Report& report, const std::vector<int>& from) {
-    coordinator.add(report, from, now);
+    coordinator.add(report, Subtree(sets, from), now);
   }
   Decision take() { return coordinator.take_decision(); }
 
@@ -889,7 +889,7 @@ class World {
   bool send_own(Node& node) {
     if (node.own.empty()) return false;
     const Report report = std::exchange(node.own, {});
-    const std::vector<int> from{node.rank};
+    const Subtree from(sets_, {node.rank});
     if (node.relay) {
       node.relay->add(report, from, node.cache, now_);
     } else {
@@ -898,7 +898,7 @@ class World {
     return true;
   }
 
-  void send_up(Node& node, const Report& report, std::span<const int> from) {
+  void send_up(Node& node, const Report& report, const Subtree& from) {
     if (node.parent < 0) {
       coordinator_->add(report, from, now_);
     } else {
@@ -911,10 +911,11 @@ class World {
     const Report report = decode_report(node.to_parent.front());
     node.to_parent.pop_front();
     Node& parent = at(node.parent);
+    const Subtree from(sets_, node.subtree);
     if (parent.relay) {
-      parent.relay->add(report, node.subtree, parent.cache, now_);
+      parent.relay->add(report, from, parent.cache, now_);
     } else {
-      send_up(parent, report, node.subtree);
+      send_up(parent, report, from);
     }
     return true;
   }
@@ -923,7 +924,7 @@ class World {
     if (!node.relay) return false;
     const Report report = node.relay->take_report(now_, patience_);
     if (report.empty()) return false;
-    send_up(node, report, node.subtree);
+    send_up(node, report, Subtree(sets_, node.subtree));
     return true;
   }
 

@@ -34,7 +34,7 @@ class Node {
     add({{}, {}, {request}, {}}, {rank});
   }
   void add(const Report& report, const std::vector<int>& from) {
-    relay.add(report, from, cache, now);
+    relay.add(report, Subtree(sets, from), cache, now);
   }
   Report take() { return relay.take_report(now, seconds(10)); }
 

@@ -159,6 +159,8 @@ PYBIND11_MODULE(polyhvd_units, module) {
         const auto members = sets.members(id);
         return Ranks(members.begin(), members.end());
       });
+  py::class_<Subtree>(module, "Subtree")
+      .def(py::init<const ProcessSets&, Ranks>(), py::keep_alive<1, 2>());
   py::class_<ResponseCache>(module, "ResponseCache")
       .def(py::init<>())
       .def("define", &ResponseCache::define)
@@ -173,13 +175,13 @@ PYBIND11_MODULE(polyhvd_units, module) {
            }),
            py::keep_alive<1, 2>(), py::arg("sets"), py::arg("cache_capacity"),
            py::arg("fusion_bytes_max"))
-      .def("add", [](Coordinator& coordinator, const std::string& report, const Ranks& from,
+      .def("add", [](Coordinator& coordinator, const std::string& report, const Subtree& from,
                      double now) { coordinator.add(decode_report(report), from, time_of(now)); })
       .def("take_decision", &take_decision)
       .def("stalled", &stalled);
   py::class_<Relay>(module, "Relay")
       .def(py::init<const ProcessSets&, Ranks>(), py::keep_alive<1, 2>())
-      .def("add", [](Relay& relay, const std::string& report, const Ranks& from,
+      .def("add", [](Relay& relay, const std::string& report, const Subtree& from,
                      const ResponseCache& cache,
                      double now) { relay.add(decode_report(report), from, cache, time_of(now)); })
       .def("take_report", &take_report)
