@@ -14,6 +14,9 @@ using Clock = std::chrono::steady_clock;
 
 // How long a relay keeps a hit that waits for the rest of its subtree.
 constexpr std::chrono::duration<double> kRelayPatience{2.0};
+// Likewise a request of a name that is new: that the others are late costs more then,
+// since every side goes up in full, but no time.
+constexpr std::chrono::duration<double> kFirstRoundPatience{0.25};
 // How long a leaving rank tries to get its last words out.
 constexpr std::chrono::milliseconds kFarewellTime{200};
 
@@ -119,7 +122,7 @@ bool Controller::decide() {
 
 void Controller::report_up() {
   if (!relay_ || !parent_ || farewell_) return;
-  const Report report = relay_->take_report(Clock::now(), kRelayPatience);
+  const Report report = relay_->take_report(Clock::now(), kRelayPatience, kFirstRoundPatience);
   if (report.empty()) return;
   payload_.clear();
   encode(report, payload_);
@@ -240,6 +243,7 @@ void Controller::change_sets(const Agreement& agreement, Operation& operation) {
     }
     case OpKind::kRemoveProcessSet:
       queue_.remove_process_set(static_cast<ProcessSetId>(agreement.root));
+      if (relay_) relay_->remove(static_cast<ProcessSetId>(agreement.root));
       break;
     case OpKind::kJoin:
       operation.number = agreement.root;

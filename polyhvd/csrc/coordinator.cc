@@ -22,21 +22,23 @@ bool clear_rows(Agreement& agreement) {
 }
 
 // Fills in rows and the first dimensions of what an allgather yields; members that
-// sent no request have no rows. False when there is no such result: a scalar, or
+// are not present have no rows. False when there is no such result: a scalar, or
 // more rows than can be counted.
-bool add_up_rows(Agreement& agreement, std::span<const Request> requests,
-                 std::span<const int> members) {
+bool add_up_rows(Agreement& agreement, std::span<const Request> requests, const MemberMask& present,
+                 std::size_t members) {
   if (!clear_rows(agreement)) return false;
   const std::size_t count = agreement.shapes.size();
-  agreement.rows.assign(members.size() * count, 0);
-  for (const Request& request : requests) {
-    const auto position = static_cast<std::size_t>(*position_in(members, request.rank));
+  agreement.rows.assign(members * count, 0);
+  auto request = requests.begin();
+  for (std::size_t position = 0; position < members; ++position) {
+    if (!present.contains(position)) continue;
     for (std::size_t i = 0; i < count; ++i) {
-      const std::int64_t rows = request.shapes[i][0];
+      const std::int64_t rows = request->shapes[i][0];
       std::int64_t& sum = agreement.shapes[i][0];
       if (__builtin_add_overflow(sum, rows, &sum)) return false;
       agreement.rows[position * count + i] = rows;
     }
+    if (requests.size() > 1) ++request;
   }
   return true;
 }
@@ -57,10 +59,6 @@ Agreement agreement_of(std::span<const Request> requests) {
   agreement.shapes = first.shapes;
   agreement.name = first.name;
   return agreement;
-}
-
-bool is_join(std::span<const Request> requests) {
-  return std::ranges::any_of(requests, [](const Request& r) { return r.kind == OpKind::kJoin; });
 }
 
 std::vector<std::string> places_of(std::span<const Request> requests,
@@ -98,6 +96,7 @@ Coordinator::Coordinator(const ProcessSets& sets, CoordinatorOptions options)
 void Coordinator::add(const Report& report, const Subtree& from, Time now) {
   for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from, now);
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, now);
+  for (const Request& request : report.subtree_requests) add_subtree_request(request, from, now);
   for (const Request& request : report.requests) add_request(request, now);
   for (const int rank : report.departures) add_departure(rank);
   for (const Resend& answer : report.answers) add_answer(answer.rank);
@@ -174,31 +173,39 @@ void Coordinator::add_side(CacheId id, Known& known, int position, Time now) {
 }
 
 void Coordinator::add_request(Request request, Time now) {
+  if (refuse_if_doomed(request)) return;
   const auto position = sets_.position(request.process_set, request.rank);
-  if (!sets_.contains(request.process_set) && request.process_set < sets_.added()) {
-    refuse_removed(request.process_set, request.kind, request.name);
-    return;
-  }
   if (!position) {
     fail_protocol({"rank ", std::to_string(request.rank), " asked for '", request.name,
                    "' in process set ", std::to_string(request.process_set),
                    ", which it is not in"});
   }
-  if (is_doomed(request.process_set)) {
-    refuse_departed(request.process_set, request.kind, request.name);
-    return;
+  const Key key{request.process_set, request.name};
+  const int rank = request.rank;
+  const bool joins = request.kind == OpKind::kJoin;
+  Negotiation& negotiation = negotiation_of(key, now);
+  if (!negotiation.add(std::move(request), static_cast<std::size_t>(*position))) {
+    fail_duplicate(rank, key.second);
+  }
+  if (joins) {
+    add_join(rank);
+  } else if (is_complete(negotiation.present, negotiation.members)) {
+    complete(key);
+  }
+}
+
+void Coordinator::add_subtree_request(const Request& request, const Subtree& from, Time now) {
+  if (refuse_if_doomed(request)) return;
+  if (!sets_.contains(request.process_set) || from.members(request.process_set).empty()) {
+    fail_protocol({"'", request.name, "' was asked for in process set ",
+                   std::to_string(request.process_set), " by ranks that are not in it"});
   }
   const Key key{request.process_set, request.name};
   Negotiation& negotiation = negotiation_of(key, now);
-  const auto index = static_cast<std::size_t>(*position);
-  if (!negotiation.present.insert(index)) fail_duplicate(request.rank, request.name);
-  const bool joins = request.kind == OpKind::kJoin;
-  negotiation.requests[index] = std::move(request);
-  if (joins) {
-    add_join(negotiation.requests[index].rank);
-  } else if (is_complete(negotiation.present, sets_.members(key.first))) {
-    complete(key);
+  if (!negotiation.add(request, from.members(request.process_set))) {
+    fail_duplicate(request.rank, request.name);
   }
+  if (is_complete(negotiation.present, negotiation.members)) complete(key);
 }
 
 // The join itself is complete when all ranks have said so, and runs last.
@@ -211,8 +218,8 @@ void Coordinator::add_join(int rank) {
 void Coordinator::complete_without_joined() {
   std::vector<Key> complete_keys;
   for (const auto& [key, negotiation] : pending_) {
-    if (is_join(negotiation.requests) && !resends_.empty()) continue;
-    if (is_complete(negotiation.present, sets_.members(key.first))) complete_keys.push_back(key);
+    if (negotiation.is_join() && !resends_.empty()) continue;
+    if (is_complete(negotiation.present, negotiation.members)) complete_keys.push_back(key);
   }
   for (const CacheId id : by_age_) {
     const Known& known = known_.at(id);
@@ -221,7 +228,7 @@ void Coordinator::complete_without_joined() {
   }
   const auto is_other = [this](const Key& key) {
     const auto found = pending_.find(key);
-    return found == pending_.end() || !is_join(found->second.requests);
+    return found == pending_.end() || !found->second.is_join();
   };
   std::ranges::stable_partition(complete_keys, is_other);
   for (const Key& key : complete_keys) {
@@ -266,11 +273,9 @@ void Coordinator::add_departure(int rank) {
       ++at;
       continue;
     }
-    std::size_t any = 0;
-    while (!negotiation.present.contains(any)) ++any;
-    refuse_departed(key.first, negotiation.requests[any].kind, key.second);
+    refuse_departed(key.first, negotiation.first.kind, key.second);
     if (negotiation.cached != 0) known_.at(negotiation.cached).negotiation = nullptr;
-    if (is_join(negotiation.requests)) joined_.clear();
+    if (negotiation.is_join()) joined_.clear();
     at = pending_.erase(at);
   }
   for (const CacheId id : by_age_) {
@@ -291,6 +296,50 @@ void Coordinator::add_departure(int rank) {
 
 // ---- agreeing by name -------------------------------------------------------------
 
+bool Coordinator::Negotiation::add(Request request, std::size_t position) {
+  const bool is_first = present.empty();
+  if (!present.insert(position)) return false;
+  if (is_first) {
+    first = std::move(request);
+  } else if (!asks_alike(first, request)) {
+    others.emplace(position, std::move(request));
+  }
+  return true;
+}
+
+bool Coordinator::Negotiation::add(const Request& request, const MemberMask& sides) {
+  const bool is_first = present.empty();
+  if (!present.merge(sides)) return false;
+  if (is_first) {
+    first = request;
+  } else if (!asks_alike(first, request)) {
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      if (sides.contains(i)) others.emplace(i, request).first->second.rank = members[i];
+    }
+  }
+  return true;
+}
+
+std::vector<Request> Coordinator::Negotiation::take_requests() {
+  std::vector<Request> requests;
+  if (others.empty()) {
+    requests.push_back(std::move(first));
+    return requests;
+  }
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (!present.contains(i)) continue;
+    const auto other = others.find(i);
+    requests.push_back(other != others.end() ? std::move(other->second) : first);
+    requests.back().rank = members[i];
+  }
+  return requests;
+}
+
+bool Coordinator::Negotiation::is_join() const {
+  const auto joins = [](const auto& other) { return other.second.kind == OpKind::kJoin; };
+  return first.kind == OpKind::kJoin || std::ranges::any_of(others, joins);
+}
+
 Coordinator::Known* Coordinator::find_known(CacheId id) noexcept {
   const auto found = known_.find(id);
   return found == known_.end() ? nullptr : &found->second;
@@ -300,9 +349,8 @@ Coordinator::Negotiation& Coordinator::negotiation_of(const Key& key, Time now) 
   const auto [entry, fresh] = pending_.try_emplace(key);
   Negotiation& negotiation = entry->second;
   if (!fresh) return negotiation;
-  const std::size_t size = sets_.members(key.first).size();
-  negotiation.present = MemberMask(size);
-  negotiation.requests.resize(size);
+  negotiation.members = sets_.members(key.first);
+  negotiation.present = MemberMask(negotiation.members.size());
   negotiation.since = now;
   if (const auto id = cache_.id_of(key.first, key.second)) withdraw(*id, negotiation);
   return negotiation;
@@ -316,8 +364,7 @@ void Coordinator::withdraw(CacheId id, Negotiation& negotiation) {
   if (!known.ready.empty()) negotiation.since = known.since;
   for (std::size_t i = 0; i < known.members.size(); ++i) {
     if (!known.ready.contains(i)) continue;
-    negotiation.present.insert(i);
-    negotiation.requests[i] = request_of(known, static_cast<int>(i));
+    negotiation.add(request_of(known, static_cast<int>(i)), i);
   }
   known.ready.clear();
   known.negotiation = &negotiation;
@@ -354,11 +401,7 @@ void Coordinator::complete(const Key& key) {
   auto node = pending_.extract(key);
   Negotiation& negotiation = node.mapped();
   if (negotiation.cached != 0) known_.at(negotiation.cached).negotiation = nullptr;
-  std::vector<Request> requests;
-  for (std::size_t i = 0; i < negotiation.requests.size(); ++i) {
-    if (negotiation.present.contains(i)) requests.push_back(std::move(negotiation.requests[i]));
-  }
-  conclude(std::move(requests));
+  conclude(negotiation.take_requests(), negotiation.present);
 }
 
 // What is wrong with a process set that all ranks want to add; nothing, mostly.
@@ -382,24 +425,25 @@ std::string Coordinator::why_not_add(const Agreement& agreement) const {
   return "";
 }
 
-std::optional<Error> Coordinator::fill_in(Agreement& agreement,
-                                          std::span<const Request> requests) const {
+std::optional<Error> Coordinator::fill_in(Agreement& agreement, std::span<const Request> requests,
+                                          const MemberMask& present) const {
   const auto refuse = [&](std::string_view why) {
     return Error{ErrorCode::kInvalidArgument,
                  concat({subject(agreement.kind, agreement.name), ": ", why})};
   };
-  const bool complete = requests.size() == sets_.members(agreement.process_set).size();
+  const std::span<const int> members = sets_.members(agreement.process_set);
+  const bool complete = present.count() == members.size();
   switch (agreement.kind) {
     case OpKind::kAllgather:
-      if (add_up_rows(agreement, requests, sets_.members(agreement.process_set))) break;
+      if (add_up_rows(agreement, requests, present, members.size())) break;
       return refuse(
           "a tensor without a first dimension, or too many rows; reshape it before gathering.");
     case OpKind::kAlltoall:
       if (clear_rows(agreement)) break;
       return refuse("a tensor without a first dimension; reshape it to [1].");
     case OpKind::kBroadcast:
-      if (std::ranges::any_of(requests,
-                              [&](const Request& r) { return r.rank == agreement.root; })) {
+      if (const auto root = position_in(members, agreement.root);
+          root && present.contains(static_cast<std::size_t>(*root))) {
         break;
       }
       return refuse(concat({"its root, rank ", std::to_string(agreement.root),
@@ -425,16 +469,17 @@ std::optional<Error> Coordinator::fill_in(Agreement& agreement,
   return std::nullopt;
 }
 
-void Coordinator::conclude(std::vector<Request> requests) {
+void Coordinator::conclude(std::span<const Request> requests, const MemberMask& present) {
   const Request& first = requests.front();
-  const bool joins = is_join(requests);
+  const bool joins =
+      std::ranges::any_of(requests, [](const Request& r) { return r.kind == OpKind::kJoin; });
   if (auto error = disagreement(requests)) {
     if (joins) joined_.clear();
     next_.refusals.push_back({first.process_set, first.name, std::move(*error)});
     return;
   }
   Agreement agreement = agreement_of(requests);
-  if (auto error = fill_in(agreement, requests)) {
+  if (auto error = fill_in(agreement, requests, present)) {
     next_.refusals.push_back({first.process_set, first.name, std::move(*error)});
     return;
   }
@@ -533,9 +578,7 @@ Decision Coordinator::take_decision() {
 void Coordinator::forget_set(ProcessSetId set) {
   for (auto at = pending_.lower_bound({set, ""}); at != pending_.end() && at->first.first == set;) {
     const auto& [key, negotiation] = *at;
-    std::size_t any = 0;
-    while (!negotiation.present.contains(any)) ++any;
-    refuse_removed(set, negotiation.requests[any].kind, key.second);
+    refuse_removed(set, negotiation.first.kind, key.second);
     at = pending_.erase(at);
   }
   for (auto at = by_age_.begin(); at != by_age_.end();) {
@@ -559,6 +602,17 @@ void Coordinator::refuse_removed(ProcessSetId set, OpKind kind, const std::strin
 bool Coordinator::is_doomed(ProcessSetId set) const {
   return std::any_of(departed_.begin(), departed_.end(),
                      [&](int rank) { return sets_.position(set, rank).has_value(); });
+}
+
+bool Coordinator::refuse_if_doomed(const Request& request) {
+  const ProcessSetId set = request.process_set;
+  if (!sets_.contains(set) && set < sets_.added()) {
+    refuse_removed(set, request.kind, request.name);
+    return true;
+  }
+  if (!is_doomed(set)) return false;
+  refuse_departed(set, request.kind, request.name);
+  return true;
 }
 
 void Coordinator::refuse_departed(ProcessSetId set, OpKind kind, const std::string& name) {

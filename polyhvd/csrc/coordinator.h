@@ -69,10 +69,19 @@ class Coordinator {
   using Key = std::pair<ProcessSetId, std::string>;
 
   // An operation that at least one member asked for in full: every side is a
-  // request, those that came as hits included.
+  // request, those that came as hits included. Mostly all ask alike.
   struct Negotiation {
-    MemberMask present;             // by position in the process set
-    std::vector<Request> requests;  // by position
+    // False when a side was there already. `request` is one of `sides`.
+    bool add(Request request, std::size_t position);
+    bool add(const Request& request, const MemberMask& sides);
+    // Those of `present`, in order, or one that stands for all of them.
+    std::vector<Request> take_requests();
+    bool is_join() const;
+
+    std::span<const int> members;
+    MemberMask present;                     // by position in the process set
+    Request first;                          // of all of them that are not in `others`
+    std::map<std::size_t, Request> others;  // who asks otherwise, by position
     Time since;
     CacheId cached = 0;  // the id that leads here as long as this is pending, or 0
   };
@@ -95,6 +104,7 @@ class Coordinator {
   void add_hit(int rank, CacheId id, Time now);
   void add_side(CacheId id, Known& known, int position, Time now);
   void add_request(Request request, Time now);
+  void add_subtree_request(const Request& request, const Subtree& from, Time now);
   void add_departure(int rank);
   void ask_again(int rank, CacheId id);
   void add_answer(int rank);
@@ -104,9 +114,11 @@ class Coordinator {
   // Turns the readiness of an id into sides of a negotiation by name.
   void withdraw(CacheId id, Negotiation& negotiation);
   void complete(const Key& key);
-  void conclude(std::vector<Request> requests);
+  // `requests` are those of `present`, in order, or one that stands for all of them.
+  void conclude(std::span<const Request> requests, const MemberMask& present);
   // What else the agreement says, and whether it can run at all.
-  std::optional<Error> fill_in(Agreement& agreement, std::span<const Request> requests) const;
+  std::optional<Error> fill_in(Agreement& agreement, std::span<const Request> requests,
+                               const MemberMask& present) const;
   std::string why_not_add(const Agreement& agreement) const;
   CacheId define(Agreement agreement, std::vector<std::string> where);
   void mark_ready(CacheId id, Known& known);
@@ -123,6 +135,8 @@ class Coordinator {
   bool is_doomed(ProcessSetId set) const;
   void refuse_removed(ProcessSetId set, OpKind kind, const std::string& name);
   void refuse_departed(ProcessSetId set, OpKind kind, const std::string& name);
+  // Whether a request of the set is refused, now that it was.
+  bool refuse_if_doomed(const Request& request);
   Request request_of(const Known& known, int position) const;
 
   const ProcessSets& sets_;

@@ -7,31 +7,39 @@
 namespace polyhvd {
 namespace {
 
+[[noreturn]] void fail_not_member(const std::string& what) {
+  throw Failure(ErrorCode::kInternal, what + " came from outside its process set");
+}
 [[noreturn]] void fail_not_member(CacheId id) {
-  throw Failure(ErrorCode::kInternal,
-                "a hit for id " + std::to_string(id) + " from outside its process set");
+  fail_not_member("a hit for id " + std::to_string(id));
 }
 
 }  // namespace
 
 Relay::Relay(const ProcessSets& sets, std::vector<int> ranks)
-    : sets_(sets), subtree_(sets, std::move(ranks)) {}
+    : sets_(sets), subtree_(sets, std::move(ranks)), merger_(sets, subtree_) {}
 
 void Relay::add(const Report& report, const Subtree& from, const ResponseCache& cache, Time now) {
   for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from, cache, now);
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, cache, now);
-  for (const Request& request : report.requests) add_request(request, cache);
+  for (const Request& request : report.subtree_requests) {
+    add_subtree_request(request, from.members(request.process_set), cache, now);
+  }
+  for (const Request& request : report.requests) add_request(request, cache, now);
   for (const int rank : report.departures) add_departure(rank);
   next_.answers.insert(next_.answers.end(), report.answers.begin(), report.answers.end());
 }
 
-Report Relay::take_report(Time now, std::chrono::duration<double> patience) {
+Report Relay::take_report(Time now, std::chrono::duration<double> patience,
+                          std::chrono::duration<double> patience_in_first_round) {
   while (!waiting_.empty()) {
     const CacheId id = waiting_.front();
     Partial& partial = partial_.at(id);
     if (now - partial.since < patience) break;
     flush(id, partial);
   }
+  merger_.release_older(now - std::chrono::duration_cast<Time::duration>(patience_in_first_round),
+                        next_);
   return std::exchange(next_, {});
 }
 
@@ -102,9 +110,40 @@ void Relay::settle(CacheId id, Partial& partial, Time now) {
   }
 }
 
-void Relay::add_request(const Request& request, const ResponseCache& cache) {
+void Relay::add_subtree_request(const Request& request, const MemberMask& members,
+                                const ResponseCache& cache, Time now) {
+  if (members.empty()) fail_not_member(request.name);
+  const bool merges = !joined_ && !doomed_.contains(request.process_set) &&
+                      sets_.contains(request.process_set) &&
+                      !cache.id_of(request.process_set, request.name) && merger_.takes(request);
+  if (merges) {
+    merger_.add(request, members, now, next_);
+    return;
+  }
+  merger_.pass_over(request);
+  const std::span<const int> ranks = sets_.members(request.process_set);
+  Request of_one = request;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (!members.contains(i)) continue;
+    of_one.rank = ranks[i];
+    pass_on_request(of_one, cache);
+  }
+}
+
+void Relay::add_request(const Request& request, const ResponseCache& cache, Time now) {
+  const auto position = sets_.position(request.process_set, request.rank);
+  if (request.kind == OpKind::kJoin || !position) {
+    pass_on_request(request, cache);
+    return;
+  }
+  MemberMask one(sets_.members(request.process_set).size());
+  one.insert(static_cast<std::size_t>(*position));
+  add_subtree_request(request, one, cache, now);
+}
+
+void Relay::pass_on_request(const Request& request, const ResponseCache& cache) {
+  if (request.kind == OpKind::kJoin) begin_join();  // after what is let go
   next_.requests.push_back(request);
-  if (request.kind == OpKind::kJoin) begin_join();
   if (joined_ || doomed_.contains(request.process_set)) return;
   const auto id = cache.id_of(request.process_set, request.name);
   if (!id) return;
@@ -129,6 +168,7 @@ void Relay::add_departure(int rank) {
 
 void Relay::begin_join() {
   if (std::exchange(joined_, true)) return;
+  merger_.release_all(next_);
   for (auto& [id, partial] : partial_) {
     flush(id, partial);
     end_round(partial);
@@ -143,6 +183,7 @@ bool Relay::is_passed_through(const Agreement* agreement) const {
 void Relay::doom(ProcessSetId set) {
   if (!doomed_.insert(set).second) return;
   if (set == kWorld) joined_ = false;  // the join has failed, too
+  merger_.release(set, next_);
   for (auto at = waiting_.begin(); at != waiting_.end();) {
     const CacheId id = *at++;
     Partial& partial = partial_.at(id);

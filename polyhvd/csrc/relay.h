@@ -13,6 +13,7 @@
 #include "coordinator.h"
 #include "process_set.h"
 #include "request.h"
+#include "request_merger.h"
 #include "response_cache.h"
 
 namespace polyhvd {
@@ -27,8 +28,13 @@ class Relay {
   void add(const Report& report, const Subtree& from, const ResponseCache& cache, Time now);
 
   // What is to be sent to the parent now. A hit waits here until the whole
-  // subtree agrees, but no longer than `patience`, so that stalls are seen above.
-  Report take_report(Time now, std::chrono::duration<double> patience);
+  // subtree agrees, but no longer than `patience`, so that stalls are seen above; a
+  // request of a new name no longer than the other.
+  Report take_report(Time now, std::chrono::duration<double> patience,
+                     std::chrono::duration<double> patience_in_first_round);
+
+  // The set was removed: what was asked for in it goes up, to be refused.
+  void remove(ProcessSetId set) { merger_.release(set, next_); }
 
   // An id was evicted or redefined: its partial hits go up as they are.
   void withdraw(CacheId id);
@@ -58,7 +64,10 @@ class Relay {
   void add_member(CacheId id, Partial& partial, int position, Time now);
   // After somebody was seen: the round is over, or waits for the rest.
   void settle(CacheId id, Partial& partial, Time now);
-  void add_request(const Request& request, const ResponseCache& cache);
+  void add_subtree_request(const Request& request, const MemberMask& members,
+                           const ResponseCache& cache, Time now);
+  void add_request(const Request& request, const ResponseCache& cache, Time now);
+  void pass_on_request(const Request& request, const ResponseCache& cache);
   void add_departure(int rank);
   void begin_join();
   bool is_passed_through(const Agreement* agreement) const;
@@ -69,7 +78,8 @@ class Relay {
   void end_round(Partial& partial);
 
   const ProcessSets& sets_;
-  Subtree subtree_;
+  const Subtree subtree_;
+  RequestMerger merger_;  // of names that have no id
   std::unordered_map<CacheId, Partial> partial_;
   std::list<CacheId> waiting_;  // hits held back, the oldest first
   std::list<CacheId> idle_;

@@ -34,6 +34,14 @@ struct Request {
   std::string where;  // "train.py:88" of the caller, for error messages
 };
 
+// Whether they are equal but for who asks.
+inline bool asks_alike(const Request& a, const Request& b) {
+  return a.name == b.name && a.process_set == b.process_set && a.kind == b.kind && a.op == b.op &&
+         a.dtype == b.dtype && a.dtypes == b.dtypes && a.device == b.device && a.root == b.root &&
+         a.priority == b.priority && a.scale == b.scale && a.shapes == b.shapes &&
+         a.where == b.where;
+}
+
 // What every member of the process set will run. For allgather, shapes[i][0]
 // is the sum of the ranks' rows, and rows[m * shapes.size() + i] those of
 // member m (by position in the process set) of tensor i. For alltoall it is 0:
@@ -101,19 +109,21 @@ struct Decision {
 // What a rank, or a whole subtree of ranks, reports towards the coordinator.
 struct Report {
   // Every member of the id's process set below the sender is ready for it.
-  std::vector<CacheId> subtree_hits;
+  std::vector<CacheId> subtree_hits{};
   // One rank is ready for an id: sent where a subtree is not complete.
   struct Hit {
     std::int32_t rank = 0;
     CacheId id = 0;
   };
-  std::vector<Hit> hits;
-  std::vector<Request> requests;
-  std::vector<std::int32_t> departures;
+  std::vector<Hit> hits{};
+  // Every member of the set below the sender asks for this; of one of them.
+  std::vector<Request> subtree_requests{};
+  std::vector<Request> requests{};
+  std::vector<std::int32_t> departures{};
   std::vector<Resend> answers{};  // whose requests, if any, came before
   bool empty() const noexcept {
-    return subtree_hits.empty() && hits.empty() && requests.empty() && departures.empty() &&
-           answers.empty();
+    return subtree_hits.empty() && hits.empty() && subtree_requests.empty() && requests.empty() &&
+           departures.empty() && answers.empty();
   }
 };
 

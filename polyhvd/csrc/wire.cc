@@ -58,6 +58,14 @@ void put_operation(std::string& out, const Operation& op) {
   put_text(out, op.name);
 }
 
+void put_requests(std::string& out, const std::vector<Request>& requests) {
+  for (const Request& request : requests) {
+    put(out, request.rank);
+    put_operation(out, request);
+    put_text(out, request.where);
+  }
+}
+
 void put_error(std::string& out, const Error& error) {
   put(out, error.code);
   put_text(out, error.message);
@@ -67,14 +75,12 @@ void put_error(std::string& out, const Error& error) {
 
 void encode(const Report& report, std::string& out) {
   put(out, MessageType::kReport, count_of(report.subtree_hits), count_of(report.hits),
-      count_of(report.requests), count_of(report.departures), count_of(report.answers));
+      count_of(report.subtree_requests), count_of(report.requests), count_of(report.departures),
+      count_of(report.answers));
   put_array(out, report.subtree_hits);
   put_array(out, report.hits);
-  for (const Request& request : report.requests) {
-    put(out, request.rank);
-    put_operation(out, request);
-    put_text(out, request.where);
-  }
+  put_requests(out, report.subtree_requests);
+  put_requests(out, report.requests);
   put_array(out, report.departures);
   put_array(out, report.answers);
 }
@@ -254,6 +260,13 @@ Request get_request(Reader& in) {
   return request;
 }
 
+std::vector<Request> get_requests(Reader& in, Count count) {
+  std::vector<Request> requests;
+  requests.reserve(in.checked(count, kRequestBytesMin));
+  for (Count i = 0; i < count; ++i) requests.push_back(get_request(in));
+  return requests;
+}
+
 Definition get_definition(Reader& in) {
   Definition definition;
   Agreement& agreement = definition.agreement;
@@ -299,6 +312,7 @@ Report decode_report(std::string_view payload) {
   Reader in(payload, MessageType::kReport);
   const auto subtree_hits = in.get<Count>();
   const auto hits = in.get<Count>();
+  const auto subtree_requests = in.get<Count>();
   const auto requests = in.get<Count>();
   const auto departures = in.get<Count>();
   const auto answers = in.get<Count>();
@@ -306,8 +320,8 @@ Report decode_report(std::string_view payload) {
   report.subtree_hits = in.get_array<CacheId>(subtree_hits);
   report.hits = in.get_array<Hit>(hits);
   for (const Hit& hit : report.hits) checked_rank(in, hit.rank);
-  report.requests.reserve(in.checked(requests, kRequestBytesMin));
-  for (Count i = 0; i < requests; ++i) report.requests.push_back(get_request(in));
+  report.subtree_requests = get_requests(in, subtree_requests);
+  report.requests = get_requests(in, requests);
   report.departures = in.get_array<std::int32_t>(departures);
   for (const std::int32_t rank : report.departures) checked_rank(in, rank);
   report.answers = in.get_array<Resend>(answers);

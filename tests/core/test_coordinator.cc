@@ -42,10 +42,13 @@ class Desk {
   explicit Desk(int world_size, CoordinatorOptions options = {})
       : sets(world_size), coordinator(sets, options) {}
 
-  void request(const Request& request) { add({{}, {}, {request}, {}, {}}, {request.rank}); }
-  void hit(int rank, CacheId id) { add({{}, {{rank, id}}, {}, {}, {}}, {rank}); }
-  void depart(int rank) { add({{}, {}, {}, {rank}, {}}, {rank}); }
-  void subtree_hit(std::vector<int> ranks, CacheId id) { add({{id}, {}, {}, {}, {}}, ranks); }
+  void request(const Request& request) { add({.requests = {request}}, {request.rank}); }
+  void hit(int rank, CacheId id) { add({.hits = {{rank, id}}}, {rank}); }
+  void depart(int rank) { add({.departures = {rank}}, {rank}); }
+  void subtree_hit(std::vector<int> ranks, CacheId id) { add({.subtree_hits = {id}}, ranks); }
+  void subtree_request(std::vector<int> ranks, const Request& request) {
+    add({.subtree_requests = {request}}, ranks);
+  }
   void add(const Report& report, const std::vector<int>& from) {
     coordinator.add(report, Subtree(sets, from), now);
   }
@@ -98,6 +101,65 @@ TEST_CASE("an operation runs once all members have asked, with its definition") 
   CHECK(decision.definitions[0].agreement.shapes == std::vector<Shape>{{10, 4}});
   CHECK(ids_of(decision) == std::vector<std::vector<CacheId>>{{decision.definitions[0].id}});
   CHECK(desk.take().empty());
+}
+
+TEST_CASE("a subtree's request stands for its ranks, with their rows") {
+  Desk desk(4);
+  desk.subtree_request({1, 3}, allgather(1, 5));
+  desk.request(allgather(2, 7));
+  CHECK_FALSE(desk.coordinator.has_decision());
+  desk.request(allgather(0, 5));
+  const Decision decision = desk.take();
+  REQUIRE(decision.definitions.size() == 1);
+  CHECK(decision.definitions[0].agreement.rows == std::vector<std::int64_t>{5, 5, 7, 5});
+  CHECK(decision.definitions[0].agreement.shapes[0][0] == 22);
+  desk.subtree_request({0, 1, 2, 3}, allgather(0, 2));
+  const Decision alike = desk.take();
+  REQUIRE(alike.definitions.size() == 1);
+  CHECK(alike.definitions[0].agreement.rows == std::vector<std::int64_t>{2, 2, 2, 2});
+}
+
+TEST_CASE("a disagreement names the ranks that a subtree's request stood for") {
+  Desk desk(4);
+  Request other = allreduce(1);
+  other.dtype = DType::kFloat64;
+  desk.subtree_request({1, 3}, other);
+  desk.subtree_request({0, 2}, allreduce(0));
+  const Decision decision = desk.take();
+  REQUIRE(decision.refusals.size() == 1);
+  const std::string& message = decision.refusals[0].error.message;
+  CHECK(message.find("ranks 0, 2") != std::string::npos);
+  CHECK(message.find("ranks 1, 3") != std::string::npos);
+}
+
+TEST_CASE("a subtree's request meets hits, joins, departures and the end of its set") {
+  Desk desk(4);
+  desk.agree(allreduce(0));
+  desk.hit(2, 1);
+  desk.subtree_request({0, 1, 3}, allreduce(0));
+  CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{1}});
+
+  Request join = allreduce(3);
+  join.kind = OpKind::kJoin;
+  join.name = "join";
+  desk.request(join);
+  desk.subtree_request({0, 1, 2}, allreduce(0, "y"));
+  CHECK(desk.take().definitions.size() == 1);
+  desk.request(allreduce(1, "z"));
+  CHECK_THROWS_AS(desk.subtree_request({0, 1}, allreduce(0, "z")), Failure);
+
+  Desk left(3);
+  left.depart(2);
+  left.subtree_request({0, 1}, allreduce(0));
+  REQUIRE(left.take().refusals.size() == 1);
+
+  Desk removed(3);
+  const ProcessSetId set = removed.sets.add({0, 1});
+  removed.sets.remove(set);
+  Request late = allreduce(0);
+  late.process_set = set;
+  removed.subtree_request({0, 1}, late);
+  REQUIRE(removed.take().refusals.size() == 1);
 }
 
 TEST_CASE("a known operation runs once all members have hit it, without a definition") {
@@ -246,7 +308,7 @@ TEST_CASE("what is ready at one time is fused") {
   Desk desk(2);
   const CacheId x = desk.agree(allreduce(0, "x"));
   const CacheId y = desk.agree(allreduce(0, "y"));
-  desk.add({{x, y}, {}, {}, {}, {}}, {0, 1});
+  desk.add({.subtree_hits = {x, y}}, {0, 1});
   CHECK(ids_of(desk.take()) == std::vector<std::vector<CacheId>>{{x, y}});
 }
 
@@ -922,7 +984,7 @@ class World {
 
   bool pass_on(Node& node) {
     if (!node.relay) return false;
-    const Report report = node.relay->take_report(now_, patience_);
+    const Report report = node.relay->take_report(now_, patience_, patience_);
     if (report.empty()) return false;
     send_up(node, report, Subtree(sets_, node.subtree));
     return true;

@@ -23,20 +23,32 @@ class Node {
     definition.agreement.name = std::string(name);
     cache.define(std::move(definition));
   }
-  void hit(int rank, CacheId id) { add({{}, {{rank, id}}, {}, {}}, {rank}); }
-  void subtree_hit(const std::vector<int>& ranks, CacheId id) { add({{id}, {}, {}, {}}, ranks); }
-  void depart(int rank) { add({{}, {}, {}, {rank}}, {rank}); }
-  void request(int rank, ProcessSetId process_set, const char* name) {
+  void hit(int rank, CacheId id) { add({.hits = {{rank, id}}}, {rank}); }
+  void subtree_hit(const std::vector<int>& ranks, CacheId id) {
+    add({.subtree_hits = {id}}, ranks);
+  }
+  void depart(int rank) { add({.departures = {rank}}, {rank}); }
+  void request(int rank, ProcessSetId process_set, const char* name, int priority = 0,
+               OpKind kind = OpKind::kAllreduce) {
     Request request;
     request.rank = rank;
     request.process_set = process_set;
     request.name = std::string(name);
-    add({{}, {}, {request}, {}}, {rank});
+    request.priority = priority;
+    request.kind = kind;
+    add({.requests = {request}}, {rank});
+  }
+  void subtree_request(const std::vector<int>& ranks, ProcessSetId process_set, const char* name) {
+    Request request;
+    request.rank = ranks.front();
+    request.process_set = process_set;
+    request.name = std::string(name);
+    add({.subtree_requests = {request}}, ranks);
   }
   void add(const Report& report, const std::vector<int>& from) {
     relay.add(report, Subtree(sets, from), cache, now);
   }
-  Report take() { return relay.take_report(now, seconds(10)); }
+  Report take() { return relay.take_report(now, seconds(10), seconds(10)); }
 
   ProcessSets sets;
   ResponseCache cache;
@@ -83,12 +95,85 @@ TEST_CASE("a child's subtree hit speaks for its members of the set alone") {
   CHECK(node.take().subtree_hits == std::vector<CacheId>{2});
 }
 
-TEST_CASE("requests and departures go up at once") {
+TEST_CASE("a departure goes up at once") {
   Node node;
-  node.request(3, kWorld, "new");
-  CHECK(node.take().requests.size() == 1);
   node.depart(2);
   CHECK(node.take().departures == std::vector<std::int32_t>{2});
+}
+
+std::vector<int> ranks_of(const std::vector<Request>& requests) {
+  std::vector<int> ranks;
+  for (const Request& request : requests) ranks.push_back(request.rank);
+  return ranks;
+}
+
+TEST_CASE("a new name goes up once, when the whole subtree has asked for it") {
+  Node node;
+  node.request(3, kWorld, "new");
+  node.subtree_request({2}, kWorld, "new");
+  CHECK(node.take().empty());
+  node.request(4, kWorld, "new");
+  const Report report = node.take();
+  REQUIRE(report.subtree_requests.size() == 1);
+  CHECK(report.subtree_requests[0].name == "new");
+  CHECK(report.requests.empty());
+  node.request(3, kWorld, "new");  // evicted since
+  CHECK(ranks_of(node.take().requests) == std::vector<int>{3});
+}
+
+TEST_CASE("a new name of a set waits for the set's members below alone") {
+  Node node;
+  node.subtree_request({2, 3}, node.set, "new");
+  CHECK(node.take().empty());
+  node.request(4, node.set, "new");
+  CHECK(node.take().subtree_requests.size() == 1);
+}
+
+TEST_CASE("ranks that ask otherwise go up one by one, with what was held") {
+  Node node;
+  node.subtree_request({2, 3}, kWorld, "new");
+  node.request(4, kWorld, "new", 5);
+  const Report report = node.take();
+  CHECK(ranks_of(report.requests) == std::vector<int>{2, 3, 4});
+  CHECK(report.requests[2].priority == 5);
+  CHECK(report.subtree_requests.empty());
+}
+
+TEST_CASE("after its patience a relay sends the requests that it has, and the rest as they come") {
+  Node node;
+  node.request(3, kWorld, "new");
+  node.now += seconds(9);
+  CHECK(node.take().empty());
+  node.now += seconds(1);
+  CHECK(ranks_of(node.take().requests) == std::vector<int>{3});
+  node.request(2, kWorld, "new");
+  CHECK(ranks_of(node.take().requests) == std::vector<int>{2});
+  node.subtree_request({4}, kWorld, "new");
+  CHECK(ranks_of(node.take().requests) == std::vector<int>{4});
+}
+
+TEST_CASE("requests that are held go up before a join, a departure and the end of their set") {
+  Node joined;
+  joined.request(3, kWorld, "new");
+  joined.request(3, kWorld, "join", 0, OpKind::kJoin);
+  Report report = joined.take();
+  REQUIRE(report.requests.size() == 2);
+  CHECK(report.requests[0].name == "new");
+  joined.request(2, kWorld, "new");
+  CHECK(ranks_of(joined.take().requests) == std::vector<int>{2});
+
+  Node left;
+  left.request(3, left.set, "new");
+  left.depart(4);
+  CHECK(ranks_of(left.take().requests) == std::vector<int>{3});
+
+  Node removed;
+  removed.request(3, removed.set, "new");
+  removed.sets.remove(removed.set);
+  removed.relay.remove(removed.set);
+  CHECK(ranks_of(removed.take().requests) == std::vector<int>{3});
+  removed.request(4, removed.set, "new");
+  CHECK(ranks_of(removed.take().requests) == std::vector<int>{4});
 }
 
 TEST_CASE("hits of an id that the replica does not know go up as they are") {

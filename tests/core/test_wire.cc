@@ -37,6 +37,7 @@ Report sample_report() {
   Report report;
   report.subtree_hits = {1, 0xffffffffu};
   report.hits = {{0, 5}, {2147483647, 6}};
+  report.subtree_requests = {Request{}, sample_request()};
   report.requests = {sample_request(), Request{}};
   report.departures = {4, 0};
   return report;
@@ -128,6 +129,8 @@ TEST_CASE("a report comes back as it was") {
   REQUIRE(after.hits.size() == 2);
   CHECK(after.hits[1].rank == 2147483647);
   CHECK(after.hits[1].id == 6);
+  REQUIRE(after.subtree_requests.size() == 2);
+  check_equal(after.subtree_requests[1], before.subtree_requests[1]);
   REQUIRE(after.requests.size() == 2);
   check_equal(after.requests[0], before.requests[0]);
   check_equal(after.requests[1], before.requests[1]);

@@ -70,6 +70,7 @@ std::vector<std::pair<std::string, std::string>> seed_payloads() {
   for (const Request& each : requests()) {
     Report report;
     report.requests = {each};
+    report.subtree_requests = {each, each};
     const std::string kind(name_of(each.kind));
     const std::string suffix = std::to_string(id);
     seeds.emplace_back("report-" + kind + "-" + suffix, encoded(report));

@@ -49,7 +49,8 @@ std::optional<py::bytes> take_decision(Coordinator& coordinator) {
 }
 
 std::optional<py::bytes> take_report(Relay& relay, double now, double patience) {
-  const Report report = relay.take_report(time_of(now), std::chrono::duration<double>(patience));
+  const std::chrono::duration<double> wait(patience);
+  const Report report = relay.take_report(time_of(now), wait, wait);
   if (report.empty()) return std::nullopt;
   std::string payload;
   encode(report, payload);
