@@ -24,7 +24,17 @@ from polyhvd.launch import network
 from polyhvd.launch.auth import new_secret, parse_secret
 from polyhvd.launch.rendezvous import Server
 
-__all__ = ["MpiJob", "checked_ranks", "is_asked_for", "is_communicator", "places", "ranks_of", "start"]
+__all__ = [
+    "Found",
+    "MpiJob",
+    "checked_ranks",
+    "is_asked_for",
+    "is_communicator",
+    "places",
+    "probe",
+    "ranks_of",
+    "start",
+]
 
 _OPEN_MPI, _MPICH = "libmpi.so.40", "libmpi.so.12"
 _MAPPED = re.compile(r"(/.*/libmpi(?:ch|_abi)?\.so[.\d]*)$", re.MULTILINE)
@@ -63,6 +73,22 @@ def places(settings: Config) -> list[str]:
     bundled = [folder / name for folder in wheels for name in names]
     found = [str(path) for path in beside if path.exists()]
     return [*found, *names, "libmpich.so.12", *(str(path) for path in bundled if path.exists())]
+
+
+@dataclass(frozen=True)
+class Found:
+    """An MPI library."""
+
+    path: str
+    version: str
+
+
+def probe(settings: Config) -> Found | str:
+    """The library that would be used, or why there is none. Initialises nothing."""
+    try:
+        return Found(*_core.probe_mpi(places(settings)))
+    except InvalidArgumentError as error:
+        return str(error)
 
 
 def _folders_of_launcher() -> list[Path]:
@@ -224,7 +250,7 @@ def _check_size(
     launch = mpi_launch()
     expected = max(settings.size, launch.size if launch else 0)
     if whole and session.size != expected and session.size == 1:
-        launcher = "polyhvdrun" if settings.rendezvous else f"{launch.launcher if launch else 'a'} launcher"
+        launcher = "polyhvdrun" if settings.rendezvous else f"the launcher of {launch and launch.launcher}"
         raise ConfigError(
             f"{launcher} has started {expected} ranks, but for {runtime.version} ({runtime.path}) this "
             "process is alone: it belongs to another launcher. Start the job with that library's mpirun, or "

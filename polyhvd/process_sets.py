@@ -10,8 +10,8 @@ __all__ = ["ProcessSet", "global_process_set"]
 
 
 class ProcessSet:
-    """The given ranks, or the members of a communicator or group of mpi4py. Pass it to ``init(process_sets=[...])`` or to ``add_process_set()``, then to
-    ``process_set=`` of operations.
+    """The given ranks, or the members of a communicator or group of mpi4py. Pass it to
+    ``init(process_sets=[...])`` or to ``add_process_set()``, then to ``process_set=`` of operations.
 
     Example::
 

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <type_traits>
 
@@ -218,9 +219,9 @@ class Bound final : public Library {
   Handle operation(BuiltIn op) const noexcept override {
     return make(values_.operations[static_cast<std::size_t>(op)]);
   }
-  Handle make_operation(ReduceFunction function) override {
+  Handle make_operation(ReduceFunction function, bool commutes) override {
     Handle op;
-    check("MPI_Op_create", mpi_.Op_create(function, 0, &in(op)));
+    check("MPI_Op_create", mpi_.Op_create(function, commutes ? 1 : 0, &in(op)));
     return op;
   }
   void free_operation(Handle op) noexcept override { mpi_.Op_free(&in(op)); }
@@ -317,7 +318,10 @@ std::shared_ptr<Library> bind(void* library, const std::string& name) {
   ask(text.data(), &length);
   std::string version(text.data(), static_cast<std::size_t>(length));
   version = version.substr(0, version.find('\n'));
-  for (char& c : version) c = c == '\t' ? ' ' : c;
+  // "MPICH Version:      4.2.0"
+  std::ranges::replace(version, '\t', ' ');
+  const auto both_blank = [](char a, char b) { return a == ' ' && b == ' '; };
+  version.erase(std::unique(version.begin(), version.end(), both_blank), version.end());
   const std::string path = path_of(library, name);
   if (dlsym(library, "ompi_mpi_comm_world") != nullptr) {
     return std::make_shared<Bound<void*>>(library, open_mpi_values(library), path, version);

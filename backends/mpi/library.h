@@ -69,8 +69,8 @@ class Library {
   virtual Handle bytes() const noexcept = 0;
   virtual Handle datatype(DType dtype) const noexcept = 0;
   virtual Handle operation(BuiltIn op) const noexcept = 0;
-  // Not commutative: terms are reduced in order of rank.
-  virtual Handle make_operation(ReduceFunction function) = 0;
+  // Unless it commutes, terms are reduced in order of rank.
+  virtual Handle make_operation(ReduceFunction function, bool commutes) = 0;
   virtual void free_operation(Handle operation) noexcept = 0;
 
   // `buffer` holds this rank's terms, and then the result.

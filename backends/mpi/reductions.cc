@@ -40,6 +40,12 @@ ReduceFunction function_for(DType dtype, ReduceOp op) {
       return function_for<DType::kFloat32>(op);
     case DType::kFloat64:
       return function_for<DType::kFloat64>(op);
+    case DType::kUint8:
+      return function_for<DType::kUint8>(op);
+    case DType::kInt8:
+      return function_for<DType::kInt8>(op);
+    case DType::kInt16:
+      return function_for<DType::kInt16>(op);
     default:
       return function_for<DType::kBool>(op);
   }
@@ -72,15 +78,17 @@ Reduction Reductions::of(DType dtype, ReduceOp op, Scale scale) {
   const bool widens = is_half(dtype) && (!is_extreme(op) || scale != Scale{});
   const DType carried = widens ? host::accumulator_of(dtype) : dtype;
   // MPI leaves open what becomes of NaN and of zeros of both signs in a minimum, and has no
-  // half types; its logical operations do not normalise bools.
-  const bool kernels = carried == DType::kBool || (is_float(carried) && is_extreme(op));
+  // half types; its logical operations do not normalise bools, and Open MPI's sums of 8 and
+  // 16 bits saturate on some machines instead of wrapping around.
+  const bool kernels = is_float(carried) ? is_extreme(op) : item_size(carried) < 4;
   return {carried, library_.datatype(carried),
           kernels ? made_of_kernels(carried, op) : library_.operation(built_in(op))};
 }
 
 Handle Reductions::made_of_kernels(DType dtype, ReduceOp op) {
   const auto [it, is_new] = made_.try_emplace({dtype, op});
-  if (is_new) it->second = library_.make_operation(function_for(dtype, op));
+  // Of equal floats the first one counts: their order matters.
+  if (is_new) it->second = library_.make_operation(function_for(dtype, op), !is_float(dtype));
   return it->second;
 }
 
