@@ -39,7 +39,7 @@ _config: Config | None = None
 _generation = 0  # of engines of this process; equal on all ranks, as init() is called on all
 _homogeneous = True
 _mpi: _core.MpiRuntime | None = None  # of the process, for as long as it lives
-_mpi_job: mpi.MpiJob | None = None
+_mpi_job: mpi.MpiJob | None = None  # of the running engine, or of the init() that failed last
 _members: tuple[object, list[int] | None] = (None, None)  # what init(comm=...) was given
 _registered: list[ProcessSet] = []
 _listeners: list[Callable[[int], None]] = []
@@ -96,8 +96,9 @@ def init(
     global _mpi_job
     if isinstance(comm, (list, tuple)) and comm and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
-    sets = [] if process_sets in (None, "dynamic") else list(process_sets or [])
-    if not all(isinstance(item, ProcessSet) for item in sets):
+    listed = [] if process_sets == "dynamic" else list(process_sets or ())
+    sets = [item for item in listed if isinstance(item, ProcessSet)]
+    if len(sets) < len(listed):
         raise InvalidArgumentError(f"init(process_sets={process_sets!r}): expected a list of ProcessSet")
     with _lock:
         if _engine is not None:
@@ -106,14 +107,10 @@ def init(
         if reproducible is not None:
             settings = replace(settings, reproducible=bool(reproducible))
         log.configure(settings)
-        job = _join_mpi(settings, comm)
-        try:
-            _start(settings if job is None else job.settings, sets, job)
-        except BaseException:
-            if job is not None:
-                job.close()
-            raise
-        _mpi_job = job
+        if _mpi_job is not None:
+            _mpi_job.close()  # of an init() that failed: the others had to hear of it
+        _mpi_job = job = _join_mpi(settings, comm)
+        _start(settings if job is None else job.settings, sets, job)
 
 
 def _join_mpi(settings: Config, comm: object) -> mpi.MpiJob | None:
@@ -128,7 +125,7 @@ def _join_mpi(settings: Config, comm: object) -> mpi.MpiJob | None:
         return None
     if _mpi is None:
         _mpi = mpi.start(settings)
-    job = mpi.MpiJob.join(_mpi, settings, comm, ranks)
+    job = mpi.MpiJob.join(_mpi, settings, comm if ranks is None else None, ranks)
     _members = (comm, ranks)
     log.configure(job.settings)
     return job
@@ -216,7 +213,7 @@ def shutdown() -> None:
 
 def mpi_runtime() -> _core.MpiRuntime | None:
     """MPI in this process, if a job of it has been joined through MPI."""
-    return _mpi if _mpi_job is not None else None
+    return _mpi if _engine is not None and _mpi_job is not None else None
 
 
 def ranks_by_mpi(members: object) -> list[int]:
