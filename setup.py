@@ -32,7 +32,7 @@ def core() -> Extension:
         sorted(glob("polyhvd/csrc/*.cc") + glob("backends/*.cc") + glob("backends/*/*.cc")),
         include_dirs=INCLUDES,
         extra_compile_args=FLAGS,
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", "-ldl"],
         depends=glob("polyhvd/csrc/*.h") + glob("backends/*.h") + glob("backends/*/*.h"),
     )
 

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "host/host_backend.h"
+#include "mpi/mpi_backend.h"
 #include "process_state.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
@@ -28,6 +29,7 @@ class World final : public Liveness {
   std::unique_ptr<Channel> connect_parent();
   std::vector<Child> connect_children();
   host::Fabric& fabric() noexcept { return fabric_; }
+  std::unique_ptr<Backend> make_backend(const std::string& name);
 
   std::optional<Error> abort_reason() const override {
     return segment_ ? segment_->abort_reason() : std::nullopt;
@@ -62,6 +64,7 @@ class World final : public Liveness {
   std::unique_ptr<shm::LocalPeers> peers_;
   std::vector<int> descriptors_;
   host::Fabric fabric_;
+  std::unique_ptr<mpi::Fabric> mpi_;              // null unless MPI moves data
   mutable std::mutex transport_mutex_;            // for add_counters
   std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
 };
@@ -163,7 +166,19 @@ std::vector<Child> World::connect_children() {
   return children;
 }
 
+std::unique_ptr<Backend> World::make_backend(const std::string& name) {
+  if (name == "host") return std::make_unique<host::HostBackend>(fabric_);
+  if (name != "mpi" || !wiring_.mpi) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "there is no backend '" + name + "' in this job; see POLYHVD_BACKENDS");
+  }
+  mpi_ = std::make_unique<mpi::Fabric>(wiring_.mpi, fabric_);
+  return std::make_unique<mpi::MpiBackend>(*mpi_);
+}
+
 void World::spread_abort(const Error& error) noexcept {
+  // MPI would wait for ranks that do not come any more.
+  if (wiring_.mpi) wiring_.mpi->runtime().give_up();
   if (segment_) {
     segment_->set_abort(error);
     peers_->wake_all();
@@ -182,6 +197,8 @@ void World::close() noexcept {
   segment_.reset();
   std::lock_guard lock(transport_mutex_);
   transport_.reset();
+  mpi_.reset();
+  wiring_.mpi.reset();
 }
 
 std::optional<ProcessState> World::look_at(int rank) const {
@@ -197,6 +214,7 @@ void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
   counters["tcp_bytes_received"] = transport_ ? transport_->bytes_received() : 0;
   counters["tcp_bytes_checked"] = transport_ ? transport_->bytes_checked() : 0;
+  counters["mpi_bytes"] = mpi_ ? mpi_->bytes() : 0;
 }
 
 bool is_crowded(const Wiring& wiring) {
@@ -222,6 +240,7 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   }
   options.crowded = options.crowded || is_crowded(wiring);
   const int rank = wiring.rank;
+  const std::vector<std::string> backends = wiring.backends;
   auto parking = std::make_unique<Parking>();
   auto world = std::make_unique<World>(std::move(wiring), *parking, options.data_checksums);
   host::Fabric& fabric = world->fabric();
@@ -229,7 +248,7 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   EngineParts parts;
   parts.parent = world->connect_parent();
   parts.children = world->connect_children();
-  parts.backends.push_back(std::make_unique<host::HostBackend>(fabric));
+  for (const std::string& name : backends) parts.backends.push_back(world->make_backend(name));
   parts.liveness = std::move(world);
   return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),
                                   std::move(options), fabric.overlap);

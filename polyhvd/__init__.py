@@ -27,6 +27,7 @@ from polyhvd.built import (
 )
 from polyhvd.config import Config
 from polyhvd.context import init, is_initialized, shutdown
+from polyhvd.doctor import doctor
 from polyhvd.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
@@ -146,6 +147,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "doctor",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

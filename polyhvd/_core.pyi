@@ -130,3 +130,32 @@ class Engine:
     def abandon(self) -> None:
         """In a forked child: close the descriptors and say nothing to anybody."""
     generation: int
+
+class MpiRuntime:
+    """MPI in this process: one, for as long as the process lives."""
+
+    def __init__(self, names: Sequence[str], several_threads: bool) -> None:
+        """Open the first library that is there; raises InvalidArgumentError when MPI cannot be used."""
+    def meet(self, communicator: int | None, ranks: Sequence[int], timeout_s: float) -> MpiSession:
+        """Meet all ranks of a communicator (None: MPI's world), or those of its ranks that are given."""
+    def finish(self) -> None:
+        """Finalise MPI, if it was initialised here and no job has failed."""
+    def give_up(self) -> None:
+        """Never finalise MPI, and free nothing of it."""
+    path: str
+    version: str
+    family: str
+    threads_supported: bool  # other threads may call MPI, too
+
+class MpiSession:
+    """The ranks of a job, as MPI knows them."""
+
+    rank: int
+    size: int
+    def hosts(self) -> list[int]:
+        """For each rank the first one that shares memory with it; on all ranks together."""
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What each rank says; on all ranks together."""
+
+def probe_mpi(names: Sequence[str]) -> tuple[str, str]:
+    """Path and version of the first library that is there; raises InvalidArgumentError when none is."""

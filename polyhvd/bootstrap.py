@@ -44,7 +44,7 @@ def connect(config: Config, generation: int, process_sets: list[list[int]]) -> W
     another rank failed meanwhile, and ConfigError for settings that cannot work.
     """
     if config.size == 1:
-        return Wiring(process_sets=process_sets)
+        return Wiring(process_sets=process_sets, backends=list(config.backends))
     if not config.rendezvous:
         raise ConfigError(f"POLYHVD_SIZE={config.size} needs POLYHVD_RENDEZVOUS; start with polyhvdrun")
     secret = _secret(config)
@@ -112,6 +112,7 @@ class _Card:
     process_sets: list[list[int]] = field(default_factory=list)
     reproducible: bool = False
     data_checksums: bool = False
+    backends: list[str] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -163,6 +164,7 @@ class _Meeting:
             hosts=[card.host_id for card in self._cards],
             pids=self._pids(),
             process_sets=self._process_sets,
+            backends=list(self._config.backends),
         )
         self._hand_out(wiring)
         return wiring
@@ -220,11 +222,12 @@ class _Meeting:
             process_sets=self._process_sets,
             reproducible=self._config.reproducible,
             data_checksums=self._config.data_checksums,
+            backends=list(self._config.backends),
         )
 
     def _compare(self) -> None:
         """Raise on every rank what the ranks do not agree on."""
-        for what in ("size", "process_sets", "reproducible", "data_checksums"):
+        for what in ("size", "process_sets", "reproducible", "data_checksums", "backends"):
             sides: dict[str, list[int]] = {}
             for card in self._cards:
                 sides.setdefault(str(getattr(card, what)), []).append(card.rank)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polyhvd import context
+from polyhvd import context, mpi
+from polyhvd.config import Config
 
 __all__ = [
     "ccl_built",
@@ -19,23 +20,24 @@ __all__ = [
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether MPI can serve: no. ``verbose`` is accepted and does nothing, here and below."""
-    return False
+    """Whether MPI's library is on this machine. ``verbose`` is accepted and does nothing, here and below."""
+    return isinstance(mpi.probe(Config.from_environment()), mpi.Found)
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI serves this job: no."""
-    return False
+    """Whether the ranks of this job have met through MPI; False before ``init()``."""
+    return context.mpi_runtime() is not None
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads beside polyhvd: no, as it does not serve.
+    """Whether MPI may be called from several threads, beside polyhvd's: by mpi4py, say.
 
     Raises:
         NotInitializedError: before ``init()``, as in Horovod.
     """
     context.engine()
-    return False
+    runtime = context.mpi_runtime()
+    return runtime is not None and runtime.threads_supported
 
 
 def gloo_built(verbose: bool = False) -> bool:
@@ -48,8 +50,8 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether this job runs without MPI: yes. See :func:`gloo_built`."""
-    return True
+    """Whether this job runs without MPI. See :func:`gloo_built`."""
+    return not mpi_enabled()
 
 
 def nccl_built(verbose: bool = False) -> int:

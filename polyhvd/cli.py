@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyhvd import autotune, flight, timeline
+from polyhvd.doctor import report
 
 __all__ = ["main"]
 
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("log", type=Path, metavar="LOG", help="the file that POLYHVD_AUTOTUNE_LOG named")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the search as well")
     command.set_defaults(run=_autotune)
+
+    command = commands.add_parser("doctor", help="say what was found on this host, and what is missing")
+    command.set_defaults(run=lambda options: report())
 
     options = parser.parse_args(arguments)
     try:

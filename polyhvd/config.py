@@ -13,9 +13,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["Config", "ConfigError", "Ineffective", "Variable", "ineffective", "table", "unknown"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Ineffective",
+    "MpiLaunch",
+    "Variable",
+    "ineffective",
+    "mpi_launch",
+    "table",
+    "tell_mpi4py",
+    "unknown",
+]
 
 _PREFIXES = ("POLYHVD_", "HOROVOD_")
+_BACKENDS = ("mpi", "host")
+#: Of Horovod's CPU_OPERATIONS; the host backend does without MPI what they do.
+_HOST_NAMES = {"gloo": "host", "ccl": "host"}
+_CONTROLLERS = ("", "mpi", "gloo")
+#: Set for each rank by launchers that speak PMI, with its rank; and the number of ranks, if there is one.
+_MPI_LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMIx", "PMIX_RANK", ""),
+)
 _LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -82,6 +104,20 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(_count(core) for core in text.split(",")) if text.strip() else ()
 
 
+def _backends(text: str) -> tuple[str, ...]:
+    names = [_HOST_NAMES.get(name, name) for name in text.lower().replace(",", " ").split()]
+    bad = [name for name in names if name not in _BACKENDS]
+    if bad:
+        raise ValueError(f"{bad[0]!r} is no backend; known are {', '.join(_BACKENDS)}")
+    return tuple(dict.fromkeys([*names, "host"]))  # which takes what the others cannot do
+
+
+def _controller(text: str) -> str:
+    if text.strip().lower() not in _CONTROLLERS:
+        raise ValueError("must be mpi or gloo")
+    return text.strip().lower()
+
+
 def _row(name: str, parse: Callable[[str], Any], default: Any, meaning: str, other_name: str = "") -> Any:
     return field(default=default, metadata={"variable": Variable(name, parse, default, meaning, other_name)})
 
@@ -105,6 +141,30 @@ class Config:
     interface: str = _row("GLOO_IFACE", str, "", "Network interface or address to listen on; empty: chosen.")
     start_timeout_s: float = _row("START_TIMEOUT", _number, 30.0, "Seconds to wait for all ranks at init().")
     shared_memory: bool = _row("SHARED_MEMORY", _switch, True, "0: ranks of one host use TCP as well.")
+    backends: tuple[str, ...] = _row(
+        "BACKENDS",
+        _backends,
+        ("host",),
+        "Backends of operations on CPUs, first choice first: `mpi`, `host`; the same on every rank. What "
+        "MPI cannot do runs on `host`. GLOO and CCL stand for `host`.",
+        other_name="CPU_OPERATIONS",
+    )
+    controller: str = _row(
+        "CONTROLLER",
+        _controller,
+        "",
+        "How ranks meet: `mpi`, through MPI; `gloo`, never through MPI; empty: through MPI when its launcher "
+        "has started them.",
+    )
+    mpi_library: str = _row(
+        "MPI_LIBRARY", str, "", "MPI's library, as a path or file name; empty: found, see docs/mpi.md."
+    )
+    mpi_threads_disable: bool = _row(
+        "MPI_THREADS_DISABLE",
+        _switch,
+        False,
+        "1: MPI is asked to serve one thread at a time; then no other thread may call it meanwhile.",
+    )
     fusion_bytes_max: int = _row(
         "FUSION_THRESHOLD", _count, 128 << 20, "Bytes of the operations that run as one at most."
     )
@@ -239,31 +299,31 @@ class Config:
                 values[item.name] = variable.parse(environ[found[0]])
             except ValueError as error:
                 raise ConfigError(f"{found[0]}={environ[found[0]]!r}: {error}") from None
-        config = cls(**values)
-        if config.rank >= config.size:
-            raise ConfigError(f"POLYHVD_RANK={config.rank} is not below POLYHVD_SIZE={config.size}")
-        if 0 < len(config.thread_affinity) <= config.local_rank:
+        return cls(**values).checked()
+
+    def checked(self) -> Config:
+        """The same, if ranks and what is given for each of them fit together; else :class:`ConfigError`."""
+        if self.rank >= self.size:
+            raise ConfigError(f"POLYHVD_RANK={self.rank} is not below POLYHVD_SIZE={self.size}")
+        if 0 < len(self.thread_affinity) <= self.local_rank:
             raise ConfigError(
-                f"POLYHVD_THREAD_AFFINITY has cores for {len(config.thread_affinity)} local ranks, and "
-                f"none for local rank {config.local_rank}; list {config.local_size}"
+                f"POLYHVD_THREAD_AFFINITY has cores for {len(self.thread_affinity)} local ranks, and "
+                f"none for local rank {self.local_rank}; list {self.local_size}"
             )
-        return config
+        return self
 
 
 _NO_NCCL = "There is no NCCL backend yet."
 _NO_ELASTIC = "There are no elastic jobs yet."
-_NO_CHOICE = "There is one of its kind: shared memory within a host, TCP between hosts."
 _BUILD = "It concerned how Horovod was built; nothing is chosen when polyhvd is."
 _LAUNCHER = "For Horovod's launchers; polyhvdrun has its own ways."
 
 _INEFFECTIVE = (
     Ineffective(
-        "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, in chunks of its own; MPI is not used."
+        "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, in chunks of its own; MPI does not do it."
     ),
     Ineffective("BATCH_D2D_MEMCOPIES", "Tensors are reduced where they lie; no fusion buffer is filled."),
     Ineffective("CCL_*", "oneCCL is not used."),
-    Ineffective("CONTROLLER", _NO_CHOICE),
-    Ineffective("CPU_OPERATIONS", _NO_CHOICE),
     Ineffective("DISABLE_NVTX_RANGES", "No NVTX ranges are made."),
     Ineffective(
         "DYNAMIC_PROCESS_SETS", "Always on: process sets can be added and removed while the job runs."
@@ -278,7 +338,6 @@ _INEFFECTIVE = (
         "HIERARCHICAL_ALLREDUCE", "Always so: a host's ranks reduce first, then hosts swap partials."
     ),
     Ineffective("HOSTNAME", "Set by launchers, for scripts to read; HOST_ID tells hosts apart."),
-    Ineffective("MPI_THREADS_DISABLE", "MPI is not used."),
     Ineffective("NUM_NCCL_STREAMS", _NO_NCCL),
     Ineffective("SPARK_*", _LAUNCHER),
     Ineffective(
@@ -293,6 +352,29 @@ _INEFFECTIVE = (
     *(Ineffective(name, _BUILD) for name in ("WITHOUT_*", "WITH_*")),
     Ineffective("TEST_*", "Of test programs."),
 )
+
+
+@dataclass(frozen=True)
+class MpiLaunch:
+    """What shows that a launcher of MPI has started this process. MPI alone knows its rank."""
+
+    launcher: str
+    size: int  # 0: unknown
+
+
+def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
+    """Whether a launcher of MPI has started this process."""
+    environ = os.environ if environ is None else environ
+    for launcher, rank, size in _MPI_LAUNCHERS:
+        if environ.get(rank, "").isdigit():
+            text = environ.get(size, "")
+            return MpiLaunch(launcher, int(text) if text.isdigit() else 0)
+    return None
+
+
+def tell_mpi4py(path: str) -> None:
+    """Have mpi4py, if it is imported later, use the library that is in the process already."""
+    os.environ.setdefault("MPI4PY_LIBMPI", path)
 
 
 def ineffective() -> tuple[Ineffective, ...]:
@@ -326,7 +408,9 @@ def table() -> list[Variable]:
 def _as_markdown() -> str:
     def shown(value: Any) -> str:
         number = int(value) if isinstance(value, bool) else value
-        text = f"{number:g}" if isinstance(number, float) else "" if number == () else str(number)
+        text = f"{number:g}" if isinstance(number, float) else str(number)
+        if isinstance(value, tuple):
+            text = ",".join(map(str, value))
         return f"`{text}`" if text else "empty"
 
     def meaning(row: Variable) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from polyhvd import _core, bootstrap, log, tracing
+from polyhvd import _core, bootstrap, log, mpi, tracing
 from polyhvd.attendant import Attendant
 from polyhvd.autotune import Autotuner
 from polyhvd.config import Config
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
-from polyhvd.process_sets import ProcessSet
+from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "config",
@@ -22,7 +23,9 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "mpi_runtime",
     "on_engine_change",
+    "ranks_by_mpi",
     "register",
     "registered",
     "shutdown",
@@ -35,6 +38,9 @@ _attendant: Attendant | None = None
 _config: Config | None = None
 _generation = 0  # of engines of this process; equal on all ranks, as init() is called on all
 _homogeneous = True
+_mpi: _core.MpiRuntime | None = None  # of the process, for as long as it lives
+_mpi_job: mpi.MpiJob | None = None  # of the running engine, or of the init() that failed last
+_members: tuple[object, list[int] | None] = (None, None)  # what init(comm=...) was given
 _registered: list[ProcessSet] = []
 _listeners: list[Callable[[int], None]] = []
 _abandoned: list[_core.Engine] = []  # of a forked parent; never destroyed in the child
@@ -64,7 +70,7 @@ def is_homogeneous() -> bool:
 
 def init(
     comm: object = None,
-    process_sets: Sequence[ProcessSet] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
     *,
     reproducible: bool | None = None,
 ) -> None:
@@ -74,24 +80,26 @@ def init(
     on every rank.
 
     Args:
-        comm: reserved for communicators of mpi4py; None.
-        process_sets: groups of ranks to register, the same on every rank.
+        comm: the ranks that form the world: a communicator of mpi4py, or a list of ranks of the
+            launcher's world, which all of them call with the same list; None: all ranks.
+        process_sets: groups of ranks to register, the same on every rank; those made of communicators of
+            mpi4py may be another one on each. ``"dynamic"``, Horovod's, means none for now.
         reproducible: whether sums must not depend on how ranks are spread over hosts either; None: as
             ``POLYHVD_REPRODUCIBLE`` says.
 
     Raises:
-        ConfigError: an environment variable cannot be used.
-        InvalidArgumentError: a process set names a rank that does not exist.
+        ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot.
+        InvalidArgumentError: a process set names a rank that does not exist, or ``comm`` cannot be used.
         OSError: the file that TIMELINE names cannot be written.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
     """
-    global _engine, _attendant, _config, _generation, _homogeneous
-    if isinstance(comm, (list, tuple)) and all(isinstance(item, ProcessSet) for item in comm):
+    global _mpi_job
+    if isinstance(comm, (list, tuple)) and comm and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
-    if comm is not None:
-        raise InvalidArgumentError(
-            f"init(comm={comm!r}): only the world of the launcher is supported; call init() without comm"
-        )
+    listed = [] if process_sets == "dynamic" else list(process_sets or ())
+    sets = [item for item in listed if isinstance(item, ProcessSet)]
+    if len(sets) < len(listed):
+        raise InvalidArgumentError(f"init(process_sets={process_sets!r}): expected a list of ProcessSet")
     with _lock:
         if _engine is not None:
             return
@@ -99,43 +107,92 @@ def init(
         if reproducible is not None:
             settings = replace(settings, reproducible=bool(reproducible))
         log.configure(settings)
-        if settings.rank == 0 and _generation == 0:
-            log.report_unknown()
-        sets = list(process_sets or [])
-        for item in sets:
-            bad = [r for r in item.ranks or [] if not 0 <= r < settings.size]
-            if item.ranks is None or bad:
-                raise InvalidArgumentError(
-                    f"{item}: ranks are 0 to {settings.size - 1}; found {bad or 'all'}"
-                )
-        _generation += 1
-        wiring = bootstrap.connect(settings, _generation, [item.ranks or [] for item in sets])
-        attendant = Attendant()
-        try:
-            starting = _core.Engine(wiring, settings, _generation, attendant.mailbox)
-        except BaseException:
-            attendant.close()
-            raise
-        try:
-            tracing.begin(starting, settings, wiring.hosts)
-            if settings.steps_per_sample > 0:
-                attendant.on_sample = Autotuner(settings, wiring.hosts, starting.tune).observe
-        except BaseException:
-            starting.shutdown()
-            attendant.close()
-            raise
-        _engine, _config, _attendant = starting, settings, attendant
-        _homogeneous = len(set(Counter(wiring.hosts).values())) == 1
-        for number, item in enumerate(sets, start=1):
-            item.process_set_id = number
-        _registered[:] = sets
-        for listener in _listeners:
-            listener(_engine.native_api())
+        if _mpi_job is not None:
+            _mpi_job.close()  # of an init() that failed: the others had to hear of it
+        _mpi_job = job = _join_mpi(settings, comm)
+        _start(settings if job is None else job.settings, sets, job)
+
+
+def _join_mpi(settings: Config, comm: object) -> mpi.MpiJob | None:
+    """Meet the other ranks through MPI, where that is the way."""
+    global _mpi, _members
+    ranks = None if comm is None or mpi.is_communicator(comm) else mpi.checked_ranks(comm)
+    if not mpi.is_asked_for(settings, comm):
+        if ranks is not None:
+            raise InvalidArgumentError(
+                f"init(comm={comm!r}): a list of ranks needs a job that MPI has started; use a ProcessSet"
+            )
+        return None
+    if _mpi is None:
+        _mpi = mpi.start(settings)
+    job = mpi.MpiJob.join(_mpi, settings, comm if ranks is None else None, ranks)
+    _members = (comm, ranks)
+    log.configure(job.settings)
+    return job
+
+
+def _settle(job: mpi.MpiJob | None, sets: list[ProcessSet]) -> tuple[list[list[int]], list[int]]:
+    """The ranks of all process sets that there will be, and for each of ``sets`` its number."""
+    named: list[list[list[int]]] = [[] for _ in sets]
+    mine = [None if item.members is None else ranks_by_mpi(item.members) for item in sets]
+    if job is not None:
+        named = job.resolve(mine)
+    for item, ranks in zip(sets, mine, strict=True):
+        item.ranks = item.ranks if ranks is None else ranks
+    lists: list[list[int]] = []
+    numbers = []
+    for item, choices in zip(sets, named, strict=True):
+        ranks = item.ranks or next(iter(choices), None)  # another's, where this rank is no member
+        if not ranks:
+            raise InvalidArgumentError(f"{item} has no members")
+        item.ranks = ranks
+        choices = choices if ranks in choices else [ranks]
+        numbers.append(1 + len(lists) + choices.index(ranks))
+        lists += choices
+    return lists, numbers
+
+
+def _start(settings: Config, sets: list[ProcessSet], job: mpi.MpiJob | None) -> None:
+    """Connect to the other ranks and run an engine."""
+    global _engine, _attendant, _config, _generation, _homogeneous
+    if settings.rank == 0 and _generation == 0:
+        log.report_unknown()
+    for item in sets:
+        bad = [r for r in item.ranks or [] if not 0 <= r < settings.size]
+        if item is global_process_set or bad:
+            raise InvalidArgumentError(f"{item}: ranks are 0 to {settings.size - 1}; found {bad or 'all'}")
+    lists, numbers = _settle(job, sets)
+    _generation += 1
+    # A job of MPI has a rendezvous of its own each time, where nobody has met before.
+    wiring = bootstrap.connect(settings, _generation if job is None else 1, lists)
+    if job is not None and "mpi" in settings.backends:
+        wiring.mpi = job.session
+    attendant = Attendant()
+    try:
+        starting = _core.Engine(wiring, settings, _generation, attendant.mailbox)
+    except BaseException:
+        attendant.close()
+        raise
+    try:
+        tracing.begin(starting, settings, wiring.hosts)
+        if settings.steps_per_sample > 0:
+            attendant.on_sample = Autotuner(settings, wiring.hosts, starting.tune).observe
+    except BaseException:
+        starting.shutdown()
+        attendant.close()
+        raise
+    _engine, _config, _attendant = starting, settings, attendant
+    _homogeneous = len(set(Counter(wiring.hosts).values())) == 1
+    for number, item in zip(numbers, sets, strict=True):
+        item.process_set_id = number
+    _registered[:] = sets
+    for listener in _listeners:
+        listener(_engine.native_api())
 
 
 def shutdown() -> None:
     """Leave the job in good order. Operations that are pending fail; ``init()`` may follow."""
-    global _engine, _attendant, _config
+    global _engine, _attendant, _config, _mpi_job, _members
     with _lock:
         if _engine is None:
             return
@@ -144,11 +201,35 @@ def shutdown() -> None:
         if _attendant is not None:
             _attendant.close()
             _attendant = None
+        if _mpi_job is not None:
+            _mpi_job.close()
+        _mpi_job, _members = None, (None, None)
         for listener in _listeners:
             listener(0)
         for item in _registered:
             item.process_set_id = None
         _registered.clear()
+
+
+def mpi_runtime() -> _core.MpiRuntime | None:
+    """MPI in this process, if a job of it has been joined through MPI."""
+    return _mpi if _engine is not None and _mpi_job is not None else None
+
+
+def ranks_by_mpi(members: object) -> list[int]:
+    """World ranks of a communicator, or group, of mpi4py."""
+    if _mpi_job is None:
+        raise InvalidArgumentError(
+            f"{members!r}: the ranks of this job have not met through MPI, so it says nothing about them"
+        )
+    return mpi.ranks_of(members, *_members)
+
+
+def _end_process() -> None:
+    """Leave, and finalise MPI if that is ours to do; not after an error, when the others may be elsewhere."""
+    shutdown()
+    if _mpi is not None and not hasattr(sys, "last_value"):
+        _mpi.finish()
 
 
 def register(process_set: ProcessSet, number: int) -> None:
@@ -187,13 +268,15 @@ def on_engine_change(listener: Callable[[int], None]) -> None:
 
 def _forget_in_child() -> None:
     """A forked process (a DataLoader's worker) is not a rank: close what it has inherited."""
-    global _engine, _attendant, _config, _lock
+    global _engine, _attendant, _config, _lock, _mpi, _mpi_job
     _lock = threading.RLock()
+    if _mpi is not None:
+        _mpi.give_up()
     if _engine is not None:
         _engine.abandon()
         _abandoned.append(_engine)
-    _engine = _attendant = _config = None
+    _engine = _attendant = _config = _mpi = _mpi_job = None
 
 
-atexit.register(shutdown)
+atexit.register(_end_process)
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from polyhvd import context
 from polyhvd.adapter import OpKind
@@ -45,11 +46,11 @@ def join() -> int:
     return _run_alone(OpKind.JOIN)
 
 
-def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
     """Register a process set while the job runs; every rank of the world calls it with the same ranks.
 
     Args:
-        process_set: a new :class:`ProcessSet`, or world ranks.
+        process_set: a new :class:`ProcessSet`, world ranks, or a communicator or group of mpi4py.
 
     Returns:
         The process set, ready for ``process_set=``.
@@ -59,8 +60,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         RankMismatchError: the ranks named different sets.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.members is not None:
+        added.ranks = context.ranks_by_mpi(added.members) or None
     if added.process_set_id is not None or added.ranks is None:
-        raise InvalidArgumentError(f"{added} is registered already")
+        raise InvalidArgumentError(f"{added} is registered already, or has no members")
     number = _run_alone(OpKind.ADD_PROCESS_SET, numbers=added.ranks)
     context.register(added, number)
     return added

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 
@@ -10,8 +10,8 @@ __all__ = ["ProcessSet", "global_process_set"]
 
 
 class ProcessSet:
-    """The given ranks. Pass it to ``init(process_sets=[...])`` or to ``add_process_set()``, then to
-    ``process_set=`` of operations.
+    """The given ranks, or the members of a communicator or group of mpi4py. Pass it to
+    ``init(process_sets=[...])`` or to ``add_process_set()``, then to ``process_set=`` of operations.
 
     Example::
 
@@ -21,11 +21,14 @@ class ProcessSet:
             hvd.allreduce(x, process_set=even)
     """
 
-    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        self.ranks: list[int] | None = sorted(set(ranks_or_comm))
+    def __init__(self, ranks_or_comm: Any) -> None:
+        is_mpi = hasattr(ranks_or_comm, "Get_group") or hasattr(ranks_or_comm, "Translate_ranks")
+        #: A communicator or group of mpi4py. Its ranks are known once the world is.
+        self.members: Any = ranks_or_comm if is_mpi else None
+        self.ranks: list[int] | None = None if is_mpi else sorted(set(ranks_or_comm))
         #: None while the set is not registered.
         self.process_set_id: int | None = None
-        if not self.ranks:
+        if not is_mpi and not self.ranks:
             raise InvalidArgumentError("a process set needs at least one rank")
 
     def _registered(self) -> list[int]:
@@ -65,7 +68,7 @@ class ProcessSet:
         return "global_process_set" if self.ranks is None else (ProcessSet, (self.ranks,))
 
     def __repr__(self) -> str:
-        ranks = "all" if self.ranks is None else self.ranks
+        ranks = self.ranks or ("all" if self.members is None else "those of MPI")
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
 
 

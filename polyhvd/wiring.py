@@ -6,6 +6,10 @@ Made by :mod:`polyhvd.bootstrap`, consumed by ``_core.Engine``, which takes the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyhvd import _core
 
 __all__ = ["TREE_RADIX", "Wiring", "tree_parent"]
 
@@ -44,3 +48,7 @@ class Wiring:
     data_fds: dict[int, int] = field(default_factory=dict)
     #: Sorted world ranks of the static process sets 1, 2, ...
     process_sets: list[list[int]] = field(default_factory=list)
+    #: Names of backends, first choice first.
+    backends: list[str] = field(default_factory=lambda: ["host"])
+    #: All ranks in their order, as MPI knows them.
+    mpi: _core.MpiSession | None = None

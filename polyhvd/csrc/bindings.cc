@@ -13,6 +13,7 @@
 #include "engine.h"
 #include "host/kernels.h"
 #include "mailbox.h"
+#include "mpi/runtime.h"
 #include "py_tensor.h"
 #include "shm/segment.h"
 #include "world.h"
@@ -251,6 +252,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     wiring.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
     wiring.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
     wiring.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
+    wiring.backends = object.attr("backends").cast<std::vector<std::string>>();
+    wiring.mpi = object.attr("mpi").cast<std::shared_ptr<mpi::Session>>();
     return wiring;
   }
 
@@ -330,6 +333,63 @@ PyObject* run_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyMethodDef kRunInPlace = {
     "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_in_place)), METH_FASTCALL,
     "Run a collective on one dense tensor in place; see _core.pyi."};
+
+// MPI -------------------------------------------------------------------------
+
+// For waits without the GIL: lets Ctrl-C end them.
+void check_signals() {
+  py::gil_scoped_acquire acquired;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+std::shared_ptr<mpi::Runtime> start_mpi(const std::vector<std::string>& names, bool several) {
+  return std::make_shared<mpi::Runtime>(
+      names, several ? mpi::ThreadLevel::kMultiple : mpi::ThreadLevel::kSerialized);
+}
+
+std::shared_ptr<mpi::Session> meet(mpi::Runtime& runtime, std::optional<std::intptr_t> communicator,
+                                   const std::vector<int>& ranks, double timeout_s) {
+  return runtime.meet(communicator, ranks, std::chrono::duration<double>(timeout_s), check_signals);
+}
+
+std::vector<py::bytes> gather(mpi::Session& session, const std::string& mine) {
+  std::vector<std::string> texts;
+  {
+    py::gil_scoped_release released;
+    texts = session.gather(mine, check_signals);
+  }
+  return {texts.begin(), texts.end()};
+}
+
+void define_mpi(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "probe_mpi",
+      [](const std::vector<std::string>& names) {
+        const auto library = mpi::open_library(names, /*stays=*/false);
+        return std::make_pair(library->path(), library->version());
+      },
+      py::arg("names"));
+  py::class_<mpi::Runtime, std::shared_ptr<mpi::Runtime>>(m, "MpiRuntime")
+      .def(py::init(&start_mpi), py::arg("names"), py::arg("several_threads"), Released())
+      .def("meet", &meet, py::arg("communicator"), py::arg("ranks"), py::arg("timeout_s"),
+           Released())
+      .def("finish", &mpi::Runtime::finish, Released())
+      .def("give_up", &mpi::Runtime::give_up)
+      .def_property_readonly("path", [](mpi::Runtime& self) { return self.library().path(); })
+      .def_property_readonly("version", [](mpi::Runtime& self) { return self.library().version(); })
+      .def_property_readonly(
+          "family", [](mpi::Runtime& self) { return std::string(self.library().family()); })
+      .def_property_readonly("threads_supported", [](const mpi::Runtime& self) {
+        return self.threads() == mpi::ThreadLevel::kMultiple;
+      });
+  py::class_<mpi::Session, std::shared_ptr<mpi::Session>>(m, "MpiSession")
+      .def(
+          "hosts", [](mpi::Session& self) { return self.hosts(check_signals); }, Released())
+      .def("gather", &gather, py::arg("mine"))
+      .def_property_readonly("rank", &mpi::Session::rank)
+      .def_property_readonly("size", &mpi::Session::size);
+}
 
 // Native adapters -------------------------------------------------------------
 
@@ -476,6 +536,8 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("cycle_us", &Tuning::cycle_us)
       .def_readonly("chunk_bytes", &Tuning::chunk_bytes)
       .def_readonly("direct_bytes_max", &Tuning::direct_bytes_max);
+
+  define_mpi(m);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
       .def(py::init<const py::object&, const py::object&, std::uint64_t,

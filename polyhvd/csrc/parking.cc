@@ -101,7 +101,7 @@ void Parking::await_slowly(const std::function<bool()>& ready, Clock::time_point
     if (now >= deadline) {
       throw Failure(ErrorCode::kTimeout, "the transfer did not finish in time");
     }
-    auto timeout = std::chrono::milliseconds(kSleepMs);
+    auto timeout = std::chrono::milliseconds(asking_ ? 0 : kSleepMs);
     if (deadline != kForever) {
       timeout = std::min(timeout, std::chrono::ceil<std::chrono::milliseconds>(deadline - now));
     }

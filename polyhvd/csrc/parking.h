@@ -50,6 +50,10 @@ class Parking {
   }
   std::atomic<std::uint32_t>& sleep_flag() noexcept { return *sleep_flag_; }
 
+  // Waits ask `ready` again and again instead of sleeping, for what no descriptor
+  // announces; `ready` takes the naps. Role's holder only.
+  void set_asking(bool asking) noexcept { asking_ = asking; }
+
   // Fewer spins when ranks outnumber cores.
   void set_crowded(bool crowded) noexcept { crowded_ = crowded; }
 
@@ -127,7 +131,8 @@ class Parking {
   std::atomic<std::uint32_t>* sleep_flag_ = &own_flag_;
   std::atomic<int> asleep_{0};  // threads in poll(2), for wake_if_asleep
   bool crowded_ = false;        // set before the engine's threads exist
-  bool measures_ = false;       // the role's holder's, as is waited_
+  bool asking_ = false;         // the role's holder's
+  bool measures_ = false;       // likewise, as is waited_
   Ticks waited_ = 0;
   std::function<void()> on_slow_;
   std::mutex watched_mutex_;

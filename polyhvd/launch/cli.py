@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import os
 import resource
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from polyhvd.config import Config
+from polyhvd.doctor import report
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
+from polyhvd.launch.mpirun import find_launcher
 from polyhvd.launch.output import Output
 from polyhvd.launch.spawn import SshOptions
 
@@ -98,8 +103,19 @@ def _parser() -> argparse.ArgumentParser:
             settings.add_argument(option, metavar=metavar, dest=variable, help=meaning)
     add("-v", "--verbose", action="store_true", help="say what is started where")
     add(
-        "--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS
-    )  # horovodrun's; the only way here
+        "--mpi",
+        "--use-mpi",
+        action="store_true",
+        help="let MPI's launcher, mpirun or mpiexec, start the ranks",
+    )
+    add("--mpi-args", metavar="ARGS", default="", help="more options of MPI's launcher, as one word")
+    add(
+        "--check",
+        "--check-build",
+        action="store_true",
+        help="say what was found on this host, and what is missing",
+    )
+    add("--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS)  # horovodrun's; the default here
     add("--version", action="version", version=f"polyhvd {_version()}")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -117,11 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.check:
+        print("\n".join(report()))
+        return 0
     if not command:
         parser.error("no command to run, such as: polyhvdrun -np 2 python train.py")
     _raise_descriptor_limit()
     try:
         spec = _spec(options, command)
+        if options.mpi:
+            _become_mpirun(spec, options)
         output = Output(len(spec.placements), tag=not options.no_tag, directory=options.output_filename)
     except (ValueError, OSError) as error:
         parser.exit(_USAGE_STATUS, f"polyhvdrun: {error}\n")
@@ -134,6 +155,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         except KeyboardInterrupt:
             return _INTERRUPTED_STATUS
+
+
+def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> NoReturn:
+    """Run MPI's launcher in this process's place."""
+    if options.output_filename:
+        raise ValueError("--output-filename is not for --mpi; give the launcher's own option with --mpi-args")
+    launcher = find_launcher()
+    words, env = launcher.command(
+        spec.argv, spec.hosts, len(spec.placements), spec.env, spec.ssh, shlex.split(options.mpi_args)
+    )
+    if options.verbose:
+        print(f"polyhvdrun: {shlex.join(words)}", file=sys.stderr, flush=True)
+    os.execve(words[0], words, env)
 
 
 def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:

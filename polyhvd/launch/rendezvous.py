@@ -352,6 +352,7 @@ class Client:
         self._inbox = _Inbox()
         self._replies: dict[int, tuple[Header, bytes]] = {}
         self._next = 0
+        self._lost = ""  # why there will be no more replies
         self.address: str = self._socket.getsockname()[0]  # of this rank, as seen by the launcher
 
     def __enter__(self) -> Client:
@@ -395,6 +396,8 @@ class Client:
         self._receive()
         reply = self._replies.pop(request, None)
         if reply is None:
+            if self._lost and not self._replies:  # what came before the end still counts
+                raise RendezvousError(f"the launcher is gone: {self._lost}")
             return None
         header, body = reply
         if "missing" in header:
@@ -429,9 +432,9 @@ class Client:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise RendezvousError(f"the launcher is gone: {error}") from error
+            self._lost = str(error)
         else:
-            raise RendezvousError("the launcher is gone: it closed the connection")
+            self._lost = "it closed the connection"
         while frame := self._inbox.take():
             self._replies[int(frame[0]["id"])] = frame
 

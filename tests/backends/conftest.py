@@ -1,16 +1,18 @@
-"""Tests of the host backend over each transport: NumPy's ranks, laid out over hosts."""
+"""Tests of the backends over each transport: NumPy's ranks, laid out over hosts, or as MPI starts them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import mpirun
 import netns
 import pytest
 from netns import Namespace
 from pool import Pool, Pools, PoolSpec
 
 _TCP = (("POLYHVD_SHARED_MEMORY", "0"),)
+_MPI = (*mpirun.AS_ROOT, ("POLYHVD_BACKENDS", "mpi"))
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class Layout:
     shm: bool = True
     tcp: bool = True
     namespaces: bool = False
+    mpi: bool = False  # started by MPI's launcher, and it carries the data
+    ordered: bool = True  # sums are associated in a way that is known
 
     @property
     def order(self) -> tuple[object, ...]:
         """Sorts tests so that those of one pool follow each other."""
-        return ("backends", self.namespaces, self.name)
+        return ("backends", self.mpi, self.namespaces, self.name)
 
     @property
     def groups(self) -> Sequence[int]:
@@ -48,6 +52,7 @@ LAYOUTS = (
     Layout("hosts-3+1", (3, 1)),
     Layout("netns-1+1", (1, 1), shm=False, namespaces=True),
     Layout("netns-2+2", (2, 2), namespaces=True),
+    Layout("mpi-3", (3,), _MPI, shm=False, tcp=False, mpi=True, ordered=False),
 )
 
 
@@ -68,4 +73,7 @@ def two_hosts(pools: Pools) -> Iterator[tuple[Namespace, ...]]:
 @pytest.fixture
 def pool(world: Layout, pools: Pools, request: pytest.FixtureRequest) -> Pool:
     namespaces = request.getfixturevalue("two_hosts") if world.namespaces else ()
-    return pools.get(PoolSpec("numpy", world.hosts, world.settings, namespaces))
+    if world.mpi and not mpirun.command():
+        pytest.skip("there is no mpirun")
+    below = mpirun.command() if world.mpi else ()
+    return pools.get(PoolSpec("numpy", world.hosts, world.settings, namespaces, below))

@@ -68,6 +68,7 @@ class PoolSpec:
     hosts: tuple[int, ...]  # ranks on each
     settings: tuple[tuple[str, str], ...] = ()  # environment on top
     namespaces: tuple[Namespace, ...] = ()  # of the hosts, if they have their own network
+    mpirun: tuple[str, ...] = ()  # the launcher of MPI that starts the ranks, with its options
 
     @property
     def size(self) -> int:
@@ -76,7 +77,8 @@ class PoolSpec:
 
     def __str__(self) -> str:
         settings = "".join(f" {name}={value}" for name, value in self.settings)
-        return f"{self.framework} {'+'.join(map(str, self.hosts))}{settings}"
+        below = f" below {self.mpirun[0]}" if self.mpirun else ""
+        return f"{self.framework} {'+'.join(map(str, self.hosts))}{settings}{below}"
 
 
 class _Rank:
@@ -106,6 +108,22 @@ class _Rank:
                 start_new_session=True,  # Ctrl-C is for pytest
             )
         self.connection = connection.Connection(ours.detach())
+
+    @classmethod
+    def below(
+        cls, number: int, process: subprocess.Popen[bytes], listener: socket.socket, folder: Path
+    ) -> _Rank:
+        """A rank that a launcher has started and that connects to ``listener``."""
+        rank = cls.__new__(cls)
+        rank.number, rank.process, rank.notes, rank.answer = number, process, [], None
+        rank.stacks, rank.log = folder / f"rank{number}.stacks", folder / "mpirun.log"
+        with listener:
+            listener.settimeout(_START_S)
+            try:
+                rank.connection = connection.Connection(listener.accept()[0].detach())
+            except TimeoutError:
+                raise RankFailure(f"rank {number} was not started{rank.shown_log()}") from None
+        return rank
 
     def receive(self) -> None:
         """Read one message; the end of the stream becomes an answer too."""
@@ -142,7 +160,11 @@ class Pool:
         with where:
             self._rendezvous = Server(parse_secret(secret), address)
         hosts = [Host(f"host{number}", slots) for number, slots in enumerate(spec.hosts)]
-        self._ranks = [self._start_rank(placement, secret) for placement in place(hosts)]
+        placements = place(hosts)
+        if spec.mpirun:
+            self._ranks = self._start_below(spec.mpirun)
+        else:
+            self._ranks = [self._start_rank(placement, secret) for placement in placements]
         self._awaited = list(self._ranks)
         self._gather(_START_S, f"the start of {spec}")
 
@@ -275,22 +297,51 @@ class Pool:
             "SECRET": secret,
             "FLIGHT_DIR": self._folder.name,
         }
+        env = {**self._environment(), **{f"POLYHVD_{name}": str(value) for name, value in values.items()}}
+        env |= dict(self.spec.settings)
+        command = self.spec.namespaces[placement.host].command() if self.spec.namespaces else []
+        return _Rank(placement.rank, command, env, Path(self._folder.name))
+
+    def _start_below(self, launcher: Sequence[str]) -> list[_Rank]:
+        """All ranks as MPI's launcher starts them, which knows nothing of pools: it closes descriptors."""
+        folder = Path(self._folder.name)
+        listeners, command = [], list(launcher)
+        for number in range(self.spec.size):
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"\0polyhvd-pool-{self.mark}-{number}")
+            listener.listen(1)
+            listeners.append(listener)
+            command += [":"] if number else []
+            command += ["-np", "1", sys.executable, "-c", "import worker; worker.main()"]
+            command += [f"polyhvd-pool-{self.mark}-{number}", "0", str(folder / f"rank{number}.stacks")]
+            command += [self.spec.framework]
+        env = {**self._environment(), "POLYHVD_FLIGHT_DIR": str(folder), **dict(self.spec.settings)}
+        with (folder / "mpirun.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return [_Rank.below(number, process, item, folder) for number, item in enumerate(listeners)]
+
+    def _environment(self) -> dict[str, str]:
+        """What ranks have in common, without settings of the launcher's or the user's."""
         inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTEST_"))
         }
-        env = {
+        return {
             **inherited,
             **_THREADS,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             MARK: self.mark,
             "POLYHVD_TEST_FRAMEWORK": self.spec.framework,
-            **{f"POLYHVD_{name}": str(value) for name, value in values.items()},
-            **dict(self.spec.settings),
         }
-        command = self.spec.namespaces[placement.host].command() if self.spec.namespaces else []
-        return _Rank(placement.rank, command, env, Path(self._folder.name))
 
     def _gather(self, deadline_s: float, what: str) -> list[Any]:
         """Wait for all that were started; the first that fails ends it for all."""

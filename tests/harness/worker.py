@@ -1,7 +1,8 @@
 """One rank of a pool: runs the functions that the pool sends it, one after the other.
 
-Started as ``python -c "import worker; worker.main()" FD PARENT STACKS FRAMEWORK``. Functions reach
-their pool through ``note``.
+Started as ``python -c "import worker; worker.main()" FD PARENT STACKS FRAMEWORK``, or below a launcher
+that closes descriptors with the name of an abstract socket and PARENT 0. Functions reach their pool
+through ``note``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import faulthandler
 import importlib
 import os
 import signal
+import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -34,11 +36,12 @@ def main() -> None:
     """Serve the pool until it closes the connection."""
     global _pool
     descriptor, parent, stacks, framework = sys.argv[1:]
-    _die_with(int(parent))
+    if int(parent) > 0:
+        _die_with(int(parent))
     # Opened now: a rank that is stuck may have no descriptor, memory or GIL left later.
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     faulthandler.enable()
-    _pool = Connection(int(descriptor))
+    _pool = Connection(int(descriptor) if descriptor.isdigit() else _dial(descriptor))
     if not _perform(_pool, "polyhvd." + framework, "init", ()):
         return
     while True:
@@ -47,6 +50,13 @@ def main() -> None:
         except EOFError:
             return
         _perform(_pool, module, name, arguments)
+
+
+def _dial(name: str) -> int:
+    """Connect to the pool, which has a socket for each rank."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{name}")
+        return connection.detach()
 
 
 def _die_with(parent: int) -> None:

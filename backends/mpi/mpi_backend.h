@@ -1,0 +1,79 @@
+// The backend that lets MPI move bytes between CPUs, and reduce. In reproducible mode MPI
+// moves the bytes of the host backend's algorithms instead, and our kernels add.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "backend.h"
+#include "host/host_backend.h"
+#include "mpi/reductions.h"
+#include "mpi/runtime.h"
+#include "parking.h"
+
+namespace polyhvd::mpi {
+
+// One operation that MPI has begun. MPI reads and writes these until it is done.
+struct Flight {
+  std::vector<std::byte> sent;
+  std::vector<std::byte> received;
+  std::vector<int> sent_counts;
+  std::vector<int> sent_offsets;
+  std::vector<int> received_counts;
+  std::vector<int> received_offsets;
+  Handle request;
+  bool flying = false;
+};
+
+// What a rank's communicators share. Everything outlives them.
+class Fabric {
+ public:
+  // `host` is this rank's, for what does not depend on MPI.
+  Fabric(std::shared_ptr<Session> session, const host::Fabric& host);
+  ~Fabric();
+  Fabric(const Fabric&) = delete;
+  Fabric& operator=(const Fabric&) = delete;
+
+  Session& session() const noexcept { return *session_; }
+  Library& library() const noexcept { return session_->library(); }
+  bool usable() const noexcept { return session_->runtime().usable(); }
+  Reductions& reductions() noexcept { return reductions_; }
+  // Ranks that share nothing but MPI.
+  host::Fabric& bytes_only() noexcept { return bytes_only_; }
+
+  // Returns when the flight has landed. Throws as Parking does; then it still flies.
+  void await(Flight& flight, Deadline deadline);
+  // Moves control traffic along, between the steps of a long transfer.
+  void overlap() const { host_.overlap(); }
+  bool reproducible() const noexcept { return host_.reproducible; }
+
+  void count(std::size_t bytes) noexcept { bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+  std::uint64_t bytes() const noexcept { return bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  std::shared_ptr<Session> session_;
+  const host::Fabric& host_;
+  Reductions reductions_;
+  std::unique_ptr<Transport> transport_;
+  host::Fabric bytes_only_;
+  std::atomic<std::uint64_t> bytes_{0};  // that this rank gave to MPI; any thread reads it
+};
+
+class MpiBackend final : public Backend {
+ public:
+  explicit MpiBackend(Fabric& fabric) : fabric_(fabric), bytes_only_(fabric.bytes_only()) {}
+  std::string_view name() const noexcept override { return "mpi"; }
+  bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
+  // Waits for the members without a deadline: MPI offers no other way to make a communicator.
+  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) override;
+  void tune(const Tuning& tuning) override { bytes_only_.tune(tuning); }
+
+ private:
+  Fabric& fabric_;
+  host::HostBackend bytes_only_;
+};
+
+}  // namespace polyhvd::mpi

@@ -1,0 +1,45 @@
+// Collectives of one process set, each as rounds of MPI's non-blocking ones. A round is
+// packed into memory of our own, so that MPI never writes to a tensor after its operation
+// has failed, and so that counts fit into MPI's int. While MPI moves one round, the next is
+// packed.
+//
+// How MPI associates the terms of a sum is its own affair: bits may differ from those of the
+// host backend, and between numbers of ranks, sizes and libraries.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "host/cursor.h"
+#include "mpi/mpi_backend.h"
+
+namespace polyhvd::mpi {
+
+class MpiCommunicator final : public Communicator {
+ public:
+  // `members` are world ranks; all of them make it at the same place in the order of things.
+  MpiCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members);
+  ~MpiCommunicator() override;
+
+  void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
+                 Deadline deadline) override;
+  void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+  void broadcast(Segments in, Segments out, int root, Deadline deadline) override;
+  void reducescatter(Segments in, Segments out, Counts counts, DType dtype, ReduceOp op,
+                     Scale scale, Deadline deadline) override;
+  void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+
+ private:
+  template <class Begin, class End>
+  void run(std::size_t rounds, Deadline deadline, Begin&& begin, End&& end);
+
+  Fabric& fabric_;
+  Library& library_;
+  Handle communicator_;
+  std::size_t size_;
+  std::size_t self_;
+  std::array<std::unique_ptr<Flight>, 2> flights_;
+};
+
+}  // namespace polyhvd::mpi

@@ -1,0 +1,186 @@
+#include "mpi/runtime.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <thread>
+
+#include "error.h"
+
+namespace polyhvd::mpi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int kCreateTag = 0x7076;  // of groups that are made from a list of ranks
+constexpr auto kNap = std::chrono::microseconds(200);
+constexpr auto kTickInterval = std::chrono::milliseconds(20);
+
+// Waits for a request of init(). Whoever gives up leaves the request to MPI.
+void await(Library& library, Handle& request, Clock::time_point deadline, const Runtime::Tick& tick,
+           const std::string& late) {
+  auto next_tick = Clock::now() + kTickInterval;
+  while (!library.test(request)) {
+    const auto now = Clock::now();
+    if (now >= deadline) throw Failure(ErrorCode::kPeerLost, late);
+    if (now >= next_tick) {
+      tick();
+      next_tick = now + kTickInterval;
+    }
+    std::this_thread::sleep_for(kNap);
+  }
+}
+
+Clock::time_point after(std::chrono::duration<double> timeout) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
+}
+
+}  // namespace
+
+Runtime::Runtime(std::span<const std::string> names, ThreadLevel wanted)
+    : library_(open_library(names)) {
+  const std::string which = library_->version() + " (" + library_->path() + ")";
+  if (library_->finalized()) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  which +
+                      " was finalised in this process, and cannot be initialised again; let "
+                      "polyhvd.init() come before MPI_Finalize, or leave that to polyhvd");
+  }
+  if (library_->initialized()) {
+    threads_ = library_->thread_level();
+  } else {
+    threads_ = library_->initialize(wanted);
+    ours_ = true;
+  }
+  if (threads_ < ThreadLevel::kSerialized) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  which + " was initialised by " + (ours_ ? "polyhvd" : "somebody else") +
+                      " with " + std::string(name_of(threads_)) +
+                      ", but polyhvd calls it from its own thread, "
+                      "too: ask for MPI_THREAD_MULTIPLE or MPI_THREAD_SERIALIZED where MPI is "
+                      "initialised (mpi4py: mpi4py.rc.thread_level), or use an MPI that grants it");
+  }
+}
+
+std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator,
+                                       std::span<const int> ranks,
+                                       std::chrono::duration<double> timeout, const Tick& tick) {
+  Handle base = communicator ? library_->handle_of(*communicator) : library_->world();
+  if (library_->joins_two_groups(base)) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "init(comm=...): an intercommunicator joins two groups; pass an "
+                  "intracommunicator, such as its Merge()");
+  }
+  const int rank = library_->rank(base);
+  const int size = library_->size(base);
+  if (!ranks.empty()) {
+    if (std::ranges::count(ranks, rank) == 0 || std::ranges::max(ranks) >= size) {
+      throw Failure(ErrorCode::kInvalidArgument,
+                    "init(comm=[...]): this is rank " + std::to_string(rank) + " of " +
+                        std::to_string(size) +
+                        ", and each rank of the list has to call it with "
+                        "ranks that are there");
+    }
+    const Handle members = library_->create_group(base, ranks, kCreateTag);
+    library_->return_errors(members);
+    return std::make_shared<Session>(shared_from_this(), members, timeout);
+  }
+  // Not to be on the stack when a wait was given up: MPI still writes to them.
+  struct Duplicate {
+    Handle communicator;
+    Handle request;
+  };
+  auto duplicate = std::make_unique<Duplicate>();
+  library_->start_duplicate(base, duplicate->communicator, duplicate->request);
+  try {
+    await(*library_, duplicate->request, after(timeout), tick,
+          "rank " + std::to_string(rank) + " waited " +
+              std::to_string(std::lround(timeout.count())) + " s for all " + std::to_string(size) +
+              " ranks of the communicator to call init(); POLYHVD_START_TIMEOUT sets the time");
+  } catch (...) {
+    give_up();
+    (void)duplicate.release();
+    throw;
+  }
+  library_->return_errors(duplicate->communicator);
+  return std::make_shared<Session>(shared_from_this(), duplicate->communicator, timeout);
+}
+
+void Runtime::finish() {
+  if (ours_ && usable() && library_->initialized()) library_->finalize();
+}
+
+Session::Session(std::shared_ptr<Runtime> runtime, Handle communicator,
+                 std::chrono::duration<double> timeout)
+    : runtime_(std::move(runtime)),
+      communicator_(communicator),
+      timeout_(timeout),
+      rank_(runtime_->library().rank(communicator)),
+      size_(runtime_->library().size(communicator)) {}
+
+Session::~Session() {
+  if (runtime_->usable()) library().free_communicator(communicator_);
+}
+
+std::vector<int> Session::hosts(const Runtime::Tick& tick) {
+  const Handle local = library().split_by_host(communicator_);
+  library().return_errors(local);
+  // The split keeps the order of ranks.
+  Session here(runtime_, local, timeout_);
+  const std::string first = here.gather(std::to_string(rank_), tick).front();
+  std::vector<int> hosts;
+  for (const std::string& text : gather(first, tick)) hosts.push_back(std::stoi(text));
+  return hosts;
+}
+
+std::vector<std::string> Session::gather(const std::string& mine, const Runtime::Tick& tick) {
+  // On the heap, and left there when the wait is given up: MPI still writes to it.
+  struct Transfer {
+    std::string mine;
+    int own = 0;
+    std::vector<int> sizes, counts, offsets;
+    std::string all;
+    Handle request;
+  };
+  auto transfer = std::make_unique<Transfer>();
+  Transfer& t = *transfer;
+  const auto n = static_cast<std::size_t>(size_);
+  t.mine = mine;
+  t.own = static_cast<int>(mine.size());
+  t.sizes.resize(n);
+  t.counts.assign(n, sizeof(int));
+  t.offsets.resize(n);
+  for (std::size_t r = 0; r < n; ++r) t.offsets[r] = static_cast<int>(r * sizeof(int));
+  const auto deadline = after(timeout_);
+  const std::string late = "rank " + std::to_string(rank_) + " waited " +
+                           std::to_string(std::lround(timeout_.count())) +
+                           " s for other ranks in init(); POLYHVD_START_TIMEOUT sets the time";
+  try {
+    library().start_allgather(&t.own, sizeof(int), t.sizes.data(), t.counts.data(),
+                              t.offsets.data(), communicator_, t.request);
+    await(library(), t.request, deadline, tick, late);
+    std::int64_t total = 0;
+    for (std::size_t r = 0; r < n; ++r) {
+      t.offsets[r] = static_cast<int>(total);
+      total += t.sizes[r];
+      if (t.sizes[r] < 0 || total > std::numeric_limits<int>::max()) {
+        throw Failure(ErrorCode::kInternal, "the ranks say too much to each other in init()");
+      }
+    }
+    t.all.resize(static_cast<std::size_t>(total));
+    library().start_allgather(t.mine.data(), t.own, t.all.data(), t.sizes.data(), t.offsets.data(),
+                              communicator_, t.request);
+    await(library(), t.request, deadline, tick, late);
+  } catch (...) {
+    runtime_->give_up();
+    (void)transfer.release();
+    throw;
+  }
+  std::vector<std::string> texts;
+  for (std::size_t r = 0; r < n; ++r) {
+    texts.push_back(
+        t.all.substr(static_cast<std::size_t>(t.offsets[r]), static_cast<std::size_t>(t.sizes[r])));
+  }
+  return texts;
+}
+
+}  // namespace polyhvd::mpi

@@ -1,0 +1,81 @@
+// MPI in this process, and the ranks of a job as MPI knows them. What is called here
+// belongs to init() and to the end of the process; the data path is in mpi_backend.h.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "mpi/library.h"
+
+namespace polyhvd::mpi {
+
+class Session;
+
+// One per process: MPI can be initialised once in its life.
+class Runtime : public std::enable_shared_from_this<Runtime> {
+ public:
+  // Opens the first of the libraries that is there and initialises MPI, unless that was done.
+  // Throws Failure(kInvalidArgument) when there is none, when MPI has been finalised, and
+  // when it lets only the main thread call it.
+  Runtime(std::span<const std::string> names, ThreadLevel wanted);
+
+  Library& library() const noexcept { return *library_; }
+  ThreadLevel threads() const noexcept { return threads_; }
+
+  // Called now and then while something is waited for; throws to end the wait.
+  using Tick = std::function<void()>;
+  // The ranks of a communicator, by default of MPI's world; or of those of its ranks that are
+  // given, this one among them. All of them call it, within `timeout`.
+  std::shared_ptr<Session> meet(std::optional<std::intptr_t> communicator,
+                                std::span<const int> ranks, std::chrono::duration<double> timeout,
+                                const Tick& tick);
+
+  // From now on MPI may wait for ranks that do not come: nothing is freed or finalised.
+  void give_up() noexcept { given_up_.store(true); }
+  bool usable() const noexcept { return !given_up_.load() && !library_->finalized(); }
+  // At the end of the process: finalises MPI if it was initialised here and nobody has failed.
+  void finish();
+
+ private:
+  std::shared_ptr<Library> library_;
+  ThreadLevel threads_;
+  bool ours_ = false;
+  std::atomic<bool> given_up_{false};
+};
+
+// A communicator of our own over all ranks of a job, in their order.
+class Session {
+ public:
+  // Takes a communicator whose errors come back.
+  Session(std::shared_ptr<Runtime> runtime, Handle communicator,
+          std::chrono::duration<double> timeout);
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  Runtime& runtime() const noexcept { return *runtime_; }
+  Library& library() const noexcept { return runtime_->library(); }
+  Handle communicator() const noexcept { return communicator_; }
+
+  // For each rank the first rank that MPI says shares memory with it. On all ranks together.
+  std::vector<int> hosts(const Runtime::Tick& tick);
+  // What every rank says, in order. On all ranks together.
+  std::vector<std::string> gather(const std::string& mine, const Runtime::Tick& tick);
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  Handle communicator_;
+  std::chrono::duration<double> timeout_;
+  int rank_;
+  int size_;
+};
+
+}  // namespace polyhvd::mpi

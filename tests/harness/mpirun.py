@@ -1,0 +1,29 @@
+"""The launcher of MPI that tests use, and how it is called: also as root, and with more ranks than cores."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+__all__ = ["AS_ROOT", "command"]
+
+#: Open MPI's launchers start nothing for root without these.
+AS_ROOT = tuple(
+    (f"{name}_{what}", "1")
+    for name in ("OMPI", "PRTE")
+    for what in ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM")
+)
+
+
+@cache
+def command() -> tuple[str, ...]:
+    """mpirun beside this Python, as the wheels bring it, or else the system's; empty: there is none."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        return ()
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    return (found, "--oversubscribe") if "Open MPI" in said or "prte" in said.lower() else (found,)

@@ -1,0 +1,40 @@
+"""The MPI backend beside the suites that it shares: reproducible sums, and PyTorch on top of it."""
+
+from __future__ import annotations
+
+import collectives
+import drivers
+import exchange
+import mpi_cases
+import mpirun
+import pytest
+from pool import Pools, PoolSpec
+from worlds import assert_alike
+
+_MPI = (*mpirun.AS_ROOT, ("POLYHVD_BACKENDS", "mpi"))
+
+
+def test_reproducible_sums_have_the_bits_of_the_host_backend(pools: Pools) -> None:
+    """MPI moves the bytes, our kernels add in the order of ranks, whatever the order of submission."""
+    settings = (*_MPI, ("POLYHVD_REPRODUCIBLE", "1"))
+    pool = pools.get(PoolSpec("numpy", (3,), settings, mpirun=mpirun.command()))
+    assert_alike(pool.run(collectives.same_bits, "numpy", 1, [1, 1, 1]))
+    assert_alike(pool.run(collectives.special_values, "numpy"))
+    pool.run(exchange.reducescatter, "numpy", "Sum")
+    pool.run(exchange.alltoall, "numpy", "uneven", True)
+    pool.run(exchange.adasum, "numpy")
+    counters = pool.run(mpi_cases.counters, "numpy")
+    assert all(item["mpi_bytes"] > 0 and item["shm_bytes"] == 0 for item in counters), counters
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_of_pytorch_go_through_mpi(pools: Pools, size: int) -> None:
+    if not drivers.get("torch").is_installed():
+        pytest.skip("torch is not installed")
+    pool = pools.get(PoolSpec("torch", (size,), _MPI, mpirun=mpirun.command()))
+    for op in ("Average", "Min"):
+        assert_alike(pool.run(collectives.allreduce_in_place, "torch", op))
+    assert_alike(pool.run(collectives.allgather, "torch", "growing"))
+    assert_alike(pool.run(collectives.broadcast_async, "torch", True))
+    pool.run(exchange.everything_in_flight, "torch")
+    assert all(item["mpi_bytes"] > 0 for item in pool.run(mpi_cases.counters, "torch"))

@@ -1,0 +1,50 @@
+"""What polyhvd says about a host."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import polyhvd
+from polyhvd.doctor import Finding, examine
+
+
+def find(name: str) -> Finding:
+    return next(item for items in examine().values() for item in items if item.name == name)
+
+
+def test_what_is_installed_is_listed_with_its_version_and_place() -> None:
+    found = find("NumPy")
+    assert (found.found, found.version) == (True, np.__version__)
+    assert found.path in np.__file__
+    assert find("shared memory").found
+    assert find("TCP").found
+
+
+def test_what_is_missing_has_a_reason_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyhvd.mpi.places", lambda settings: ["libmpi.so.0"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    mpi, torch = find("MPI"), find("PyTorch")
+    assert (mpi.found, torch.found) == (False, False)
+    assert "libmpi.so.0" in mpi.note
+    assert "install openmpi-bin" in mpi.note
+    assert torch.note == "not installed in this Python; pip install torch"
+
+
+def test_a_bad_setting_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYHVD_GLOO_IFACE", "no-such-interface")
+    assert "there is no network interface 'no-such-interface'" in find("TCP").note
+
+
+@pytest.mark.parametrize("command", [["polyhvd.cli", "doctor"], ["polyhvd.launch", "--check"]])
+def test_both_commands_print_what_the_function_prints(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
+    polyhvd.doctor()
+    assert done.stdout == capsys.readouterr().out
+    assert f"NumPy                {importlib.metadata.version('numpy')}" in done.stdout
