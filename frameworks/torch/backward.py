@@ -151,6 +151,10 @@ class Gradients(Section):
     ) -> None:
         super().__init__()
         self.passes_per_step = passes_per_step
+        #: Gradients only add up until a backward pass without it, or the step.
+        self.on_hold = False
+        #: ``step()`` waits for gradients, unless the program has done so.
+        self.awaited_in_step = True
         self._prefix = f"{_PREFIX}.{_registry.next_number()}"
         self._reducer = GradientReducer(
             collectives,
@@ -245,8 +249,10 @@ class Gradients(Section):
         if self.retired or not self._is_member():
             return
         self.settled = False
-        self._passes[position] += 1
         self._fresh.add(position)
+        if self.on_hold:
+            return
+        self._passes[position] += 1
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._backward = task

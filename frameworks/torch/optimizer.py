@@ -26,16 +26,15 @@ Tensor = torch.Tensor
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What :func:`DistributedOptimizer` puts before the class of the user's optimizer."""
 
-    _gradients: Gradients | None = None
-    _synchronizes = True
-
     def _own_gradients(self) -> Gradients:
-        if self._gradients is None:
+        # No attribute of the class, so that wrappers that pass missing attributes on find it.
+        gradients: Gradients | None = getattr(self, "_gradients", None)
+        if gradients is None:
             raise InvalidArgumentError(
                 "this is a copy of a DistributedOptimizer, which reduces nothing; "
                 "make the copy of the original optimizer, and wrap that"
             )
-        return self._gradients
+        return gradients
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. Backward has done so already, where all ranks ran it.
@@ -48,11 +47,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()`` use the gradients as they are, after an explicit ``synchronize()``."""
-        self._synchronizes = False
+        gradients = self._own_gradients()
+        gradients.awaited_in_step = False
         try:
             yield
         finally:
-            self._synchronizes = True
+            gradients.awaited_in_step = True
 
     def register_local_var(self, parameter: Tensor) -> None:
         """Let the gradient of a parameter stay on this rank: it is not reduced.
@@ -73,6 +73,24 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 optimizer.register_local_var(parameter)
         """
         self._own_gradients().keep_local(parameter)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of the passes within add up on this rank; a later pass, or ``step()``, reduces.
+
+        Example::
+
+            with optimizer.no_sync():
+                loss(first_half).backward()
+            loss(second_half).backward()
+            optimizer.step()
+        """
+        gradients = self._own_gradients()
+        before, gradients.on_hold = gradients.on_hold, True
+        try:
+            yield
+        finally:
+            gradients.on_hold = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes, from now on."""
@@ -114,7 +132,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 args = (reduced, *args[1:])
             else:
                 kwargs["closure"] = reduced
-        elif self._synchronizes:
+        elif gradients.awaited_in_step:
             gradients.synchronize()
         try:
             return super().step(*args, **kwargs)

@@ -74,6 +74,10 @@ def test_a_layer_used_in_one_pass_of_several_is_complete_when_the_last_returns(r
     ranks.run(cases.layers_of_one_pass_are_reduced_with_the_others)
 
 
+def test_passes_within_no_sync_only_add_up(ranks: Pool) -> None:
+    ranks.run(cases.no_sync_adds_up_without_exchanges)
+
+
 def test_the_number_of_passes_can_be_changed(ranks: Pool) -> None:
     ranks.run(cases.changes_the_number_of_passes)
 

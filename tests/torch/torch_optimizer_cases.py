@@ -1258,3 +1258,26 @@ def not_initialized_is_an_error() -> None:
     with raises(ValueError, "hvd.init()"):
         hvd.DistributedOptimizer(sgd(model().parameters()))
     hvd.init()
+
+
+def no_sync_adds_up_without_exchanges() -> None:
+    expected, found = model(), model()
+    reference = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(found.parameters(), 0.1, momentum=0.9))
+    for steps in (batches(4)[:2], batches(4)[2:]):
+        reference.zero_grad()
+        for x, y in steps:
+            loss_of(expected, x, y).backward()
+        reference.step()
+        optimizer.zero_grad()
+        before = hvd.counters()["operations"]
+        with optimizer.no_sync():
+            loss_of(found, own(steps[0][0]), own(steps[0][1])).backward()
+        assert hvd.counters()["operations"] == before
+        loss_of(found, own(steps[1][0]), own(steps[1][1])).backward()
+        optimizer.step()
+    assert_close(found, expected)
+    with optimizer.no_sync():
+        loss_of(found, own(steps[0][0]), own(steps[0][1])).backward()
+    optimizer.step()  # reduces what is there
+    assert_same_bits(found)
