@@ -276,3 +276,7 @@ def test_channels_last_trains_like_row_major(ranks: Pool) -> None:
 
 def test_before_init_it_says_so(ranks: Pool) -> None:
     ranks.run(cases.not_initialized_is_an_error)
+
+
+def test_ranks_with_another_past_meet_after_init(ranks: Pool) -> None:
+    ranks.run(cases.ranks_with_another_past_meet_after_init)

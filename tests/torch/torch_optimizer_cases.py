@@ -1281,3 +1281,24 @@ def no_sync_adds_up_without_exchanges() -> None:
         loss_of(found, own(steps[0][0]), own(steps[0][1])).backward()
     optimizer.step()  # reduces what is there
     assert_same_bits(found)
+
+
+def ranks_with_another_past_meet_after_init() -> None:
+    """As survivors of a job and a rank that has just come to it."""
+    if hvd.rank() == 0:
+        for _ in range(2):
+            hvd.DistributedOptimizer(sgd(model().parameters()))
+        hvd.allreduce_async(torch.ones(1))  # nobody waits for it: its name is not given back
+        hvd.SyncBatchNorm(3).eval()(torch.ones(2, 3))
+    hvd.shutdown()
+    hvd.init()
+    module, optimizer, oracle, oracle_optimizer = pair()
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
