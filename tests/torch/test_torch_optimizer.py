@@ -213,9 +213,14 @@ def test_sparse_gradients_are_refused_where_their_zeros_count(ranks: Pool) -> No
 
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("num_groups", [0, 1])
-def test_adasum_adds_up_gradients_adaptively(ranks: Pool, num_groups: int) -> None:
-    ranks.run(cases.adasum_of_two_ranks, num_groups)
+@pytest.mark.parametrize(("kind", "num_groups"), [("momentum", 0), ("adam", 1)])
+def test_adasum_combines_what_optimizers_make_of_gradients(ranks: Pool, kind: str, num_groups: int) -> None:
+    ranks.run(cases.adasum_combines_the_steps_of_the_ranks, kind, num_groups)
+
+
+@pytest.mark.sizes(2)
+def test_adasum_works_with_closures_scalers_and_schedulers(ranks: Pool) -> None:
+    ranks.run(cases.adasum_takes_closures_scalers_and_schedulers)
 
 
 @pytest.mark.parametrize("num_groups", [0, 1])
