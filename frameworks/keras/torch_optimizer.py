@@ -280,21 +280,8 @@ def PartialDistributedOptimizer(
 
         optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
     """
-    layers = _layers(local_layers)
-    wrapped = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    arguments = locals()
+    layers = _layers(arguments.pop("local_layers"))
+    wrapped = DistributedOptimizer(**arguments)
     wrapped._polyhvd.local_layers = layers
     return wrapped
