@@ -2,16 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import abc
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from polyhvd import context
 from polyhvd.errors import InvalidArgumentError
 
-__all__ = ["BestModel", "LearningRateSchedule", "LearningRateWarmup"]
+__all__ = [
+    "BestModel",
+    "BroadcastGlobalVariables",
+    "LearningRateSchedule",
+    "LearningRateWarmup",
+    "MetricAverage",
+]
 
 # Optimizers whose velocity has the learning rate in it.
 _WITH_VELOCITY = frozenset({"SGD", "RMSprop"})
+
+
+class BroadcastGlobalVariables(abc.ABC):
+    """Starts all ranks with the root's weights and optimizer state.
+
+    Before the first step if the model is built by then, else after it. Seeds of random layers stay
+    as they are, so that ranks drop out different units.
+
+    Args:
+        root_rank: world rank of the sender.
+        device: accepted for Horovod's sake.
+        local_variables: variables that stay as they are on each rank.
+    """
+
+    model: Any
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
+    ) -> None:
+        super().__init__()
+        self._accept_device(device)
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        self._local = {self._reference(variable) for variable in local_variables or ()}
+
+    @abc.abstractmethod
+    def _accept_device(self, device: str) -> None:
+        """Refuse what is not the host."""
+
+    @abc.abstractmethod
+    def _reference(self, variable: Any) -> Any:
+        """What a variable and its wrappers have in common."""
+
+    @abc.abstractmethod
+    def _send(self, variables: Sequence[Any]) -> None:
+        """Overwrite variables with the root's."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if there is something to broadcast."""
+        model, optimizer = self.model, self.model.optimizer
+        build = getattr(optimizer, "build", None)
+        if self.broadcast_done or not model.built or build is None:
+            return
+        if not getattr(optimizer, "built", False):
+            build(model.trainable_variables)
+            if hasattr(optimizer, "built"):
+                optimizer.built = True
+        self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if it was too early at the beginning."""
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        state = getattr(optimizer, "variables", ())
+        variables = [*self.model.weights, *(state() if callable(state) else state)]
+        unique = {self._reference(variable): variable for variable in variables}
+        self._send([variable for reference, variable in unique.items() if reference not in self._local])
+        self.broadcast_done = True
+
+
+class MetricAverage(abc.ABC):
+    """Averages the metrics of an epoch over the ranks; callbacks that follow see the averages.
+
+    Args:
+        device: accepted for Horovod's sake.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self._accept_device(device)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Overwrite the metrics."""
+        if not logs:
+            return
+        keys = sorted(logs)
+        averages = self._averages([float(logs[key]) for key in keys])
+        for key, value in zip(keys, averages, strict=True):
+            logs[key] = value
+
+    @abc.abstractmethod
+    def _accept_device(self, device: str) -> None:
+        """Refuse what is not the host."""
+
+    @abc.abstractmethod
+    def _averages(self, values: list[float]) -> list[float]:
+        """Of all ranks, under the name ``MetricAverageCallback``."""
 
 
 class LearningRateSchedule:

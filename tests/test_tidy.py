@@ -26,18 +26,22 @@ ADAPTER_LINES_MAX = 400  # of the module that has the adapter in it
 #: Backends that are built on another one.
 BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}}
 #: Adapters that are one with another framework's.
-PART_OF = {"keras": {"tensorflow"}}
+PART_OF = {"keras": {"tensorflow", "torch"}, "lightning": {"torch"}}
 #: What each framework is imported as.
 PACKAGES = {
     "cupy": {"cupy"},
-    "keras": {"keras", "tensorflow"},
+    "keras": {"keras", "tensorflow", "torch"},
+    "lightning": {"lightning", "pytorch_lightning", "torch", "torchmetrics"},
     "mxnet": {"mxnet"},
     "numpy": {"ml_dtypes", "numpy"},
     "tensorflow": {"keras", "tensorflow"},
     "torch": {"torch"},
 }
 #: NumPy is everybody's: the oracle, and how frameworks exchange arrays.
-FOREIGN = {"cupy", "horovod", "jax", "keras", "mpi4py", "mxnet", "tensorflow", "torch"}
+FOREIGN = {
+    *("cupy", "horovod", "jax", "keras", "lightning", "mpi4py", "mxnet", "pytorch_lightning", "tensorflow"),
+    *("torch", "torchmetrics"),
+}
 #: Identifiers that come from elsewhere, and the folders that may speak of them.
 NAMES = {
     r"\bMPI_[A-Z]\w+|\bompi_\w+": ("backends/mpi",),

@@ -1,4 +1,4 @@
-"""Keras, as ``import keras``, with TensorFlow as its backend.
+"""Keras, as ``import keras``, on TensorFlow or on PyTorch.
 
 Example::
 
@@ -11,38 +11,22 @@ Example::
 from __future__ import annotations
 
 import keras
+from polyhvd.keras import callbacks
+from polyhvd.keras.backend import on
 
-_backend = keras.backend.backend()
-if _backend != "tensorflow":
-    raise ImportError(
-        f"polyhvd.keras needs Keras on TensorFlow, and Keras runs on {_backend}: set KERAS_BACKEND=tensorflow"
-    )
-
-from polyhvd.keras import callbacks  # noqa: E402
-from polyhvd.tensorflow.keras import (  # noqa: E402
+from polyhvd import (
     Adasum,
     Average,
-    Compression,
-    DistributedOptimizer,
     HorovodInternalError,
     InvalidArgumentError,
     Max,
     Min,
     NotInitializedError,
-    PartialDistributedOptimizer,
     ProcessSet,
     Product,
     RankMismatchError,
     Sum,
     add_process_set,
-    allgather,
-    allgather_object,
-    allreduce,
-    barrier,
-    broadcast,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_variables,
     ccl_built,
     counters,
     cross_rank,
@@ -55,7 +39,6 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     init,
     is_homogeneous,
     is_initialized,
-    join,
     local_rank,
     local_size,
     mpi_built,
@@ -63,7 +46,6 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     mpi_threads_supported,
     nccl_built,
     rank,
-    reducescatter,
     remove_process_set,
     rocm_built,
     shutdown,
@@ -71,11 +53,23 @@ from polyhvd.tensorflow.keras import (  # noqa: E402
     start_timeline,
     stop_timeline,
 )
-from polyhvd.tensorflow.keras.models import model_loader  # noqa: E402
-from polyhvd.tensorflow.keras.normalization import sync_batch_normalization  # noqa: E402
+from polyhvd.keras_optimizers import model_loader
 
-SyncBatchNormalization = sync_batch_normalization(keras)
-load_model = model_loader(keras)
+Compression = on.Compression
+DistributedOptimizer = on.DistributedOptimizer
+PartialDistributedOptimizer = on.PartialDistributedOptimizer
+allgather = on.allgather
+allgather_object = on.allgather_object
+allreduce = on.allreduce
+barrier = on.barrier
+broadcast = on.broadcast
+broadcast_global_variables = on.broadcast_global_variables
+broadcast_object = on.broadcast_object
+broadcast_variables = on.broadcast_variables
+join = on.join
+reducescatter = on.reducescatter
+SyncBatchNormalization = on.sync_batch_normalization(keras)
+load_model = model_loader(keras, DistributedOptimizer, Compression.none)
 
 __all__ = [
     "Adasum",

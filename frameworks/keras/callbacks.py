@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keras
-from polyhvd.tensorflow.keras import _callbacks
+from polyhvd.keras.backend import on
 
 from polyhvd import keras_callbacks
 
@@ -16,12 +16,12 @@ __all__ = [
 ]
 
 
-class BroadcastGlobalVariablesCallback(_callbacks.BroadcastGlobalVariables, keras.callbacks.Callback):  # noqa: D101
-    __doc__ = _callbacks.BroadcastGlobalVariables.__doc__
+class BroadcastGlobalVariablesCallback(on.BroadcastGlobalVariables, keras.callbacks.Callback):  # noqa: D101
+    __doc__ = on.BroadcastGlobalVariables.__doc__
 
 
-class MetricAverageCallback(_callbacks.MetricAverage, keras.callbacks.Callback):  # noqa: D101
-    __doc__ = _callbacks.MetricAverage.__doc__
+class MetricAverageCallback(on.MetricAverage, keras.callbacks.Callback):  # noqa: D101
+    __doc__ = on.MetricAverage.__doc__
 
 
 class LearningRateScheduleCallback(keras_callbacks.LearningRateSchedule, keras.callbacks.Callback):  # noqa: D101

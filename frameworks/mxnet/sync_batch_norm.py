@@ -7,7 +7,6 @@ backward, each pushed into MXNet's engine. Nothing waits.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import mxnet as mx
@@ -21,11 +20,13 @@ from polyhvd.adapter import OpKind
 from polyhvd.api import process_set_id
 from polyhvd.calls import Call
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.numbering import ObjectNumbers
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["SyncBatchNorm"]
 
 _OPERATOR = "polyhvd_sync_batch_norm"
+_numbers = ObjectNumbers()  # of layers
 
 # Rows of what forward keeps for backward, each with an entry for every channel.
 _OFFSET, _INVERSE, _COUNT = 0, 1, 2
@@ -67,16 +68,18 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         Counts, means and sums of squared deviations (M2) of the ranks are combined as in Chan, Golub and
         LeVeque, "Algorithms for computing the sample variance" (1983), by the sums of the values and their
         squares; these are float64, so that what they cancel is not missed. A rank may have any number of
-        samples.
+        samples, also none.
         """
-        mean = shift + sums / count
-        deviations = squares - sums * sums / count
+        own = max(count, 1)  # sums of nothing are zero
+        mean = shift + sums / own
+        deviations = squares - sums * sums / own
         parts = [mx.nd.full((1,), count, dtype="float64"), mean * count, deviations + mean * mean * count]
         total = _summed(f"{self._name}.forward", self._process_set, parts)
         number = total.slice_axis(0, 0, 1)
+        some = mx.nd.maximum(number, 1)
         sums, squares = total.slice_axis(0, 1, None).reshape((2, -1))
-        mean = mx.nd.broadcast_div(sums, number)
-        variance = mx.nd.maximum(mx.nd.broadcast_div(squares, number) - mean * mean, 0)
+        mean = mx.nd.broadcast_div(sums, some)
+        variance = mx.nd.maximum(mx.nd.broadcast_div(squares, some) - mean * mean, 0)
         return mean, variance, mx.nd.broadcast_mul(number, mx.nd.ones_like(mean))
 
     def forward(self, is_train: bool, req: list[str], in_data: Any, out_data: Any, aux: Any) -> None:
@@ -87,7 +90,8 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
             mean, variance, count = self._over_ranks(shift, sums, squares, sizes.prod() / sizes[self._axis])
             for moving, now in zip(aux, (mean, variance), strict=True):
                 moving = moving.as_nd_ndarray()
-                moving[:] = moving * self._momentum + now.astype(moving.dtype) * (1 - self._momentum)
+                moved = moving * self._momentum + now.astype(moving.dtype) * (1 - self._momentum)
+                moving[:] = mx.nd.where(count, moved, moving)  # as it was if nobody has samples
         else:
             mean, variance = _doubles(aux)
             count = mx.nd.zeros_like(mean)
@@ -137,6 +141,21 @@ def _assign(target: Any, request: str, value: NDArray) -> None:
         value.copyto(target)
 
 
+class _Nothing(mx.autograd.Function):  # type: ignore[misc]
+    """An array without elements, whose derivative comes by the operator all the same."""
+
+    def forward(self, normalized: NDArray, empty: NDArray) -> NDArray:
+        """Like the second."""
+        self._shapes = normalized.shape, empty.shape
+        return mx.nd.zeros(empty.shape, dtype=empty.dtype)
+
+    def backward(self, gradient: NDArray) -> tuple[NDArray, NDArray]:
+        """Zeros."""
+        with mx.util.np_shape(True):  # this is another thread
+            first, second = (mx.nd.zeros(shape, dtype=gradient.dtype) for shape in self._shapes)
+        return first, second
+
+
 @mx.operator.register(_OPERATOR)
 class _Properties(mx.operator.CustomOpProp):  # type: ignore[misc]
     """What MXNet has to know of the operator before it runs."""
@@ -177,14 +196,14 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
     """A :class:`mxnet.gluon.nn.BatchNorm` whose statistics in training are those of all ranks' samples.
 
     With n ranks it does what ``BatchNorm`` does in one process with the joined batch: outputs, moving
-    statistics and gradients; ranks may have different numbers of samples. Outside of training, and with
-    ``use_global_stats``, it is ``BatchNorm``. Its parameters are those of ``BatchNorm``: either loads
-    what the other has saved. It may be hybridized, alone or in a network. One small allreduce in
-    forward and one in backward: sums in float64, of float16 arrays in float32. A hybridized network takes
-    sums of its samples outside of training too, for nothing; to deploy it, load its parameters into one of
-    ``BatchNorm``.
+    statistics and gradients; ranks may have different numbers of samples, also none, unless the layer is
+    hybridized. Outside of training, and with ``use_global_stats``, it is ``BatchNorm``. Its parameters are
+    those of ``BatchNorm``: either loads what the other has saved. It may be hybridized, alone or in a
+    network. One small allreduce in forward and one in backward: sums in float64, of float16 arrays in
+    float32. A hybridized network takes sums of its samples outside of training too, for nothing; to deploy
+    it, load its parameters into one of ``BatchNorm``.
 
-    Layers of the ranks meet in the order in which they are first used.
+    Layers of the ranks meet in the order in which they are first used in training, or hybridized.
 
     Args:
         in_channels: size of axis 1, the channels; 0: found at the first use.
@@ -203,9 +222,7 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
         hvd.SyncBatchNorm.convert(mx.gluon.model_zoo.vision.resnet18_v1())
     """
 
-    _numbers = itertools.count()
     _process_set: ProcessSet = global_process_set
-    _number: int | None = None  # of the layer, the same on all ranks
     _dtype: Any = "float32"  # of the samples, as long as they are symbols
 
     def __init__(
@@ -281,19 +298,36 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
         arrays = (x, gamma, beta, running_mean, running_var)
         if self._kwargs["use_global_stats"]:
             return super().hybrid_forward(F, *arrays)
-        if self._number is None:
-            self._number = next(SyncBatchNorm._numbers)
         is_np = mx.util.is_np_array()
         if is_np:
             arrays = tuple(array.as_nd_ndarray() for array in arrays)
-        y = self._normalized(mx.nd if isinstance(arrays[0], NDArray) else mx.sym, *arrays)
+        if isinstance(arrays[0], NDArray) and arrays[0].size == 0:
+            y = self._of_nothing(*arrays)
+        else:
+            y = self._normalized(mx.nd if isinstance(arrays[0], NDArray) else mx.sym, *arrays)
         return y.as_np_ndarray() if is_np else y
 
-    def _normalized(self, F: Any, x: Any, gamma: Any, beta: Any, mean: Any, variance: Any) -> Any:
+    def _wire_name(self, F: Any) -> str:
+        """Of the layer, the same on all ranks: two layers may be in flight together, in any order."""
+        if F is mx.nd and not mx.autograd.is_training():
+            return "none"  # evaluation, which a rank may do alone, exchanges nothing
+        return f"SyncBatchNorm.{_numbers.of(self, self._process_set)}"
+
+    def _of_nothing(self, x: Any, *others: Any) -> Any:
+        """Take part without samples. MXNet 1.9.1 crashes in the derivative of a sum over an empty axis."""
+        if not mx.autograd.is_training():
+            return x
+        stand_in = mx.nd.zeros([max(length, 1) for length in x.shape], dtype=x.dtype)
+        y = self._normalized(mx.nd, stand_in, *others, shape=mx.nd.array(x.shape, dtype="int64"))
+        return _Nothing()(y, x)
+
+    def _normalized(
+        self, F: Any, x: Any, gamma: Any, beta: Any, mean: Any, variance: Any, shape: Any = None
+    ) -> Any:
         precise = self.gamma.dtype
         wanted = x.dtype if F is mx.nd else self._dtype
         over = {"axis": self._kwargs["axis"], "exclude": True, "keepdims": True}
-        shape = F.shape_array(x)
+        shape = F.shape_array(x) if shape is None else shape  # says how many samples there are
         if np.dtype(wanted) != np.dtype(precise):
             x = F.cast(x, dtype=precise)
         # Around the mean of this rank, sums keep their digits.
@@ -309,7 +343,7 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
             mean,
             variance,
             op_type=_OPERATOR,
-            wire_name=f"SyncBatchNorm.{self._number}",
+            wire_name=self._wire_name(F),
             process_set=process_set_id(self._process_set),
             **self._kwargs,
         )

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyhvd.keras_optimizers import is_distributed, reduced_first, replace
+
 __all__ = ["build_before_branching", "teach_keras_2", "teach_keras_3"]
 
 
@@ -25,55 +27,23 @@ def build_before_branching(optimizer: Any, variables: list[Any] | None) -> None:
         optimizer.built = True
 
 
-def _is_distributed(optimizer: object) -> bool:
-    from polyhvd.tensorflow.optimizer import is_distributed
-
-    return is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None))
-
-
 def _without_xla(supports_jit: Any) -> Any:
     """Of ``model_supports_jit``: a model that calls collectives cannot be compiled by XLA."""
 
     @functools.wraps(supports_jit)
     def model_supports_jit(model: Any) -> bool:
-        return not _is_distributed(getattr(model, "optimizer", None)) and bool(supports_jit(model))
+        optimizer = getattr(model, "optimizer", None)
+        ours = is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None))
+        return not ours and bool(supports_jit(model))
 
     return model_supports_jit
 
 
-def _reduced_first(apply: Any) -> Any:
-    """Of ``LossScaleOptimizer.apply``: reduce before it looks for overflow.
-
-    It would call the inner optimizer on the ranks without overflow only, which would wait for the others.
-    """
-
-    @functools.wraps(apply)
-    def reduce_and_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        from polyhvd.tensorflow.optimizer import is_distributed
-
-        inner = self.inner_optimizer
-        if not is_distributed(inner):
-            return apply(self, grads, trainable_variables)
-        variables = None if trainable_variables is None else list(trainable_variables)
-        build_before_branching(self, variables)
-
-        def apply_reduced(reduced: Any) -> Any:
-            with inner.polyhvd_already_reduced():
-                return apply(self, reduced, variables)
-
-        known = getattr(self, "_trainable_variables", None) if variables is None else variables
-        return inner.polyhvd_step(grads, known or None, apply_reduced)
-
-    return reduce_and_apply
-
-
 def _pairs_reduced_first(apply_gradients: Any) -> Any:
-    """The same of ``apply_gradients`` in Keras 2."""
+    """What :func:`reduced_first` does, of ``apply_gradients`` in Keras 2."""
 
     @functools.wraps(apply_gradients)
     def reduce_and_apply(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        from polyhvd.tensorflow.optimizer import is_distributed
-
         inner = self.inner_optimizer
         if not is_distributed(inner):
             return apply_gradients(self, grads_and_vars, *args, **kwargs)
@@ -89,15 +59,6 @@ def _pairs_reduced_first(apply_gradients: Any) -> Any:
     return reduce_and_apply
 
 
-def _replace(owner: Any, name: str, make: Any) -> None:
-    original = getattr(owner, name, None)
-    if original is None or getattr(original, "polyhvd", False):
-        return
-    replacement = make(original)
-    replacement.polyhvd = True
-    setattr(owner, name, replacement)
-
-
 def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -109,12 +70,12 @@ def teach_keras_3() -> None:
     """Replace what is to be replaced in ``keras``, once."""
     from keras.optimizers import LossScaleOptimizer
 
-    _replace(_module("keras.src.trainers.trainer"), "model_supports_jit", _without_xla)
-    _replace(LossScaleOptimizer, "apply", _reduced_first)
+    replace(_module("keras.src.trainers.trainer"), "model_supports_jit", _without_xla)
+    replace(LossScaleOptimizer, "apply", lambda apply: reduced_first(apply, build_before_branching))
 
 
 def teach_keras_2(package: str) -> None:
     """The same in ``keras`` before its version 3, or in ``tf_keras``."""
     module = _module(f"{package}.src.mixed_precision.loss_scale_optimizer")
     for name in ("LossScaleOptimizer", "LossScaleOptimizerV3"):
-        _replace(getattr(module, name, None), "apply_gradients", _pairs_reduced_first)
+        replace(getattr(module, name, None), "apply_gradients", _pairs_reduced_first)

@@ -7,8 +7,7 @@ the original: ``isinstance``, ``get_config``, ``from_config`` and saved models s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,18 +22,18 @@ from polyhvd.tensorflow.passes import Passes, only_effects
 from polyhvd import context
 from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
+from polyhvd.keras_optimizers import Wrapped, is_distributed, sharing_state
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "wrap"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "wrap"]
 
 
-class _Distributed:
-    """Marks a wrapped optimizer."""
+class _Distributed(Wrapped):
+    """What the optimizers have in common."""
 
     _polyhvd: Reduction
     _polyhvd_new_passes: Callable[[], Passes]
     _polyhvd_known_passes: WeakKeyDictionary[Any, Passes]
-    _polyhvd_reduced = False  # inside already_reduced()
 
     @property
     def polyhvd_passes(self) -> Passes:
@@ -69,15 +68,6 @@ class _Distributed:
             return only_effects(apply(self._polyhvd(totals, sources, prefix)))
 
         return self.polyhvd_passes.run(gradients, sources, complete, only_effects)[0]
-
-    @contextmanager
-    def polyhvd_already_reduced(self) -> Iterator[None]:
-        """Take gradients as they come: somebody around this optimizer has reduced them."""
-        object.__setattr__(self, "_polyhvd_reduced", True)
-        try:
-            yield
-        finally:
-            object.__setattr__(self, "_polyhvd_reduced", False)
 
 
 class _Keras3(_Distributed):
@@ -161,11 +151,6 @@ def _identity(gradient: Any) -> Any:
     return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
-def is_distributed(optimizer: object) -> bool:
-    """Whether an optimizer is one of ours."""
-    return isinstance(optimizer, _Distributed)
-
-
 def _mixin_for(optimizer: object) -> type[_Distributed]:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _Version1
@@ -174,7 +159,8 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
 
         if keras.backend.backend() != "tensorflow":
             raise invalid(
-                f"DistributedOptimizer: Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow"
+                f"DistributedOptimizer: Keras runs on {keras.backend.backend()}, and this is the one of "
+                "TensorFlow; set KERAS_BACKEND=tensorflow, or import polyhvd.keras"
             )
         teach_keras_3()
         return _Keras3
@@ -192,18 +178,12 @@ def wrap(optimizer: Any, reduction: Reduction, new_passes: Callable[[], Passes])
     """An optimizer that shares the state of this one and reduces first."""
     if is_distributed(optimizer):
         raise invalid("the optimizer is distributed already; wrap it once")
-    base = type(optimizer)
-    # Under the name of its base, so that a saved model names the base, which everybody can load.
-    names = {
+    attributes = {
         "_polyhvd": reduction,
         "_polyhvd_new_passes": staticmethod(new_passes),
         "_polyhvd_known_passes": WeakKeyDictionary(),
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
     }
-    wrapped = object.__new__(type(base.__name__, (_mixin_for(optimizer), base), names))
-    object.__setattr__(wrapped, "__dict__", optimizer.__dict__)
-    return wrapped
+    return sharing_state(optimizer, _mixin_for(optimizer), attributes)
 
 
 def DistributedOptimizer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from polyhvd.adapter import Handle, OpKind, ReduceOp
 from polyhvd.api import process_set_id
 from polyhvd.compression import Compressor
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
+from polyhvd.numbering import ObjectNumbers
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.reducer import GradientReducer
 
@@ -33,12 +33,20 @@ class _Registry:
     """Which optimizer a parameter belongs to, and the rounds of each process set."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self._numbers = ObjectNumbers()
         self._boards: dict[ProcessSet, Board] = {}
         self._owners: Any = WeakIdKeyDictionary()
+        # After the numbers have: they free what is gone.
+        context.on_engine_change(self._begin_anew)
 
-    def next_number(self) -> int:
-        return next(self._numbers)
+    def number(self, gradients: Gradients, process_set: ProcessSet) -> int:
+        """Of an optimizer, the same on every rank."""
+        return self._numbers.of(gradients, process_set)
+
+    def _begin_anew(self, _: int) -> None:
+        """The ranks of a new engine have made no optimizers but those that are in use."""
+        for board in self._boards.values():
+            board.forget_the_gone()
 
     def board(self, process_set: ProcessSet) -> Board:
         if process_set not in self._boards:
@@ -151,7 +159,11 @@ class Gradients(Section):
     ) -> None:
         super().__init__()
         self.passes_per_step = passes_per_step
-        self._prefix = f"{_PREFIX}.{_registry.next_number()}"
+        #: Gradients only add up until a backward pass without it, or the step.
+        self.on_hold = False
+        #: ``step()`` waits for gradients, unless the program has done so.
+        self.awaited_in_step = True
+        self._prefix = f"{_PREFIX}.{_registry.number(self, process_set)}"
         self._reducer = GradientReducer(
             collectives,
             prefix=self._prefix,
@@ -245,8 +257,10 @@ class Gradients(Section):
         if self.retired or not self._is_member():
             return
         self.settled = False
-        self._passes[position] += 1
         self._fresh.add(position)
+        if self.on_hold:
+            return
+        self._passes[position] += 1
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._backward = task

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from polyhvd.torch.adasum import AdasumOptimizer, Steps
 from polyhvd.torch.backward import Gradients
 from polyhvd.torch.base import Compression
 
@@ -17,6 +18,7 @@ from polyhvd.compression import Compressor
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.groups import parameter_groups
 from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.reducer import scale_factors
 
 __all__ = ["DistributedOptimizer"]
 
@@ -26,16 +28,15 @@ Tensor = torch.Tensor
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What :func:`DistributedOptimizer` puts before the class of the user's optimizer."""
 
-    _gradients: Gradients | None = None
-    _synchronizes = True
-
     def _own_gradients(self) -> Gradients:
-        if self._gradients is None:
+        # No attribute of the class, so that wrappers that pass missing attributes on find it.
+        gradients: Gradients | None = getattr(self, "_gradients", None)
+        if gradients is None:
             raise InvalidArgumentError(
                 "this is a copy of a DistributedOptimizer, which reduces nothing; "
                 "make the copy of the original optimizer, and wrap that"
             )
-        return self._gradients
+        return gradients
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. Backward has done so already, where all ranks ran it.
@@ -48,11 +49,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()`` use the gradients as they are, after an explicit ``synchronize()``."""
-        self._synchronizes = False
+        gradients = self._own_gradients()
+        gradients.awaited_in_step = False
         try:
             yield
         finally:
-            self._synchronizes = True
+            gradients.awaited_in_step = True
 
     def register_local_var(self, parameter: Tensor) -> None:
         """Let the gradient of a parameter stay on this rank: it is not reduced.
@@ -73,6 +75,24 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 optimizer.register_local_var(parameter)
         """
         self._own_gradients().keep_local(parameter)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of the passes within add up on this rank; a later pass, or ``step()``, reduces.
+
+        Example::
+
+            with optimizer.no_sync():
+                loss(first_half).backward()
+            loss(second_half).backward()
+            optimizer.step()
+        """
+        gradients = self._own_gradients()
+        before, gradients.on_hold = gradients.on_hold, True
+        try:
+            yield
+        finally:
+            gradients.on_hold = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes, from now on."""
@@ -114,7 +134,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 args = (reduced, *args[1:])
             else:
                 kwargs["closure"] = reduced
-        elif self._synchronizes:
+        elif gradients.awaited_in_step:
             gradients.synchronize()
         try:
             return super().step(*args, **kwargs)
@@ -193,8 +213,9 @@ def DistributedOptimizer(
         named_parameters: pairs of name and parameter, for messages.
         compression: what is sent; see :class:`polyhvd.compression.Compression`.
         backward_passes_per_step: gradients of this many passes are added up, then reduced.
-        op: Average (default), Sum, Adasum, Min, Max or Product. Adasum adds up gradients, not what the
-            optimizer makes of them; for SGD without momentum that is the same.
+        op: Average (default), Sum, Adasum, Min, Max or Product. With Adasum each rank takes its own step,
+            with its own gradients, and the differences that the steps have made to the model are combined
+            in ``step()``; see :class:`polyhvd.torch.adasum.AdasumOptimizer`.
         gradient_predivide_factor: divides before the sum, instead of after it; dense gradients only.
         num_groups: make as many groups of neighbouring parameters; 0: none.
         groups: a list of lists of parameters, or a number, which means ``num_groups``. The gradients of a
@@ -217,26 +238,38 @@ def DistributedOptimizer(
     context.engine()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    if isinstance(optimizer, _DistributedOptimizer):
+    if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):
         raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+    op = resolve_op(op)
+    names = _checked_names(named_parameters, parameters)
+    passes = _checked_passes(backward_passes_per_step)
+    members = parameter_groups(parameters, trainable, num_groups, groups)
+    if op == ReduceOp.Adasum:
+        scale_factors(op, gradient_predivide_factor)  # which refuses what it cannot do
+        steps = Steps(compression=compression, groups=members, process_set=process_set)
+        return _in_class(optimizer, AdasumOptimizer, "_steps", steps)
     gradients = Gradients(
         parameters,
-        _checked_names(named_parameters, parameters),
-        passes_per_step=_checked_passes(backward_passes_per_step),
-        op=resolve_op(op),
+        names,
+        passes_per_step=passes,
+        op=op,
         compression=compression,
         gradient_predivide_factor=gradient_predivide_factor,
-        groups=parameter_groups(parameters, trainable, num_groups, groups),
+        groups=members,
         sparse_as_dense=sparse_as_dense,
         scale_local=scale_local_gradients,
         process_set=process_set,
     )
+    return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
+
+
+def _in_class(optimizer: torch.optim.Optimizer, mixin: type, attribute: str, value: Any) -> Any:
+    """The same object, so that whatever refers to it (a scheduler) sees the new ``step()``."""
     base = type(optimizer)
-    # The object stays the same, so whatever refers to it (a scheduler) sees the new step().
     if hasattr(optimizer.__dict__.get("step"), "__wrapped__"):
         del optimizer.__dict__["step"]  # a scheduler's wrapper around the old one
-    optimizer.__class__ = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
-    optimizer._gradients = gradients  # type: ignore[attr-defined]
+    optimizer.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    setattr(optimizer, attribute, value)
     return optimizer

@@ -99,6 +99,10 @@ class Board:
         self._seats.append(Seat(section))
         return self._seats[-1]
 
+    def forget_the_gone(self) -> None:
+        """Give up the seats of sections that take part no more, as every rank does at this point."""
+        self._seats = [seat for seat in self._seats if seat.occupant() is not None]
+
     def hold_round(self, at_step: Section | None) -> None:
         """Reduce what any rank has ready; return when it is done on this one.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,13 @@ from polyhvd.torch.base import adapter, collectives, increment_version
 from polyhvd import context
 from polyhvd.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.state_sync import allgather_object, broadcast_named, broadcast_object
+from polyhvd.state_sync import (
+    allgather_object,
+    broadcast_named,
+    broadcast_object,
+    put_tensors,
+    take_tensors,
+)
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -70,36 +75,15 @@ def _without_shared_memory(named: list[tuple[str, Tensor]]) -> list[list[tuple[s
     return lists
 
 
-class _Placeholder:
-    """Stands for a tensor in the state that is sent."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _transform(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples in which ``change`` was applied to the leaves."""
-    if isinstance(value, dict):
-        return {key: _transform(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_transform(item, change) for item in value)
-    return change(value)
-
-
-def _take_tensors(state: Any) -> tuple[Any, list[Tensor]]:
-    """The state with placeholders, and the tensors, no two of which share memory."""
-    tensors: list[Tensor] = []
+def _without_shared_storage(tensors: list[Tensor]) -> list[Tensor]:
+    """The same values, no two of which share memory: all are in flight together."""
+    apart: list[Tensor] = []
     storages: set[int] = set()
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        storage = value.untyped_storage().data_ptr()
-        tensors.append(value.detach().clone() if storage in storages else value.detach())
+    for tensor in tensors:
+        storage = tensor.untyped_storage().data_ptr()
+        apart.append(tensor.detach().clone() if storage in storages else tensor.detach())
         storages.add(storage)
-        return _Placeholder(len(tensors) - 1)
-
-    return _transform(state, take), tensors
+    return apart
 
 
 def broadcast_optimizer_state(
@@ -120,7 +104,8 @@ def broadcast_optimizer_state(
     state: Any = None
     tensors: list[Tensor] = []
     if is_root:
-        state, tensors = _take_tensors(optimizer.state_dict())
+        state, tensors = take_tensors(optimizer.state_dict(), torch.is_tensor)
+        tensors = _without_shared_storage(tensors)
     kinds = [(adapter.dtype(t), tuple(t.shape)) for t in tensors]
     state, kinds = broadcast_object((state, kinds), root_rank, name="optimizer_state")
     if not is_root:
@@ -128,7 +113,7 @@ def broadcast_optimizer_state(
     named = [(str(i), tensor) for i, tensor in enumerate(tensors)]
     broadcast_named(collectives, named, root_rank, prefix="optimizer_state")
     if not is_root:
-        _load(optimizer, _transform(state, lambda v: tensors[v.number] if isinstance(v, _Placeholder) else v))
+        _load(optimizer, put_tensors(state, tensors))
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int) -> None:

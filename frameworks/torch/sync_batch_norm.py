@@ -18,9 +18,14 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 Tensor = torch.Tensor
 _HALF = (torch.float16, torch.bfloat16)
-# The same for all layers: ranks whose layers differ in shape are then told so, instead of waiting for ever.
-_NAME = "SyncBatchNorm"
-_GRADIENT_NAME = "SyncBatchNorm.gradient"
+
+
+def _wire_name(channels: int) -> str:
+    """One for each width, so that the response cache knows them all.
+
+    It depends on nothing that a rank has done before: some may have joined, or come later.
+    """
+    return f"SyncBatchNorm.{channels}"
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -98,7 +103,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             (total,) = allreduce_group(
                 [sums],
-                name=_GRADIENT_NAME,
+                name=f"{_wire_name(x.shape[1])}.gradient",
                 op=ReduceOp.Sum,
                 prescale_factor=1.0,
                 postscale_factor=1.0,
@@ -138,7 +143,8 @@ class SyncBatchNorm(_BatchNorm):
     Raises:
         InvalidArgumentError: fewer than 2 dimensions, other than C channels, or (on every rank) one value
             per channel in the joined batch.
-        RankMismatchError: ranks differ in the number of channels or the dtype.
+        RankMismatchError: ranks differ in the dtype. Those that differ in the number of channels wait for
+            each other, and the report of the stall says so.
 
     Example::
 
@@ -177,7 +183,9 @@ class SyncBatchNorm(_BatchNorm):
             raise InvalidArgumentError(f"SyncBatchNorm: expected floating-point numbers, found {input.dtype}")
         with torch.no_grad():
             row = local_statistics(input)[None]
-            (table,) = allgather_group([row], name=_NAME, process_set=self.process_set)
+            (table,) = allgather_group(
+                [row], name=_wire_name(self.num_features), process_set=self.process_set
+            )
             count, mean, squares = joined_statistics(table)
             if not is_compiling() and count == 1:  # in a graph, values are not known
                 raise InvalidArgumentError(

@@ -58,6 +58,7 @@ def common() -> ModuleType:
 
 def test_there_are_examples_for_every_framework() -> None:
     assert EXAMPLES == [
+        "lightning_digits.py",
         "mxnet_gluon_digits.py",
         "numpy_logistic.py",
         "pytorch_digits.py",
@@ -66,8 +67,11 @@ def test_there_are_examples_for_every_framework() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    ("example", "ranks"),
+    # Lightning takes seconds to import; its other worlds stand in tests/torch.
+    [(example, n) for example in EXAMPLES for n in ((2,) if example.startswith("lightning") else (1, 2, 4))],
+)
 def test_example_trains_on_any_number_of_ranks(example: str, ranks: int) -> None:
     lines = run(example, ranks)
     accuracy, ranks_told, images_per_s = result(lines)

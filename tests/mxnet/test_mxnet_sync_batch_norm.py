@@ -255,6 +255,67 @@ def test_arrays_of_mx_np(ranks):
     ranks(2, flavour)
 
 
+def nothing(hvd, mx, np):
+    """Rank 0 has no samples; then nobody has; then ranks with another past make their models anew."""
+    hvd.init()
+    joined = samples(np, 0, [1])
+    with mx.util.np_shape(True):
+        layer, alone = hvd.SyncBatchNorm(in_channels=3), mx.gluon.nn.BatchNorm(in_channels=3)
+        found = []
+        for block, value in ((layer, joined if hvd.rank() else joined[:0]), (alone, joined)):
+            block.initialize()
+            x = mx.nd.array(value) if len(value) else mx.nd.zeros(value.shape)
+            x.attach_grad()
+            with mx.autograd.record():
+                y = block(x)
+                loss = (y * y * y).sum()
+            loss.backward()
+            found.append([y, x.grad, block.gamma.grad(), block.running_mean.data(), block.running_var.data()])
+        moving = [value.asnumpy() for value in found[0][3:]]
+        for got, want in zip(*found, strict=True):
+            if hvd.rank() == 1 or got.shape == found[0][3].shape:
+                total = hvd.allreduce(got, op=hvd.Sum) if got is found[0][2] else got
+                np.testing.assert_allclose(total.asnumpy(), want.asnumpy(), rtol=1e-3, atol=1e-4)
+        assert found[0][0].shape == (len(joined) * hvd.rank(), *joined.shape[1:])
+        assert_same_bits_on_all_ranks(hvd, moving)
+        with mx.autograd.record():
+            loss = layer(mx.nd.zeros(joined[:0].shape)).sum()
+        loss.backward()
+        mx.nd.waitall()
+        np.testing.assert_array_equal(layer.running_mean.data().asnumpy(), moving[0])
+
+
+def test_a_rank_without_samples_adds_none(ranks):
+    ranks(2, nothing)
+
+
+def anew(hvd, mx, np):
+    def train():
+        layer = hvd.SyncBatchNorm(in_channels=2)
+        layer.initialize()
+        layer.hybridize()
+        with mx.autograd.record():
+            loss = layer(mx.nd.array([[hvd.rank(), 2.0], [4.0, 6.0]])).sum()
+        loss.backward()
+        mx.nd.waitall()
+        np.testing.assert_allclose(layer.running_mean.data().asnumpy(), [0.225, 0.4], rtol=1e-6)
+
+    hvd.init()
+    if hvd.rank() == 0:  # as one that has been in the job before the other one came
+        layer = hvd.SyncBatchNorm(in_channels=2)
+        layer.initialize()
+        layer.hybridize()
+        layer(mx.nd.ones((2, 2))).wait_to_read()
+        del layer
+    hvd.shutdown()
+    hvd.init()
+    train()
+
+
+def test_ranks_with_another_past_meet_after_init(ranks):
+    ranks(2, anew)
+
+
 def sets(hvd, mx, np):
     pair = hvd.ProcessSet([0, 2])
     hvd.init(process_sets=[pair])

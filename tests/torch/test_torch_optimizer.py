@@ -74,6 +74,10 @@ def test_a_layer_used_in_one_pass_of_several_is_complete_when_the_last_returns(r
     ranks.run(cases.layers_of_one_pass_are_reduced_with_the_others)
 
 
+def test_passes_within_no_sync_only_add_up(ranks: Pool) -> None:
+    ranks.run(cases.no_sync_adds_up_without_exchanges)
+
+
 def test_the_number_of_passes_can_be_changed(ranks: Pool) -> None:
     ranks.run(cases.changes_the_number_of_passes)
 
@@ -209,9 +213,14 @@ def test_sparse_gradients_are_refused_where_their_zeros_count(ranks: Pool) -> No
 
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("num_groups", [0, 1])
-def test_adasum_adds_up_gradients_adaptively(ranks: Pool, num_groups: int) -> None:
-    ranks.run(cases.adasum_of_two_ranks, num_groups)
+@pytest.mark.parametrize(("kind", "num_groups"), [("momentum", 0), ("adam", 1)])
+def test_adasum_combines_what_optimizers_make_of_gradients(ranks: Pool, kind: str, num_groups: int) -> None:
+    ranks.run(cases.adasum_combines_the_steps_of_the_ranks, kind, num_groups)
+
+
+@pytest.mark.sizes(2)
+def test_adasum_works_with_closures_scalers_and_schedulers(ranks: Pool) -> None:
+    ranks.run(cases.adasum_takes_closures_scalers_and_schedulers)
 
 
 @pytest.mark.parametrize("num_groups", [0, 1])
@@ -272,3 +281,7 @@ def test_channels_last_trains_like_row_major(ranks: Pool) -> None:
 
 def test_before_init_it_says_so(ranks: Pool) -> None:
     ranks.run(cases.not_initialized_is_an_error)
+
+
+def test_ranks_with_another_past_meet_after_init(ranks: Pool) -> None:
+    ranks.run(cases.ranks_with_another_past_meet_after_init)

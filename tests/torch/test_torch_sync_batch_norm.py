@@ -52,8 +52,12 @@ def test_one_value_in_all_is_an_error_on_every_rank(ranks: Pool) -> None:
     ranks.run(cases.one_value_in_all_is_an_error)
 
 
-def test_other_channels_are_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.other_channels_are_an_error_on_every_rank)
+def test_other_dtypes_are_an_error_on_every_rank(ranks: Pool) -> None:
+    ranks.run(cases.other_dtypes_are_an_error_on_every_rank)
+
+
+def test_layers_of_different_width_stay_in_the_response_cache(ranks: Pool) -> None:
+    ranks.run(cases.layers_of_other_widths_stay_in_the_cache)
 
 
 def test_bad_inputs_are_refused_where_they_are_passed(ranks: Pool) -> None:

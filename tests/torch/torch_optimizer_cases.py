@@ -922,7 +922,7 @@ def sparse_here_and_dense_there_is_an_error_on_every_rank() -> None:
 
 
 def sparse_gradients_need_a_sum() -> None:
-    for op in (hvd.Adasum, hvd.Max):
+    for op in (hvd.Product, hvd.Max):
         layer = torch.nn.Embedding(4, 3, sparse=True)
         optimizer = hvd.DistributedOptimizer(sgd(layer.parameters()), layer.named_parameters(), op=op)
         with raises(hvd.InvalidArgumentError, "'weight'", "sparse_as_dense=True", f"op={op.name}"):
@@ -939,21 +939,79 @@ def _adasum(a: Tensor, b: Tensor) -> Tensor:
     return (1 - dot / (2 * a.square().sum())) * a + (1 - dot / (2 * b.square().sum())) * b
 
 
-def adasum_of_two_ranks(num_groups: int) -> None:
-    module, optimizer, oracle, _ = pair(op=hvd.Adasum, num_groups=num_groups)
-    ((x, y),) = batches(1)
-    loss_of(module, own(x), own(y)).backward()
-    sides = [
-        torch.autograd.grad(loss_of(oracle, own(x, rank), own(y, rank)), list(oracle.parameters()))
-        for rank in range(2)
-    ]
-    for parameter, a, b in zip(module.parameters(), *sides, strict=True):
-        torch.testing.assert_close(parameter.grad, _adasum(a, b))
-    assert_same_bits(module)
-    with raises(hvd.InvalidArgumentError, "computed again"):
+def adasum_combines_the_steps_of_the_ranks(kind: str, num_groups: int) -> None:
+    """Three steps, so that the state of the optimizer, which is the rank's own, has its part in them."""
+    module, optimizer, _, _ = pair(OPTIMIZERS[kind], op=hvd.Adasum, num_groups=num_groups)
+    oracles = [model(), model()]  # both ranks, each with its own optimizer
+    steppers = [OPTIMIZERS[kind](oracle.parameters()) for oracle in oracles]
+    for x, y in batches(3):
+        before = hvd.counters()["operations"]
+        optimizer.zero_grad()
         loss_of(module, own(x), own(y)).backward()
-    assert not optimizer._gradients.in_flight
+        assert hvd.counters()["operations"] == before
+        optimizer.step()
+        starts = [p.detach().clone() for p in oracles[0].parameters()]
+        for rank, (oracle, stepper) in enumerate(zip(oracles, steppers, strict=True)):
+            stepper.zero_grad()
+            loss_of(oracle, own(x, rank), own(y, rank)).backward()
+            stepper.step()
+        with torch.no_grad():
+            for start, a, b in zip(starts, *(oracle.parameters() for oracle in oracles), strict=True):
+                moved = start + _adasum(a - start, b - start)
+                a.copy_(moved)
+                b.copy_(moved)
+    assert_close(module, oracles[0])
+    assert_same_bits([p.detach() for p in module.parameters()])
+
+
+def adasum_takes_closures_scalers_and_schedulers() -> None:
+    module, optimizer, _, _ = pair(op=hvd.Adasum)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    ((x, y),) = batches(1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(module, own(x), own(y))
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    scheduler.step()
+    assert_same_bits([p.detach() for p in module.parameters()])
+    # A rank that overflows adds nothing: Adasum of one step and nothing is that step.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    started = copy.deepcopy(module.state_dict())
     optimizer.zero_grad()
+    loss = loss_of(module, own(x, 1), own(y, 1))
+    scaler.scale(loss * float("inf") if hvd.rank() == 0 else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    expected = model()
+    expected.load_state_dict(started)
+    loss_of(expected, own(x, 1), own(y, 1)).backward()
+    torch.optim.SGD(expected.parameters(), 0.05).step()
+    assert_close(module, expected)
+    assert_same_bits([p.detach() for p in module.parameters()])
+    assert scaler.get_scale() == (2.0 if hvd.rank() == 0 else 4.0)
+    # What cannot be combined leaves the model as it was.
+    width = 3 + (hvd.rank() == 1)
+    other = torch.nn.Linear(2, width)
+    stepper = hvd.DistributedOptimizer(sgd(other.parameters()), op=hvd.Adasum)
+    before = [p.detach().clone() for p in other.parameters()]
+    other(torch.ones(1, 2)).sum().backward()
+    with raises(hvd.RankMismatchError, "adasum"):
+        stepper.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    mine = torch.nn.Linear(2, 2)
+    local = hvd.DistributedOptimizer(sgd(mine.parameters()), op=hvd.Adasum)
+    local.register_local_var(mine.weight)
+    with torch.no_grad():
+        mine.weight.zero_()
+    mine(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+    local.step()
+    torch.testing.assert_close(mine.weight.detach(), torch.full((2, 2), -0.1 * (hvd.rank() + 1)))
+    with raises(hvd.InvalidArgumentError, "copy"):
+        copy.deepcopy(local).step()
 
 
 def ranks_may_join_before_others(num_groups: int) -> None:
@@ -1258,3 +1316,47 @@ def not_initialized_is_an_error() -> None:
     with raises(ValueError, "hvd.init()"):
         hvd.DistributedOptimizer(sgd(model().parameters()))
     hvd.init()
+
+
+def no_sync_adds_up_without_exchanges() -> None:
+    expected, found = model(), model()
+    reference = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(found.parameters(), 0.1, momentum=0.9))
+    for steps in (batches(4)[:2], batches(4)[2:]):
+        reference.zero_grad()
+        for x, y in steps:
+            loss_of(expected, x, y).backward()
+        reference.step()
+        optimizer.zero_grad()
+        before = hvd.counters()["operations"]
+        with optimizer.no_sync():
+            loss_of(found, own(steps[0][0]), own(steps[0][1])).backward()
+        assert hvd.counters()["operations"] == before
+        loss_of(found, own(steps[1][0]), own(steps[1][1])).backward()
+        optimizer.step()
+    assert_close(found, expected)
+    with optimizer.no_sync():
+        loss_of(found, own(steps[0][0]), own(steps[0][1])).backward()
+    optimizer.step()  # reduces what is there
+    assert_same_bits(found)
+
+
+def ranks_with_another_past_meet_after_init() -> None:
+    """As survivors of a job and a rank that has just come to it."""
+    if hvd.rank() == 0:
+        for _ in range(2):
+            hvd.DistributedOptimizer(sgd(model().parameters()))
+        hvd.allreduce_async(torch.ones(1))  # nobody waits for it: its name is not given back
+        hvd.SyncBatchNorm(3).eval()(torch.ones(2, 3))
+    hvd.shutdown()
+    hvd.init()
+    module, optimizer, oracle, oracle_optimizer = pair()
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

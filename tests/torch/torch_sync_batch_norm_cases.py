@@ -205,11 +205,23 @@ def one_value_in_all_is_an_error() -> None:
     assert_usable()
 
 
-def other_channels_are_an_error_on_every_rank() -> None:
-    channels = 3 + (hvd.rank() == 1)
-    with raises(hvd.RankMismatchError, "SyncBatchNorm", "rank 1"):
-        hvd.SyncBatchNorm(channels)(torch.randn(2, channels))
+def other_dtypes_are_an_error_on_every_rank() -> None:
+    dtype = torch.float64 if hvd.rank() == 1 else torch.float32
+    with raises(hvd.RankMismatchError, "SyncBatchNorm.3", "rank 1"):
+        hvd.SyncBatchNorm(3, dtype=dtype)(torch.randn(2, 3, dtype=dtype))
     assert_usable()
+
+
+def layers_of_other_widths_stay_in_the_cache() -> None:
+    net = torch.nn.Sequential(hvd.SyncBatchNorm(3), torch.nn.Linear(3, 5), hvd.SyncBatchNorm(5))
+    for _ in range(3):
+        before = hvd.counters()
+        net(torch.randn(4, 3)).sum().backward()
+        after = hvd.counters()
+    operations = after["operations"] - before["operations"]
+    # The input needs no gradient, so the first layer has nothing to exchange in backward.
+    assert operations == 3
+    assert after["cache_hits"] - before["cache_hits"] == operations
 
 
 def bad_inputs_are_refused() -> None:

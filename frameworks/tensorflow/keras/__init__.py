@@ -58,7 +58,6 @@ from polyhvd.tensorflow import (
     stop_timeline,
 )
 from polyhvd.tensorflow.keras import callbacks
-from polyhvd.tensorflow.keras.models import model_loader
 from polyhvd.tensorflow.keras.normalization import sync_batch_normalization
 from polyhvd.tensorflow.keras.values import (
     DistributedOptimizer,
@@ -69,8 +68,10 @@ from polyhvd.tensorflow.keras.values import (
     reducescatter,
 )
 
+from polyhvd.keras_optimizers import model_loader
+
 SyncBatchNormalization = sync_batch_normalization(tf.keras)
-load_model = model_loader(tf.keras)
+load_model = model_loader(tf.keras, DistributedOptimizer, Compression.none)
 
 __all__ = [
     "Adasum",

@@ -1,0 +1,124 @@
+"""What polyhvd.keras is made of, with Keras on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import torch
+from polyhvd.keras.torch_normalization import sync_batch_normalization
+from polyhvd.keras.torch_optimizer import DistributedOptimizer, PartialDistributedOptimizer, accept_device
+from polyhvd.torch import Compression, join
+
+from polyhvd import allgather_object, barrier, broadcast_object, keras_callbacks
+from polyhvd import torch as hvd
+from polyhvd.adapter import ReduceOp
+from polyhvd.compression import Compressor
+from polyhvd.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "BroadcastGlobalVariables",
+    "Compression",
+    "DistributedOptimizer",
+    "MetricAverage",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "join",
+    "reducescatter",
+    "sync_batch_normalization",
+]
+
+Tensor = torch.Tensor
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Compressor = Compression.none,
+) -> Tensor:
+    """Reduce a value (a number, an array or a tensor) over the ranks."""
+    return hvd.allreduce(
+        keras.ops.convert_to_tensor(value),
+        average=average,
+        name=name,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
+
+
+def allgather(value: Any, name: str | None = None) -> Tensor:
+    """Concatenate the ranks' values along the first dimension."""
+    return hvd.allgather(keras.ops.convert_to_tensor(value), name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Tensor:
+    """The root's value, on every rank."""
+    return hvd.broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.Average) -> Tensor:
+    """Reduce a value over the ranks, and keep this rank's part of its rows."""
+    return hvd.reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Overwrite variables with the root's.
+
+    Args:
+        variables: of Keras, in the same order on every rank.
+        root_rank: world rank of the sender.
+        process_set: the ranks that take part.
+        inplace: accepted for Horovod's sake; variables are always overwritten.
+    """
+    values = [(str(i), variable.value.detach()) for i, variable in enumerate(variables)]
+    hvd.broadcast_parameters(values, root_rank, process_set)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Raises RuntimeError: there are no global variables but in graphs of tf.compat.v1."""
+    raise RuntimeError(
+        "broadcast_global_variables() needs a graph of tf.compat.v1; use "
+        "broadcast_variables(model.variables, root_rank), or BroadcastGlobalVariablesCallback"
+    )
+
+
+class _OnTheHost:
+    def _accept_device(self, device: str) -> None:
+        accept_device(type(self).__name__, device=device)
+
+
+class BroadcastGlobalVariables(_OnTheHost, keras_callbacks.BroadcastGlobalVariables):  # noqa: D101
+    __doc__ = keras_callbacks.BroadcastGlobalVariables.__doc__
+
+    def _reference(self, variable: Any) -> Any:
+        return id(variable)
+
+    def _send(self, variables: Sequence[Any]) -> None:
+        broadcast_variables(variables, self.root_rank)
+
+
+class MetricAverage(_OnTheHost, keras_callbacks.MetricAverage):  # noqa: D101
+    __doc__ = keras_callbacks.MetricAverage.__doc__
+
+    def _averages(self, values: list[float]) -> list[float]:
+        mean = hvd.allreduce(torch.tensor(values, dtype=torch.float64), name="MetricAverageCallback")
+        return mean.tolist()

@@ -1,0 +1,75 @@
+"""Batch normalization over the batches of all ranks, for Keras on PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from polyhvd.torch.autograd import allreduce_group
+
+from polyhvd.adapter import ReduceOp
+from polyhvd.keras_normalization import SynchronizedNormalization
+from polyhvd.process_sets import ProcessSet
+
+__all__ = ["sync_batch_normalization"]
+
+Tensor = torch.Tensor
+
+
+def moments(x: Tensor, axes: Sequence[int], mask: Tensor | None, process_set: ProcessSet) -> tuple[Any, Any]:
+    """Mean and variance over some axes of all ranks' tensors together, with those axes kept.
+
+    Combined in float64 by the rule of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm
+    for computing sample variances", 1979). One operation, and one for the gradient.
+
+    Args:
+        x: float32 or float64; other axes than ``axes`` are equal on all ranks. It may have no elements.
+        axes: which to reduce.
+        mask: bool, of the shape of ``x``: what counts; None: everything.
+        process_set: the ranks that take part.
+    """
+    axes = list(axes)
+    counted = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    count = counted.sum(axes, keepdim=True).double()
+    mean = torch.where(counted, x, 0.0).sum(axes, keepdim=True).double() / count.clamp(min=1)
+    squares = torch.where(counted, x - mean.to(x.dtype), 0.0).square().sum(axes, keepdim=True).double()
+    own = torch.stack((count, mean, squares))
+    # Every rank's row in a table of zeros: a sum has one operation as its gradient, a gathering two.
+    rows = [torch.zeros_like(own)] * process_set.size()
+    rows[process_set.rank()] = own
+    (table,) = allreduce_group(
+        [torch.stack(rows)],
+        name=None,
+        op=ReduceOp.Sum,
+        prescale_factor=1.0,
+        postscale_factor=1.0,
+        process_set=process_set,
+    )
+    counts, means, squares = table.unbind(1)
+    total = counts.sum(0).clamp(min=1)
+    mean = (counts * means).sum(0) / total
+    variance = (squares + counts * (means - mean).square()).sum(0) / total
+    return mean.to(x.dtype), variance.to(x.dtype)
+
+
+class _Synchronized(SynchronizedNormalization):
+    _reduction_axes: Sequence[int]
+
+    def _moments(self, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if mask is not None:
+            mask = mask.bool()[..., None].expand(inputs.shape)
+        wide = inputs.float() if inputs.element_size() < torch.float32.itemsize else inputs
+        mean, variance = moments(wide, self._reduction_axes, mask, self._polyhvd_members())
+        rest = [n for axis, n in enumerate(inputs.shape) if axis not in self._reduction_axes]
+        return mean.to(inputs.dtype).reshape(rest), variance.to(inputs.dtype).reshape(rest)
+
+
+@functools.cache
+def sync_batch_normalization(keras: Any) -> type:
+    """``SyncBatchNormalization`` of Keras."""
+    names = {"__doc__": SynchronizedNormalization.__doc__, "__module__": __name__}
+    layer = type("SyncBatchNormalization", (_Synchronized, keras.layers.BatchNormalization), names)
+    registered: type = keras.utils.register_keras_serializable(package="polyhvd")(layer)
+    return registered

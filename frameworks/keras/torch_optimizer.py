@@ -1,0 +1,287 @@
+"""Optimizers of Keras 3 on PyTorch that average gradients over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import torch
+from polyhvd.torch.base import Compression, collectives
+
+from polyhvd import context
+from polyhvd.adapter import ReduceOp
+from polyhvd.api import resolve_op
+from polyhvd.compression import Compressor
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.groups import KeyGroups
+from polyhvd.keras_optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
+from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.reducer import GradientReducer
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "accept_device"]
+
+Tensor = torch.Tensor
+
+
+def accept_device(where: str, **devices: str) -> None:
+    """Take Horovod's ``device_dense`` and ``device_sparse``, where the host is meant."""
+    for name, device in devices.items():
+        if device and "cpu" not in device.lower():
+            raise InvalidArgumentError(
+                f"{where}({name}={device!r}): collectives run on the host; leave it at ''"
+            )
+
+
+def _layers(local_layers: Any) -> list[Any]:
+    """The layers, each of which has variables."""
+    if local_layers is None:
+        return []
+    layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    for layer in layers:
+        if not hasattr(type(layer), "weights"):
+            raise InvalidArgumentError(
+                f"local_layers: expected layers of Keras, found {type(layer).__name__}; variables go to "
+                "register_local_var() of the optimizer"
+            )
+    return layers
+
+
+class _Reduction:
+    """How an optimizer reduces its gradients; arguments as of :func:`DistributedOptimizer`."""
+
+    def __init__(
+        self,
+        *,
+        prefix: str,
+        compression: Compressor,
+        op: int,
+        gradient_predivide_factor: float,
+        num_groups: int,
+        groups: Any,
+        process_set: ProcessSet,
+        scale_local_gradients: bool,
+    ) -> None:
+        op = resolve_op(op)
+        if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
+            raise InvalidArgumentError(
+                f"op={ReduceOp(op).name}: gradients are reduced with Average, Sum or Adasum"
+            )
+        if isinstance(groups, (list, tuple)):
+            groups = [list(map(id, g)) if isinstance(g, (list, tuple)) else g for g in groups]
+        elif type(groups) is int and groups == 0:
+            groups = None  # which it means to Horovod
+        self._groups = KeyGroups(num_groups, groups)
+        self._process_set = process_set
+        self._scale_local = scale_local_gradients
+        self.local: set[int] = set()
+        #: Those that are not built have no variables yet.
+        self.local_layers: list[Any] = []
+        self._reducer = GradientReducer(
+            collectives,
+            prefix=prefix,
+            op=op,
+            compression=compression,
+            gradient_predivide_factor=gradient_predivide_factor,
+            process_set=process_set,
+        )
+
+    @torch.compiler.disable
+    def __call__(self, gradients: Sequence[Any], sources: Sequence[Any] | None) -> list[Any]:
+        """The reduced gradients, None where there was none; operations of torch.compile end before it."""
+        results: list[Any] = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
+        keys: list[Any] = list(range(len(results))) if sources is None else [id(v) for v in sources]
+        local = self.local.union(id(v) for layer in self.local_layers for v in layer.weights)
+        seen: set[int] = set()
+        positions: dict[Any, int] = {}
+        for i, gradient in enumerate(results):
+            if gradient is None:
+                continue
+            if keys[i] in local:
+                results[i] = gradient / self._process_set.size() if self._scale_local else gradient
+            else:
+                results[i] = _by_itself(gradient, seen)
+                positions[keys[i]] = i
+        members = list(positions)
+        groups = self._groups.divide(members) if self._groups else [members] if members else []
+        for number, group in enumerate(groups):
+            self._reducer.start_group(f"group.{number}", [results[positions[key]] for key in group])
+        self._reducer.finish()
+        return results
+
+
+def _by_itself(gradient: Tensor, seen: set[int]) -> Tensor:
+    """The gradient, dense and in memory that no other one has: it is reduced where it lies."""
+    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    storage = dense.untyped_storage().data_ptr()
+    if storage in seen or not dense.is_contiguous():
+        dense = dense.clone(memory_format=torch.contiguous_format)
+    seen.add(storage)
+    return dense
+
+
+class _Passes:
+    """Adds up the gradients of several calls."""
+
+    def __init__(self, number: int, average: bool) -> None:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise InvalidArgumentError(
+                f"backward_passes_per_step={number!r}: expected a whole number, of 1 or more"
+            )
+        self.number = number
+        self._average = average
+        self._count = 0
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, gradients: Sequence[Any]) -> list[Any] | None:
+        """The totals, in the last call of a step."""
+        self._count += 1
+        for position, gradient in enumerate(gradients):
+            if gradient is not None and position in self._sums:
+                self._sums[position] += gradient
+            elif gradient is not None:
+                self._sums[position] = gradient.clone()
+        if self._count < self.number:
+            return None
+        sums, self._sums, self._count = self._sums, {}, 0
+        if self._average:
+            sums = {position: total / self.number for position, total in sums.items()}
+        return [sums.get(position) for position in range(len(gradients))]
+
+
+class _Distributed(Wrapped):
+    """What the wrapped optimizer has before its own class."""
+
+    _polyhvd: _Reduction
+    _polyhvd_passes: _Passes
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of a variable on its rank."""
+        self._polyhvd.local.add(id(var))
+
+    def polyhvd_step(
+        self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
+    ) -> Any:
+        """See the base class."""
+        context.engine()
+        parts = list(gradients)
+        if self._polyhvd_reduced:
+            return apply(parts)
+        sources = None if variables is None else list(variables)
+        if self._polyhvd_passes.number == 1:
+            return apply(self._polyhvd(parts, sources))
+        totals = self._polyhvd_passes.add(parts)
+        return None if totals is None else apply(self._polyhvd(totals, sources))
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        """Reduce, then let the optimizer clip and apply."""
+        variables = None if trainable_variables is None else list(trainable_variables)
+        known = getattr(self, "_trainable_variables", None) if variables is None else variables
+        base_apply = super().apply  # type: ignore[misc]
+        return self.polyhvd_step(grads, known or None, lambda reduced: base_apply(reduced, variables))
+
+
+def _build_nothing(optimizer: Any, variables: list[Any] | None) -> None:
+    """Variables can be made at any time."""
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
+
+    They are reduced when the optimizer is called, in one operation unless there are groups, and where they
+    lie: what the caller has passed may hold averages afterwards. The result has one more method,
+    ``register_local_var(variable)``: the gradient of that variable stays on its rank.
+
+    Args:
+        optimizer: of Keras 3 on PyTorch. The result shares its state.
+        name: begins the names of the operations; the default is the optimizer's class.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire.
+        sparse_as_dense: accepted for Horovod's sake; here gradients are dense.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        op: Average, Sum or Adasum.
+        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
+            call reduces and applies the sum. The others change no variable, nor ``iterations``.
+        average_aggregated_gradients: divide the sum of several calls by their number.
+        num_groups, groups: into how many operations gradients are split, or a list of lists of variables.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide gradients that stay local by the number of ranks.
+
+    Raises:
+        InvalidArgumentError: an argument that cannot be used.
+
+    Example::
+
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss)
+    """
+    accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
+    if is_distributed(optimizer):
+        raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
+    if not (hasattr(optimizer, "stateless_apply") and hasattr(optimizer, "apply")):
+        raise InvalidArgumentError(
+            f"DistributedOptimizer expects an optimizer of Keras 3, found {type(optimizer).__name__}"
+        )
+    replace(keras.optimizers.LossScaleOptimizer, "apply", lambda apply: reduced_first(apply, _build_nothing))
+    reduction = _Reduction(
+        prefix=name or f"Distributed{type(optimizer).__name__}",
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    passes = _Passes(backward_passes_per_step, average_aggregated_gradients)
+    return sharing_state(optimizer, _Distributed, {"_polyhvd": reduction, "_polyhvd_passes": passes})
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
+
+    Args:
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
+            gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, groups,
+            process_set: as of :func:`DistributedOptimizer`.
+        local_layers: a layer of Keras, or a list of them; they need not be built yet.
+        scale_local_gradients: divide their gradients by the number of ranks.
+
+    Example::
+
+        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
+    """
+    arguments = locals()
+    layers = _layers(arguments.pop("local_layers"))
+    wrapped = DistributedOptimizer(**arguments)
+    wrapped._polyhvd.local_layers = layers
+    return wrapped

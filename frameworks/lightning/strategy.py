@@ -1,0 +1,268 @@
+"""The strategy: what a Trainer asks of its ranks, answered by polyhvd.torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import polyhvd.torch as hvd
+import torch
+from polyhvd.lightning.base import layer_sync, pl, rank_zero
+from polyhvd.lightning.environment import PolyhvdEnvironment
+from torchmetrics import Metric
+
+from polyhvd.errors import InvalidArgumentError
+
+__all__ = ["PolyhvdStrategy", "register"]
+
+Tensor = torch.Tensor
+#: By the names of Lightning and of ``torch.distributed.ReduceOp``.
+_OPS = {
+    "mean": hvd.Average,
+    "avg": hvd.Average,
+    "sum": hvd.Sum,
+    "min": hvd.Min,
+    "max": hvd.Max,
+    "product": hvd.Product,
+}
+
+
+def _op(reduce_op: Any) -> int:
+    name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
+    if name not in _OPS:
+        raise InvalidArgumentError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPS)}")
+    return _OPS[name]
+
+
+def _process_set(group: Any) -> hvd.ProcessSet:
+    if group is None:
+        return hvd.global_process_set
+    if not isinstance(group, hvd.ProcessSet):
+        raise InvalidArgumentError(
+            f"group={group!r}: expected None or a hvd.ProcessSet; groups of torch.distributed are not used"
+        )
+    return group
+
+
+class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
+    """Trains one model on all ranks of polyhvdrun; each has its part of every batch.
+
+    Give it to a Trainer in a script that polyhvdrun starts: Lightning starts no processes. In a script that
+    was started by itself there is one rank. Optimizers become :func:`polyhvd.torch.DistributedOptimizer`.
+    Models and optimizers begin with what rank 0 has. Metrics that are logged with ``sync_dist=True``, and
+    torchmetrics that are attributes of the model, are those of all ranks. Files are written by rank 0.
+
+    Args:
+        compression, op, gradient_predivide_factor, num_groups, sparse_as_dense: as in
+            :func:`polyhvd.torch.DistributedOptimizer`.
+        accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
+
+    Raises:
+        InvalidArgumentError: the Trainer was told another number of devices or nodes than the launcher, or
+            to use an accelerator other than the CPU.
+
+    Example::
+
+        trainer = lightning.Trainer(strategy=PolyhvdStrategy(compression=hvd.Compression.fp16))
+    """
+
+    strategy_name = "polyhvd"
+
+    def __init__(
+        self,
+        *,
+        compression: Any = hvd.Compression.none,
+        op: int = hvd.Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        sparse_as_dense: bool = False,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        hvd.init()
+        super().__init__(
+            accelerator=accelerator,
+            cluster_environment=PolyhvdEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._options = {
+            "compression": compression,
+            "op": op,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "num_groups": num_groups,
+            "sparse_as_dense": sparse_as_dense,
+        }
+        self.set_world_ranks()
+
+    # What Lightning asks before it begins ------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by name; ``horovod`` is an alias, if that is nobody else's."""
+        for name in ("polyhvd", "horovod"):
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description="Ranks of polyhvdrun")
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning is to give each rank its part of the data."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part that is."""
+        return {"num_replicas": hvd.size(), "rank": hvd.rank()}
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The CPU, once for each rank of this host."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = None
+        if not devices:
+            return
+        kinds = sorted({device.type for device in devices})
+        if kinds != ["cpu"]:
+            raise InvalidArgumentError(
+                f"PolyhvdStrategy: the Trainer chose {', '.join(kinds)}, and tensors have to be on the CPU; "
+                'pass accelerator="cpu"'
+            )
+        if len(devices) not in (1, hvd.local_size()):
+            raise InvalidArgumentError(
+                f"PolyhvdStrategy: Trainer(devices={len(devices)}), but the launcher has started "
+                f"{hvd.local_size()} ranks on this host; leave devices out, and start "
+                f"polyhvdrun -np {len(devices)}"
+            )
+        self._parallel_devices = [self.root_device] * hvd.local_size()
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return hvd.cross_size()
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number not in (1, hvd.cross_size()):
+            raise InvalidArgumentError(
+                f"PolyhvdStrategy: Trainer(num_nodes={number}), but the launcher has started ranks on "
+                f"{hvd.cross_size()} hosts; leave num_nodes out, and list the hosts with polyhvdrun -H"
+            )
+
+    def set_world_ranks(self) -> None:
+        """Let Lightning's messages and files be those of rank 0."""
+        rank_zero.rank_zero_only.rank = hvd.rank()
+
+    # Models and optimizers ---------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """As in Lightning; ``Trainer(sync_batchnorm=True)`` converts to polyhvd's layers."""
+        if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and self._layer_sync is not None:
+            if type(self._layer_sync) is layer_sync.TorchSyncBatchNorm:
+                self.model = hvd.convert_sync_batchnorm(self.model)
+            else:
+                self.model = self._layer_sync.apply(self.model)
+        super().setup(trainer)
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                _join_ranks(module)
+
+    def model_to_device(self) -> None:
+        """Models are on the CPU."""
+        self.model.to(self.root_device)
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        hvd.broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=0)
+        return model
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the model's optimizers, and let them reduce."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if not hasattr(optimizer, "no_sync"):  # as one that the program has wrapped itself
+                hvd.DistributedOptimizer(optimizer, self._names_for(optimizer), **self._options)
+        # In another class now, which Lightning's own wrappers have to take up.
+        self.optimizers = self.optimizers
+
+    def _names_for(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+        """Names of the optimizer's parameters, where the model has them."""
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
+
+    def on_train_start(self) -> None:
+        """Optimizers, restored from a checkpoint or not, begin with what rank 0 has."""
+        for optimizer in self.optimizers:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate: gradients within are not reduced."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.no_sync())
+            yield
+
+    # Exchanges ---------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A new tensor with the ranks' mean, or what ``reduce_op`` says; what is no tensor stays as it is."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return hvd.allreduce(tensor.detach(), op=_op(reduce_op), process_set=_process_set(group))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The ranks' tensors, stacked: ``[...]`` to ``[ranks, ...]``; with ``sync_grads`` differentiable."""
+        rows = (tensor if sync_grads else tensor.detach()).unsqueeze(0)
+        return hvd.allgather(rows, process_set=_process_set(group))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object."""
+        return hvd.broadcast_object(obj, src, name="lightning.broadcast")
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return when every rank has come here."""
+        hvd.barrier()
+
+    # Checkpoints -------------------------------------------------------------
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore optimizers; a checkpoint of another strategy serves as well."""
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise InvalidArgumentError(
+                f"the checkpoint has the states of {len(states)} optimizers, and the model has "
+                f"{len(self.optimizers)}; resume with the configure_optimizers() that it was written with"
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
+
+def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """The ranks' tensors, of any shapes, for torchmetrics."""
+    gathered: list[Tensor] = hvd.allgather_object(tensor, "torchmetrics", _process_set(group))
+    return gathered
+
+
+def _has_peers() -> bool:
+    return hvd.is_initialized() and hvd.size() > 1
+
+
+def _join_ranks(metric: Metric) -> None:
+    """Let a metric gather over polyhvd's ranks, unless the program has told it how."""
+    if metric.dist_sync_fn is None:
+        metric.dist_sync_fn = _gather
+        metric.distributed_available_fn = _has_peers
+
+
+def register() -> None:
+    """Make ``Trainer(strategy="polyhvd")`` work."""
+    PolyhvdStrategy.register_strategies(pl.strategies.StrategyRegistry)

@@ -1,0 +1,155 @@
+"""DistributedOptimizer with op=Adasum: ranks step by themselves, and their steps are combined."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from polyhvd.torch.base import collectives, increment_version
+
+from polyhvd.adapter import ReduceOp
+from polyhvd.compression import Compressor
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.groups import KeyGroups
+from polyhvd.numbering import ObjectNumbers
+from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.reducer import GradientReducer
+
+__all__ = ["AdasumOptimizer", "Steps"]
+
+Tensor = torch.Tensor
+_numbers = ObjectNumbers()
+
+
+class Steps:
+    """What an optimizer of this kind combines. Arguments are those of the optimizer.
+
+    Args:
+        groups: positions of the parameters of each group.
+    """
+
+    def __init__(
+        self, *, compression: Compressor, groups: Sequence[Sequence[int]], process_set: ProcessSet
+    ) -> None:
+        self._process_set = process_set
+        self._groups = KeyGroups(groups=list(map(list, groups))) if groups else KeyGroups()
+        self._reducer = GradientReducer(
+            collectives,
+            prefix=f"DistributedOptimizer.adasum.{_numbers.of(self, process_set)}",
+            op=ReduceOp.Adasum,
+            compression=compression,
+            process_set=process_set,
+        )
+        #: Parameters that are each rank's own, by identity.
+        self.local: set[int] = set()
+
+    def is_member(self) -> bool:
+        """Whether this rank takes part."""
+        return self._process_set is global_process_set or self._process_set.included()
+
+    @torch.no_grad()
+    def combine(self, parameters: Sequence[Tensor], starts: dict[int, Tensor]) -> None:
+        """Replace each parameter by its start plus the Adasum of all ranks' differences to it.
+
+        When it fails, parameters are as they were at the start.
+
+        Args:
+            parameters: all of the optimizer's.
+            starts: of those that can have been changed, by position.
+        """
+        differences = {i: (parameters[i].detach() - start).contiguous() for i, start in starts.items()}
+        shared = [i for i in starts if id(parameters[i]) not in self.local]
+        try:
+            for members in self._groups.divide(shared) if self._groups else [[i] for i in shared]:
+                name, urgency = str(members[0]), -members[0]
+                if len(members) == 1:
+                    self._reducer.start(members[0], name, differences[members[0]], priority=urgency)
+                else:
+                    group = [differences[i] for i in members]
+                    self._reducer.start_group(f"group.{name}", group, priority=urgency)
+            self._reducer.finish()
+        except BaseException:
+            self._reducer.drop()
+            for i, start in starts.items():
+                parameters[i].copy_(start)
+            raise
+        for i in shared:
+            torch.add(starts[i], differences[i], out=parameters[i].detach())
+            increment_version(parameters[i])
+
+
+class AdasumOptimizer(torch.optim.Optimizer):
+    """What :func:`polyhvd.torch.DistributedOptimizer` puts before the class of the user's optimizer.
+
+    Gradients stay on their rank. Each rank takes its own step; the differences that steps have made are
+    combined by Adasum (Maleki et al., "Scaling distributed training with adaptive summation", 2020,
+    arXiv:2006.02924), and the model moves by the result, the same on every rank.
+    """
+
+    #: GradScaler calls step() on every rank, also on one that has overflowed.
+    _step_supports_amp_scaling = True
+
+    def _own_steps(self) -> Steps:
+        steps: Steps | None = getattr(self, "_steps", None)
+        if steps is None:
+            raise InvalidArgumentError(
+                "this is a copy of a DistributedOptimizer, which reduces nothing; "
+                "make the copy of the original optimizer, and wrap that"
+            )
+        return steps
+
+    def synchronize(self) -> None:
+        """Return at once: gradients are not exchanged."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Change nothing; for scripts that call it."""
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Change nothing: no backward pass exchanges anything."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change nothing: gradients add up until ``step()``, after however many passes."""
+
+    def register_local_var(self, parameter: Tensor) -> None:
+        """Let a parameter be this rank's own; on every rank."""
+        self._own_steps().local.add(id(parameter))
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step as the optimizer's own method does, and move the model by what all ranks' steps make together.
+
+        Every rank has to call it. One that has overflowed under GradScaler adds nothing.
+        """
+        steps = self._own_steps()
+        self._opt_called = True  # torch's schedulers look at it
+        if not steps.is_member():
+            return self._local_step(*args, **kwargs)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        starts = {i: p.detach().clone() for i, p in enumerate(parameters) if p.requires_grad}
+        result = self._local_step(*args, **kwargs)
+        steps.combine(parameters, starts)
+        return result
+
+    def _local_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The step of the optimizer's own class, which need not know of GradScaler."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return None
+        if scale is not None:
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / scale.item())
+        hidden = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in vars(self)}
+        try:
+            return super().step(*args, **kwargs)
+        finally:
+            self.__dict__.update(hidden)
+
+    # As in DistributedOptimizer: torch is not to put its own wrapper around this one.
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

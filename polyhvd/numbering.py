@@ -1,0 +1,42 @@
+"""Numbers for things that ranks make in the same order, such as layers: for names on the wire."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from polyhvd import context
+from polyhvd.process_sets import ProcessSet
+
+__all__ = ["ObjectNumbers"]
+
+
+class ObjectNumbers:
+    """Numbers objects in the order in which they first ask; each process set counts for itself.
+
+    A new engine may be one of other processes, which have made nothing yet. Objects keep their numbers then,
+    since these stand in compiled graphs, but those of objects that are gone are free again: a process that
+    has been there before and makes its model anew numbers it as one that has just been started.
+    """
+
+    def __init__(self) -> None:
+        self._sets: dict[tuple[int, ...], WeakKeyDictionary[Any, int]] = {}
+        self._next: dict[tuple[int, ...], int] = {}
+        context.on_engine_change(self._begin_anew)
+
+    def of(self, item: Any, process_set: ProcessSet) -> int:
+        """The number of an object, by identity; it is held weakly."""
+        members = tuple(process_set.ranks or ())  # its number may be another one with the next engine
+        known = self._sets.setdefault(members, WeakKeyDictionary())
+        number = known.get(item)
+        if number is None:
+            number = known[item] = self._next.get(members, 0)
+            self._next[members] = number + 1
+        return number
+
+    def _begin_anew(self, _: int) -> None:
+        if not self._sets:
+            return
+        gc.collect()  # what is left in cycles would count
+        self._next = {members: max(known.values(), default=-1) + 1 for members, known in self._sets.items()}

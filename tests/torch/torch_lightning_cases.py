@@ -1,0 +1,262 @@
+"""A Trainer on the ranks, against Lightning's own with the joined batch."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import polyhvd.lightning
+import polyhvd.torch as hvd
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch_common import ROWS, assert_close, assert_same_bits, raises
+from torchmetrics import CatMetric, MeanMetric
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore")
+Tensor = torch.Tensor
+STEPS = 4
+
+
+def data(rows: int | None = None) -> TensorDataset:
+    """Joined batches of ``STEPS`` steps, the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(rows or ROWS * hvd.size() * STEPS, 5, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True) + torch.arange(len(x))[:, None] / len(x))
+
+
+class Regression(lightning.LightningModule):
+    """Two layers. Its first weights differ between ranks, unless it is to train alone."""
+
+    def __init__(self, *, alone: bool, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0 if alone else hvd.rank())
+        middle = torch.nn.BatchNorm1d(7) if norm else torch.nn.Tanh()
+        self.net = torch.nn.Sequential(torch.nn.Linear(5, 7), middle, torch.nn.Linear(7, 1))
+        self.seen: list[Tensor] = []
+        self.operations: list[int] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.seen.append(x[:, 0])
+        return (self.net(x) - y).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.operations.append(hvd.counters()["operations"])
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+def trainer(strategy: Any = "polyhvd", **arguments: Any) -> Any:
+    quiet = {
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "logger": False,
+        "max_epochs": 2,
+    }
+    return lightning.Trainer(strategy=strategy, accelerator="cpu", **{**quiet, **arguments})
+
+
+def loader() -> Any:
+    """Lightning divides it among the ranks."""
+    return DataLoader(data(), ROWS)
+
+
+def fit(model: Any, strategy: Any = "polyhvd", *, checkpoint: Any = None, **arguments: Any) -> Any:
+    """Train on this rank's part of each joined batch, or, with Lightning's own strategy, on all of it."""
+    joined = data()
+    if strategy == "auto":
+        batches = DataLoader(joined, ROWS * hvd.size())
+    else:
+        batches = DataLoader(joined, ROWS, sampler=DistributedSampler(joined, hvd.size(), hvd.rank(), False))
+    trains = trainer(strategy, **arguments)
+    trains.fit(model, batches, ckpt_path=checkpoint)
+    return trains
+
+
+def trains_like_one_process(arguments: dict[str, Any]) -> None:
+    together, alone = Regression(alone=False), Regression(alone=True)
+    fit(together, **arguments)
+    fit(alone, "auto", **arguments)
+    assert_same_bits(together)
+    if arguments.get("precision"):
+        torch.testing.assert_close(together.net[0].weight, alone.net[0].weight, rtol=0.05, atol=0.02)
+    else:
+        assert_close(together, alone)
+
+
+def accumulates_without_exchanges() -> None:
+    model = Regression(alone=False)
+    trainer(accumulate_grad_batches=2).fit(model, loader())
+    between = [after - before for before, after in zip(model.operations, model.operations[1:], strict=False)]
+    assert between[::2] == [0] * STEPS
+    assert all(between[1::2])
+    everything = torch.cat(hvd.allgather_object(torch.cat(model.seen), name="seen")).sort()[0]
+    assert torch.equal(everything, data()[:][0][:, 0].repeat(2).sort()[0]), "each rank has its own part"
+
+
+def batch_norm_is_that_of_the_joined_batch() -> None:
+    together, alone = Regression(alone=False, norm=True), Regression(alone=True, norm=True)
+    fit(together, sync_batchnorm=True)
+    fit(alone, "auto")
+    assert_close(together, alone)
+    torch.testing.assert_close(together.net[1].running_var, alone.net[1].running_var)
+    together.eval()
+    assert together.net(data()[:3][0]).shape == (3, 1)
+
+
+class Manual(Regression):
+    """An encoder and a head with an optimizer each, as in adversarial training."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__(alone=alone)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, second = self.net[0].parameters(), self.net[2].parameters()
+        return torch.optim.Adam(first, 0.05), torch.optim.SGD(second, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        self.manual_backward(self.loss(batch))
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            self.clip_gradients(second, gradient_clip_val=0.3)
+            second.step()
+            self.zero_grad()
+
+
+def manual_optimization_of_two_optimizers() -> None:
+    together, alone = Manual(alone=False), Manual(alone=True)
+    fit(together)
+    fit(alone, "auto")
+    assert_same_bits(together)
+    assert_close(together, alone)
+
+
+class Measured(Regression):
+    """Logs in every way."""
+
+    def __init__(self) -> None:
+        super().__init__(alone=False)
+        self.mean = MeanMetric()
+        self.all = CatMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        self.mean(x[:, 0], weight=1.0 + hvd.rank())
+        self.all(x[: 1 + hvd.rank(), 1])
+        self.log("torchmetric", self.mean, on_epoch=True)
+        for how in ("mean", "sum", "min", "max"):
+            self.log(how, float(hvd.rank() + batch_idx), reduce_fx=how, sync_dist=True, batch_size=1)
+        self.log("own", float(hvd.rank()), sync_dist=False, batch_size=1)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+def metrics_are_those_of_all_ranks() -> None:
+    model, measures = Measured(), trainer()
+    measures.validate(model, loader(), verbose=False)
+    found = {name: float(value) for name, value in measures.callback_metrics.items()}
+    size, last = hvd.size(), STEPS - 1
+    assert found["own"] == hvd.rank()
+    assert found["mean"] == (size - 1) / 2 + last / 2
+    assert found["sum"] == STEPS * size * (size - 1) / 2 + size * STEPS * last / 2
+    assert (found["min"], found["max"]) == (0.0, size - 1.0 + last)
+    weights = [1.0 + row % size for row in range(len(data()))]  # the sampler deals rows out
+    weighted = sum(w * float(x[0]) for w, (x, _) in zip(weights, data(), strict=True)) / sum(weights)
+    assert abs(found["torchmetric"] - weighted) < 1e-6
+    assert len(model.all.compute()) == STEPS * size * (size + 1) // 2
+    predicted = measures.predict(model, loader())
+    assert sum(map(len, predicted)) == len(data()) // size
+
+
+def exchanges_of_the_strategy() -> None:
+    strategy = polyhvd.lightning.PolyhvdStrategy()
+    rank, size = hvd.rank(), hvd.size()
+    assert strategy.broadcast({"rank": rank}, src=1) == {"rank": 1}
+    assert strategy.reduce("no tensor") == "no tensor"
+    assert strategy.reduce(torch.tensor([rank]), reduce_op=torch.distributed.ReduceOp.SUM).tolist() == [
+        size * (size - 1) / 2
+    ]
+    assert strategy.reduce_boolean_decision(rank > 0, all=False)
+    assert not strategy.reduce_boolean_decision(rank > 0)
+    x = torch.full((2,), float(rank), requires_grad=True)
+    gathered = strategy.all_gather(x, sync_grads=True)
+    assert gathered.tolist() == [[float(r)] * 2 for r in range(size)]
+    (gathered * gathered).sum().backward()
+    assert x.grad.tolist() == [2.0 * size * rank] * 2
+    assert not strategy.all_gather(x).requires_grad
+    strategy.barrier("here")
+    with raises(hvd.InvalidArgumentError, "median", "mean"):
+        strategy.reduce(x, reduce_op="median")
+    with raises(hvd.InvalidArgumentError, "ProcessSet"):
+        strategy.reduce(x, group=object())
+    with raises(hvd.InvalidArgumentError, f"devices={size + 1}", f"{size} ranks", "polyhvdrun"):
+        trainer(devices=size + 1)
+    with raises(hvd.InvalidArgumentError, "num_nodes=2", "1 hosts"):
+        trainer(num_nodes=2)
+    ranked = trainer(devices=size)
+    assert (ranked.global_rank, ranked.world_size, ranked.num_devices) == (rank, size, size)
+
+
+class Counting(TorchCheckpointIO):
+    """Counts the files that this rank writes."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        self.written += 1
+        super().save_checkpoint(*arguments, **options)
+
+
+class Tampering(Regression):
+    """Ranks but the first restore something else than what was saved."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if hvd.rank() > 0:
+            for state in checkpoint["optimizer_states"][0]["state"].values():
+                state["momentum_buffer"].mul_(2)
+            checkpoint["state_dict"] = {k: 3 * v for k, v in checkpoint["state_dict"].items()}
+
+
+def resumes_from_a_checkpoint(folder: str) -> None:
+    whole, half, alone = (Regression(alone=alone) for alone in (False, False, True))
+    fit(whole, max_epochs=4)
+    writes = Counting()
+    strategy = polyhvd.lightning.PolyhvdStrategy(checkpoint_io=writes)
+    # Each rank would write elsewhere, if it wrote.
+    keeps = ModelCheckpoint(str(Path(folder) / str(hvd.rank())), filename="{epoch}")
+    fit(half, strategy, enable_checkpointing=True, callbacks=[keeps])
+    assert writes.written == (2 if hvd.rank() == 0 else 0)
+    path = Path(keeps.best_model_path)
+    assert path == Path(folder) / "0" / "epoch=1.ckpt"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    resumed = Tampering(alone=False)
+    trains = fit(resumed, max_epochs=4, checkpoint=str(path))
+    assert trains.current_epoch == 4
+    assert_same_bits(resumed)
+    states = trains.optimizers[0].state_dict()["state"].values()
+    assert_same_bits([state["momentum_buffer"] for state in states])
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
+    # A strategy without ranks goes on with the same file.
+    fit(alone, "auto", max_epochs=4, checkpoint=str(path))
+    assert_close(resumed, alone)
+    with raises(hvd.InvalidArgumentError, "1 optimizers", "has 2"):
+        fit(Manual(alone=False), checkpoint=str(path), max_epochs=4)
