@@ -101,8 +101,6 @@ def main() -> int:
     if options.rounds:
         effort = Effort(rounds=options.rounds, block_s=effort.block_s)
     bytes_max = min(options.max_mb, 16 if options.quick else options.max_mb) * MB
-    if "gradients" in options.only or not options.quick:
-        bytes_max = max(bytes_max, 103 * MB)
     report = Report(options.output)
     parts = [part for part in chosen(options.only, options.peers, bytes_max) if part.peers]
     for (_, count), group in itertools.groupby(parts, key=lambda part: (part.size, part.hosts)):

@@ -10,6 +10,9 @@ from benchmarks.workloads import KB, MB, Workload
 
 POLYHVD = ("torch", "numpy", "mxnet", "tensorflow")
 ALL = (*POLYHVD, "gloo", "openmpi", "mpich", "kvstore", "floor")
+ROUTED = ("torch", "gloo", "openmpi")
+TRAINING = ("torch", "torch-alone", "gloo")
+TRAINING += ("mxnet", "mxnet-alone", "kvstore", "tensorflow", "keras-alone", "mwms")
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,7 @@ PARTS = (
     Part("async", "allreduce through a handle", ALL[:-1], workloads.asynchronous()),
     Part("gradients", "the 161 gradients of ResNet-50, 102 MB", ALL, workloads.gradients()),
     Part("dtypes", "allreduce of other dtypes", ("numpy", "gloo", "openmpi", "floor"), workloads.dtypes()),
-    Part(
-        "steps",
-        "a whole training step (Keras: five)",
-        ("torch", "torch-alone", "gloo", "mxnet", "mxnet-alone", "kvstore", "tensorflow", "keras-alone", "mwms"),
-        workloads.steps(),
-    ),
+    Part("steps", "a whole training step (Keras: five)", TRAINING, workloads.steps()),
     *(
         Part(
             f"crowded-{size}",
@@ -49,16 +47,16 @@ PARTS = (
         )
         for size in (4, 8)
     ),
-    Part("hosts", "allreduce between two hosts", ("torch", "gloo", "openmpi"), workloads.blocking(BETWEEN), hosts=2),
+    Part("hosts", "allreduce between two hosts", ROUTED, workloads.blocking(BETWEEN), hosts=2),
     Part(
         "hosts-1gbit",
         "allreduce between two hosts, the cable limited to 1 Gbit/s",
-        ("torch", "gloo", "openmpi"),
+        ROUTED,
         workloads.blocking(BETWEEN[1:]),
         hosts=2,
         rate_mbit=1000,
     ),
-)  # fmt: skip
+)
 
 
 def chosen(names: Sequence[str], peers: Sequence[str], bytes_max: int) -> list[Part]:
@@ -68,7 +66,7 @@ def chosen(names: Sequence[str], peers: Sequence[str], bytes_max: int) -> list[P
         replace(
             part,
             peers=tuple(peer for peer in part.peers if not peers or peer in peers),
-            workloads=[workload for workload in part.workloads if workload.bytes <= bytes_max],
+            workloads=[w for w in part.workloads if w.bytes <= bytes_max or len(w.elements) > 1],
         )
         for part in parts
     ]

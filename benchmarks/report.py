@@ -79,7 +79,7 @@ def section(part: Part, results: Results) -> list[str]:
 
 
 class Report:
-    """What a run has found so far; written after each part, so that a run that is cut off leaves something."""
+    """What a run has found so far; written after each part, so that one that is cut off leaves something."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,10 +106,10 @@ class Report:
         lines = [
             "# Benchmarks",
             "",
-            f"{facts['cores']} cores of {facts['cpu']}, Linux {facts['kernel']}; load {facts['load_before']:.2f} "
-            f"before and {facts['load_after']:.2f} after. Medians in ms, the 10th and 90th percentile, and the "
-            "number of calls; all peers of a part were alive at once and took turns in blocks of calls, first "
-            "another one in each round.",
+            f"{facts['cores']} cores of {facts['cpu']}, Linux {facts['kernel']}; load "
+            f"{facts['load_before']:.2f} before and {facts['load_after']:.2f} after. Medians in ms, the 10th "
+            "to the 90th percentile, and the number of calls. All peers of a part were alive at once and "
+            "took turns in blocks of calls, another one first in each round.",
             "",
         ]
         for part, results in self.parts:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.peers.base import Peer
 
+_TF = ("tensorflow", "tf_keras")
 #: Where MPICH's wheel puts its library, beside which it has its own launcher.
 MPICH_LIBRARY = Path(sys.prefix) / "lib" / "libmpi.so.12"
 
@@ -35,17 +36,17 @@ ENTRIES = {
     "numpy": Entry("polyhvd.numpy", "numpy_peers:PolyhvdNumpy", ("numpy",), "polyhvdrun"),
     "torch": Entry("polyhvd.torch", "torch_peers:PolyhvdTorch", ("torch",), "polyhvdrun"),
     "mxnet": Entry("polyhvd.mxnet", "mxnet_peers:PolyhvdMxnet", ("mxnet",), "polyhvdrun"),
-    "tensorflow": Entry("polyhvd.tensorflow", "tensorflow_peers:PolyhvdTensorflow", ("tensorflow",), "polyhvdrun"),
+    "tensorflow": Entry("polyhvd.tensorflow", "tensorflow_peers:PolyhvdTensorflow", _TF, "polyhvdrun"),
     "gloo": Entry("torch.distributed gloo", "torch_peers:Gloo", ("torch",), "plain"),
     "openmpi": Entry("Open MPI (mpi4py)", "mpi_peers:Mpi", ("mpi4py",), "openmpi"),
     "mpich": Entry("MPICH (mpi4py)", "mpi_peers:Mpi", ("mpi4py",), "mpich"),
     "kvstore": Entry("MXNet kvstore dist_sync", "mxnet_peers:Kvstore", ("mxnet",), "kvstore"),
-    "mwms": Entry("MultiWorkerMirroredStrategy", "tensorflow_peers:Mirrored", ("tensorflow", "tf_keras"), "plain"),
+    "mwms": Entry("MultiWorkerMirroredStrategy", "tensorflow_peers:Mirrored", _TF, "plain"),
     "floor": Entry("floor: vectors in shared memory", "numpy_peers:Floor", ("numpy",), "plain"),
     "torch-alone": Entry("torch, no communication", "torch_peers:TorchAlone", ("torch",), "plain"),
     "mxnet-alone": Entry("MXNet, no communication", "mxnet_peers:MxnetAlone", ("mxnet",), "plain"),
-    "keras-alone": Entry("Keras, no communication", "tensorflow_peers:KerasAlone", ("tensorflow", "tf_keras"), "plain"),
-}  # fmt: skip
+    "keras-alone": Entry("Keras, no communication", "tensorflow_peers:KerasAlone", _TF, "plain"),
+}
 
 
 def make(name: str) -> Peer:
