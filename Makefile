@@ -128,9 +128,19 @@ check: $(STAMPS)/test
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py
 
-##@ bench    latency and throughput beside the peers that are installed
+BENCH ?=
+
+##@ bench    latency and throughput beside all peers that are installed, in turns; options in BENCH
 bench: $(STAMPS)/test
-	$(PY) benchmarks/collectives.py
+	$(PY) -m benchmarks $(BENCH)
+
+build/core/plain/instructions: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/instructions.o
+	$(CXX) -pthread $^ -o $@
+
+##@ instructions  count those of a small allreduce, and keep them in benchmarks/instructions.json
+.PHONY: instructions
+instructions: build/core/plain/instructions
+	$(PY) -m benchmarks.instructions --keep
 
 build/core/plain/control_plane: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/control_plane.o
 	$(CXX) -pthread $^ -o $@
