@@ -33,7 +33,7 @@ $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: requirements/test.txt $(STAMPS)/demo
-	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist
+	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind
 	$(PY) -m pip install -q -r requirements/test.txt
 	$(PY) -m pip install -q --no-deps -r requirements/test-nodeps.txt
 	@mkdir -p $(STAMPS) && touch $@
@@ -79,7 +79,7 @@ $(UNITS_MODULE): $(UNITS_OBJECTS)
 units: $(UNITS_MODULE)
 
 ##@ core     the C++ core's tests: pure units, and engines as threads
-core: build/core/plain/run
+core: build/core/plain/run build/core/plain/instructions
 	build/core/plain/run
 
 ##@ asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -140,6 +140,7 @@ build/core/plain/instructions: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/c
 ##@ instructions  count those of a small allreduce, and keep them in benchmarks/instructions.json
 .PHONY: instructions
 instructions: build/core/plain/instructions
+	sh tools/apt.sh valgrind binutils
 	$(PY) -m benchmarks.instructions --keep
 
 build/core/plain/control_plane: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/control_plane.o

@@ -85,7 +85,9 @@ def risen(found: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instructions", description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="write the counts to benchmarks/instructions.json")
+    parser.add_argument(
+        "--keep", action="store_true", help="write the counts to benchmarks/instructions.json"
+    )
     options = parser.parse_args()
     for need in ("valgrind", "readelf"):
         if shutil.which(need) is None:

@@ -22,7 +22,7 @@ MB = 1 << 20
 SMALL = (256,) * 8
 #: 408 MB of gradients, separate tensors: ResNet-50's, four times.
 BIG = resnet50_elements() * 4
-SETTLE_STEPS = 500
+SETTLE_STEPS = 300
 KINDS = ("RssAnon", "RssFile", "RssShmem")
 
 
@@ -43,7 +43,8 @@ def difference(after: dict[str, int], before: dict[str, int], tensors: int = 0) 
 
 def step(hvd: Any, gradients: list[Any], model: str) -> None:
     handles = [
-        hvd.allreduce_async_(gradient, name=f"{model}.{i}", op=hvd.Sum) for i, gradient in enumerate(gradients)
+        hvd.allreduce_async_(gradient, name=f"{model}.{i}", op=hvd.Sum)
+        for i, gradient in enumerate(gradients)
     ]
     for handle in handles:
         hvd.synchronize(handle)
