@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -30,8 +31,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-mb", type=int, default=256, metavar="N", help="largest vector")
     parser.add_argument("--quick", action="store_true", help="three short rounds, and at most 16 MB")
     parser.add_argument("--rounds", type=int, metavar="N", help="blocks of each peer (7)")
+    parser.add_argument(
+        "--priority",
+        action="store_true",
+        help="as root, on a machine with other work: let the ranks go first while they are timed, and leave "
+        "twice as long to the others after each block",
+    )
+    parser.add_argument("--pin", action="store_true", help="keep each rank on one core")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="FOLDER")
     options = parser.parse_args()
+    if options.priority and os.geteuid() != 0:
+        parser.error("--priority needs root")
     options.only = [name for name in options.only.split(",") if name]
     options.peers = [name for name in options.peers.split(",") if name]
     for given, known in ((options.only, names), (options.peers, list(ENTRIES))):
@@ -97,11 +107,18 @@ def run_part(part: Part, worlds: dict[str, World], effort: Effort, report: Repor
 
 def main() -> int:
     options = arguments()
-    effort = Effort(rounds=3, block_s=0.05) if options.quick else Effort()
-    if options.rounds:
-        effort = Effort(rounds=options.rounds, block_s=effort.block_s)
+    rounds = options.rounds or (3 if options.quick else 7)
+    block_s = 0.05 if options.quick or options.priority else 0.15
+    fixed = options.quick or options.priority
+    effort = Effort(rounds, rounds if fixed else 3 * rounds, block_s, 2.0 if options.priority else 0.0)
+    os.environ["BENCH_PRIORITY"] = "1" if options.priority else "0"
     bytes_max = min(options.max_mb, 16 if options.quick else options.max_mb) * MB
+    os.environ["BENCH_PIN"] = "1" if options.pin else "0"
     report = Report(options.output)
+    if options.pin:
+        report.note("Each rank was kept on one core.")
+    if options.priority:
+        report.note("The ranks had priority over other processes of the machine while they were timed.")
     parts = [part for part in chosen(options.only, options.peers, bytes_max) if part.peers]
     for (_, count), group in itertools.groupby(parts, key=lambda part: (part.size, part.hosts)):
         together = list(group)

@@ -178,7 +178,8 @@ class Launcher:
             ):
                 command += ["--mca", name, value]
             env["BENCH_NAMESPACES"] = json.dumps({place.address: place.name for place in self.places})
-        for name in (*env, "BENCH_SOCKET", "BENCH_KEY", "OMP_NUM_THREADS"):
+        ours = ("BENCH_SOCKET", "BENCH_KEY", "BENCH_PRIORITY", "BENCH_PIN", "OMP_NUM_THREADS")
+        for name in (*env, *ours):
             command += ["-x", name]
         self._popen(self.places[0], [*command, *self.rank_command], env)
 

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -17,11 +19,12 @@ from benchmarks.peers.base import Call, Peer
 
 #: Calls that are not timed when a peer takes its turn: its threads and caches were cold.
 WARM_UP_CALLS = 2
+COUNT_OF_LONG_CALLS = 3  # there one is enough
 
 
 def timed(call: Call, count: int) -> list[float]:
     """Seconds of each of `count` calls, one after the other."""
-    for _ in range(WARM_UP_CALLS):
+    for _ in range(WARM_UP_CALLS if count > COUNT_OF_LONG_CALLS else 1):
         call()
     times = [0.0] * count
     clock = time.perf_counter
@@ -32,9 +35,32 @@ def timed(call: Call, count: int) -> list[float]:
     return times
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+@contextlib.contextmanager
+def first_in_line() -> Iterator[None]:
+    """Give all threads of this process the highest of ordinary priorities, if the driver was told to."""
+    if os.environ.get("BENCH_PRIORITY") != "1":
+        yield
+        return
+    try:
+        _set_priority(-20)
+        yield
+    finally:
+        _set_priority(0)
+
+
+def pin(rank: int) -> None:
+    """Keep this process, and all threads that it has or will have, on one core, if the driver was told to."""
+    if os.environ.get("BENCH_PIN") == "1":
+        cores = sorted(os.sched_getaffinity(0))
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
+
+
+def _set_priority(nice: int) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 class Rank:
@@ -50,9 +76,13 @@ class Rank:
         self.current = self.peer.call(workload)
         return self.current is not None
 
-    def measure(self, count: int) -> list[float]:
+    def measure(self, count: int) -> tuple[list[float], float]:
+        """Seconds of each call, and of CPU time that this process has used for all."""
         assert self.current is not None
-        return timed(self.current, count)
+        with first_in_line():
+            begin = time.process_time()
+            times = timed(self.current, count)
+            return times, time.process_time() - begin
 
     def close(self) -> None:
         self.current = None
@@ -79,6 +109,7 @@ def main() -> None:
     connection = Client(os.environ["BENCH_SOCKET"], authkey=key)
     try:
         peer = make(name)
+        pin(peer.rank)
         connection.send(("hello", name, peer.rank))
         serve(connection, Rank(peer))
     except EOFError:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.interleave import Sample
+from benchmarks.interleave import QUIET, QUIET_BLOCKS_MIN, Sample
 from benchmarks.parts import Part
 from benchmarks.peers import ENTRIES
 from benchmarks.workloads import Workload
@@ -35,7 +35,8 @@ def number(value: float) -> str:
 
 def cell(sample: Sample) -> str:
     spread = f"{number(sample.quantile(0.1))} to {number(sample.quantile(0.9))}"
-    return f"**{number(sample.median)}**<br>{spread}<br>{len(sample.times)} calls"
+    mark = "†" if sample.disturbed else ""
+    return f"**{number(sample.median)}**{mark}<br>{spread}<br>{len(sample.times)} calls"
 
 
 def heads(results: Results) -> list[str]:
@@ -109,7 +110,9 @@ class Report:
             f"{facts['cores']} cores of {facts['cpu']}, Linux {facts['kernel']}; load "
             f"{facts['load_before']:.2f} before and {facts['load_after']:.2f} after. Medians in ms, the 10th "
             "to the 90th percentile, and the number of calls. All peers of a part were alive at once and "
-            "took turns in blocks of calls, another one first in each round.",
+            "took turns in blocks of calls, another one first in each round. Blocks count in which other "
+            f"processes had at most {100 * QUIET:.0f} % of the cores; † where there were fewer than "
+            f"{QUIET_BLOCKS_MIN} such, and all count.",
             "",
         ]
         for part, results in self.parts:

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,21 @@ from benchmarks.peers import ENTRIES
 START_TIMEOUT_S = 120.0
 ORDER_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Calls that one peer has done in its turn."""
+
+    seconds: list[float]  # of each call, the mean of the ranks'
+    others: float  # part of all cores that was not idle, and that this peer's ranks did not use
+
+
+def busy_seconds() -> float:
+    """CPU time that all processes of the machine have used since it was started."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, *interrupts = (int(field) for field in fields[:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 class World:
@@ -97,10 +113,17 @@ class World:
             answers.append(answer)
         return answers
 
-    def measure(self, count: int) -> list[float]:
-        """Seconds of `count` calls, each the mean of the ranks'."""
-        by_rank = self.order("measure", count)
-        return [sum(times) / len(times) for times in zip(*by_rank, strict=True)]
+    def measure(self, count: int) -> Block:
+        """Let all ranks do `count` calls."""
+        before, begin = busy_seconds(), time.monotonic()
+        answers = self.order("measure", count)
+        passed = max(1e-9, time.monotonic() - begin)
+        others = busy_seconds() - before - sum(cpu_s for _, cpu_s in answers)
+        by_call = zip(*(times for times, _ in answers), strict=True)
+        return Block(
+            [sum(times) / len(times) for times in by_call],
+            max(0.0, others / passed / (os.cpu_count() or 1)),
+        )
 
     def pids(self) -> list[int]:
         """Of everything that was started here."""

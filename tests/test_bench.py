@@ -99,7 +99,7 @@ def test_peers_take_turns_and_leave_tables_figures_and_plots(tmp_path: Path) -> 
     for column in part["columns"]:
         assert sorted(column["peers"]) == ["floor", "numpy"], done.stderr
         for sample in column["peers"].values():
-            assert len(sample["median_ms_of_blocks"]) == 2
+            assert len(sample["blocks"]) == 2
             assert 0 < sample["p10_ms"] <= sample["median_ms"] <= sample["p90_ms"]
             assert sample["calls"] >= 6
     page = (tmp_path / "bench.md").read_text()
