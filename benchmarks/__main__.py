@@ -99,6 +99,7 @@ def run_part(part: Part, worlds: dict[str, World], effort: Effort, report: Repor
     mine = {peer: worlds[peer] for peer in part.peers if peer in worlds}
     results: Results = []
     for workload in part.workloads:
+        print(f"bench: {part.name}, {workload.label}", file=sys.stderr, flush=True)
         samples = interleaved(mine, workload, effort, lambda line: say(report, line))
         if samples:
             results.append((workload, samples))

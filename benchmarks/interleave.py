@@ -13,6 +13,7 @@ from benchmarks.worlds import Block, World
 COUNT_MAX = 4000
 #: Peers whose calls take longer have this many blocks.
 SLOW_CALL_S, SLOW_ROUNDS = 0.7, 2
+PAUSE_S_MAX = 0.5
 #: A block is quiet when other processes had at most this part of all cores.
 QUIET = 0.15
 QUIET_BLOCKS_MIN = 3
@@ -77,7 +78,7 @@ class Effort:
 
     def count(self, call_s: float) -> int:
         """Calls in a block."""
-        return max(3, min(COUNT_MAX, int(self.block_s / max(call_s, 1e-6))))
+        return max(2 if call_s > SLOW_CALL_S else 3, min(COUNT_MAX, int(self.block_s / max(call_s, 1e-6))))
 
 
 def _quick_call(world: World) -> float:
@@ -114,7 +115,7 @@ def interleaved(
                 continue
             block_begin = time.monotonic()
             samples[name].blocks.append(worlds[name].measure(counts[name]))
-            time.sleep(effort.pause * (time.monotonic() - block_begin))
+            time.sleep(min(PAUSE_S_MAX, effort.pause * (time.monotonic() - block_begin)))
     return samples
 
 

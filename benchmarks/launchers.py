@@ -203,6 +203,8 @@ class Launcher:
             "DMLC_NUM_SERVER": "1",
         }
         serve = [sys.executable, "-c", "import polyhvd.mxnet, mxnet"]
+        if self.env.get("BENCH_PRIORITY") == "1":  # as its workers have while they are timed
+            serve = ["nice", "-n", "-20", *serve]
         for role in ("scheduler", "server"):
             self._popen(self.places[0], serve, {**common, "DMLC_ROLE": role})
         for _ in range(self.size):
