@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 
+import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
+
+from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
 from benchmarks.peers.base import Reducer  # noqa: E402
 from benchmarks.workloads import Workload, resnet50_elements  # noqa: E402
 
@@ -88,6 +92,44 @@ def test_a_wrong_argument_is_said_once(options: tuple[str, ...], message: str) -
     assert "[1]" not in done.stderr
     assert "Traceback" not in done.stderr
     assert "rank 0" in quoted
+
+
+@pytest.mark.skipif(not netns.available(), reason="needs root and iproute2")
+def test_between_hosts_the_limit_is_the_measured_link() -> None:
+    with netns.two_hosts() as hosts:
+        server = hosts[0].popen(
+            *(sys.executable, "-c", RENDEZVOUS, hosts[0].address, SECRET),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert server.stdout is not None
+        common = {"POLYHVD_RENDEZVOUS": server.stdout.readline().decode().strip(), "POLYHVD_SECRET": SECRET}
+        options = ("--op", "allreduce,broadcast", "--max-bytes", "1K", "--iterations", "2", "--json", "-")
+        ranks = [
+            host.popen(
+                *(sys.executable, "-m", "polyhvd.bench", *options),
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    **common,
+                    "POLYHVD_RANK": str(r),
+                    "POLYHVD_SIZE": "2",
+                    "POLYHVD_HOST_ID": str(r),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for r, host in enumerate(hosts)
+        ]
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+        server.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert outputs[1] == (b"", b"")
+    found = json.loads(outputs[0][0])
+    assert found["link_gb_per_s"] > 0
+    for row in found["rows"]:
+        assert row["part_of_limit"] == pytest.approx(row["busbw_gb_per_s"] / found["link_gb_per_s"])
 
 
 def test_peers_take_turns_and_leave_tables_figures_and_plots(tmp_path: Path) -> None:
