@@ -33,7 +33,7 @@ $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: requirements/test.txt $(STAMPS)/demo
-	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist
+	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind
 	$(PY) -m pip install -q -r requirements/test.txt
 	$(PY) -m pip install -q --no-deps -r requirements/test-nodeps.txt
 	@mkdir -p $(STAMPS) && touch $@
@@ -79,7 +79,7 @@ $(UNITS_MODULE): $(UNITS_OBJECTS)
 units: $(UNITS_MODULE)
 
 ##@ core     the C++ core's tests: pure units, and engines as threads
-core: build/core/plain/run
+core: build/core/plain/run build/core/plain/instructions
 	build/core/plain/run
 
 ##@ asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -128,9 +128,20 @@ check: $(STAMPS)/test
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py
 
-##@ bench    latency and throughput beside the peers that are installed
+BENCH ?=
+
+##@ bench    latency and throughput beside all peers that are installed, in turns; options in BENCH
 bench: $(STAMPS)/test
-	$(PY) benchmarks/collectives.py
+	$(PY) -m benchmarks $(BENCH)
+
+build/core/plain/instructions: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/instructions.o
+	$(CXX) -pthread $^ -o $@
+
+##@ instructions  count those of a small allreduce, and keep them in benchmarks/instructions.json
+.PHONY: instructions
+instructions: build/core/plain/instructions
+	sh tools/apt.sh valgrind binutils
+	$(PY) -m benchmarks.instructions --keep
 
 build/core/plain/control_plane: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/control_plane.o
 	$(CXX) -pthread $^ -o $@

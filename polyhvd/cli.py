@@ -1,4 +1,4 @@
-"""The ``polyhvd`` command: reads what jobs have written about themselves."""
+"""The ``polyhvd`` command: reads what jobs have written about themselves, and measures one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyhvd import autotune, flight, timeline
+from polyhvd.bench import command as bench
 from polyhvd.doctor import report
 
 __all__ = ["main"]
@@ -15,6 +16,9 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 1 when a file cannot be used."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["bench"]:  # runs as every rank of a job, and so has its own way to complain
+        return bench.main(words[1:])
     parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -37,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="say what was found on this host, and what is missing")
     command.set_defaults(run=lambda options: report())
 
-    options = parser.parse_args(arguments)
+    commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
+
+    options = parser.parse_args(words)
     try:
         lines: list[str] = options.run(options)
     except (OSError, ValueError) as error:

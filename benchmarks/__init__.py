@@ -1,0 +1,1 @@
+"""Measurements of polyhvd beside its peers; ``python -m benchmarks --help``."""

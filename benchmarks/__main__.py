@@ -1,0 +1,140 @@
+"""The command ``python -m benchmarks``: measures polyhvd beside its peers, in turns, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.interleave import Effort, interleaved
+from benchmarks.launchers import CannotStart, Place
+from benchmarks.parts import PARTS, Part, chosen
+from benchmarks.peers import ENTRIES
+from benchmarks.report import Report, Results
+from benchmarks.workloads import MB
+from benchmarks.worlds import World, here
+
+NO_HOSTS = "two hosts are namespaces: that needs root, and ip and tc of iproute2"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", metavar="PART,...", default="", help=f"of {', '.join(names)}")
+    parser.add_argument("--peers", metavar="PEER,...", default="", help=f"of {', '.join(ENTRIES)}")
+    parser.add_argument("--max-mb", type=int, default=256, metavar="N", help="largest vector")
+    parser.add_argument("--quick", action="store_true", help="three short rounds, and at most 16 MB")
+    parser.add_argument("--rounds", type=int, metavar="N", help="blocks of each peer (7)")
+    parser.add_argument(
+        "--priority",
+        action="store_true",
+        help="as root, on a machine with other work: let the ranks go first while they are timed, and leave "
+        "twice as long to the others after each block",
+    )
+    parser.add_argument("--pin", action="store_true", help="keep each rank on one core")
+    parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="FOLDER")
+    options = parser.parse_args()
+    if options.priority and os.geteuid() != 0:
+        parser.error("--priority needs root")
+    options.only = [name for name in options.only.split(",") if name]
+    options.peers = [name for name in options.peers.split(",") if name]
+    for given, known in ((options.only, names), (options.peers, list(ENTRIES))):
+        if wrong := sorted(set(given) - set(known)):
+            parser.error(f"{', '.join(wrong)}: not one of {', '.join(known)}")
+    return options
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[Sequence[Place]]:
+    """This host, or two that a cable joins; raises CannotStart where there can be no two."""
+    if count == 1:
+        yield here()
+        return
+    from tests.harness import netns
+
+    if not netns.available() or shutil.which("tc") is None:
+        raise CannotStart(NO_HOSTS)
+    with netns.two_hosts() as places:
+        yield places
+
+
+def limit(places: Sequence[Place], rate_mbit: int) -> None:
+    """Limit both directions of the cable; 0 takes the limit away."""
+    for place in places if len(places) > 1 else ():
+        subprocess.run(place.command("tc", "qdisc", "del", "dev", "eth0", "root"), capture_output=True)
+        if rate_mbit:
+            bucket = ["tbf", "rate", f"{rate_mbit}mbit", "burst", "128kb", "latency", "50ms"]
+            command = place.command("tc", "qdisc", "add", "dev", "eth0", "root", *bucket)
+            subprocess.run(command, check=True)
+
+
+class Worlds:
+    """The peers of the parts that follow each other on equal terms, all alive at once."""
+
+    def __init__(self, parts: Sequence[Part], places: Sequence[Place], report: Report) -> None:
+        self.running: dict[str, World] = {}
+        for peer in dict.fromkeys(peer for part in parts for peer in part.peers):
+            try:
+                self.running[peer] = World(peer, parts[0].size, places, report.folder / "logs")
+            except CannotStart as error:
+                say(report, f"without {ENTRIES[peer].label}: {error}")
+
+    def close(self) -> None:
+        for world in self.running.values():
+            world.close()
+
+
+def say(report: Report, line: str) -> None:
+    report.note(line)
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+def run_part(part: Part, worlds: dict[str, World], effort: Effort, report: Report) -> Results:
+    mine = {peer: worlds[peer] for peer in part.peers if peer in worlds}
+    results: Results = []
+    for workload in part.workloads:
+        print(f"bench: {part.name}, {workload.label}", file=sys.stderr, flush=True)
+        samples = interleaved(mine, workload, effort, lambda line: say(report, line))
+        if samples:
+            results.append((workload, samples))
+    return results
+
+
+def main() -> int:
+    options = arguments()
+    rounds = options.rounds or (3 if options.quick else 7)
+    block_s = 0.05 if options.quick or options.priority else 0.15
+    fixed = options.quick or options.priority
+    effort = Effort(rounds, rounds if fixed else 3 * rounds, block_s, 2.0 if options.priority else 0.0)
+    os.environ["BENCH_PRIORITY"] = "1" if options.priority else "0"
+    bytes_max = min(options.max_mb, 16 if options.quick else options.max_mb) * MB
+    os.environ["BENCH_PIN"] = "1" if options.pin else "0"
+    report = Report(options.output)
+    if options.pin:
+        report.note("Each rank was kept on one core.")
+    if options.priority:
+        report.note("The ranks had priority over other processes of the machine while they were timed.")
+    parts = [part for part in chosen(options.only, options.peers, bytes_max) if part.peers]
+    for (_, count), group in itertools.groupby(parts, key=lambda part: (part.size, part.hosts)):
+        together = list(group)
+        try:
+            with hosts(count) as places, contextlib.closing(Worlds(together, places, report)) as worlds:
+                for part in together:
+                    limit(places, part.rate_mbit)
+                    results = run_part(part, worlds.running, effort, report)
+                    print("\n".join(report.add(part, results)), flush=True)
+        except CannotStart as error:
+            say(report, f"without {', '.join(part.name for part in together)}: {error}")
+    print(report.plot())
+    print(f"written: {options.output / 'bench.md'}, {options.output / 'bench.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

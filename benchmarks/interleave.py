@@ -1,0 +1,123 @@
+"""Measures several peers in turns, so that the machine's noise falls on all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.workloads import Workload
+from benchmarks.worlds import Block, World
+
+COUNT_MAX = 4000
+#: Peers whose calls take longer have this many blocks.
+SLOW_CALL_S, SLOW_ROUNDS = 0.7, 2
+PAUSE_S_MAX = 0.5
+#: A block is quiet when other processes had at most this part of all cores.
+QUIET = 0.15
+QUIET_BLOCKS_MIN = 3
+
+
+@dataclass
+class Sample:
+    """What one peer's blocks were. Those that other processes disturbed count where there are no others."""
+
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def quiet(self) -> list[Block]:
+        return [block for block in self.blocks if block.others <= QUIET]
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether too few blocks were quiet, so that all of them count."""
+        return len(self.quiet) < QUIET_BLOCKS_MIN
+
+    @property
+    def times(self) -> list[float]:
+        """Milliseconds, in order."""
+        blocks = self.blocks if self.disturbed else self.quiet
+        return sorted(1e3 * second for block in blocks for second in block.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    def quantile(self, part: float) -> float:
+        times = self.times
+        return times[min(len(times) - 1, int(part * len(times)))]
+
+    def summary(self) -> dict[str, object]:
+        """What is kept in the JSON file."""
+        return {
+            "median_ms": self.median,
+            "p10_ms": self.quantile(0.1),
+            "p90_ms": self.quantile(0.9),
+            "calls": len(self.times),
+            "disturbed": self.disturbed,
+            "blocks": [
+                {"median_ms": 1e3 * statistics.median(block.seconds), "cpu_of_others": block.others}
+                for block in self.blocks
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: blocks of each peer, how many at most until they are quiet, seconds of a block.
+
+    `pause` is the time without measuring after each block, as a multiple of the block's own.
+    """
+
+    rounds: int = 7
+    rounds_max: int = 21
+    block_s: float = 0.15
+    pause: float = 0.0
+    seconds_max: float = 60.0  # of a workload, when there are enough blocks but not enough quiet ones
+
+    def count(self, call_s: float) -> int:
+        """Calls in a block."""
+        return max(2 if call_s > SLOW_CALL_S else 3, min(COUNT_MAX, int(self.block_s / max(call_s, 1e-6))))
+
+
+def _quick_call(world: World) -> float:
+    """Seconds of a call that nothing disturbs, about."""
+    first = min(world.measure(2).seconds)
+    return min(world.measure(20).seconds) if first < 0.005 else first
+
+
+def interleaved(
+    worlds: dict[str, World], workload: Workload, effort: Effort, say: Callable[[str], None]
+) -> dict[str, Sample]:
+    """Samples by peer; a peer that does not offer the workload has none, and one that fails is reported."""
+    counts: dict[str, int] = {}
+    slow: set[str] = set()
+    for name, world in worlds.items():
+        try:
+            if all(world.order("prepare", workload)):
+                call_s = _quick_call(world)
+                counts[name] = effort.count(call_s)
+                slow |= {name} if call_s > SLOW_CALL_S else set()
+        except RuntimeError as error:
+            say(f"{workload.label} {workload.path}: {str(error).splitlines()[0]}")
+    samples = {name: Sample() for name in counts}
+    names = list(counts)
+    begin = time.monotonic()
+    for turn in range(effort.rounds_max):
+        if turn >= effort.rounds and (
+            _enough(samples, effort) or time.monotonic() - begin > effort.seconds_max
+        ):
+            break
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            if name in slow and turn >= SLOW_ROUNDS:
+                continue
+            block_begin = time.monotonic()
+            samples[name].blocks.append(worlds[name].measure(counts[name]))
+            time.sleep(min(PAUSE_S_MAX, effort.pause * (time.monotonic() - block_begin)))
+    return samples
+
+
+def _enough(samples: dict[str, Sample], effort: Effort) -> bool:
+    return all(len(sample.quiet) >= min(effort.rounds, len(sample.blocks)) for sample in samples.values())

@@ -1,0 +1,81 @@
+"""What a peer is, and how one that reduces tensors is held to its results before it is timed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.workloads import Workload
+
+Call = Callable[[], Any]
+
+
+class Peer:
+    """One library in one rank. Made once; then asked for the calls to time."""
+
+    rank: int
+    size: int
+
+    def call(self, workload: Workload) -> Call | None:
+        """A function that does `workload` once and returns when it is done; None: not offered.
+
+        It is called by all ranks, as often by each, one call after the other.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave the other ranks in good order."""
+
+
+def plain_place() -> tuple[int, int]:
+    """Rank and size as launchers.py gives them to the ranks of libraries that have no launcher."""
+    return int(os.environ["BENCH_RANK"]), int(os.environ["BENCH_SIZE"])
+
+
+class Reducer(Peer):
+    """A library that sums tensors: `paths` says by which function for each path of a workload."""
+
+    def make(self, elements: int, dtype: str, value: int) -> Any:
+        """A tensor full of `value`; None when there is no such dtype."""
+        raise NotImplementedError
+
+    def fill(self, tensor: Any, value: int) -> Any:
+        """The tensor with another value; in place where the framework can."""
+        raise NotImplementedError
+
+    def ends(self, tensor: Any) -> tuple[float, float]:
+        """Its first and its last element."""
+        raise NotImplementedError
+
+    def paths(self) -> dict[str, Callable[[list[Any], str], Any]]:
+        """For each path a function of the tensors and of a name; it returns the results."""
+        raise NotImplementedError
+
+    def reducing(self, workload: Workload) -> Call | None:
+        """The call for a workload of tensors, after one whose sums were right."""
+        run = self.paths().get(workload.path)
+        if run is None:
+            return None
+        tensors = [self.make(n, workload.dtype, self.rank + 1) for n in workload.elements]
+        if any(tensor is None for tensor in tensors):
+            return None
+        name = f"{workload.path}.{workload.label}.{len(tensors)}"
+        results = run(tensors, name)
+        if workload.path != "noop":
+            self._check(results, workload)
+        # Zeros stay zeros, however often they are summed.
+        tensors[:] = [self.fill(tensor, 0) for tensor in tensors]
+        return lambda: run(tensors, name)
+
+    def _check(self, results: Sequence[Any], workload: Workload) -> None:
+        expected = self.size * (self.size + 1) / 2
+        for position, result in enumerate(results):
+            if self.ends(result) != (expected, expected):
+                raise ArithmeticError(
+                    f"rank {self.rank}: tensor {position} of {workload.label} {workload.path} is "
+                    f"{self.ends(result)} at its ends, expected {expected}"
+                )
+
+    def call(self, workload: Workload) -> Call | None:
+        return self.reducing(workload) if workload.elements else None

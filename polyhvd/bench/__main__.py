@@ -1,0 +1,7 @@
+"""``python -m polyhvd.bench`` is ``polyhvd bench``."""
+
+import sys
+
+from polyhvd.bench.command import main
+
+sys.exit(main())

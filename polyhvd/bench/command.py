@@ -1,0 +1,147 @@
+"""The command line of ``polyhvd bench``. Every rank reads it; rank 0 alone speaks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import polyhvd
+from polyhvd.bench import limits
+from polyhvd.bench.collectives import OPS, REDOPS, Library, Plan, measure
+from polyhvd.bench.table import Table
+from polyhvd.config import Config
+from polyhvd.errors import HorovodInternalError, InvalidArgumentError
+
+__all__ = ["add_arguments", "main", "run"]
+
+_USAGE_STATUS = 2
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 64K, 16M or 1G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _ops(text: str) -> list[str]:
+    names = list(OPS) if text == "all" else text.split(",")
+    if wrong := [name for name in names if name not in OPS]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not one of all, {', '.join(OPS)}")
+    return names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options, for a parser of this command alone or for a subcommand."""
+    add = parser.add_argument
+    add("--op", type=_ops, default=list(OPS), metavar="OP,...", help=f"all (default), {', '.join(OPS)}")
+    add("--redop", choices=list(REDOPS), default="sum", help="of allreduce and reducescatter; default: sum")
+    add("--min-bytes", type=_bytes, default=1 << 10, metavar="SIZE", help="default: 1K")
+    add("--max-bytes", type=_bytes, default=64 << 20, metavar="SIZE", help="default: 64M")
+    add("--factor", type=_positive, default=4, metavar="N", help="from one size to the next; default: 4")
+    add("--dtype", default="float32", metavar="DTYPE", help="float32 (default), float16, bfloat16, int8, ...")
+    add("--framework", choices=sorted(Library.NAMES), default="numpy", help="whose tensors; default: numpy")
+    add("--iterations", type=_positive, metavar="N", help="of each size; default: about half a second's")
+    add("--warm-up", type=_positive, default=5, metavar="N", help="iterations before; default: 5")
+    add("--json", metavar="FILE", help="write the figures there as well; - is standard output, and no table")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Rank 0 says what is wrong; the others end in silence, and leave the job's status to it."""
+
+    def error(self, message: str) -> NoReturn:
+        if speaks():
+            self.exit(_USAGE_STATUS, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(0)
+
+    def print_help(self, file: Any = None) -> None:
+        if speaks():
+            super().print_help(file)
+
+
+def speaks() -> bool:
+    """Whether this process is rank 0, before anything is known to work."""
+    try:
+        return Config.from_environment().rank == 0
+    except ValueError:
+        return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line, measure, print; returns the exit status."""
+    parser = _Parser(
+        prog="polyhvd bench",
+        description="Measure the collectives of this job. Without polyhvdrun it is a job of one rank.",
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure as the options say."""
+    rank_0 = speaks()
+    try:
+        library = Library(options.framework, options.dtype)
+        if options.max_bytes < options.min_bytes:
+            raise ValueError("--max-bytes is less than --min-bytes")
+        if options.factor == 1 and options.max_bytes != options.min_bytes:
+            raise ValueError("--factor 1 never reaches --max-bytes; write 2 or more")
+        with open(os.devnull if _to_stdout(options) or not rank_0 else options.json, "w") as file:
+            _measure(options, library, file)
+        return 0
+    except BrokenPipeError:  # as in "polyhvd bench | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except (ValueError, OSError, InvalidArgumentError, HorovodInternalError) as error:
+        if not rank_0:
+            return 0
+        print(f"polyhvd bench: {error}", file=sys.stderr)
+        return _USAGE_STATUS if isinstance(error, ValueError) else 1
+
+
+def _to_stdout(options: argparse.Namespace) -> bool:
+    return options.json in (None, "-")
+
+
+def _measure(options: argparse.Namespace, library: Library, file: Any) -> None:
+    polyhvd.init()
+    try:
+        plan = Plan(
+            sizes=_sizes(options),
+            redop=options.redop,
+            iterations=options.iterations,
+            warm_up=options.warm_up,
+        )
+        speaker = polyhvd.rank() == 0
+        table = Table(sys.stdout if speaker and options.json != "-" else None)
+        link = limits.link()
+        table.head(library, options, link)
+        for op in options.op:
+            table.op(op)
+            for row in measure(library, op, plan):
+                table.row(row)
+        table.foot(link)
+        if speaker:
+            text = json.dumps(table.as_json(library, link), indent=1)
+            print(text, file=sys.stdout if options.json == "-" else file, flush=True)
+    finally:
+        polyhvd.shutdown()
+
+
+def _sizes(options: argparse.Namespace) -> list[int]:
+    sizes = [options.min_bytes]
+    while options.factor > 1 and sizes[-1] * options.factor <= options.max_bytes:
+        sizes.append(sizes[-1] * options.factor)
+    return sizes

@@ -1,0 +1,182 @@
+"""``polyhvd bench``, and the benchmarks of this repository as far as they are not about time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
+
+import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
+
+from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
+from benchmarks.peers.base import Reducer  # noqa: E402
+from benchmarks.workloads import Workload, resnet50_elements  # noqa: E402
+
+MB = 1 << 20
+
+
+def run(*argv: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *argv],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def bench(*options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = ("polyhvd.launch", "-np", str(ranks), sys.executable, "-m", "polyhvd.cli", "bench")
+    return run(*command, *options)
+
+
+def test_bench_measures_every_collective_in_the_form_of_nccl_tests(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    sizes = ("--min-bytes", "24", "--max-bytes", "24K", "--factor", "1024", "--iterations", "3")
+    done = bench(*sizes, "--redop", "max", "--json", str(path), ranks=3)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines
+    assert all(line.startswith("[0]") for line in lines), "rank 0 alone speaks"
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["op"], row["bytes"], row["count"]) for row in rows] == [
+        (op, size, size // 4)
+        for op in ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
+        for size in (24, 24 << 10)
+    ]
+    factors = {
+        "allreduce": 4 / 3,
+        "allgather": 2 / 3,
+        "broadcast": 1,
+        "reducescatter": 2 / 3,
+        "alltoall": 2 / 3,
+    }
+    for row in rows:
+        assert row["algbw_gb_per_s"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
+        assert row["busbw_gb_per_s"] == pytest.approx(row["algbw_gb_per_s"] * factors[row["op"]])
+        assert row["iterations"] == 3
+        assert row["redop"] == ("max" if row["op"] in ("allreduce", "reducescatter") else "none")
+    printed = [line.split() for line in lines if len(line.split()) == 12 and "#" not in line]
+    assert [words[1] for words in printed] == [str(row["bytes"]) for row in rows]
+
+
+def test_json_on_standard_output_is_all_that_is_printed() -> None:
+    done = run("polyhvd.bench", "--op", "allreduce", "--max-bytes", "1K", "--iterations", "2", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--op", "allsum"), "'allsum' is not one of all, allreduce, allgather"),
+        (("--dtype", "float33"), "--dtype float33: numpy does not have it"),
+        (("--min-bytes", "1M", "--max-bytes", "1K"), "--max-bytes is less than --min-bytes"),
+    ],
+)
+def test_a_wrong_argument_is_said_once(options: tuple[str, ...], message: str) -> None:
+    done = bench(*options)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    own, _, quoted = done.stderr.partition("polyhvdrun: ")  # which repeats what the failed rank said last
+    assert own.count(message) == 1, done.stderr
+    assert "[1]" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "rank 0" in quoted
+
+
+@pytest.mark.skipif(not netns.available(), reason="needs root and iproute2")
+def test_between_hosts_the_limit_is_the_measured_link() -> None:
+    with netns.two_hosts() as hosts:
+        server = hosts[0].popen(
+            *(sys.executable, "-c", RENDEZVOUS, hosts[0].address, SECRET),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert server.stdout is not None
+        common = {"POLYHVD_RENDEZVOUS": server.stdout.readline().decode().strip(), "POLYHVD_SECRET": SECRET}
+        options = ("--op", "allreduce,broadcast", "--max-bytes", "1K", "--iterations", "2", "--json", "-")
+        ranks = [
+            host.popen(
+                *(sys.executable, "-m", "polyhvd.bench", *options),
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    **common,
+                    "POLYHVD_RANK": str(r),
+                    "POLYHVD_SIZE": "2",
+                    "POLYHVD_HOST_ID": str(r),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for r, host in enumerate(hosts)
+        ]
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+        server.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert outputs[1] == (b"", b"")
+    found = json.loads(outputs[0][0])
+    assert found["link_gb_per_s"] > 0
+    for row in found["rows"]:
+        assert row["part_of_limit"] == pytest.approx(row["busbw_gb_per_s"] / found["link_gb_per_s"])
+
+
+def test_peers_take_turns_and_leave_tables_figures_and_plots(tmp_path: Path) -> None:
+    options = ("--quick", "--rounds", "2", "--max-mb", "1", "--only", "allreduce", "--peers", "numpy,floor")
+    done = run("benchmarks", *options, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (part,) = json.loads((tmp_path / "bench.json").read_text())["parts"]
+    assert [column["label"] for column in part["columns"]] == ["1 KB", "64 KB", "1 MB"]
+    for column in part["columns"]:
+        assert sorted(column["peers"]) == ["floor", "numpy"], done.stderr
+        for sample in column["peers"].values():
+            assert len(sample["blocks"]) == 2
+            assert 0 < sample["p10_ms"] <= sample["median_ms"] <= sample["p90_ms"]
+            assert sample["calls"] >= 6
+    page = (tmp_path / "bench.md").read_text()
+    assert "polyhvd.numpy" in page
+    assert "times as long as" in page
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    assert (tmp_path / "allreduce.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_peer_with_wrong_sums_is_not_timed() -> None:
+    class Forgetful(Reducer):
+        rank, size = 0, 2
+
+        def make(self, elements: int, dtype: str, value: int) -> Any:
+            return [float(value)] * elements
+
+        def ends(self, tensor: Any) -> tuple[float, float]:
+            return tensor[0], tensor[-1]
+
+        def paths(self) -> Any:
+            return {"blocking": lambda tensors, name: tensors}
+
+    with pytest.raises(ArithmeticError, match=r"is \(1.0, 1.0\) at its ends, expected 3.0"):
+        Forgetful().call(Workload("1 KB", "blocking", (256,)))
+
+
+def test_gradients_are_those_of_resnet50() -> None:
+    sizes = resnet50_elements()
+    assert len(sizes) == 161
+    assert sum(sizes) == 25_557_032  # parameters, as published with its weights
+
+
+def test_a_rank_holds_little_beyond_its_tensors_and_does_not_grow() -> None:
+    done = run("benchmarks.memory", "--steps", "500", "--json")
+    assert done.returncode == 0, done.stderr
+    for rank in json.loads(done.stdout):
+        assert rank["big model"]["all"] < 16, rank
+        assert rank["growth over 500 steps"]["all"] < 0.25, rank
