@@ -66,7 +66,7 @@ def measure(steps: int) -> dict[str, Any]:
         step(hvd, small, "small")
     later = resident()
     big = [np.full(n, 0, np.float32) for n in BIG]
-    for _ in range(5):
+    for _ in range(3):
         step(hvd, big, "big")
     end = resident()
     bytes_of_tensors = sum(gradient.nbytes for gradient in big)

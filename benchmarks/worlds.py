@@ -125,10 +125,6 @@ class World:
             max(0.0, others / passed / (os.cpu_count() or 1)),
         )
 
-    def pids(self) -> list[int]:
-        """Of everything that was started here."""
-        return [process.pid for process in self.launcher.processes]
-
     def close(self) -> None:
         """Let the ranks leave in good order; those that do not are ended."""
         with contextlib.suppress(RuntimeError, OSError):
