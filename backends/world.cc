@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <sstream>
 #include <thread>
 
 #include "host/host_backend.h"
@@ -19,6 +20,26 @@ namespace polyhvd {
 namespace {
 
 constexpr int kTreeRadix = 4;
+
+// A backend for some kinds of operations.
+class Restricted final : public Backend {
+ public:
+  Restricted(std::unique_ptr<Backend> backend, std::vector<std::string> kinds)
+      : backend_(std::move(backend)), kinds_(std::move(kinds)) {}
+  std::string_view name() const noexcept override { return backend_->name(); }
+  bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override {
+    return std::ranges::count(kinds_, name_of(kind)) > 0 &&
+           backend_->supports(kind, dtype, op, device);
+  }
+  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) override {
+    return backend_->connect(set, members);
+  }
+  void tune(const Tuning& tuning) override { backend_->tune(tuning); }
+
+ private:
+  std::unique_ptr<Backend> backend_;
+  std::vector<std::string> kinds_;
+};
 
 // Owns the connections of one rank, and what its communicators share.
 class World final : public Liveness {
@@ -167,12 +188,18 @@ std::vector<Child> World::connect_children() {
 }
 
 std::unique_ptr<Backend> World::make_backend(const std::string& name) {
+  if (const std::size_t colon = name.find(':'); colon != std::string::npos) {
+    std::vector<std::string> kinds;
+    std::istringstream listed(name.substr(colon + 1));
+    for (std::string kind; std::getline(listed, kind, '+');) kinds.push_back(kind);
+    return std::make_unique<Restricted>(make_backend(name.substr(0, colon)), std::move(kinds));
+  }
   if (name == "host") return std::make_unique<host::HostBackend>(fabric_);
   if (name != "mpi" || !wiring_.mpi) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "there is no backend '" + name + "' in this job; see POLYHVD_BACKENDS");
   }
-  mpi_ = std::make_unique<mpi::Fabric>(wiring_.mpi, fabric_);
+  if (!mpi_) mpi_ = std::make_unique<mpi::Fabric>(wiring_.mpi, fabric_);
   return std::make_unique<mpi::MpiBackend>(*mpi_);
 }
 

@@ -25,8 +25,9 @@ struct Wiring {
   std::map<int, int> control_fds;
   std::map<int, int> data_fds;
   std::vector<std::vector<int>> process_sets;
-  std::vector<std::string> backends{"host"};  // first choice first
-  std::shared_ptr<mpi::Session> mpi;          // all ranks in their order; may be null
+  // First choice first; "mpi:allreduce+broadcast" is one for these kinds alone.
+  std::vector<std::string> backends{"host"};
+  std::shared_ptr<mpi::Session> mpi;  // all ranks in their order; may be null
 };
 
 // Parent of a domain in the control tree; -1 for domain 0. As wiring.tree_parent.

@@ -30,6 +30,7 @@ _PREFIXES = ("POLYHVD_", "HOROVOD_")
 _BACKENDS = ("mpi", "host")
 #: Of Horovod's CPU_OPERATIONS; the host backend does without MPI what they do.
 _HOST_NAMES = {"gloo": "host", "ccl": "host"}
+_KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 _CONTROLLERS = ("", "mpi", "gloo")
 #: Set for each rank by launchers that speak PMI, with its rank; and the number of ranks, if there is one.
 _MPI_LAUNCHERS = (
@@ -105,11 +106,18 @@ def _cores(text: str) -> tuple[int, ...]:
 
 
 def _backends(text: str) -> tuple[str, ...]:
-    names = [_HOST_NAMES.get(name, name) for name in text.lower().replace(",", " ").split()]
-    bad = [name for name in names if name not in _BACKENDS]
-    if bad:
-        raise ValueError(f"{bad[0]!r} is no backend; known are {', '.join(_BACKENDS)}")
-    return tuple(dict.fromkeys([*names, "host"]))  # which takes what the others cannot do
+    chosen = []
+    for item in text.lower().replace(",", " ").split():
+        name, colon, kinds = item.partition(":")
+        name = _HOST_NAMES.get(name, name)
+        if name not in _BACKENDS or (name == "host" and colon):
+            raise ValueError(f"{name!r} is no backend; known are {', '.join(_BACKENDS)}")
+        for kind in kinds.split("+") if colon else ():
+            if kind not in _KINDS:
+                raise ValueError(f"{kind!r} is no operation; known are {', '.join(_KINDS)}")
+        chosen.append(name + colon + kinds)
+    # The host backend takes what the others do not: it comes last unless it has a place.
+    return tuple(dict.fromkeys(chosen if "host" in chosen else [*chosen, "host"]))
 
 
 def _controller(text: str) -> str:
@@ -145,8 +153,9 @@ class Config:
         "BACKENDS",
         _backends,
         ("host",),
-        "Backends of operations on CPUs, first choice first: `mpi`, `host`; the same on every rank. What "
-        "MPI cannot do runs on `host`. GLOO and CCL stand for `host`.",
+        "Backends of operations on CPUs, first choice first: `mpi`, `host`; the same on every rank. "
+        "`mpi:allreduce+broadcast` is one for these operations alone. What MPI cannot do runs on `host`. "
+        "GLOO and CCL stand for `host`.",
         other_name="CPU_OPERATIONS",
     )
     controller: str = _row(
@@ -263,6 +272,11 @@ class Config:
     flight_dir: str = _row(
         "FLIGHT_DIR", str, "", "Folder of those files; empty: the system's for temporary files."
     )
+
+    @property
+    def moves_by_mpi(self) -> bool:
+        """Whether MPI is one of the backends."""
+        return any(item.partition(":")[0] == "mpi" for item in self.backends)
 
     @property
     def engine_core(self) -> int:

@@ -165,7 +165,7 @@ def _start(settings: Config, sets: list[ProcessSet], job: mpi.MpiJob | None) -> 
     _generation += 1
     # A job of MPI has a rendezvous of its own each time, where nobody has met before.
     wiring = bootstrap.connect(settings, _generation if job is None else 1, lists)
-    if job is not None and "mpi" in settings.backends:
+    if job is not None and settings.moves_by_mpi:
         wiring.mpi = job.session
     attendant = Attendant()
     try:

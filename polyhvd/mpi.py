@@ -6,6 +6,7 @@ Nothing here runs before MPI is asked for. What MPI says of a job, with a rendez
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import site
@@ -49,7 +50,7 @@ def is_asked_for(settings: Config, comm: object) -> bool:
     """Whether the ranks of this process's job are to be learnt from MPI."""
     if is_communicator(comm) or settings.controller == "mpi":
         return True
-    if "mpi" in settings.backends:
+    if settings.moves_by_mpi:
         return True
     launched = settings.size > 1 or bool(settings.rendezvous)  # by polyhvdrun
     return not launched and settings.controller != "gloo" and mpi_launch() is not None
@@ -113,6 +114,8 @@ def start(settings: Config) -> _core.MpiRuntime:
     try:
         runtime = _core.MpiRuntime(names, not settings.mpi_threads_disable)
     except InvalidArgumentError as error:
+        if isinstance(probe(settings), Found):  # it is there, but not as it has to be
+            raise ConfigError(str(error)) from None
         launch = mpi_launch()
         why = f"{launch.launcher}'s launcher has started this process" if launch else "it was asked for"
         raise ConfigError(
@@ -144,7 +147,7 @@ def _handle_of(comm: Any) -> int | None:
         raise InvalidArgumentError("init(comm=COMM_NULL): this process is no rank of the communicator")
     if module.Is_finalized() or not module.Is_initialized():
         raise InvalidArgumentError("init(comm=...): mpi4py has not initialised MPI, or has finalised it")
-    return int(module._handleof(comm))
+    return ctypes.c_ssize_t(module._handleof(comm)).value  # an integer of MPICH's may be negative
 
 
 def checked_ranks(comm: object) -> list[int]:

@@ -106,6 +106,7 @@ def test_our_prefix_wins_and_so_does_our_name() -> None:
     [
         ("HOROVOD_LOG_LEVEL", "loud", "must be one of trace, debug"),
         ("HOROVOD_CPU_OPERATIONS", "nccl", "'nccl' is no backend; known are mpi, host"),
+        ("POLYHVD_BACKENDS", "mpi:barrier", "'barrier' is no operation; known are allreduce"),
         ("HOROVOD_CONTROLLER", "ring", "must be mpi or gloo"),
         ("POLYHVD_THREAD_AFFINITY", "1,-2", "must not be negative"),
         ("POLYHVD_THREAD_AFFINITY", "one", "invalid literal"),

@@ -316,7 +316,7 @@ std::shared_ptr<Library> bind(void* library, const std::string& name) {
   std::array<char, kTextBytes> text{};
   int length = 0;
   ask(text.data(), &length);
-  std::string version(text.data(), static_cast<std::size_t>(length));
+  std::string version(text.data());  // Open MPI counts the final zero as well
   version = version.substr(0, version.find('\n'));
   // "MPICH Version:      4.2.0"
   std::ranges::replace(version, '\t', ' ');

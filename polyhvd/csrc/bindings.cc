@@ -107,7 +107,14 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   PyEngine(const py::object& wiring, const py::object& config, std::uint64_t generation,
            const std::shared_ptr<Mailbox>& mailbox)
       : generation_(generation) {
-    engine_ = make_engine(read_wiring(wiring), read_options(config, mailbox));
+    Wiring connections = read_wiring(wiring);
+    EngineOptions options = read_options(config, mailbox);
+    {
+      // To make communicators takes all ranks, and some may still wait for this rank's
+      // rendezvous, which is a thread of Python.
+      py::gil_scoped_release released;
+      engine_ = make_engine(std::move(connections), std::move(options));
+    }
     api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation, engine_.get(),
             &submit_native};
     const bool dumps = !config.attr("flight_folder").cast<std::string>().empty();

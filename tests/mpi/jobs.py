@@ -25,10 +25,12 @@ def environment(**settings: str) -> dict[str, str]:
     return {**inherited, **paths, **dict(mpirun.AS_ROOT), **settings}
 
 
-def start(script: Path, ranks: int, *, python: Sequence[str] = (), **settings: str) -> subprocess.Popen[str]:
+def start(
+    script: Path, ranks: int, *, python: Sequence[str] = (), arguments: Sequence[str] = (), **settings: str
+) -> subprocess.Popen[str]:
     """Begin a job in a session of its own; ``python`` are options of the interpreter."""
     return subprocess.Popen(
-        [*mpirun.command(), "-np", str(ranks), sys.executable, *python, str(script)],
+        [*mpirun.command(), "-np", str(ranks), sys.executable, *python, str(script), *arguments],
         cwd=ROOT,
         env=environment(POLYHVD_FLIGHT_DIR=str(script.parent), **settings),
         stdin=subprocess.DEVNULL,
@@ -39,9 +41,11 @@ def start(script: Path, ranks: int, *, python: Sequence[str] = (), **settings: s
     )
 
 
-def run(script: Path, ranks: int, *, python: Sequence[str] = (), **settings: str) -> tuple[int, str, str]:
+def run(
+    script: Path, ranks: int, *, python: Sequence[str] = (), arguments: Sequence[str] = (), **settings: str
+) -> tuple[int, str, str]:
     """Run a job to its end; returns exit status, standard output and error."""
-    process = start(script, ranks, python=python, **settings)
+    process = start(script, ranks, python=python, arguments=arguments, **settings)
     try:
         out, err = process.communicate(timeout=_DEADLINE_S)
     finally:

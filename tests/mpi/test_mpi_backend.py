@@ -8,6 +8,7 @@ import exchange
 import mpi_cases
 import mpirun
 import pytest
+import test_conformance
 from pool import Pools, PoolSpec
 from worlds import assert_alike
 
@@ -25,6 +26,15 @@ def test_reproducible_sums_have_the_bits_of_the_host_backend(pools: Pools) -> No
     pool.run(exchange.adasum, "numpy")
     counters = pool.run(mpi_cases.counters, "numpy")
     assert all(item["mpi_bytes"] > 0 and item["shm_bytes"] == 0 for item in counters), counters
+
+
+def test_a_backend_may_be_chosen_for_some_operations(pools: Pools) -> None:
+    settings = (*mpirun.AS_ROOT, ("POLYHVD_BACKENDS", "mpi:allreduce+broadcast"))
+    pool = pools.get(PoolSpec("numpy", (2,), settings, mpirun=mpirun.command()))
+    for kind, by_mpi in (("allreduce", True), ("allgather", False), ("broadcast", True)):
+        grown = pool.run(test_conformance.count_bytes, kind, 1000)
+        total = {name: sum(item[name] for item in grown) for name in ("mpi_bytes", "shm_bytes")}
+        assert (total["mpi_bytes"] > 0, total["shm_bytes"] > 0) == (by_mpi, not by_mpi), (kind, total)
 
 
 @pytest.mark.parametrize("size", [2, 3])

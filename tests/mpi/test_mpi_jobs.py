@@ -224,3 +224,60 @@ def test_nothing_is_left_of_a_job_whose_rank_was_killed(write: Write) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+AGAIN = (
+    SAY
+    + """
+import numpy as np, polyhvd.numpy as hvd
+for turn in range(40):
+    hvd.init()
+    assert (hvd.allreduce(np.ones(3), op=hvd.Sum) == hvd.size()).all()
+    hvd.shutdown()
+    open_now = len(os.listdir("/proc/self/fd"))
+    settled = open_now if turn == 3 else settled if turn > 3 else 0
+assert open_now <= settled, (settled, open_now)
+hvd.init()
+if hvd.rank() == 1:
+    raise SystemExit("rank 1 has seen enough")
+try:
+    while True:
+        hvd.allreduce(np.ones(3))
+except hvd.HorovodInternalError as error:
+    say("told", error)
+"""
+)
+
+
+def test_init_may_follow_shutdown_and_a_rank_that_leaves_early_is_told_of(write: Write) -> None:
+    status, out, err = jobs.run(write(AGAIN), 2, POLYHVD_BACKENDS="mpi")
+    assert "needs rank 1, which has shut down" in out, out + err
+    assert "rank 1 has seen enough" in err
+    assert status != 0
+
+
+THREADS = (
+    SAY
+    + """
+import sys
+import mpi4py
+mpi4py.rc.thread_level = sys.argv[1]
+from mpi4py import MPI
+import numpy as np, polyhvd.numpy as hvd
+try:
+    hvd.init()
+    assert (hvd.allreduce(np.ones(3), op=hvd.Sum) == 2).all()
+    say("worked", hvd.rank(), hvd.mpi_threads_supported(), True)
+except ValueError as error:
+    say("refused", error)
+"""
+)
+
+
+@needs_mpi4py
+def test_less_than_a_serialised_mpi_is_refused(write: Write) -> None:
+    script = write(THREADS)
+    _, out, err = jobs.run(script, 2, arguments=("funneled",), POLYHVD_BACKENDS="mpi")
+    assert out.count("was initialised by somebody else with MPI_THREAD_FUNNELED") == 2, out + err
+    _, out, err = jobs.run(script, 2, arguments=("serialized",), POLYHVD_BACKENDS="mpi")
+    assert worked(out) == [("0", "False", "True"), ("1", "False", "True")], out + err
