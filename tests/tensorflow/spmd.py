@@ -22,13 +22,15 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def run_checks() -> None:
+def run_checks(module: str = "__main__") -> None:
+    """Run the checks of one script, by the name under which it was imported."""
     faulthandler.dump_traceback_later(300, exit=True)
-    for function in _CHECKS:
+    for function in [function for function in _CHECKS if function.__module__ == module]:
         started = time.monotonic()
         function()
         print(f"took {time.monotonic() - started:.1f} s", flush=True)
-        print(f"PASSED {function.__name__}", flush=True)
+        print(f"PASSED {module}.{function.__name__}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> np.ndarray[Any, Any]:

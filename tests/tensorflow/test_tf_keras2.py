@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("check", checks_in(SCRIPT))
 def test_keras2(check: str) -> None:
-    expect_passed(SCRIPT, RANKS, check)
+    expect_passed(SCRIPT, RANKS, check, legacy_keras=True)
 
 
 def test_the_job_ends_cleanly() -> None:
-    expect_clean_exit(SCRIPT, RANKS)
+    expect_clean_exit(SCRIPT, RANKS, legacy_keras=True)

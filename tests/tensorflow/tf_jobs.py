@@ -1,6 +1,6 @@
-"""Runs a script of checks once as the ranks of a job; each check is a test of its own.
+"""Runs scripts of checks once as the ranks of a job; each check is a test of its own.
 
-TensorFlow takes seconds to import, so the checks of one script share their processes.
+TensorFlow takes seconds to import, so the checks of a script share their processes, and so do scripts.
 """
 
 from __future__ import annotations
@@ -41,15 +41,50 @@ def checks_in(script: str) -> list[str]:
     return re.findall(r"^@check\ndef (\w+)", (HERE / script).read_text(), re.MULTILINE)
 
 
+#: Scripts that share the processes of a job: those of as many ranks and of the same Keras.
+TOGETHER = {
+    (3, False): ("ranks_ops.py", "ranks_collectives.py"),
+    (2, False): (
+        "ranks_norm.py",
+        "ranks_keras.py",
+        "ranks_models.py",
+        "ranks_passes.py",
+        "ranks_schedules.py",
+    ),
+    (2, True): ("ranks_norm.py", "ranks_schedules.py", "ranks_keras2.py"),
+}
+#: The scripts whose tests this session runs; the conftest fills it in.
+selected: set[str] = set()
+
+
 @functools.cache
-def run(script: str, ranks: int, legacy_keras: bool = False) -> subprocess.CompletedProcess[str]:
+def _jobs(ranks: int, legacy_keras: bool) -> dict[str, subprocess.CompletedProcess[str]]:
+    """The job that each script was part of. After a failure, the scripts that follow get another one."""
+    waiting = [script for script in TOGETHER[ranks, legacy_keras] if script in selected]
+    found: dict[str, subprocess.CompletedProcess[str]] = {}
+    while waiting:
+        job = _launch(waiting, ranks, legacy_keras)
+        ended = [
+            s for s in waiting if len(re.findall(rf"ENDED {_module(s)}$", job.stdout, re.MULTILINE)) == ranks
+        ]
+        tried = waiting[: len(ended) + 1]
+        found.update(dict.fromkeys(tried, job))
+        waiting = waiting[len(tried) :]
+    return found
+
+
+def _module(script: str) -> str:
+    return script.removesuffix(".py")
+
+
+def _launch(scripts: list[str], ranks: int, legacy_keras: bool) -> subprocess.CompletedProcess[str]:
     """The finished job; ``tf.keras`` is tf_keras if wanted."""
-    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable, str(HERE / script)]
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable]
+    command += [str(HERE / "several_scripts.py"), *map(_module, scripts)]
     env = {**os.environ, **({"TF_USE_LEGACY_KERAS": "1"} if legacy_keras else {})}
+    limit = TIMEOUT_S * len(scripts)
     try:
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired as expired:
         output = [(part or b"").decode(errors="replace") for part in (expired.stdout, expired.stderr)]
         return subprocess.CompletedProcess(command, 124, output[0], output[1] + "\ntimed out")
@@ -57,14 +92,14 @@ def run(script: str, ranks: int, legacy_keras: bool = False) -> subprocess.Compl
 
 def expect_passed(script: str, ranks: int, check: str, legacy_keras: bool = False) -> None:
     """Fail unless the check has passed on every rank."""
-    job = run(script, ranks, legacy_keras)
-    passed = len(re.findall(rf"PASSED {check}$", job.stdout, re.MULTILINE))
+    job = _jobs(ranks, legacy_keras)[script]
+    passed = len(re.findall(rf"PASSED {_module(script)}.{check}$", job.stdout, re.MULTILINE))
     assert passed == ranks, f"{passed} of {ranks} ranks passed; {_tail(job)}"
 
 
 def expect_clean_exit(script: str, ranks: int, legacy_keras: bool = False) -> None:
     """Fail unless the job has ended well."""
-    job = run(script, ranks, legacy_keras)
+    job = _jobs(ranks, legacy_keras)[script]
     assert job.returncode == 0, _tail(job)
 
 
