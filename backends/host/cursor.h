@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstring>
 
+#include "host/copy.h"
 #include "types.h"
 
 namespace polyhvd::host {
@@ -34,13 +34,13 @@ class Cursor {
 
   void copy_inputs_to(std::byte* target, std::size_t bytes) {
     take(bytes, [target](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
-      std::memcpy(target + offset, in, count);
+      copy_bytes(target + offset, in, count);
     });
   }
 
   void copy_to_outputs(const std::byte* source, std::size_t bytes) {
     take(bytes, [source](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
-      std::memcpy(out, source + offset, count);
+      copy_bytes(out, source + offset, count);
     });
   }
 

@@ -249,7 +249,7 @@ void HostCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadli
     return Segment{out.data() + offsets[p], counts[p]};
   };
   const Segment own = block(position_);
-  if (own.bytes > 0 && own.data != in.data()) std::memcpy(own.data, in.data(), own.bytes);
+  if (own.bytes > 0 && own.data != in.data()) copy_bytes(own.data, in.data(), own.bytes);
 
   const std::vector<int>& here = sides_[static_cast<std::size_t>(side_)];
   std::vector<Segment> blocks;
@@ -302,7 +302,7 @@ void HostCommunicator::broadcast(Segments in, Segments out, int root, Deadline d
   if (root == position_) {
     for (std::size_t i = 0; i < in.size(); ++i) {
       if (in[i].bytes > 0 && in[i].data != out[i].data) {
-        std::memcpy(out[i].data, in[i].data, in[i].bytes);
+        copy_bytes(out[i].data, in[i].data, in[i].bytes);
       }
     }
   }

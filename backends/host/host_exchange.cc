@@ -1,7 +1,6 @@
 // HostCommunicator, second part: reducescatter, alltoall, and the allreduces that are
 // made of them.
 #include <algorithm>
-#include <cstring>
 
 #include "host/adasum.h"
 #include "host/host_communicator.h"
@@ -228,7 +227,7 @@ void HostCommunicator::alltoall(ConstBytes in, Bytes out, Counts counts, Deadlin
   const auto self = static_cast<std::size_t>(position_);
   const Layout layout(counts, n, self);
   if (const std::size_t own = counts[self * n + self]; own > 0) {
-    std::memcpy(out.data() + layout.received_at[self], in.data() + layout.sent_at[self], own);
+    copy_bytes(out.data() + layout.received_at[self], in.data() + layout.sent_at[self], own);
   }
   if (group_.size() > 1) alltoall_here(in, out, counts, deadline);
   if (hosts() > 1) alltoall_across(in, out, counts, deadline);
@@ -262,7 +261,7 @@ void HostCommunicator::alltoall_here(ConstBytes in, Bytes out, Counts counts, De
       const auto to = static_cast<std::size_t>(here[static_cast<std::size_t>(m)]);
       const std::size_t bytes = m == self ? 0 : piece(position, to);
       if (bytes == 0) continue;
-      std::memcpy(staging.part(self, m, step), in.data() + layout.sent_at[to] + begin, bytes);
+      copy_bytes(staging.part(self, m, step), in.data() + layout.sent_at[to] + begin, bytes);
       staged += bytes;
     }
     group_.publish_begun(step, staged);
@@ -271,8 +270,7 @@ void HostCommunicator::alltoall_here(ConstBytes in, Bytes out, Counts counts, De
       const std::size_t bytes = m == self ? 0 : piece(from, position);
       if (bytes == 0) continue;
       group_.await_begun_by(m, step, deadline);
-      std::memcpy(out.data() + layout.received_at[from] + begin, staging.part(m, self, step),
-                  bytes);
+      copy_bytes(out.data() + layout.received_at[from] + begin, staging.part(m, self, step), bytes);
     }
     group_.advance();
     fabric_.overlap();
