@@ -18,13 +18,12 @@
 #include <vector>
 
 #include "fusion.h"
+#include "negotiation.h"
 #include "process_set.h"
 #include "request.h"
 #include "response_cache.h"
 
 namespace polyhvd {
-
-using Time = std::chrono::steady_clock::time_point;
 
 struct CoordinatorOptions {
   std::size_t cache_capacity = 1024;
@@ -68,23 +67,6 @@ class Coordinator {
  private:
   using Key = std::pair<ProcessSetId, std::string>;
 
-  // An operation that at least one member asked for in full: every side is a
-  // request, those that came as hits included. Mostly all ask alike.
-  struct Negotiation {
-    // False when a side was there already. `request` is one of `sides`.
-    bool add(Request request, std::size_t position);
-    bool add(const Request& request, const MemberMask& sides);
-    // Those of `present`, in order, or one that stands for all of them.
-    std::vector<Request> take_requests();
-    bool is_join() const;
-
-    std::span<const int> members;
-    MemberMask present;                     // by position in the process set
-    Request first;                          // of all of them that are not in `others`
-    std::map<std::size_t, Request> others;  // who asks otherwise, by position
-    Time since;
-    CacheId cached = 0;  // the id that leads here as long as this is pending, or 0
-  };
   // What the coordinator keeps beside the agreement. Readiness by id is the
   // steady state: a bit and a counter.
   struct Known {
