@@ -21,8 +21,9 @@ PROGRAM = ROOT / "build" / "core" / "plain" / "instructions"
 KEPT = ROOT / "benchmarks" / "instructions.json"
 CALLS = 500
 RANKS = (1, 2)
-#: How far a count may rise: by number of ranks. Two of them wait for each other, for a while that varies.
-TOLERANCE = {1: 0.03, 2: 0.05}
+#: How far a count may rise: by number of ranks. Two of them wait for each other, and how often they look
+#: varies by a tenth with the load of the machine.
+TOLERANCE = {1: 0.03, 2: 0.3}
 COUNTED = "*::counted_calls*"
 
 
