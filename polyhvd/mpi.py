@@ -53,7 +53,11 @@ def is_asked_for(settings: Config, comm: object) -> bool:
     if settings.moves_by_mpi:
         return True
     launched = settings.size > 1 or bool(settings.rendezvous)  # by polyhvdrun
-    return not launched and settings.controller != "gloo" and mpi_launch() is not None
+    launch = mpi_launch()
+    if launched or settings.controller == "gloo" or launch is None:
+        return False
+    # Cluster schedulers say the same of single programs that know nothing of MPI.
+    return launch.size != 1 or isinstance(probe(settings), Found)
 
 
 def places(settings: Config) -> list[str]:

@@ -6,6 +6,8 @@
 // role's holder alone.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -95,6 +97,7 @@ class Parking {
  private:
   static constexpr int kSpins = 4000;
   static constexpr int kSpinsCrowded = 50;
+  static constexpr int kSpinsPerYield = 100;  // the peer may be waiting for this very core
   static constexpr int kYields = 100;
   static constexpr int kYieldsPerCheck = 16;
   static constexpr int kSleepMs = 100;  // between looks at liveness
@@ -119,6 +122,7 @@ class Parking {
     for (int i = 1; i < spins; ++i) {
       pause();
       if (ready()) return;
+      if (i % kSpinsPerYield == 0) sched_yield();
     }
     await_slowly(std::ref(ready), deadline);
   }
