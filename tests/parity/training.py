@@ -48,20 +48,24 @@ def part(step: int, rank: int, ranks: int) -> tuple[Array, Array]:
     return pixels[mine], labels[mine]
 
 
+def gradients_by_hand(weights: Weights, x: Array, y: Array) -> Weights:
+    """Of the mean loss over a batch, in NumPy."""
+    w1, b1, w2, b2 = weights
+    hidden = np.maximum(x @ w1 + b1, 0)
+    logits = hidden @ w2 + b2
+    probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    d_logits = (probabilities - np.eye(10)[y]) / len(y)
+    d_hidden = (d_logits @ w2.T) * (hidden > 0)
+    return [x.T @ d_hidden, d_hidden.sum(axis=0), hidden.T @ d_logits, d_logits.sum(axis=0)]
+
+
 def by_hand(ranks: int) -> Weights:
-    """The training in NumPy and float64: forward, backward and SGD with momentum, written out."""
-    w1, b1, w2, b2 = (w.astype(np.float64) for w in initial_weights())
-    parameters = [w1, b1, w2, b2]
+    """The training in NumPy and float64, on the joined batches: SGD with momentum, written out."""
+    parameters = [w.astype(np.float64) for w in initial_weights()]
     velocities = [np.zeros_like(w) for w in parameters]
     for step in range(STEPS):
-        x, y = batch(step, ranks)
-        hidden = np.maximum(x @ w1 + b1, 0)
-        logits = hidden @ w2 + b2
-        probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
-        probabilities /= probabilities.sum(axis=1, keepdims=True)
-        d_logits = (probabilities - np.eye(10)[y]) / len(y)
-        d_hidden = (d_logits @ w2.T) * (hidden > 0)
-        gradients = [x.T @ d_hidden, d_hidden.sum(axis=0), hidden.T @ d_logits, d_logits.sum(axis=0)]
+        gradients = gradients_by_hand(parameters, *batch(step, ranks))
         for parameter, velocity, gradient in zip(parameters, velocities, gradients, strict=True):
             velocity *= MOMENTUM
             velocity += gradient
@@ -69,16 +73,20 @@ def by_hand(ranks: int) -> Weights:
     return parameters
 
 
+def torch_model() -> Any:
+    """The model with its initial weights."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), initial_weights(), strict=True):
+            parameter.copy_(torch.from_numpy(value.T.copy()))
+    return model
+
+
 def train_torch() -> tuple[Weights, Weights]:
     import polyhvd.torch as hvd
     import torch
-
-    def make() -> torch.nn.Sequential:
-        model = torch.nn.Sequential(torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10))
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), initial_weights(), strict=True):
-                parameter.copy_(torch.from_numpy(value.T.copy()))
-        return model
 
     def run(model: torch.nn.Module, optimizer: Any, data: Callable[[int], tuple[Array, Array]]) -> Weights:
         for step in range(STEPS):
@@ -91,27 +99,32 @@ def train_torch() -> tuple[Weights, Weights]:
     def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
-    joined = make()
+    joined = torch_model()
     alone = run(joined, sgd(joined), lambda step: batch(step, hvd.size()))
-    model = make()
+    model = torch_model()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     return run(model, optimizer, lambda step: part(step, hvd.rank(), hvd.size())), alone
+
+
+def mxnet_model() -> Any:
+    """The model with its initial weights."""
+    import mxnet as mx
+    from mxnet import gluon
+
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(HIDDEN, activation="relu", in_units=64), gluon.nn.Dense(10, in_units=HIDDEN))
+    net.initialize()
+    for parameter, value in zip(net.collect_params().values(), initial_weights(), strict=True):
+        parameter.set_data(mx.nd.array(value.T))
+    net.hybridize()
+    return net
 
 
 def train_mxnet() -> tuple[Weights, Weights]:
     import polyhvd.mxnet as hvd  # isort: skip
     import mxnet as mx
     from mxnet import autograd, gluon
-
-    def make() -> gluon.nn.HybridSequential:
-        net = gluon.nn.HybridSequential()
-        net.add(gluon.nn.Dense(HIDDEN, activation="relu", in_units=64), gluon.nn.Dense(10, in_units=HIDDEN))
-        net.initialize()
-        for parameter, value in zip(net.collect_params().values(), initial_weights(), strict=True):
-            parameter.set_data(mx.nd.array(value.T))
-        net.hybridize()
-        return net
 
     def run(net: Any, trainer: Any, data: Callable[[int], tuple[Array, Array]]) -> Weights:
         cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -124,25 +137,29 @@ def train_mxnet() -> tuple[Weights, Weights]:
         return [p.data().asnumpy().T.copy() for p in net.collect_params().values()]
 
     options = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM}
-    joined = make()
+    joined = mxnet_model()
     plain = gluon.Trainer(joined.collect_params(), "sgd", options, kvstore=None)
     alone = run(joined, plain, lambda step: batch(step, hvd.size()))
-    net = make()
+    net = mxnet_model()
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", options)
     return run(net, trainer, lambda step: part(step, hvd.rank(), hvd.size())), alone
 
 
+def keras_model() -> Any:
+    """The model with its initial weights."""
+    import keras
+
+    model = keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(HIDDEN, activation="relu"), keras.layers.Dense(10)]
+    )
+    model.set_weights(initial_weights())
+    return model
+
+
 def train_tensorflow() -> tuple[Weights, Weights]:
     import keras
     import polyhvd.keras as hvd
-
-    def make() -> keras.Model:
-        model = keras.Sequential(
-            [keras.Input((64,)), keras.layers.Dense(HIDDEN, activation="relu"), keras.layers.Dense(10)]
-        )
-        model.set_weights(initial_weights())
-        return model
 
     def run(model: keras.Model, optimizer: Any, data: Callable[[int], tuple[Array, Array]]) -> Weights:
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -154,9 +171,9 @@ def train_tensorflow() -> tuple[Weights, Weights]:
     def sgd() -> keras.optimizers.Optimizer:
         return keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
 
-    alone = run(make(), sgd(), lambda step: batch(step, hvd.size()))
+    alone = run(keras_model(), sgd(), lambda step: batch(step, hvd.size()))
     distributed = hvd.DistributedOptimizer(sgd())
-    return run(make(), distributed, lambda step: part(step, hvd.rank(), hvd.size())), alone
+    return run(keras_model(), distributed, lambda step: part(step, hvd.rank(), hvd.size())), alone
 
 
 def train(driver: str) -> tuple[Weights, Weights]:
