@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ for _folder in ("harness", "parity", "backends"):
         sys.path.insert(0, str(_TESTS / _folder))
 
 from pool import Pools  # noqa: E402
+
+# A shell without job control starts what runs in the background with Ctrl-C ignored, and every
+# rank would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
