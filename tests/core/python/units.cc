@@ -148,7 +148,8 @@ void bind_messages(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(polyhvd_units, module) {
-  py::register_exception<Failure>(module, "Failure");
+  // Local: polyhvd._core has a translation of its own, in the same process.
+  py::register_local_exception<Failure>(module, "Failure");
   bind_messages(module);
   py::class_<ProcessSets>(module, "ProcessSets")
       .def(py::init<int>())
