@@ -8,9 +8,12 @@
 #include <vector>
 
 #include "engine.h"
-#include "mpi/runtime.h"
 
 namespace polyhvd {
+
+namespace mpi {
+class Session;
+}
 
 // What connects a rank to the others; see polyhvd/wiring.py, its Python form.
 // Descriptors are taken over.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,9 @@ class Wrapped:
 
     _polyhvd_reduced = False  # inside polyhvd_already_reduced()
 
-    def polyhvd_step(
-        self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
-    ) -> Any:
-        """Call ``apply`` with the gradients over the ranks, if this pass completes a step."""
-        raise NotImplementedError
+    #: Of gradients, variables or None, and a function: calls it with the gradients over the ranks, if this
+    #: pass completes a step. Subclasses have it as a method.
+    polyhvd_step: Callable[..., Any]
 
     @contextmanager
     def polyhvd_already_reduced(self) -> Iterator[None]:

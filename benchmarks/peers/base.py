@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,20 +12,20 @@ from benchmarks.workloads import Workload
 Call = Callable[[], Any]
 
 
-class Peer:
+class Peer(abc.ABC):
     """One library in one rank. Made once; then asked for the calls to time."""
 
     rank: int
     size: int
 
+    @abc.abstractmethod
     def call(self, workload: Workload) -> Call | None:
         """A function that does `workload` once and returns when it is done; None: not offered.
 
         It is called by all ranks, as often by each, one call after the other.
         """
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nobody to take leave of
         """Leave the other ranks in good order."""
 
 
@@ -36,21 +37,21 @@ def plain_place() -> tuple[int, int]:
 class Reducer(Peer):
     """A library that sums tensors: `paths` says by which function for each path of a workload."""
 
+    @abc.abstractmethod
     def make(self, elements: int, dtype: str, value: int) -> Any:
         """A tensor full of `value`; None when there is no such dtype."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fill(self, tensor: Any, value: int) -> Any:
         """The tensor with another value; in place where the framework can."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ends(self, tensor: Any) -> tuple[float, float]:
         """Its first and its last element."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def paths(self) -> dict[str, Callable[[list[Any], str], Any]]:
         """For each path a function of the tensors and of a name; it returns the results."""
-        raise NotImplementedError
 
     def reducing(self, workload: Workload) -> Call | None:
         """The call for a workload of tensors, after one whose sums were right."""
@@ -77,5 +78,6 @@ class Reducer(Peer):
                     f"{self.ends(result)} at its ends, expected {expected}"
                 )
 
+    @abc.abstractmethod
     def call(self, workload: Workload) -> Call | None:
         return self.reducing(workload) if workload.elements else None
