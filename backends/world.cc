@@ -31,8 +31,9 @@ class Restricted final : public Backend {
     return std::ranges::count(kinds_, name_of(kind)) > 0 &&
            backend_->supports(kind, dtype, op, device);
   }
-  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) override {
-    return backend_->connect(set, members);
+  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+                                        Communicator* on_cpu) override {
+    return backend_->connect(set, members, on_cpu);
   }
   void tune(const Tuning& tuning) override { backend_->tune(tuning); }
 
@@ -275,7 +276,10 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   EngineParts parts;
   parts.parent = world->connect_parent();
   parts.children = world->connect_children();
-  for (const std::string& name : backends) parts.backends.push_back(world->make_backend(name));
+  for (const std::string& name : backends) {
+    if (name == "host") parts.on_cpu = parts.backends.size();
+    parts.backends.push_back(world->make_backend(name));
+  }
   parts.liveness = std::move(world);
   return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),
                                   std::move(options), fabric.overlap);

@@ -28,9 +28,22 @@ def run(
     """Submit a collective on one dense tensor in place, and wait for it: the shortest way."""
 
 class TensorRef:
-    """A dense tensor given by address; the fallback for objects that cannot be read directly."""
+    """A dense tensor given by address; the fallback for objects that cannot be read directly.
 
-    def __init__(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> None: ...
+    Args:
+        gpu: number of the GPU that holds it; None: it is in memory of the CPU.
+        stream: address of the CUDA stream that makes it; 0 is the default stream.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        shape: Sequence[int],
+        dtype: str,
+        owner: object,
+        gpu: int | None = None,
+        stream: int = 0,
+    ) -> None: ...
 
 class Buffer:  # supports the buffer protocol
     """Memory that the core has allocated for an output: buffer protocol (bytes) and DLPack."""
@@ -50,8 +63,12 @@ class Handle:
     finish: Any
     slot: Any
     def done(self) -> bool: ...
-    def wait(self) -> None:
-        """Return when it is done, driving progress meanwhile; raise what it failed with."""
+    def wait(self, stream: int | None = None) -> None:
+        """Return when it is done, driving progress meanwhile; raise what it failed with.
+
+        On a GPU the CUDA stream of this address, by default the one that was current at submit,
+        goes on after it; the caller does not wait.
+        """
     def buffers(self) -> list[Buffer]:
         """Outputs that the core has allocated, in order; after wait()."""
 

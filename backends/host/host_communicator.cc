@@ -345,7 +345,8 @@ bool HostBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind dev
   return host::supports(dtype, op);
 }
 
-std::unique_ptr<Communicator> HostBackend::connect(ProcessSetId set, std::span<const int> members) {
+std::unique_ptr<Communicator> HostBackend::connect(ProcessSetId set, std::span<const int> members,
+                                                   Communicator* /*on_cpu*/) {
   return std::make_unique<HostCommunicator>(fabric_, set, members);
 }
 

@@ -68,7 +68,8 @@ class MpiBackend final : public Backend {
   std::string_view name() const noexcept override { return "mpi"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
   // Waits for the members without a deadline: MPI offers no other way to make a communicator.
-  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) override;
+  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+                                        Communicator* on_cpu) override;
   void tune(const Tuning& tuning) override { bytes_only_.tune(tuning); }
 
  private:

@@ -1,6 +1,9 @@
 // What executes agreed operations: one Backend per kind (host, later mpi and
 // nccl), one Communicator per process set. Called by the thread that holds the
 // driver's role, in the same order on every member.
+//
+// On a CPU an operation is done when the call returns. On a device the calls of one batch,
+// between begin() and end(), may only have been given to a stream.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +11,7 @@
 #include <span>
 #include <string_view>
 
+#include "device.h"
 #include "process_set.h"
 #include "transport.h"
 #include "tuning.h"
@@ -46,6 +50,21 @@ class Communicator {
   // what the members sent one after the other into `out`. counts[from * members +
   // to] are the bytes of every part, the same numbers on all members.
   virtual void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) = 0;
+
+  // These concern devices alone, and a CPU has nothing to add to them.
+
+  // What follows, up to end(), is for tensors of `device`, which hold their values once all
+  // of `ready` are reached.
+  virtual void begin(Device device, std::span<const DeviceEventPtr> ready, Deadline deadline) {
+    (void)device, (void)ready, (void)deadline;
+  }
+  // The point where the device has done it all; null if that was so when the calls returned.
+  virtual DeviceEventPtr end() { return nullptr; }
+  // Called now and then, also while nothing is pending. Throws Failure over what the device
+  // has begun and cannot end.
+  virtual void check() {}
+  // The job has failed: lets go of what waits on a device for other ranks. No other calls follow.
+  virtual void abort() noexcept {}
 };
 
 class Backend {
@@ -53,8 +72,11 @@ class Backend {
   virtual ~Backend() = default;
   virtual std::string_view name() const noexcept = 0;
   virtual bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const = 0;
-  // Called for each process set that this rank is a member of, in order of id.
-  virtual std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members) = 0;
+  // Called for each process set that this rank is a member of, in order of id. `on_cpu` moves
+  // bytes of CPUs between the same members and outlives the result; null when it is this one
+  // that shall.
+  virtual std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+                                                Communicator* on_cpu) = 0;
   // Holds for the operations that follow, on every rank.
   virtual void tune(const Tuning&) {}
 };

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "c_api.h"
+#include "dlpack.h"
 #include "engine.h"
 #include "host/kernels.h"
 #include "mailbox.h"
@@ -81,8 +82,8 @@ struct PyHandle {
   PyHandle(const PyHandle&) = delete;
   PyHandle& operator=(const PyHandle&) = delete;
 
-  bool done() const { return operation->is_finished(); }
-  void wait();
+  bool done() const { return operation->is_over(); }
+  void wait(std::optional<std::uintptr_t> stream);
   std::string name() const { return operation->submission.name; }
 
   std::shared_ptr<PyEngine> engine;
@@ -141,6 +142,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     const std::size_t count = inputs.size();
     s.inputs.reserve(count);
     for (std::size_t i = 0; i < count; ++i) s.inputs.push_back(read_tensor(inputs[i], false));
+    s.stream = stream_for(s, count > 0 ? inputs[0] : py::object());
     if (!outputs.is_none()) {
       const auto list = outputs.cast<py::sequence>();
       s.outputs.reserve(count);
@@ -158,6 +160,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     release_orphans();
     s.inputs.push_back(read_tensor(tensor, true));
     s.outputs.push_back(s.inputs.back());
+    s.stream = stream_for(s, tensor);
     const OperationPtr operation = engine_->submit(std::move(s), true, caller_line);
     try {
       wait(operation);
@@ -167,7 +170,13 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     }
   }
 
-  void wait(const OperationPtr& operation) {
+  // On a device `stream`, or else the one that was current at submit, goes on after it.
+  void wait(const OperationPtr& operation, std::optional<Stream> stream = {}) {
+    wait_for_end(operation);
+    if (operation->arrived) operation->arrived->hold(stream.value_or(operation->submission.stream));
+  }
+
+  void wait_for_end(const OperationPtr& operation) {
     std::optional<py::error_already_set> raised;
     std::optional<Error> error;
     {
@@ -244,7 +253,12 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 
   void release_orphans() {
     if (orphans_.empty()) return;
-    std::erase_if(orphans_, [](const Orphan& o) { return o.operation->is_finished(); });
+    std::erase_if(orphans_, [](const Orphan& o) { return !o.operation->may_be_touched(); });
+  }
+
+  static Stream stream_for(const Submission& s, py::handle tensor) {
+    if (s.inputs.empty() || s.inputs[0].device.kind == DeviceKind::kCpu) return nullptr;
+    return stream_of(tensor, s.inputs[0].device);
   }
 
   static Wiring read_wiring(const py::object& object) {
@@ -297,10 +311,14 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 };
 
 PyHandle::~PyHandle() {
-  if (!operation->is_finished()) engine->adopt(std::move(operation), std::move(keep));
+  if (operation->may_be_touched()) engine->adopt(std::move(operation), std::move(keep));
 }
 
-void PyHandle::wait() { engine->wait(operation); }
+void PyHandle::wait(std::optional<std::uintptr_t> stream) {
+  std::optional<Stream> held;
+  if (stream) held = reinterpret_cast<Stream>(*stream);
+  engine->wait(operation, held);
+}
 
 // run(engine, kind, name, tensor, op, root, prescale, postscale, process_set,
 // priority) by the vector call protocol: pybind11's dispatch would cost as much as
@@ -478,16 +496,22 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<TensorRef>(m, "TensorRef")
       .def(py::init([](std::uintptr_t address, Shape shape, const std::string& dtype,
-                       py::object owner) {
+                       py::object owner, std::optional<int> gpu, std::uintptr_t stream) {
+             const Device device = gpu ? Device{DeviceKind::kCuda, *gpu} : Device{};
              return TensorRef{
-                 {reinterpret_cast<void*>(address), std::move(shape), parse_dtype(dtype), Device{}},
-                 std::move(owner)};
+                 {reinterpret_cast<void*>(address), std::move(shape), parse_dtype(dtype), device},
+                 std::move(owner),
+                 reinterpret_cast<Stream>(stream)};
            }),
-           py::arg("address"), py::arg("shape"), py::arg("dtype"), py::arg("owner"));
+           py::arg("address"), py::arg("shape"), py::arg("dtype"), py::arg("owner"),
+           py::arg("gpu") = py::none(), py::arg("stream") = 0);
 
   py::class_<PyBuffer>(m, "Buffer", py::buffer_protocol())
       .def_buffer([](PyBuffer& self) {
         const OwnedBuffer& b = *self.buffer;
+        if (b.device().kind != DeviceKind::kCpu) {
+          throw py::buffer_error("the memory is on a GPU; take it by DLPack");
+        }
         const auto bytes =
             element_count(b.shape()) * static_cast<std::int64_t>(item_size(b.dtype()));
         return py::buffer_info(b.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
@@ -499,11 +523,15 @@ PYBIND11_MODULE(_core, m) {
           "dtype", [](const PyBuffer& self) { return std::string(name_of(self.buffer->dtype())); })
       .def("__dlpack__",
            [](const PyBuffer& self, const py::kwargs&) { return to_dlpack(self.buffer); })
-      .def("__dlpack_device__", [](const PyBuffer&) { return py::make_tuple(1, 0); });
+      .def("__dlpack_device__", [](const PyBuffer& self) {
+        const Device device = self.buffer->device();
+        const bool on_cpu = device.kind == DeviceKind::kCpu;
+        return std::pair<int, int>(on_cpu ? kDlpackCpu : kDlpackCuda, on_cpu ? 0 : device.index);
+      });
 
   py::class_<PyHandle>(m, "Handle")
       .def("done", &PyHandle::done)
-      .def("wait", &PyHandle::wait)
+      .def("wait", &PyHandle::wait, py::arg("stream") = py::none())
       .def("buffers",
            [](const PyHandle& self) {
              py::list list;

@@ -4,10 +4,14 @@
 
 #include <cstdint>
 
+// Values of DLDevice::device_type.
+inline constexpr std::int32_t kDlpackCpu = 1;
+inline constexpr std::int32_t kDlpackCuda = 2;
+
 extern "C" {
 
 struct DLDevice {
-  std::int32_t device_type;  // 1: CPU, 2: CUDA, 3: CUDA pinned host memory
+  std::int32_t device_type;
   std::int32_t device_id;
 };
 

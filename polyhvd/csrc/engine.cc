@@ -35,8 +35,8 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       timeline_(queue_.recorder(), rank, options_.log),
       flight_(queue_.recorder(), rank, options_.flight_folder, options_.log),
       parking_(std::move(parking)),
-      executor_(sets_, timeline_, *parking_),
       parts_(std::move(parts)),
+      executor_(sets_, timeline_, *parking_, parts_.devices.get()),
       meter_(rank == 0 ? options_.steps_per_sample : 0),
       cycle_ns_(static_cast<std::int64_t>(options_.cycle_time.count() * 1e9)),
       tuning_{.fusion_bytes_max = options_.coordinator.fusion.bytes_max,
@@ -57,9 +57,14 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
 
 void Engine::connect(ProcessSetId set) {
   if (!sets_.position(set, rank_)) return;
+  const auto make = [&](std::size_t b, Communicator* on_cpu) {
+    return parts_.backends[b]->connect(set, sets_.members(set), on_cpu);
+  };
+  auto on_cpu = make(parts_.on_cpu, nullptr);
   for (std::size_t b = 0; b < parts_.backends.size(); ++b) {
-    communicators_[{b, set}] = parts_.backends[b]->connect(set, sets_.members(set));
+    if (b != parts_.on_cpu) communicators_[{b, set}] = make(b, on_cpu.get());
   }
+  communicators_[{parts_.on_cpu, set}] = std::move(on_cpu);
 }
 
 Engine::~Engine() {
@@ -86,6 +91,21 @@ Backend& Engine::backend_for(const Submission& s) const {
                     "; cast the tensor or choose another operation");
 }
 
+void Engine::take_from_device(Submission& s) const {
+  const Device device = s.inputs[0].device;
+  const auto refuse = [&](const std::string& why) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  std::string(name_of(s.kind)) + " '" + s.name + "': " + why);
+  };
+  if (!parts_.devices) refuse("this job serves no tensors on GPUs; move them to the CPU");
+  for (const auto* tensors : {&s.inputs, &s.outputs}) {
+    for (const TensorView& tensor : *tensors) {
+      if (tensor.device != device) refuse("its tensors are on several devices; move them to one");
+    }
+  }
+  s.ready = parts_.devices->record(device, s.stream);
+}
+
 OperationPtr Engine::submit(Submission submission, bool blocking,
                             const std::function<std::string()>& where) {
   const auto is_bool = [](const TensorView& tensor) { return tensor.dtype == DType::kBool; };
@@ -94,6 +114,9 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
     throw Failure(ErrorCode::kInvalidArgument,
                   std::string(name_of(submission.kind)) + " '" + submission.name +
                       "': the average of bool is not defined; cast it, or use Min or Max");
+  }
+  if (!submission.inputs.empty() && submission.inputs[0].device.kind != DeviceKind::kCpu) {
+    take_from_device(submission);
   }
   backend_for(submission);
   OperationPtr operation = queue_.submit(std::move(submission), where);
@@ -209,6 +232,7 @@ void Engine::check_health() {
   stall_watch_->check();
   const auto now = Clock::now();
   controller_->beat(now);
+  for (const auto& [key, communicator] : communicators_) communicator->check();
   check_flight(now);
 }
 
@@ -267,7 +291,8 @@ void Engine::execute(Work& work) {
           disconnect(static_cast<ProcessSetId>(first.submission.root));
           break;
         default:
-          executor_.run(work, communicator_for(work), deadline);
+          executor_.run(work, communicator_for(work),
+                        *communicators_.at({parts_.on_cpu, work.process_set}), deadline);
           break;
       }
     } catch (const Failure& failure) {
@@ -295,7 +320,11 @@ void Engine::measure(const Work& work) {
 }
 
 void Engine::disconnect(ProcessSetId set) {
-  std::erase_if(communicators_, [set](const auto& item) { return item.first.second == set; });
+  // Others may stand on the one for CPUs.
+  const auto on_cpu = std::pair(parts_.on_cpu, set);
+  std::erase_if(communicators_,
+                [&](const auto& item) { return item.first.second == set && item.first != on_cpu; });
+  communicators_.erase(on_cpu);
 }
 
 void Engine::record_end(const Operation& operation, bool error) {
@@ -340,6 +369,7 @@ void Engine::fail(const Error& error) noexcept {
   // One that leaves in good order is no failure for whom nothing was pending.
   if (error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0) flight_.write(error.message);
   executor_.begin();
+  for (const auto& [key, communicator] : communicators_) communicator->abort();
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));

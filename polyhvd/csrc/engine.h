@@ -56,6 +56,8 @@ struct EngineOptions {
 struct EngineParts {
   std::unique_ptr<Liveness> liveness;
   std::vector<std::unique_ptr<Backend>> backends;  // first choice first
+  std::size_t on_cpu = 0;                          // the one of them that takes everything on CPUs
+  std::shared_ptr<Devices> devices;                // null: only CPUs have tensors
   std::unique_ptr<Channel> parent;                 // null on the root
   std::vector<Child> children;
 };
@@ -115,6 +117,7 @@ class Engine {
   void connect(ProcessSetId set);
   void disconnect(ProcessSetId set);
   Backend& backend_for(const Submission& submission) const;
+  void take_from_device(Submission& submission) const;
   Communicator& communicator_for(const Work& work);
   void record_end(const Operation& operation, bool error);
   void complete(const OperationPtr& operation, std::optional<Error> error);
@@ -145,8 +148,8 @@ class Engine {
   Timeline timeline_;
   FlightDump flight_;
   std::unique_ptr<Parking> parking_;
+  EngineParts parts_;  // const after construction; the objects are the driver's, but for devices
   Executor executor_;  // driver
-  EngineParts parts_;  // const after construction; the objects are the driver's
   std::unique_ptr<Controller> controller_;   // driver
   std::unique_ptr<StallWatch> stall_watch_;  // driver
   std::map<std::pair<std::size_t, ProcessSetId>, std::unique_ptr<Communicator>> communicators_;

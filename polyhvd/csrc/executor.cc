@@ -14,6 +14,8 @@ Segment segment_of(const TensorView& tensor) {
   return {static_cast<std::byte*>(tensor.data), bytes_of(tensor.shape, tensor.dtype)};
 }
 
+Device device_of(const Submission& s) { return s.inputs.empty() ? Device{} : s.inputs[0].device; }
+
 // The rows of a reducescatter that `member` keeps, where they lie in the input.
 Segment part_of(const TensorView& input, int member, int members) {
   const std::int64_t rows = input.shape[0];
@@ -64,10 +66,50 @@ class TransferTimer {
 
 }  // namespace
 
-Executor::Executor(const ProcessSets& sets, const Timeline& timeline, Parking& parking)
-    : sets_(sets), timeline_(timeline), parking_(parking) {}
+Executor::Executor(const ProcessSets& sets, const Timeline& timeline, Parking& parking,
+                   Devices* devices)
+    : sets_(sets), timeline_(timeline), parking_(parking), devices_(devices) {}
 
-void Executor::run(const Work& work, Communicator& communicator, Deadline deadline) {
+void Executor::run(const Work& work, Communicator& communicator, Communicator& on_cpu,
+                   Deadline deadline) {
+  if (device_of(work.operations[0]->submission).kind == DeviceKind::kCpu) {
+    return run_kind(work, communicator, communicator, deadline);
+  }
+  run_on_device(work, communicator, on_cpu, deadline);
+}
+
+void Executor::run_on_device(const Work& work, Communicator& communicator, Communicator& on_cpu,
+                             Deadline deadline) {
+  std::vector<DeviceEventPtr> ready;
+  for (const OperationPtr& operation : work.operations) {
+    if (operation->stands_in) place_on_device(*operation);
+    if (operation->submission.ready) ready.push_back(operation->submission.ready);
+  }
+  communicator.begin(device_of(work.operations[0]->submission), ready, deadline);
+  run_kind(work, communicator, on_cpu, deadline);
+  const DeviceEventPtr arrived = communicator.end();
+  for (const OperationPtr& operation : work.operations) operation->arrived = arrived;
+}
+
+// A rank that has joined made its terms in memory of the CPU, of no device in particular.
+void Executor::place_on_device(Operation& operation) {
+  Submission& s = operation.submission;
+  const Device device = devices_->own(s.inputs[0].device.kind);
+  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+    TensorView& input = s.inputs[i];
+    const Segment from = segment_of(input);
+    auto memory = devices_->allocate(device, from.bytes);
+    devices_->copy_in(device, memory.get(), from.data, from.bytes);
+    operation.inputs[i] =
+        std::make_shared<OwnedBuffer>(input.shape, input.dtype, device, std::move(memory));
+    input.data = operation.inputs[i]->data();
+    input.device = device;
+  }
+  if (!s.outputs.empty()) s.outputs = s.inputs;
+}
+
+void Executor::run_kind(const Work& work, Communicator& communicator, Communicator& on_cpu,
+                        Deadline deadline) {
   Operation& first = *work.operations[0];
   switch (first.submission.kind) {
     case OpKind::kAllreduce:
@@ -79,7 +121,7 @@ void Executor::run(const Work& work, Communicator& communicator, Deadline deadli
     case OpKind::kReducescatter:
       return reducescatter(first, communicator, deadline);
     case OpKind::kAlltoall:
-      return alltoall(first, communicator, deadline);
+      return alltoall(first, communicator, on_cpu, deadline);
     case OpKind::kJoin:
       if (first.submission.allocate) tell_number(first);
       return;
@@ -91,7 +133,9 @@ void Executor::run(const Work& work, Communicator& communicator, Deadline deadli
 TensorView Executor::output_of(Operation& operation, std::size_t index, const Shape& shape) {
   const Submission& s = operation.submission;
   const DType dtype = s.inputs[index].dtype;
-  if (s.outputs.empty()) return allocate(operation, index, shape, dtype);
+  if (s.outputs.empty()) {
+    return allocate(operation, index, shape, dtype, s.inputs[index].device);
+  }
   if (s.outputs[index].shape != shape || s.outputs[index].dtype != dtype) {
     throw Failure(ErrorCode::kInternal,
                   "the output given for '" + s.name + "' has not the agreed shape");
@@ -100,22 +144,26 @@ TensorView Executor::output_of(Operation& operation, std::size_t index, const Sh
 }
 
 TensorView Executor::allocate(Operation& operation, std::size_t index, const Shape& shape,
-                              DType dtype) {
+                              DType dtype, Device device) {
   const Submission& s = operation.submission;
   if (s.allocate) {
     void* data = s.allocate(static_cast<int>(index), shape);
     if (data == nullptr && bytes_of(shape, dtype) > 0) {
       throw Failure(ErrorCode::kInternal, "no memory for the output of '" + s.name + "'");
     }
-    return {data, shape, dtype, s.inputs.empty() ? Device{} : s.inputs[0].device};
+    return {data, shape, dtype, device};
   }
-  operation.buffers.push_back(std::make_shared<OwnedBuffer>(shape, dtype, bytes_of(shape, dtype)));
-  return {operation.buffers.back()->data(), shape, dtype, s.inputs[0].device};
+  const std::size_t bytes = bytes_of(shape, dtype);
+  operation.buffers.push_back(
+      device.kind == DeviceKind::kCpu
+          ? std::make_shared<OwnedBuffer>(shape, dtype, bytes)
+          : std::make_shared<OwnedBuffer>(shape, dtype, device, devices_->allocate(device, bytes)));
+  return {operation.buffers.back()->data(), shape, dtype, device};
 }
 
 void Executor::tell_number(Operation& operation) {
   const auto number = static_cast<std::int32_t>(operation.number);
-  std::memcpy(allocate(operation, 0, {}, DType::kInt32).data, &number, sizeof number);
+  std::memcpy(allocate(operation, 0, {}, DType::kInt32, Device{}).data, &number, sizeof number);
 }
 
 void Executor::allreduce(const Work& work, Communicator& communicator, Deadline deadline) {
@@ -211,8 +259,9 @@ void Executor::reducescatter(Operation& operation, Communicator& communicator, D
 }
 
 // How many rows go where changes from call to call, so it is not negotiated: it
-// travels with the data.
-void Executor::alltoall(Operation& operation, Communicator& communicator, Deadline deadline) {
+// travels with the data. The rows received are told on the CPU, whatever has the tensor.
+void Executor::alltoall(Operation& operation, Communicator& communicator, Communicator& on_cpu,
+                        Deadline deadline) {
   const Submission& s = operation.submission;
   const TensorView& input = s.inputs[0];
   const std::size_t members = sets_.members(s.process_set).size();
@@ -223,8 +272,8 @@ void Executor::alltoall(Operation& operation, Communicator& communicator, Deadli
   const TransferTimer timer(timeline_, parking_, transfer_);
   std::vector<std::int64_t> rows(members * members);
   const std::vector<std::size_t> row_of_table(members, members * sizeof(std::int64_t));
-  communicator.allgather(std::as_bytes(std::span(splits)), std::as_writable_bytes(std::span(rows)),
-                         row_of_table, deadline);
+  on_cpu.allgather(std::as_bytes(std::span(splits)), std::as_writable_bytes(std::span(rows)),
+                   row_of_table, deadline);
 
   Shape shape = input.shape;
   shape[0] = 1;
@@ -238,11 +287,11 @@ void Executor::alltoall(Operation& operation, Communicator& communicator, Deadli
     received[i / members] = static_cast<std::int32_t>(rows[i]);
     shape[0] += rows[i];
   }
-  const Segment out = segment_of(allocate(operation, 0, shape, input.dtype));
+  const Segment out = segment_of(allocate(operation, 0, shape, input.dtype, input.device));
   const Segment in = segment_of(input);
   communicator.alltoall({in.data, in.bytes}, {out.data, out.bytes}, counts, deadline);
   const Shape one_each{static_cast<std::int64_t>(members)};
-  const TensorView table = allocate(operation, 1, one_each, DType::kInt32);
+  const TensorView table = allocate(operation, 1, one_each, DType::kInt32, Device{});
   std::memcpy(table.data, received.data(), members * sizeof(std::int32_t));
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "request.h"
 #include "types.h"
 
@@ -38,9 +39,12 @@ struct Submission {
   std::string where;
   // A name in flight makes this one wait for it instead of failing.
   bool queue_duplicates = false;
+  // Of tensors on a device: the stream that makes the inputs and is done with the outputs.
+  Stream stream = nullptr;
+  DeviceEventPtr ready;  // by Engine::submit: where the stream was then
 };
 
-// Memory for an output that the core allocated. Aligned for any vector unit.
+// Memory for an output that the core allocated. On a CPU aligned for any vector unit.
 class OwnedBuffer {
  public:
   static constexpr std::size_t kAlignment = 64;
@@ -51,16 +55,27 @@ class OwnedBuffer {
             std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment))) {
     if (data_ == nullptr) throw std::bad_alloc();
   }
-  ~OwnedBuffer() { std::free(data_); }
+  OwnedBuffer(Shape shape, DType dtype, Device device, std::shared_ptr<std::byte> memory)
+      : shape_(std::move(shape)),
+        dtype_(dtype),
+        device_(device),
+        on_device_(std::move(memory)),
+        data_(on_device_.get()) {}
+  ~OwnedBuffer() {
+    if (!on_device_) std::free(data_);
+  }
   OwnedBuffer(const OwnedBuffer&) = delete;
   OwnedBuffer& operator=(const OwnedBuffer&) = delete;
   const Shape& shape() const noexcept { return shape_; }
   DType dtype() const noexcept { return dtype_; }
+  Device device() const noexcept { return device_; }
   std::byte* data() const noexcept { return data_; }
 
  private:
   Shape shape_;
   DType dtype_;
+  Device device_;
+  std::shared_ptr<std::byte> on_device_;  // null on a CPU
   std::byte* data_;
 };
 
@@ -86,7 +101,18 @@ class Operation {
   std::optional<Error> error;
   std::int64_t number = -1;  // join: the last rank; add_process_set: the new set
   std::vector<std::shared_ptr<OwnedBuffer>> buffers;
+  DeviceEventPtr arrived;  // where the outputs are complete, on a device; null: they are
 
+  // Whether nothing touches the tensors any more.
+  bool is_over() const { return is_finished() && (!arrived || arrived->reached()); }
+  // The opposite, where nobody could hear of a failure: then nothing does, either.
+  bool may_be_touched() const noexcept {
+    try {
+      return !is_over();
+    } catch (const Failure&) {
+      return false;
+    }
+  }
   bool is_finished() const noexcept { return finished_.load(std::memory_order_acquire); }
   void finish() noexcept { finished_.store(true); }
 

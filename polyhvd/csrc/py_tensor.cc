@@ -75,7 +75,7 @@ TensorView view_of(const DLTensor& t) {
   view.dtype = dtype_of(t.dtype);
   view.data = static_cast<char*>(t.data) + t.byte_offset;
   view.shape.assign(t.shape, t.shape + t.ndim);
-  if (t.device.device_type == 2) view.device = {DeviceKind::kCuda, t.device.device_id};
+  if (t.device.device_type == kDlpackCuda) view.device = {DeviceKind::kCuda, t.device.device_id};
   std::int64_t expected = 1;
   const std::int64_t count = element_count(view.shape);
   for (int i = t.ndim - 1; t.strides != nullptr && count > 0 && i >= 0; --i) {
@@ -158,6 +158,17 @@ TensorView read_tensor(py::handle object, bool writable) {
                        py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>());
 }
 
+Stream stream_of(py::handle tensor, Device device) {
+  if (py::isinstance<TensorRef>(tensor)) return tensor.cast<const TensorRef&>().stream;
+  const DLPackExchangeAPI* api = exchange_for(Py_TYPE(tensor.ptr()));
+  Stream stream = nullptr;
+  if (api == nullptr || api->current_work_stream == nullptr) return stream;
+  if (api->current_work_stream(kDlpackCuda, device.index, &stream) != 0) {
+    throw py::error_already_set();
+  }
+  return stream;
+}
+
 DType parse_dtype(const std::string& name) {
   for (int i = 0; i < kDTypeCount; ++i) {
     if (name_of(static_cast<DType>(i)) == name) return static_cast<DType>(i);
@@ -179,7 +190,8 @@ py::capsule to_dlpack(const std::shared_ptr<OwnedBuffer>& buffer) {
                                                      {2, 64, 1}, {6, 8, 1}};
   DLTensor& t = managed->tensor.dl_tensor;
   t.data = buffer->data();
-  t.device = {1, 0};
+  t.device = {kDlpackCpu, 0};
+  if (buffer->device().kind == DeviceKind::kCuda) t.device = {kDlpackCuda, buffer->device().index};
   t.ndim = static_cast<std::int32_t>(managed->shape.size());
   t.dtype = kTypes[static_cast<int>(buffer->dtype())];
   t.shape = managed->shape.data();

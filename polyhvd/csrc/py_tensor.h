@@ -16,6 +16,7 @@ namespace polyhvd {
 struct TensorRef {
   TensorView view;
   pybind11::object owner;
+  Stream stream = nullptr;
 };
 
 void register_dlpack_exchange(pybind11::type type, pybind11::capsule capsule);
@@ -23,6 +24,10 @@ void register_dlpack_exchange(pybind11::type type, pybind11::capsule capsule);
 // Throws BufferError when the object is not dense, TypeError when it is no
 // tensor or has an element type that no operation knows.
 TensorView read_tensor(pybind11::handle object, bool writable);
+
+// The stream that its framework gives work to at the moment, or what a TensorRef says. The
+// default stream where the framework does not tell.
+Stream stream_of(pybind11::handle tensor, Device device);
 
 DType parse_dtype(const std::string& name);
 
