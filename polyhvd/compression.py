@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from polyhvd.adapter import FrameworkAdapter
 
-__all__ = ["CastCompressor", "Compression", "Compressor", "NoneCompressor"]
+__all__ = ["NO_COMPRESSION", "CastCompressor", "Compression", "Compressor", "NoneCompressor"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,9 @@ class NoneCompressor:
         return tensor
 
 
+NO_COMPRESSION: Compressor = NoneCompressor()
+
+
 class CastCompressor(Generic[T]):
     """Sends float32 and float64 tensors as float16 or bfloat16."""
 
@@ -63,6 +66,6 @@ class Compression:
     """``Compression.none``, ``.fp16`` and ``.bf16`` of one framework."""
 
     def __init__(self, adapter: FrameworkAdapter[Any]) -> None:
-        self.none: Compressor = NoneCompressor()
+        self.none = NO_COMPRESSION
         self.fp16: Compressor = CastCompressor(adapter, "float16")
         self.bf16: Compressor = CastCompressor(adapter, "bfloat16")
