@@ -47,7 +47,7 @@ demo: $(STAMPS)/demo
 
 # Testing -----------------------------------------------------------------------
 
-CORE_SOURCES := $(filter-out polyhvd/csrc/bindings.cc polyhvd/csrc/py_tensor.cc,$(wildcard polyhvd/csrc/*.cc)) \
+CORE_SOURCES := $(filter-out polyhvd/csrc/bindings.cc polyhvd/csrc/py_%.cc,$(wildcard polyhvd/csrc/*.cc)) \
 	$(wildcard backends/*.cc backends/*/*.cc)
 CORE_TESTS := $(wildcard tests/core/*.cc)
 CORE_FLAGS := -std=c++20 -g1 -Wall -Wextra -Werror -ffp-contract=off -Ipolyhvd/csrc -Ibackends -MMD -MP -pthread

@@ -46,10 +46,12 @@ class TensorRef:
     ) -> None: ...
 
 class Buffer:  # supports the buffer protocol
-    """Memory that the core has allocated for an output: buffer protocol (bytes) and DLPack."""
+    """Memory that the core has allocated for an output: DLPack, and on a CPU the buffer protocol (bytes)."""
 
     shape: tuple[int, ...]
     dtype: str
+    address: int
+    gpu: int | None  # the number of the GPU that has it; None: a CPU
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...

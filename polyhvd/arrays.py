@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from polyhvd.adapter import FrameworkAdapter, Handle, ReduceOp
@@ -11,9 +11,19 @@ from polyhvd.compression import NO_COMPRESSION, Compression, Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.state_sync import broadcast_named
 
-__all__ = ["ArrayFunctions"]
+__all__ = ["ArrayFunctions", "named_arrays"]
 
 T = TypeVar("T")
+
+
+def named_arrays(owner: Any) -> Iterable[tuple[str, Any]]:
+    """Items of a mapping, or pairs, or a list of arrays named by position."""
+    if isinstance(owner, Mapping):
+        return sorted(owner.items())
+    pairs = list(owner)
+    if pairs and not isinstance(pairs[0], tuple):
+        return [(str(i), array) for i, array in enumerate(pairs)]
+    return pairs
 
 
 class ArrayFunctions(Generic[T]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from polyhvd import context
 from polyhvd.adapter import Capability, Handle, Operation, OpKind
+from polyhvd.arrays import named_arrays
 
 __all__ = ["NumpyAdapter"]
 
@@ -110,9 +111,4 @@ class NumpyAdapter:
 
     def named_parameters(self, owner: object) -> Iterable[tuple[str, Array]]:
         """Items of a mapping, or pairs, or a list of arrays named by position."""
-        if isinstance(owner, Mapping):
-            return sorted(owner.items())
-        pairs = list(owner)  # type: ignore[call-overload]
-        if pairs and not isinstance(pairs[0], tuple):
-            return [(str(i), array) for i, array in enumerate(pairs)]
-        return pairs
+        return named_arrays(owner)
