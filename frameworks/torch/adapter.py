@@ -1,4 +1,4 @@
-"""PyTorch tensors, as the collectives see them. CPU tensors of strided layout; others are refused."""
+"""PyTorch tensors, as the collectives see them: of strided layout, on a CPU or an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ if _EXCHANGE is not None:
 def check(tensor: Tensor) -> None:
     """Raise TypeError for what cannot be communicated."""
     try:
-        if tensor.is_cpu and tensor.layout is torch.strided:
+        if (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided:
             return
     except AttributeError:
         pass
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a torch.Tensor, found {type(tensor).__name__}; use torch.as_tensor()")
-    if not tensor.is_cpu:
-        raise TypeError(f"the tensor is on {tensor.device}, expected one on the CPU; move it with .cpu()")
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise TypeError(
+            f"the tensor is on {tensor.device}, expected one on the CPU or an NVIDIA GPU; move it with .cpu()"
+        )
     raise TypeError(f"the layout is {tensor.layout}, expected torch.strided; use .to_dense()")
 
 
@@ -46,7 +48,17 @@ def _label(operation: Operation) -> str:
 def _reference(tensor: Tensor) -> _core.TensorRef:
     if not tensor.is_contiguous():
         raise BufferError("not dense")
-    return _core.TensorRef(tensor.data_ptr(), tuple(tensor.shape), _dtype_name(tensor.dtype), tensor)
+    shape, dtype = tuple(tensor.shape), _dtype_name(tensor.dtype)
+    if tensor.is_cpu:
+        return _core.TensorRef(tensor.data_ptr(), shape, dtype, tensor)
+    return _core.TensorRef(
+        tensor.data_ptr(), shape, dtype, tensor, gpu=tensor.device.index, stream=_stream(tensor.device.index)
+    )
+
+
+def _stream(gpu: int) -> int:
+    """Address of the stream that this thread gives its work to."""
+    return int(torch.cuda.current_stream(gpu).cuda_stream)
 
 
 # Their outputs are made here; those of others, whose shapes follow from all ranks' tensors, in the core.
@@ -57,12 +69,25 @@ def _tensor(buffer: _core.Buffer) -> Tensor:
     """The core's buffer as a tensor that keeps it alive. DLPack has no bool in older versions of torch."""
     dtype = getattr(torch, buffer.dtype)
     if 0 in buffer.shape:
-        return torch.empty(buffer.shape, dtype=dtype)
+        return torch.empty(buffer.shape, dtype=dtype, device="cpu" if buffer.gpu is None else buffer.gpu)
+    if buffer.gpu is not None:
+        on_gpu: Tensor = torch.from_dlpack(buffer)
+        return on_gpu
     return torch.frombuffer(buffer, dtype=dtype).view(buffer.shape)
 
 
 def _tensors(handle: Any) -> list[Tensor]:
     return [_tensor(buffer) for buffer in handle.buffers()]
+
+
+def _held(gpu: int, finish: Any) -> Any:
+    """``finish``, or the result that is there, once the stream that is current then goes on after it."""
+
+    def wait_and_finish(handle: Any) -> Any:
+        handle.wait(_stream(gpu))
+        return handle.result if finish is None else finish(handle)
+
+    return wait_and_finish
 
 
 class TorchAdapter:
@@ -132,6 +157,8 @@ class TorchAdapter:
             handle.result = out
         else:
             handle.finish = _tensors
+        if tensors and tensors[0].is_cuda:
+            handle.finish = _held(tensors[0].device.index, handle.finish)
         return handle
 
     def _submit_copies(
@@ -146,8 +173,11 @@ class TorchAdapter:
                     f"{_label(operation)}: elements of the expanded tensor share memory; pass a clone()"
                 )
         handle = self._submit(operation, dense, dense)
+        hold = handle.finish
 
-        def copy_back(_: Any) -> Sequence[Tensor]:
+        def copy_back(finished: Any) -> Sequence[Tensor]:
+            if hold is not None:
+                hold(finished)
             for target, value in zip(out, dense, strict=True):
                 self.assign(target, value)
             return out

@@ -25,4 +25,4 @@ def ranks(world: World, pools: Pools) -> Ranks:
     driver = drivers.get(world.driver)
     if not driver.is_installed():
         pytest.skip(f"{driver.package} is not installed")
-    return Ranks(pools.get(PoolSpec(driver.framework, (world.size,))), world.driver)
+    return Ranks(pools.get(PoolSpec(driver.framework, (world.size,), driver.settings)), world.driver)

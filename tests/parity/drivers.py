@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gpu
 import ml_dtypes
 import numpy as np
 
@@ -38,6 +39,11 @@ class Driver:
     def hvd(self) -> Any:
         """The framework's module of polyhvd."""
         return importlib.import_module("polyhvd." + self.framework)
+
+    @property
+    def settings(self) -> tuple[tuple[str, str], ...]:
+        """Environment that its ranks need."""
+        return ()
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -118,6 +124,37 @@ class _NumPy(Driver):
         big_endian = np.ones(4, np.dtype(np.float32).newbyteorder(">"))
         names = ("complex64", "uint16", "uint32", "uint64", "datetime64[s]", "object", "U3")
         return [big_endian, *(np.zeros(4, name) for name in names)]
+
+
+class _CuPy(Driver):
+    """On a GPU if there is one, else on the tests' stand-ins for CUDA and CuPy."""
+
+    name = framework = package = "cupy"
+
+    @property
+    def settings(self) -> tuple[tuple[str, str], ...]:
+        return gpu.settings()
+
+    def is_installed(self) -> bool:
+        return gpu.is_there() or gpu.stand_ins_are_built()
+
+    def from_numpy(self, array: Array) -> Any:
+        import cupy
+
+        return cupy.array(array)
+
+    def to_numpy(self, tensor: Any) -> Array:
+        import cupy
+
+        assert isinstance(tensor, cupy.ndarray), type(tensor)
+        values: Array = cupy.asnumpy(tensor)
+        return values
+
+    def transposed(self, tensor: Any) -> Any:
+        return tensor.transpose()
+
+    def unsupported(self) -> Sequence[Any]:
+        return [self.from_numpy(np.zeros(4, name)) for name in ("complex64", "uint16", "uint64")]
 
 
 class _Torch(Driver):
@@ -239,7 +276,7 @@ class _TensorFlowFunction(_TensorFlow):
         return tf.function(function, autograph=False)(*tensors)
 
 
-DRIVERS: Sequence[Driver] = (_NumPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction())
+DRIVERS: Sequence[Driver] = (_NumPy(), _CuPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction())
 
 
 def get(name: str) -> Driver:
