@@ -5,6 +5,7 @@
 
 #include "host/adasum.h"
 #include "host/kernels.h"
+#include "host/slices.h"
 
 namespace polyhvd::host {
 namespace {
@@ -39,31 +40,6 @@ LocalGroup make_group(Fabric& fabric, ProcessSetId set, std::span<const int> mem
 }
 
 }  // namespace
-
-// How an operation's bytes are cut: one slice per owner, in chunks. Computed from
-// what was agreed alone, hence equal on all ranks.
-struct HostCommunicator::Slices {
-  std::size_t total;
-  std::size_t slice;
-  std::size_t chunk;
-  std::size_t steps;
-
-  Slices(std::size_t bytes, std::size_t item, int owners, std::size_t chunk_bytes) : total(bytes) {
-    const std::size_t unit = shm::kCacheLine * item;  // whole elements, whole cache lines
-    const auto n = static_cast<std::size_t>(owners);
-    slice = ((bytes + n - 1) / n + unit - 1) / unit * unit;
-    chunk = std::max(chunk_bytes / item * item, item);
-    steps = (slice + chunk - 1) / chunk;
-  }
-  std::size_t begin(int owner) const {
-    return std::min(total, slice * static_cast<std::size_t>(owner));
-  }
-  std::size_t size(int owner) const { return begin(owner + 1) - begin(owner); }
-  std::size_t bytes_of(int owner, std::size_t step) const {
-    const std::size_t at = step * chunk;
-    return at >= size(owner) ? 0 : std::min(chunk, size(owner) - at);
-  }
-};
 
 HostCommunicator::HostCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members)
     : fabric_(fabric),
@@ -101,6 +77,8 @@ void HostCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
     // Every rank reduces everything itself: one exchange instead of two, at the price of
     // reading all contributions.
     reduce_direct(r);
+  } else if (group_.size() == 1) {
+    reduce_ahead(r);
   } else {
     reduce_sliced(r);
   }
@@ -199,46 +177,6 @@ void HostCommunicator::reduce_own_chunk(const Reduction& r, Cursor& mine, std::s
     reduce(r.dtype, r.op, r.scale, sources_, count / item, out,
            staging.part(self, self, step) + offset);
   });
-}
-
-void HostCommunicator::reduce_own_chunk_across(const Reduction& r, Cursor& mine,
-                                               std::size_t bytes) {
-  const std::size_t item = item_size(r.dtype);
-  const std::size_t wide = item_size(accumulator_of(r.dtype));
-  const shm::Staging& staging = group_.staging();
-  const int self = group_.self();
-  const std::uint64_t step = group_.step();
-  for (auto& partial : partials_) partial.resize(bytes / item * wide);
-  std::byte* own = partials_[static_cast<std::size_t>(side_)].data();
-  sources_.resize(static_cast<std::size_t>(group_.size()));
-  Cursor reading = mine;
-  reading.take(bytes, [&](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
-    for (int m = 0; m < group_.size(); ++m) {
-      sources_[static_cast<std::size_t>(m)] = m == self ? in : staging.part(m, self, step) + offset;
-    }
-    reduce_to_partial(r.dtype, r.op, r.scale.pre, sources_, count / item,
-                      own + offset / item * wide);
-  });
-  exchange_partials(bytes / item * wide, r.deadline);
-  sources_.resize(partials_.size());
-  mine.take(bytes, [&](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
-    for (std::size_t h = 0; h < partials_.size(); ++h) {
-      sources_[h] = partials_[h].data() + offset / item * wide;
-    }
-    std::byte* copy = group_.size() > 1 ? staging.part(self, self, step) + offset : nullptr;
-    combine_partials(r.dtype, r.op, r.scale.post, sources_, count / item, out, copy);
-  });
-}
-
-void HostCommunicator::exchange_partials(std::size_t bytes, Deadline deadline) {
-  const auto rail = static_cast<std::size_t>(group_.self());
-  for (int k = 1; k < hosts(); ++k) {
-    const auto to = static_cast<std::size_t>((side_ + k) % hosts());
-    const auto from = static_cast<std::size_t>((side_ - k + hosts()) % hosts());
-    fabric_.transport->exchange(
-        rank_at(sides_[to][rail]), {partials_[static_cast<std::size_t>(side_)].data(), bytes},
-        rank_at(sides_[from][rail]), {partials_[from].data(), bytes}, deadline);
-  }
 }
 
 void HostCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {

@@ -7,12 +7,17 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "host/host_backend.h"
 #include "host/local_group.h"
+#include "host/slices.h"
 
 namespace polyhvd::host {
+
+// On their way between hosts at a time.
+inline constexpr std::size_t kChunksAhead = 4;
 
 // Below, more time goes into steps than into bytes.
 inline constexpr std::uint32_t kChunkBytesMin = 4 << 10;
@@ -39,7 +44,6 @@ class HostCommunicator final : public Communicator {
     Deadline deadline;
     std::size_t bytes;
   };
-  struct Slices;
 
   void reduce_alone(const Reduction& r);
   void reduce_direct(const Reduction& r);
@@ -51,6 +55,9 @@ class HostCommunicator final : public Communicator {
   void reduce_own_chunk(const Reduction& r, Cursor& mine, std::size_t bytes);
   void reduce_own_chunk_across(const Reduction& r, Cursor& mine, std::size_t bytes);
   void exchange_partials(std::size_t bytes, Deadline deadline);
+  void reduce_ahead(const Reduction& r);
+  void send_ahead(const Reduction& r, Cursor& reading, std::size_t bytes,
+                  std::vector<std::byte>& partial);
   void gather_across(Bytes out, Counts counts, Deadline deadline);
   void scatter_here(const Reduction& r, Segments own, Counts counts);
   void reduce_terms(const Reduction& r, ConstBytes terms, Cursor own, std::size_t bytes);
@@ -74,11 +81,12 @@ class HostCommunicator final : public Communicator {
   int rails_ = 1;                        // slices: as many owners as the smallest host has
   std::size_t chunk_bytes_ = 0;
   LocalGroup group_;
-  std::vector<std::vector<std::byte>> partials_;  // by host; scratch of the owner
-  std::vector<const std::byte*> sources_;         // scratch
-  std::vector<std::byte> flat_;                   // scratch: an operation's bytes in one piece
-  std::vector<std::byte> terms_;                  // scratch: everybody's share of this rank's part
-  std::vector<std::byte> vectors_;                // scratch: the same, as Adasum adds them
+  std::vector<std::vector<std::byte>> partials_;            // by host; scratch of the owner
+  std::array<std::vector<std::byte>, kChunksAhead> ahead_;  // scratch: sums that are being sent
+  std::vector<const std::byte*> sources_;                   // scratch
+  std::vector<std::byte> flat_;     // scratch: an operation's bytes in one piece
+  std::vector<std::byte> terms_;    // scratch: everybody's share of this rank's part
+  std::vector<std::byte> vectors_;  // scratch: the same, as Adasum adds them
 };
 
 }  // namespace polyhvd::host

@@ -14,6 +14,31 @@ MpiTransport::~MpiTransport() {
   // What still flies belongs to MPI, for as long as the process lives.
   if (sending_->flying) (void)sending_.release();
   if (receiving_->flying) (void)receiving_.release();
+  for (auto& [rank, flights] : posted_) {
+    for (auto& flight : flights) {
+      if (flight->flying) (void)flight.release();
+    }
+  }
+}
+
+void MpiTransport::post(int to, ConstBytes out) {
+  for (std::size_t at = 0; at < out.size(); at += kMessageBytes) {
+    const ConstBytes part = out.subspan(at, std::min(kMessageBytes, out.size() - at));
+    auto flight = std::make_unique<Flight>();
+    flight->sent.assign(part.begin(), part.end());
+    flight->flying = true;
+    fabric_.library().start_send(flight->sent.data(), static_cast<int>(part.size()), to,
+                                 fabric_.session().communicator(), flight->request);
+    posted_[to].push_back(std::move(flight));
+    fabric_.count(part.size());
+    bytes_sent_.fetch_add(part.size(), std::memory_order_relaxed);
+  }
+}
+
+void MpiTransport::settle(std::size_t most, Deadline deadline) {
+  for (auto& [rank, flights] : posted_) {
+    for (; flights.size() > most; flights.pop_front()) fabric_.await(*flights.front(), deadline);
+  }
 }
 
 void MpiTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
+#include <map>
 #include <memory>
 
 #include "mpi/mpi_backend.h"
@@ -15,6 +17,8 @@ class MpiTransport final : public Transport {
   ~MpiTransport() override;
 
   void exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) override;
+  void post(int to, ConstBytes out) override;
+  void settle(std::size_t most, Deadline deadline) override;
   std::uint64_t bytes_sent() const noexcept override { return bytes_sent_.load(); }
   std::uint64_t bytes_received() const noexcept override { return bytes_received_.load(); }
 
@@ -24,6 +28,7 @@ class MpiTransport final : public Transport {
   // caller's memory alone.
   std::unique_ptr<Flight> sending_ = std::make_unique<Flight>();
   std::unique_ptr<Flight> receiving_ = std::make_unique<Flight>();
+  std::map<int, std::deque<std::unique_ptr<Flight>>> posted_;  // by rank
   std::atomic<std::uint64_t> bytes_sent_{0};
   std::atomic<std::uint64_t> bytes_received_{0};
 };

@@ -47,11 +47,11 @@ class Parts {
 
 }  // namespace
 
-// The sending half of an exchange, as far as it has got.
+// A message that is sent, as far as it has got.
 struct TcpTransport::Outgoing {
-  const TcpTransport& transport;
+  const TcpTransport* transport;
   int rank;
-  Connection* connection;  // null: nothing to send
+  Connection* connection;
   ConstBytes body;
   MessageHeader header{};
   MessageTail tail = 0;
@@ -59,18 +59,16 @@ struct TcpTransport::Outgoing {
   std::size_t done = 0;
 
   Outgoing(const TcpTransport& t, int to, Connection* c, ConstBytes bytes)
-      : transport(t), rank(to), connection(c), body(bytes) {
-    if (connection == nullptr) return;
-    const bool sums = transport.options_.checksums;
-    header = make_header(sums ? MessageKind::kSummedData : MessageKind::kData, connection->sent,
-                         body.size());
+      : transport(&t), rank(to), connection(c), body(bytes) {
+    const bool sums = t.options_.checksums;
+    const auto number = connection->sent + static_cast<std::uint32_t>(connection->posted.size());
+    header = make_header(sums ? MessageKind::kSummedData : MessageKind::kData, number, body.size());
     tail = header.crc;
     if (!sums) summed = body.size();
   }
 
-  int fd() const { return connection == nullptr ? -1 : connection->socket.fd(); }
   std::size_t total() const { return kHeaderBytes + body.size() + sizeof tail; }
-  bool finished() const { return connection == nullptr || done == total(); }
+  bool finished() const { return done == total(); }
 
   // Sends what fits; true when all is sent.
   bool advance() {
@@ -82,7 +80,7 @@ struct TcpTransport::Outgoing {
       parts.add(body.data(), summed);
       if (summed == body.size()) parts.add(&tail, sizeof tail);
       const msghdr message = parts.message();
-      const ssize_t n = sendmsg(fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      const ssize_t n = sendmsg(connection->socket.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
       if (n > 0) {
         done += static_cast<std::size_t>(n);
         connection->sending = done < total();
@@ -92,7 +90,7 @@ struct TcpTransport::Outgoing {
       } else if (n < 0 && would_block()) {
         return false;
       } else {
-        transport.lost(rank, *connection);
+        transport->lost(rank, *connection);
       }
     }
     return true;
@@ -216,47 +214,108 @@ TcpTransport::Connection& TcpTransport::connection_to(int rank) {
   return it->second;
 }
 
-void TcpTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) {
-  Outgoing sending(*this, to, out.empty() ? nullptr : &connection_to(to), out);
-  Incoming receiving{*this, from, in.empty() ? nullptr : &connection_to(from), in};
-  struct Interest {  // what to sleep for; back to idle whatever happens
-    Parking& parking;
-    int to_fd, from_fd;
-    Interest(Parking& p, int t, int f) : parking(p), to_fd(t), from_fd(f) {
-      if (to_fd == from_fd) {
-        parking.set_events(to_fd, POLLIN | POLLOUT | POLLRDHUP);
-      } else {
-        parking.set_events(to_fd, POLLOUT | POLLRDHUP);
-        parking.set_events(from_fd, POLLIN | POLLRDHUP);
-      }
-    }
-    ~Interest() {
-      parking.set_events(to_fd, 0);
-      parking.set_events(from_fd, 0);
-    }
-  } interest(parking_, sending.fd(), receiving.fd());
-  bool sent = sending.finished();
-  const auto advance = [&] {
-    const bool was_sent = sent;
-    sent = sending.advance();
-    if (sent && !was_sent) {
-      parking_.set_events(sending.fd(), receiving.fd() == sending.fd() ? POLLIN | POLLRDHUP : 0);
-    }
-    return receiving.advance() && sent;
-  };
-  try {
-    parking_.await(advance, deadline);
-  } catch (const Failure& failure) {
-    // Not what a peer has told: its engine may have ended over a timeout of its own.
-    if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
-    throw Failure(ErrorCode::kTimeout, options_.described(sent ? from : to) +
-                                           " does not take part in an agreed transfer in time; "
-                                           "it may be suspended, or the network cut");
+TcpTransport::Connection::Connection(int fd) : socket(fd) {}
+TcpTransport::Connection::Connection(Connection&&) noexcept = default;
+TcpTransport::Connection::~Connection() = default;
+
+// What to sleep for in one wait; back to idle whatever happens.
+class TcpTransport::Interest {
+ public:
+  Interest(TcpTransport& transport, int receiving_fd)
+      : transport_(transport), parking_(transport.parking_), receiving_fd_(receiving_fd) {
+    if (receiving_fd >= 0) add(receiving_fd, POLLIN);
+    for (const Connection* connection : transport.posting_) add(connection->socket.fd(), POLLOUT);
+    transport.interest_ = this;
   }
-  sent_.fetch_add(out.size(), std::memory_order_relaxed);
+  ~Interest() {
+    transport_.interest_ = nullptr;
+    for (const auto& [fd, events] : events_) parking_.set_events(fd, 0);
+  }
+  Interest(const Interest&) = delete;
+  Interest& operator=(const Interest&) = delete;
+
+  void end_sending(int fd) {
+    if (const auto it = events_.find(fd); it != events_.end()) {
+      it->second = static_cast<short>(it->second & ~POLLOUT);
+      parking_.set_events(fd, fd == receiving_fd_ ? it->second : short{0});
+    }
+  }
+
+ private:
+  void add(int fd, short events) {
+    short& all = events_[fd];
+    all = static_cast<short>(all | events | POLLRDHUP);
+    parking_.set_events(fd, all);
+  }
+
+  TcpTransport& transport_;
+  Parking& parking_;
+  const int receiving_fd_;
+  std::map<int, short> events_;
+};
+
+void TcpTransport::post(int to, ConstBytes out) {
+  Connection& connection = connection_to(to);
+  if (connection.posted.empty()) posting_.push_back(&connection);
+  connection.posted.emplace_back(*this, to, &connection, out);
+  (void)advance_posted();
+}
+
+// Sends what fits; true when nothing is left.
+bool TcpTransport::advance_posted() {
+  std::erase_if(posting_, [this](Connection* connection) {
+    auto& posted = connection->posted;
+    while (!posted.empty() && posted.front().advance()) {
+      sent_.fetch_add(posted.front().body.size(), std::memory_order_relaxed);
+      posted.erase(posted.begin());
+    }
+    if (posted.empty() && interest_ != nullptr) interest_->end_sending(connection->socket.fd());
+    return posted.empty();
+  });
+  return posting_.empty();
+}
+
+void TcpTransport::settle(std::size_t most, Deadline deadline) {
+  const auto few = [&] {
+    return std::ranges::all_of(posting_,
+                               [most](const Connection* c) { return c->posted.size() <= most; });
+  };
+  Incoming nothing{*this, -1, nullptr, {}};
+  await(nothing, few, deadline);
+}
+
+void TcpTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) {
+  Connection* const sending = out.empty() ? nullptr : &connection_to(to);
+  if (sending != nullptr) post(to, out);
+  Incoming receiving{*this, from, in.empty() ? nullptr : &connection_to(from), in};
+  await(receiving, [&] { return sending == nullptr || sending->posted.empty(); }, deadline);
   received_.fetch_add(in.size(), std::memory_order_relaxed);
   if (!in.empty() && receiving.is_summed()) {
     checked_.fetch_add(in.size(), std::memory_order_relaxed);
+  }
+}
+
+// Returns when the message is received and `sent` holds. Everything that was posted moves on.
+void TcpTransport::await(Incoming& receiving, const std::function<bool()>& sent,
+                         Deadline deadline) {
+  const auto advance = [&] {
+    (void)advance_posted();
+    return receiving.advance() && sent();
+  };
+  try {
+    if (advance()) return;
+    Interest interest(*this, receiving.fd());
+    parking_.await(advance, deadline);
+  } catch (const Failure& failure) {
+    const int slow = sent() ? receiving.rank : posting_[0]->posted[0].rank;
+    // What was not sent is the caller's memory.
+    for (Connection* connection : posting_) connection->posted.clear();
+    posting_.clear();
+    // Not what a peer has told: its engine may have ended over a timeout of its own.
+    if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
+    throw Failure(ErrorCode::kTimeout, options_.described(slow) +
+                                           " does not take part in an agreed transfer in time; "
+                                           "it may be suspended, or the network cut");
   }
 }
 

@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "error.h"
 #include "parking.h"
@@ -32,6 +33,8 @@ class TcpTransport final : public Transport {
   ~TcpTransport() override;
 
   void exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) override;
+  void post(int to, ConstBytes out) override;
+  void settle(std::size_t most, Deadline deadline) override;
 
   // The last words to every peer, best effort: that this rank leaves in good order, or
   // why its engine has ended. A peer that is in the middle of a message hears nothing.
@@ -49,18 +52,24 @@ class TcpTransport final : public Transport {
   std::uint64_t bytes_checked() const noexcept { return checked_.load(std::memory_order_relaxed); }
 
  private:
-  struct Connection {
-    explicit Connection(int fd) : socket(fd) {}
-    Socket socket;
-    std::uint32_t sent = 0;      // whole messages
-    std::uint32_t received = 0;  // likewise
-    bool sending = false;        // in the middle of a message
-    bool receiving = false;      // likewise
-    bool closed = false;         // for sending
-  };
   struct Outgoing;
   struct Incoming;
+  struct Connection {
+    explicit Connection(int fd);
+    Connection(Connection&&) noexcept;
+    ~Connection();
+    Socket socket;
+    std::vector<Outgoing> posted;  // in order; the first one may be half sent
+    std::uint32_t sent = 0;        // whole messages
+    std::uint32_t received = 0;    // likewise
+    bool sending = false;          // in the middle of a message
+    bool receiving = false;        // likewise
+    bool closed = false;           // for sending
+  };
+  class Interest;
 
+  void await(Incoming& receiving, const std::function<bool()>& sent, Deadline deadline);
+  bool advance_posted();
   Connection& connection_to(int rank);
   void on_close(int rank);
   bool hear_last_words(int rank, const Connection& connection) const;
@@ -70,6 +79,8 @@ class TcpTransport final : public Transport {
   void say_last(Connection& connection, std::string_view message) noexcept;
 
   std::map<int, Connection> connections_;
+  std::vector<Connection*> posting_;  // those with messages to be sent
+  Interest* interest_ = nullptr;      // of the wait that is going on
   Parking& parking_;
   const Options options_;
   std::atomic<std::uint64_t> sent_{0};      // written by the driver, read by counters()

@@ -22,6 +22,12 @@ class Transport {
   // Throws Failure: kPeerLost, kTimeout, or what ends the wait.
   virtual void exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) = 0;
 
+  // Begins to send a message, behind those begun before; it moves on during other calls. `out`
+  // must stay as it is until settle() says that the message is gone.
+  virtual void post(int to, ConstBytes out) = 0;
+  // Returns when at most `most` of the messages begun by post() to any one peer are not gone.
+  virtual void settle(std::size_t most, Deadline deadline) = 0;
+
   void send(int to, ConstBytes out, Deadline deadline) { exchange(to, out, to, {}, deadline); }
   void recv(int from, Bytes in, Deadline deadline) { exchange(from, {}, from, in, deadline); }
 

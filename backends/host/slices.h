@@ -1,0 +1,36 @@
+// How an allreduce is cut into slices and chunks.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "shm/segment.h"
+
+namespace polyhvd::host {
+
+// How an operation's bytes are cut: one slice per owner, in chunks. Computed from
+// what was agreed alone, hence equal on all ranks.
+struct Slices {
+  std::size_t total;
+  std::size_t slice;
+  std::size_t chunk;
+  std::size_t steps;
+
+  Slices(std::size_t bytes, std::size_t item, int owners, std::size_t chunk_bytes) : total(bytes) {
+    const std::size_t unit = shm::kCacheLine * item;  // whole elements, whole cache lines
+    const auto n = static_cast<std::size_t>(owners);
+    slice = ((bytes + n - 1) / n + unit - 1) / unit * unit;
+    chunk = std::max(chunk_bytes / item * item, item);
+    steps = (slice + chunk - 1) / chunk;
+  }
+  std::size_t begin(int owner) const {
+    return std::min(total, slice * static_cast<std::size_t>(owner));
+  }
+  std::size_t size(int owner) const { return begin(owner + 1) - begin(owner); }
+  std::size_t bytes_of(int owner, std::size_t step) const {
+    const std::size_t at = step * chunk;
+    return at >= size(owner) ? 0 : std::min(chunk, size(owner) - at);
+  }
+};
+
+}  // namespace polyhvd::host
