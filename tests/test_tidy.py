@@ -46,8 +46,10 @@ FOREIGN = {
 NAMES = {
     r"\bMPI_[A-Z]\w+|\bompi_\w+": ("backends/mpi",),
     r"\bnccl[A-Z]\w+|\bcuda[A-Z]\w+|\bcu(?:Mem|Ctx|Stream|Event|Device)[A-Z]\w+": (
+        "backends/cuda",
         "backends/nccl",
         "frameworks/cupy",
+        "tests/gpu",
     ),
     r"\bTF_[A-Z]\w+|\btensorflow::": ("frameworks/tensorflow",),
     r"\bMX(?:NDArray|Engine|Get|Shallow)\w*|\bNDArrayHandle\b": ("frameworks/mxnet",),
