@@ -29,9 +29,8 @@ Result Connection::state() const {
 
 Error Connection::error_of(const char* what, Result result) const {
   return {result == Result::kRemoteError ? ErrorCode::kPeerLost : ErrorCode::kInternal,
-          who_ + ": " + what + " of NCCL " + version_text(library_->version()) +
-              " failed: " + library_->words(result, comm_) +
-              "; NCCL_DEBUG=WARN in the environment tells more"};
+          who_ + ": " + what + " of NCCL " + version_text(library_->version()) + " failed: " +
+              library_->words(result, comm_) + "; NCCL_DEBUG=WARN in the environment tells more"};
 }
 
 void Connection::settle(const char* what, Parking& parking, Deadline deadline) {
@@ -90,10 +89,9 @@ void Connection::abort() noexcept {
 Operation::Operation(const Connection& connection, Reduction reduction)
     : connection_(connection), op_(reduction.op) {
   if (!reduction.factor) return;
-  connection_.check("ncclRedOpCreatePreMulSum",
-                    connection_.library().call.RedOpCreatePreMulSum(
-                        &op_, reduction.factor->data(), reduction.type, kScalarHostImmediate,
-                        connection_.get()));
+  connection_.check("ncclRedOpCreatePreMulSum", connection_.library().call.RedOpCreatePreMulSum(
+                                                    &op_, reduction.factor->data(), reduction.type,
+                                                    kScalarHostImmediate, connection_.get()));
   made_ = true;
 }
 

@@ -62,10 +62,10 @@ void copy(const cuda::Context& context, Stream stream, std::byte* to, const std:
           std::size_t bytes) {
   if (bytes == 0) return;
   const cuda::Current current(context);
-  context.check(context.functions().MemcpyDtoDAsync(reinterpret_cast<cuda::Address>(to),
-                                                    reinterpret_cast<cuda::Address>(from), bytes,
-                                                    stream),
-                "cuMemcpyDtoDAsync");
+  context.check(
+      context.functions().MemcpyDtoDAsync(reinterpret_cast<cuda::Address>(to),
+                                          reinterpret_cast<cuda::Address>(from), bytes, stream),
+      "cuMemcpyDtoDAsync");
 }
 
 void gather(const cuda::Context& context, Stream stream, Segments from, std::size_t at,

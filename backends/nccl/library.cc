@@ -78,9 +78,8 @@ std::string Library::words(Result result, Comm comm) const {
 
 void Library::check(const char* function, Result result, Comm comm) const {
   if (result == Result::kSuccess || result == Result::kInProgress) return;
-  throw Failure(ErrorCode::kInternal, std::string(function) + " of NCCL " +
-                                          version_text(version_) + " (" + path_ +
-                                          ") failed: " + words(result, comm) +
+  throw Failure(ErrorCode::kInternal, std::string(function) + " of NCCL " + version_text(version_) +
+                                          " (" + path_ + ") failed: " + words(result, comm) +
                                           "; NCCL_DEBUG=WARN in the environment tells more");
 }
 
