@@ -7,6 +7,8 @@
 #include <sstream>
 #include <thread>
 
+#include "cuda/devices.h"
+#include "cuda/staged_backend.h"
 #include "host/host_backend.h"
 #include "mpi/mpi_backend.h"
 #include "process_state.h"
@@ -52,6 +54,10 @@ class World final : public Liveness {
   std::vector<Child> connect_children();
   host::Fabric& fabric() noexcept { return fabric_; }
   std::unique_ptr<Backend> make_backend(const std::string& name);
+  std::unique_ptr<Backend> make_staged_backend(const Backend& on_cpu) {
+    return std::make_unique<cuda::StagedBackend>(wiring_.rank, staging_, on_cpu);
+  }
+  std::shared_ptr<Devices> devices() const { return devices_; }
 
   std::optional<Error> abort_reason() const override {
     return segment_ ? segment_->abort_reason() : std::nullopt;
@@ -70,6 +76,7 @@ class World final : public Liveness {
   const std::vector<int>& here() const {
     return wiring_.domains[static_cast<std::size_t>(domain_)];
   }
+  int rank_on_host() const;
   int leader_of(int domain) const { return wiring_.domains[static_cast<std::size_t>(domain)][0]; }
   std::vector<int> subtree_of(int domain) const;
   std::vector<shm::LocalPeer> local_peers() const;
@@ -86,6 +93,8 @@ class World final : public Liveness {
   std::unique_ptr<shm::LocalPeers> peers_;
   std::vector<int> descriptors_;
   host::Fabric fabric_;
+  std::shared_ptr<cuda::Devices> devices_;
+  std::shared_ptr<cuda::Staging> staging_;
   std::unique_ptr<mpi::Fabric> mpi_;              // null unless MPI moves data
   mutable std::mutex transport_mutex_;            // for add_counters
   std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
@@ -125,6 +134,18 @@ World::World(Wiring wiring, Parking& parking, bool data_checksums)
   fabric_.peers = peers_.get();
   fabric_.transport = transport_.get();
   fabric_.parking = &parking_;
+  devices_ =
+      std::make_shared<cuda::Devices>(std::make_shared<cuda::Driver>(wiring_.rank), rank_on_host());
+  staging_ = std::make_shared<cuda::Staging>(devices_, parking_);
+}
+
+// Also where ranks of a host share no memory.
+int World::rank_on_host() const {
+  int lower = 0;
+  for (std::size_t rank = 0; rank < wiring_.pids.size(); ++rank) {
+    if (static_cast<int>(rank) < wiring_.rank && wiring_.pids[rank] > 0) ++lower;
+  }
+  return std::max(lower, local_);
 }
 
 // One that has failed closes its connections, too: why is what counts.
@@ -237,6 +258,7 @@ std::optional<ProcessState> World::look_at(int rank) const {
 }
 
 void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
+  counters["staged_bytes"] = staging_->bytes();
   counters["shm_bytes"] = fabric_.shm_bytes.load(std::memory_order_relaxed);
   std::lock_guard lock(transport_mutex_);
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
@@ -280,6 +302,8 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
     if (name == "host") parts.on_cpu = parts.backends.size();
     parts.backends.push_back(world->make_backend(name));
   }
+  parts.backends.push_back(world->make_staged_backend(*parts.backends[parts.on_cpu]));
+  parts.devices = world->devices();
   parts.liveness = std::move(world);
   return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),
                                   std::move(options), fabric.overlap);
