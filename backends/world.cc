@@ -11,6 +11,7 @@
 #include "cuda/staged_backend.h"
 #include "host/host_backend.h"
 #include "mpi/mpi_backend.h"
+#include "nccl/nccl_backend.h"
 #include "process_state.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
@@ -22,6 +23,12 @@ namespace polyhvd {
 namespace {
 
 constexpr int kTreeRadix = 4;
+
+// "nccl" of "nccl:allreduce+broadcast".
+std::string base_of(const std::string& name) { return name.substr(0, name.find(':')); }
+bool is_nccl(const std::string& name) {
+  return base_of(name) == "nccl" || base_of(name) == "nccl?";
+}
 
 // A backend for some kinds of operations.
 class Restricted final : public Backend {
@@ -54,6 +61,8 @@ class World final : public Liveness {
   std::vector<Child> connect_children();
   host::Fabric& fabric() noexcept { return fabric_; }
   std::unique_ptr<Backend> make_backend(const std::string& name);
+  // Before the backends are made: of tensors on GPUs, `staged` does what NCCL does not.
+  void prepare_nccl(Backend& staged, const EngineOptions& options);
   std::unique_ptr<Backend> make_staged_backend(const Backend& on_cpu) {
     return std::make_unique<cuda::StagedBackend>(wiring_.rank, staging_, on_cpu);
   }
@@ -96,6 +105,8 @@ class World final : public Liveness {
   std::shared_ptr<cuda::Devices> devices_;
   std::shared_ptr<cuda::Staging> staging_;
   std::unique_ptr<mpi::Fabric> mpi_;              // null unless MPI moves data
+  std::unique_ptr<nccl::Fabric> nccl_;            // null unless NCCL may; never reset
+  Backend* staged_ = nullptr;                     // the engine's
   mutable std::mutex transport_mutex_;            // for add_counters
   std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
 };
@@ -217,12 +228,25 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
     return std::make_unique<Restricted>(make_backend(name.substr(0, colon)), std::move(kinds));
   }
   if (name == "host") return std::make_unique<host::HostBackend>(fabric_);
+  if (is_nccl(name)) return std::make_unique<nccl::NcclBackend>(*nccl_, *staged_);
   if (name != "mpi" || !wiring_.mpi) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "there is no backend '" + name + "' in this job; see POLYHVD_BACKENDS");
   }
   if (!mpi_) mpi_ = std::make_unique<mpi::Fabric>(wiring_.mpi, fabric_);
   return std::make_unique<mpi::MpiBackend>(*mpi_);
+}
+
+void World::prepare_nccl(Backend& staged, const EngineOptions& options) {
+  const auto is_required = [](const std::string& name) { return base_of(name) == "nccl"; };
+  nccl::Settings settings{.libraries = wiring_.nccl_libraries,
+                          .required = std::ranges::any_of(wiring_.backends, is_required),
+                          .shares_gpus = wiring_.shares_gpus,
+                          .reproducible = options.reproducible};
+  const auto label = [this](int rank) { return name_of(rank); };
+  nccl_ = std::make_unique<nccl::Fabric>(wiring_.rank, std::move(settings), devices_, parking_,
+                                         label, options.log);
+  staged_ = &staged;
 }
 
 void World::spread_abort(const Error& error) noexcept {
@@ -259,6 +283,7 @@ std::optional<ProcessState> World::look_at(int rank) const {
 
 void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   counters["staged_bytes"] = staging_->bytes();
+  counters["nccl_bytes"] = nccl_ ? nccl_->bytes() : 0;
   counters["shm_bytes"] = fabric_.shm_bytes.load(std::memory_order_relaxed);
   std::lock_guard lock(transport_mutex_);
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
@@ -299,10 +324,17 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   parts.parent = world->connect_parent();
   parts.children = world->connect_children();
   for (const std::string& name : backends) {
+    if (is_nccl(name)) continue;
     if (name == "host") parts.on_cpu = parts.backends.size();
     parts.backends.push_back(world->make_backend(name));
   }
-  parts.backends.push_back(world->make_staged_backend(*parts.backends[parts.on_cpu]));
+  auto staged = world->make_staged_backend(*parts.backends[parts.on_cpu]);
+  world->prepare_nccl(*staged, options);
+  // Operations on CPUs ask the backends in order, and these are never theirs.
+  for (const std::string& name : backends) {
+    if (is_nccl(name)) parts.backends.push_back(world->make_backend(name));
+  }
+  parts.backends.push_back(std::move(staged));
   parts.devices = world->devices();
   parts.liveness = std::move(world);
   return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),

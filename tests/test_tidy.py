@@ -24,7 +24,7 @@ LINES_MAX = 600
 ADAPTER_LINES_MAX = 400  # of the module that has the adapter in it
 
 #: Backends that are built on another one.
-BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}}
+BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}, "nccl": {"cuda"}}
 #: Adapters that are one with another framework's.
 PART_OF = {"keras": {"tensorflow", "torch"}, "lightning": {"torch"}}
 #: What each framework is imported as.
