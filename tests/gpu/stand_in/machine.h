@@ -164,6 +164,7 @@ inline void give(Stream& stream, std::function<void()> task) {
 
 // All that the stream was given before this call.
 inline void drain(Lock& lock, const std::shared_ptr<Stream>& stream) {
+  if (stream->tasks.empty()) return;
   auto done = std::make_shared<bool>(false);
   give(*stream, [done] {
     const Lock inner(driver().mutex);
