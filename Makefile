@@ -78,6 +78,20 @@ $(UNITS_MODULE): $(UNITS_OBJECTS)
 .PHONY: units
 units: $(UNITS_MODULE)
 
+# Test doubles of the libraries that a GPU comes with, for machines without one.
+GPU_LIBRARIES := build/gpu/libcuda.so.1 \
+	$(if $(wildcard tests/gpu/stand_in/nccl.cc),build/gpu/libnccl.so.2)
+.PHONY: stand-ins
+stand-ins: $(GPU_LIBRARIES)
+define stand_in
+$(1): tests/gpu/stand_in/$(2).cc $(wildcard tests/gpu/stand_in/*.h)
+	@mkdir -p $$(@D)
+	$$(CXX) -std=c++20 -O2 -g1 -Wall -Wextra -Werror -fPIC -fvisibility=hidden -shared -pthread \
+		-Wl,-soname,$$(@F) $$< -o $$@
+endef
+$(eval $(call stand_in,build/gpu/libcuda.so.1,cuda))
+$(eval $(call stand_in,build/gpu/libnccl.so.2,nccl))
+
 ##@ core     the C++ core's tests: pure units, and engines as threads
 core: build/core/plain/run build/core/plain/instructions
 	build/core/plain/run
@@ -117,7 +131,7 @@ faults: $(STAMPS)/test
 
 ##@ test     everything: the core, the launcher, every adapter, parity, training
 test: $(STAMPS)/test
-	$(MAKE) -j$(JOBS) core units
+	$(MAKE) -j$(JOBS) core units stand-ins
 	$(PY) -m pytest
 
 ##@ check    style: ruff, mypy, clang-format, layers

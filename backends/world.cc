@@ -7,8 +7,11 @@
 #include <sstream>
 #include <thread>
 
+#include "cuda/devices.h"
+#include "cuda/staged_backend.h"
 #include "host/host_backend.h"
 #include "mpi/mpi_backend.h"
+#include "nccl/nccl_backend.h"
 #include "process_state.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
@@ -20,6 +23,12 @@ namespace polyhvd {
 namespace {
 
 constexpr int kTreeRadix = 4;
+
+// "nccl" of "nccl:allreduce+broadcast".
+std::string base_of(const std::string& name) { return name.substr(0, name.find(':')); }
+bool is_nccl(const std::string& name) {
+  return base_of(name) == "nccl" || base_of(name) == "nccl?";
+}
 
 // A backend for some kinds of operations.
 class Restricted final : public Backend {
@@ -52,6 +61,12 @@ class World final : public Liveness {
   std::vector<Child> connect_children();
   host::Fabric& fabric() noexcept { return fabric_; }
   std::unique_ptr<Backend> make_backend(const std::string& name);
+  // Before the backends are made: of tensors on GPUs, `staged` does what NCCL does not.
+  void prepare_nccl(Backend& staged, const EngineOptions& options);
+  std::unique_ptr<Backend> make_staged_backend(const Backend& on_cpu) {
+    return std::make_unique<cuda::StagedBackend>(wiring_.rank, staging_, on_cpu);
+  }
+  std::shared_ptr<Devices> devices() const { return devices_; }
 
   std::optional<Error> abort_reason() const override {
     return segment_ ? segment_->abort_reason() : std::nullopt;
@@ -70,6 +85,7 @@ class World final : public Liveness {
   const std::vector<int>& here() const {
     return wiring_.domains[static_cast<std::size_t>(domain_)];
   }
+  int rank_on_host() const;
   int leader_of(int domain) const { return wiring_.domains[static_cast<std::size_t>(domain)][0]; }
   std::vector<int> subtree_of(int domain) const;
   std::vector<shm::LocalPeer> local_peers() const;
@@ -86,7 +102,11 @@ class World final : public Liveness {
   std::unique_ptr<shm::LocalPeers> peers_;
   std::vector<int> descriptors_;
   host::Fabric fabric_;
+  std::shared_ptr<cuda::Devices> devices_;
+  std::shared_ptr<cuda::Staging> staging_;
   std::unique_ptr<mpi::Fabric> mpi_;              // null unless MPI moves data
+  std::unique_ptr<nccl::Fabric> nccl_;            // null unless NCCL may; never reset
+  Backend* staged_ = nullptr;                     // the engine's
   mutable std::mutex transport_mutex_;            // for add_counters
   std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
 };
@@ -125,6 +145,18 @@ World::World(Wiring wiring, Parking& parking, bool data_checksums)
   fabric_.peers = peers_.get();
   fabric_.transport = transport_.get();
   fabric_.parking = &parking_;
+  devices_ =
+      std::make_shared<cuda::Devices>(std::make_shared<cuda::Driver>(wiring_.rank), rank_on_host());
+  staging_ = std::make_shared<cuda::Staging>(devices_, parking_);
+}
+
+// Also where ranks of a host share no memory.
+int World::rank_on_host() const {
+  int lower = 0;
+  for (std::size_t rank = 0; rank < wiring_.pids.size(); ++rank) {
+    if (static_cast<int>(rank) < wiring_.rank && wiring_.pids[rank] > 0) ++lower;
+  }
+  return std::max(lower, local_);
 }
 
 // One that has failed closes its connections, too: why is what counts.
@@ -196,12 +228,25 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
     return std::make_unique<Restricted>(make_backend(name.substr(0, colon)), std::move(kinds));
   }
   if (name == "host") return std::make_unique<host::HostBackend>(fabric_);
+  if (is_nccl(name)) return std::make_unique<nccl::NcclBackend>(*nccl_, *staged_);
   if (name != "mpi" || !wiring_.mpi) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "there is no backend '" + name + "' in this job; see POLYHVD_BACKENDS");
   }
   if (!mpi_) mpi_ = std::make_unique<mpi::Fabric>(wiring_.mpi, fabric_);
   return std::make_unique<mpi::MpiBackend>(*mpi_);
+}
+
+void World::prepare_nccl(Backend& staged, const EngineOptions& options) {
+  const auto is_required = [](const std::string& name) { return base_of(name) == "nccl"; };
+  nccl::Settings settings{.libraries = wiring_.nccl_libraries,
+                          .required = std::ranges::any_of(wiring_.backends, is_required),
+                          .shares_gpus = wiring_.shares_gpus,
+                          .reproducible = options.reproducible};
+  const auto label = [this](int rank) { return name_of(rank); };
+  nccl_ = std::make_unique<nccl::Fabric>(wiring_.rank, std::move(settings), devices_, parking_,
+                                         label, options.log);
+  staged_ = &staged;
 }
 
 void World::spread_abort(const Error& error) noexcept {
@@ -237,6 +282,8 @@ std::optional<ProcessState> World::look_at(int rank) const {
 }
 
 void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
+  counters["staged_bytes"] = staging_->bytes();
+  counters["nccl_bytes"] = nccl_ ? nccl_->bytes() : 0;
   counters["shm_bytes"] = fabric_.shm_bytes.load(std::memory_order_relaxed);
   std::lock_guard lock(transport_mutex_);
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
@@ -277,9 +324,18 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   parts.parent = world->connect_parent();
   parts.children = world->connect_children();
   for (const std::string& name : backends) {
+    if (is_nccl(name)) continue;
     if (name == "host") parts.on_cpu = parts.backends.size();
     parts.backends.push_back(world->make_backend(name));
   }
+  auto staged = world->make_staged_backend(*parts.backends[parts.on_cpu]);
+  world->prepare_nccl(*staged, options);
+  // Operations on CPUs ask the backends in order, and these are never theirs.
+  for (const std::string& name : backends) {
+    if (is_nccl(name)) parts.backends.push_back(world->make_backend(name));
+  }
+  parts.backends.push_back(std::move(staged));
+  parts.devices = world->devices();
   parts.liveness = std::move(world);
   return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),
                                   std::move(options), fabric.overlap);

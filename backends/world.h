@@ -28,9 +28,12 @@ struct Wiring {
   std::map<int, int> control_fds;
   std::map<int, int> data_fds;
   std::vector<std::vector<int>> process_sets;
-  // First choice first; "mpi:allreduce+broadcast" is one for these kinds alone.
+  // First choice first; "mpi:allreduce+broadcast" is one for these kinds alone, and "nccl?"
+  // one that need not be found.
   std::vector<std::string> backends{"host"};
-  std::shared_ptr<mpi::Session> mpi;  // all ranks in their order; may be null
+  std::shared_ptr<mpi::Session> mpi;        // all ranks in their order; may be null
+  std::vector<std::string> nccl_libraries;  // where NCCL may be, the likeliest first
+  bool shares_gpus = false;                 // NCCL_MULTI_RANK_GPU_ENABLE is set
 };
 
 // Parent of a domain in the control tree; -1 for domain 0. As wiring.tree_parent.

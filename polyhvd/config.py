@@ -21,13 +21,16 @@ __all__ = [
     "Variable",
     "ineffective",
     "mpi_launch",
+    "shares_gpus",
     "table",
     "tell_mpi4py",
     "unknown",
 ]
 
 _PREFIXES = ("POLYHVD_", "HOROVOD_")
-_BACKENDS = ("mpi", "host")
+_BACKENDS = ("nccl", "mpi", "host")
+#: NCCL where it is found, and else the way through memory of the host.
+_NCCL_IF_FOUND = "nccl?"
 #: Of Horovod's CPU_OPERATIONS; the host backend does without MPI what they do.
 _HOST_NAMES = {"gloo": "host", "ccl": "host"}
 _KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
@@ -107,15 +110,19 @@ def _cores(text: str) -> tuple[int, ...]:
 
 def _backends(text: str) -> tuple[str, ...]:
     chosen = []
-    for item in text.lower().replace(",", " ").split():
+    items = text.lower().replace(",", " ").split()
+    for item in items:
         name, colon, kinds = item.partition(":")
         name = _HOST_NAMES.get(name, name)
-        if name not in _BACKENDS or (name == "host" and colon):
+        if name.removesuffix("?" * name.startswith("nccl")) not in _BACKENDS or (name == "host" and colon):
             raise ValueError(f"{name!r} is no backend; known are {', '.join(_BACKENDS)}")
         for kind in kinds.split("+") if colon else ():
             if kind not in _KINDS:
                 raise ValueError(f"{kind!r} is no operation; known are {', '.join(_KINDS)}")
         chosen.append(name + colon + kinds)
+    # Whoever says how CPUs are served says nothing about GPUs, but for the plain word `host`.
+    if "host" not in items and not any(item.startswith("nccl") for item in chosen):
+        chosen.insert(0, _NCCL_IF_FOUND)
     # The host backend takes what the others do not: it comes last unless it has a place.
     return tuple(dict.fromkeys(chosen if "host" in chosen else [*chosen, "host"]))
 
@@ -152,10 +159,12 @@ class Config:
     backends: tuple[str, ...] = _row(
         "BACKENDS",
         _backends,
-        ("host",),
-        "Backends of operations on CPUs, first choice first: `mpi`, `host`; the same on every rank. "
-        "`mpi:allreduce+broadcast` is one for these operations alone. What MPI cannot do runs on `host`. "
-        "GLOO and CCL stand for `host`.",
+        (_NCCL_IF_FOUND, "host"),
+        "Backends of operations, first choice first: `mpi`, `host` on CPUs, `nccl` on GPUs; the same on every "
+        "rank. `mpi:allreduce+broadcast` is one for these operations alone. What MPI cannot do runs on "
+        "`host`. `nccl?`, which is meant unless `nccl` or `host` is named: where it is found, else tensors "
+        "pass through memory of the host; with `nccl` that is an error. GLOO and CCL stand for `host` on "
+        "CPUs.",
         other_name="CPU_OPERATIONS",
     )
     controller: str = _row(
@@ -167,6 +176,9 @@ class Config:
     )
     mpi_library: str = _row(
         "MPI_LIBRARY", str, "", "MPI's library, as a path or file name; empty: found, see docs/mpi.md."
+    )
+    nccl_library: str = _row(
+        "NCCL_LIBRARY", str, "", "NCCL's library, as a path or file name; empty: found, see docs/gpu.md."
     )
     mpi_threads_disable: bool = _row(
         "MPI_THREADS_DISABLE",
@@ -279,6 +291,11 @@ class Config:
         return any(item.partition(":")[0] == "mpi" for item in self.backends)
 
     @property
+    def may_use_nccl(self) -> bool:
+        """Whether NCCL is one of the backends."""
+        return any(item.startswith("nccl") for item in self.backends)
+
+    @property
     def engine_core(self) -> int:
         """Core that the engine's own thread is bound to; -1: none."""
         return self.thread_affinity[self.local_rank] if self.thread_affinity else -1
@@ -327,7 +344,6 @@ class Config:
         return self
 
 
-_NO_NCCL = "There is no NCCL backend yet."
 _NO_ELASTIC = "There are no elastic jobs yet."
 _BUILD = "It concerned how Horovod was built; nothing is chosen when polyhvd is."
 _LAUNCHER = "For Horovod's launchers; polyhvdrun has its own ways."
@@ -336,7 +352,10 @@ _INEFFECTIVE = (
     Ineffective(
         "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, in chunks of its own; MPI does not do it."
     ),
-    Ineffective("BATCH_D2D_MEMCOPIES", "Tensors are reduced where they lie; no fusion buffer is filled."),
+    Ineffective(
+        "BATCH_D2D_MEMCOPIES",
+        "Large tensors are reduced where they lie; copies of small ones are always in a batch.",
+    ),
     Ineffective("CCL_*", "oneCCL is not used."),
     Ineffective("DISABLE_NVTX_RANGES", "No NVTX ranges are made."),
     Ineffective(
@@ -352,11 +371,11 @@ _INEFFECTIVE = (
         "HIERARCHICAL_ALLREDUCE", "Always so: a host's ranks reduce first, then hosts swap partials."
     ),
     Ineffective("HOSTNAME", "Set by launchers, for scripts to read; HOST_ID tells hosts apart."),
-    Ineffective("NUM_NCCL_STREAMS", _NO_NCCL),
+    Ineffective("NUM_NCCL_STREAMS", "Each process set has one stream of its own."),
     Ineffective("SPARK_*", _LAUNCHER),
     Ineffective(
         "TORUS_ALLREDUCE",
-        f"{_NO_NCCL} On CPUs each rank of a host already reduces a slice of its own, and swaps it with its "
+        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces a slice of its own, and swaps it with its "
         "like on other hosts.",
     ),
     *(
@@ -412,6 +431,11 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
             nearest = difflib.get_close_matches(name.upper(), names, n=1)
             found[variable] = prefix + nearest[0] if nearest else ""
     return found
+
+
+def shares_gpus() -> bool:
+    """Whether NCCL is told to have several ranks on one GPU, by a variable of its own."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() not in ("", "0")
 
 
 def table() -> list[Variable]:

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from polyhvd import _core, bootstrap, log, mpi, tracing
+from polyhvd import _core, bootstrap, gpu, log, mpi, tracing
 from polyhvd.attendant import Attendant
 from polyhvd.autotune import Autotuner
-from polyhvd.config import Config
+from polyhvd.config import Config, shares_gpus
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
@@ -167,6 +167,9 @@ def _start(settings: Config, sets: list[ProcessSet], job: mpi.MpiJob | None) -> 
     wiring = bootstrap.connect(settings, _generation if job is None else 1, lists)
     if job is not None and settings.moves_by_mpi:
         wiring.mpi = job.session
+    if settings.may_use_nccl:
+        wiring.nccl_libraries = gpu.nccl_libraries(settings)
+        wiring.shares_gpus = shares_gpus()
     attendant = Attendant()
     try:
         starting = _core.Engine(wiring, settings, _generation, attendant.mailbox)

@@ -50,5 +50,9 @@ class Wiring:
     process_sets: list[list[int]] = field(default_factory=list)
     #: Names of backends, first choice first.
     backends: list[str] = field(default_factory=lambda: ["host"])
+    #: File names and paths at which NCCL may be, the likeliest first.
+    nccl_libraries: list[str] = field(default_factory=list)
+    #: Whether NCCL may have several ranks on one GPU.
+    shares_gpus: bool = False
     #: All ranks in their order, as MPI knows them.
     mpi: _core.MpiSession | None = None

@@ -11,7 +11,7 @@ import pytest
 
 # Test modules are imported by name, here and by the ranks of a pool.
 _TESTS = Path(__file__).resolve().parent
-for _folder in ("harness", "parity", "backends"):
+for _folder in ("harness", "parity", "backends", "gpu"):
     if str(_TESTS / _folder) not in sys.path:
         sys.path.insert(0, str(_TESTS / _folder))
 

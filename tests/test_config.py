@@ -57,7 +57,7 @@ HOROVODS = {
     "WITH_PYTORCH": "1",
 }
 READ = {
-    "backends": ("mpi", "host"),
+    "backends": ("nccl?", "mpi", "host"),
     "cache_capacity": 7,
     "controller": "mpi",
     "cycle_time_ms": 2.5,
@@ -105,7 +105,7 @@ def test_our_prefix_wins_and_so_does_our_name() -> None:
     ("variable", "value", "reason"),
     [
         ("HOROVOD_LOG_LEVEL", "loud", "must be one of trace, debug"),
-        ("HOROVOD_CPU_OPERATIONS", "nccl", "'nccl' is no backend; known are mpi, host"),
+        ("HOROVOD_CPU_OPERATIONS", "rccl", "'rccl' is no backend; known are nccl, mpi, host"),
         ("POLYHVD_BACKENDS", "mpi:barrier", "'barrier' is no operation; known are allreduce"),
         ("HOROVOD_CONTROLLER", "ring", "must be mpi or gloo"),
         ("POLYHVD_THREAD_AFFINITY", "1,-2", "must not be negative"),

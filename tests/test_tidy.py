@@ -24,7 +24,7 @@ LINES_MAX = 600
 ADAPTER_LINES_MAX = 400  # of the module that has the adapter in it
 
 #: Backends that are built on another one.
-BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}}
+BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}, "nccl": {"cuda"}}
 #: Adapters that are one with another framework's.
 PART_OF = {"keras": {"tensorflow", "torch"}, "lightning": {"torch"}}
 #: What each framework is imported as.
@@ -46,8 +46,10 @@ FOREIGN = {
 NAMES = {
     r"\bMPI_[A-Z]\w+|\bompi_\w+": ("backends/mpi",),
     r"\bnccl[A-Z]\w+|\bcuda[A-Z]\w+|\bcu(?:Mem|Ctx|Stream|Event|Device)[A-Z]\w+": (
+        "backends/cuda",
         "backends/nccl",
         "frameworks/cupy",
+        "tests/gpu",
     ),
     r"\bTF_[A-Z]\w+|\btensorflow::": ("frameworks/tensorflow",),
     r"\bMX(?:NDArray|Engine|Get|Shallow)\w*|\bNDArrayHandle\b": ("frameworks/mxnet",),

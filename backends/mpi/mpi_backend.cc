@@ -1,22 +1,10 @@
 #include "mpi/mpi_backend.h"
 
-#include <sched.h>
-
-#include <chrono>
-#include <thread>
-
+#include "asking.h"
 #include "mpi/mpi_communicator.h"
 #include "mpi/mpi_transport.h"
 
 namespace polyhvd::mpi {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-constexpr int kLooksWithoutYielding = 100;
-constexpr auto kAwakeTime = std::chrono::milliseconds(2);
-constexpr auto kNap = std::chrono::microseconds(20);
-
-}  // namespace
 
 Fabric::Fabric(std::shared_ptr<Session> session, const host::Fabric& host)
     : session_(std::move(session)), host_(host), reductions_(library()) {
@@ -36,36 +24,13 @@ Fabric::~Fabric() {
   if (usable()) reductions_.close();
 }
 
-// MPI has no descriptor that could be watched: it moves when it is asked, so that a wait is
-// one question after the other, with naps once it takes long.
 void Fabric::await(Flight& flight, Deadline deadline) {
-  class Asking {
-   public:
-    explicit Asking(Parking& parking) : parking_(parking) { parking_.set_asking(true); }
-    ~Asking() { parking_.set_asking(false); }
-    Asking(const Asking&) = delete;
-    Asking& operator=(const Asking&) = delete;
-
-   private:
-    Parking& parking_;
-  } const asking(*host_.parking);
-  int looks = 0;
-  Clock::time_point nap_from{};
-  host_.parking->await(
+  await_asking(
+      *host_.parking,
       [&] {
-        if (library().test(flight.request)) {
-          flight.flying = false;
-          return true;
-        }
-        if (++looks < kLooksWithoutYielding) return false;
-        const auto now = Clock::now();
-        if (looks == kLooksWithoutYielding) nap_from = now + kAwakeTime;
-        if (now < nap_from) {
-          sched_yield();
-        } else {
-          std::this_thread::sleep_for(kNap);
-        }
-        return false;
+        if (!library().test(flight.request)) return false;
+        flight.flying = false;
+        return true;
       },
       deadline);
 }

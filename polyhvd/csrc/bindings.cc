@@ -275,6 +275,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     wiring.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
     wiring.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
     wiring.backends = object.attr("backends").cast<std::vector<std::string>>();
+    wiring.nccl_libraries = object.attr("nccl_libraries").cast<std::vector<std::string>>();
+    wiring.shares_gpus = object.attr("shares_gpus").cast<bool>();
     wiring.mpi = object.attr("mpi").cast<std::shared_ptr<mpi::Session>>();
     return wiring;
   }

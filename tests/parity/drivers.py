@@ -276,12 +276,38 @@ class _TensorFlowFunction(_TensorFlow):
         return tf.function(function, autograph=False)(*tensors)
 
 
+class _Device(Driver):
+    """Arrays on a GPU, for tests of the backends that serve it: no framework has a part in it."""
+
+    name = "device"
+
+    @functools.cached_property
+    def hvd(self) -> Any:
+        return importlib.import_module("device_collectives")
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        declared: frozenset[Capability] = self.hvd.DeviceAdapter.capabilities
+        return declared
+
+    def from_numpy(self, array: Array) -> Any:
+        from device_arrays import DeviceArray
+
+        return DeviceArray.from_numpy(array)
+
+    def to_numpy(self, tensor: Any) -> Array:
+        # The rows that an alltoall has received are the CPU's.
+        values: Array = tensor if isinstance(tensor, np.ndarray) else tensor.to_numpy()
+        return values
+
+
 DRIVERS: Sequence[Driver] = (_NumPy(), _CuPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction())
+_DEVICE = _Device()
 
 
 def get(name: str) -> Driver:
     """The driver of this name."""
-    return next(driver for driver in DRIVERS if driver.name == name)
+    return next(driver for driver in (*DRIVERS, _DEVICE) if driver.name == name)
 
 
 def capabilities(name: str) -> frozenset[Capability]:

@@ -1,0 +1,85 @@
+#include "nccl/fusion_buffer.h"
+
+#include <algorithm>
+
+namespace polyhvd::nccl {
+namespace {
+
+// Calls `use` with each run of bytes, and how many were before it.
+template <class Use>
+void for_each_run(Segments segments, std::size_t at, std::size_t bytes, Use&& use) {
+  std::size_t done = 0;
+  for (const Segment& segment : segments) {
+    if (done == bytes) return;
+    if (at >= segment.bytes) {
+      at -= segment.bytes;
+      continue;
+    }
+    const std::size_t run = std::min(bytes - done, segment.bytes - at);
+    use(segment.data + at, done, run);
+    done += run;
+    at = 0;
+  }
+}
+
+}  // namespace
+
+FusionBuffer::FusionBuffer(const Connection& connection, cuda::ContextPtr context,
+                           std::size_t bytes)
+    : connection_(connection), context_(std::move(context)), bytes_(bytes) {
+  const Functions& call = connection_.library().call;
+  const cuda::Current current(*context_);
+  // Memory of NCCL's own is the kind that every transport can reach by itself.
+  void* memory = nullptr;
+  if (call.MemAlloc != nullptr && call.MemFree != nullptr &&
+      call.MemAlloc(&memory, bytes) == Result::kSuccess) {
+    data_ = static_cast<std::byte*>(memory);
+  } else {
+    plain_ = context_->allocate(bytes);
+    data_ = plain_.get();
+  }
+  if (call.CommRegister == nullptr || call.CommDeregister == nullptr) return;
+  if (call.CommRegister(connection_.get(), data_, bytes, &registration_) != Result::kSuccess) {
+    registration_ = nullptr;  // it works without, through memory of NCCL's
+  }
+}
+
+FusionBuffer::~FusionBuffer() {
+  if (left_) {
+    (void)new std::shared_ptr<std::byte>(std::move(plain_));
+    return;
+  }
+  try {
+    const cuda::Current current(*context_);
+    const Functions& call = connection_.library().call;
+    if (registration_ != nullptr) (void)call.CommDeregister(connection_.get(), registration_);
+    if (!plain_) (void)call.MemFree(data_);
+  } catch (const Failure&) {  // the GPU has failed: there is nothing to give back
+  }
+}
+
+void copy(const cuda::Context& context, Stream stream, std::byte* to, const std::byte* from,
+          std::size_t bytes) {
+  if (bytes == 0) return;
+  const cuda::Current current(context);
+  context.check(
+      context.functions().MemcpyDtoDAsync(reinterpret_cast<cuda::Address>(to),
+                                          reinterpret_cast<cuda::Address>(from), bytes, stream),
+      "cuMemcpyDtoDAsync");
+}
+
+void gather(const cuda::Context& context, Stream stream, Segments from, std::size_t at,
+            std::byte* to, std::size_t bytes) {
+  for_each_run(from, at, bytes, [&](std::byte* run, std::size_t before, std::size_t length) {
+    copy(context, stream, to + before, run, length);
+  });
+}
+
+void scatter(const cuda::Context& context, Stream stream, const std::byte* from, Segments to,
+             std::size_t at, std::size_t bytes) {
+  for_each_run(to, at, bytes, [&](std::byte* run, std::size_t before, std::size_t length) {
+    copy(context, stream, run, from + before, length);
+  });
+}
+
+}  // namespace polyhvd::nccl

@@ -1,0 +1,47 @@
+// Memory on the GPU in which small tensors travel as one, and the stream that fills it.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "cuda/driver.h"
+#include "nccl/connection.h"
+#include "types.h"
+
+namespace polyhvd::nccl {
+
+// Of one communicator, registered with it where NCCL can do that. Used in the order of one
+// stream, so that a piece is never overwritten before it has been read.
+class FusionBuffer {
+ public:
+  FusionBuffer(const Connection& connection, cuda::ContextPtr context, std::size_t bytes);
+  // When the stream is done with it, and before the connection ends.
+  ~FusionBuffer();
+  FusionBuffer(const FusionBuffer&) = delete;
+  FusionBuffer& operator=(const FusionBuffer&) = delete;
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+  // Leaves the memory to the end of the process: the GPU may still use it.
+  void leave() noexcept { left_ = true; }
+
+ private:
+  const Connection& connection_;
+  cuda::ContextPtr context_;
+  std::size_t bytes_;
+  std::byte* data_ = nullptr;
+  std::shared_ptr<std::byte> plain_;  // where NCCL does not allocate
+  void* registration_ = nullptr;
+  bool left_ = false;
+};
+
+// Gives the stream a copy within the GPU.
+void copy(const cuda::Context& context, Stream stream, std::byte* to, const std::byte* from,
+          std::size_t bytes);
+// Bytes [at, at + bytes) of what the segments hold one after the other, to or from one place.
+void gather(const cuda::Context& context, Stream stream, Segments from, std::size_t at,
+            std::byte* to, std::size_t bytes);
+void scatter(const cuda::Context& context, Stream stream, const std::byte* from, Segments to,
+             std::size_t at, std::size_t bytes);
+
+}  // namespace polyhvd::nccl

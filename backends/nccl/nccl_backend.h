@@ -1,0 +1,78 @@
+// The backend for tensors on GPUs that moves them with NCCL, on a stream of its own and without
+// waiting for the GPU. What NCCL cannot do alike goes through memory of the host, which another
+// backend stages.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+#include "cuda/devices.h"
+#include "nccl/library.h"
+#include "parking.h"
+
+namespace polyhvd::nccl {
+
+struct Settings {
+  std::vector<std::string> libraries;  // where NCCL may be, the likeliest first
+  bool required = false;               // where it cannot serve, that is an error
+  bool shares_gpus = false;            // NCCL_MULTI_RANK_GPU_ENABLE is set
+  bool reproducible = false;           // sums are the host backend's
+};
+
+// What a rank's communicators share. Everything outlives them.
+class Fabric {
+ public:
+  Fabric(int rank, Settings settings, std::shared_ptr<cuda::Devices> devices, Parking& parking,
+         std::function<std::string(int rank)> name_of, std::function<void(const std::string&)> log)
+      : rank(rank),
+        settings(std::move(settings)),
+        parking(parking),
+        name_of(std::move(name_of)),
+        log(std::move(log)),
+        devices_(std::move(devices)) {}
+
+  const int rank;
+  const Settings settings;
+  Parking& parking;
+  const std::function<std::string(int rank)> name_of;
+  const std::function<void(const std::string&)> log;
+
+  cuda::Devices& devices() const noexcept { return *devices_; }
+  // The same at every call. Throws Failure(kInvalidArgument) with the reasons when there is none.
+  std::shared_ptr<const Library> library();
+  // That NCCL does not serve: once, as it is so for every process set.
+  void warn(const std::string& text);
+
+  void count(std::size_t bytes) noexcept { bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+  std::uint64_t bytes() const noexcept { return bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  std::shared_ptr<cuda::Devices> devices_;
+  std::shared_ptr<const Library> library_;  // null before the first use; the driver's
+  bool warned_ = false;
+  std::atomic<std::uint64_t> bytes_{0};  // that this rank gave to NCCL; any thread reads it
+};
+
+class NcclBackend final : public Backend {
+ public:
+  // `staged` serves what NCCL does not, and outlives this.
+  NcclBackend(Fabric& fabric, Backend& staged) : fabric_(fabric), staged_(staged) {}
+  std::string_view name() const noexcept override { return "nccl"; }
+  bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override {
+    return device == DeviceKind::kCuda && staged_.supports(kind, dtype, op, device);
+  }
+  // Touches neither NCCL nor a GPU: the first operation does.
+  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+                                        Communicator* on_cpu) override;
+
+ private:
+  Fabric& fabric_;
+  Backend& staged_;
+};
+
+}  // namespace polyhvd::nccl

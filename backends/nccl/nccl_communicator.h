@@ -1,0 +1,71 @@
+// Collectives of one process set on GPUs. Each rank says at the first one what it has, and all
+// of them decide alike: NCCL connects them, or everything is staged. After that a call gives
+// work to a stream and returns.
+//
+// How NCCL associates the terms of a sum is its own affair, and factors are applied before it,
+// rounded to the tensor's type: bits may differ from the host backend's. What must not, or what
+// NCCL has no notion of, is staged: in reproducible mode every reduction is.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "nccl/lane.h"
+#include "nccl/nccl_backend.h"
+#include "nccl/offer.h"
+
+namespace polyhvd::nccl {
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members,
+                   Communicator& on_cpu, std::unique_ptr<Communicator> staged);
+
+  void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
+                 Deadline deadline) override;
+  void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+  void broadcast(Segments in, Segments out, int root, Deadline deadline) override;
+  void reducescatter(Segments in, Segments out, Counts counts, DType dtype, ReduceOp op,
+                     Scale scale, Deadline deadline) override;
+  void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+
+  void begin(Device device, std::span<const DeviceEventPtr> ready, Deadline deadline) override;
+  DeviceEventPtr end() override;
+  void check() override;
+  void abort() noexcept override;
+
+ private:
+  bool takes_lane(Deadline deadline);
+  void connect(Deadline deadline);
+  Offer offer() const;
+  Communicator& staged();
+  std::optional<Reduction> reduction_by_nccl(DType dtype, ReduceOp op, Scale scale) const;
+  void allreduce_packed(Segments in, Segments out, DType dtype, const Reduction& reduction,
+                        RedOp op, Deadline deadline);
+  void reducescatter_packed(Segments in, Segments out, Counts counts, std::size_t item,
+                            const Reduction& reduction, RedOp op, Deadline deadline);
+  std::string who() const;
+  std::string member(std::size_t position) const;
+
+  Fabric& fabric_;
+  const ProcessSetId set_;
+  const std::vector<int> members_;
+  const std::size_t size_;
+  std::size_t self_ = 0;
+  Communicator& on_cpu_;
+  std::unique_ptr<Communicator> staged_;
+  bool decided_ = false;
+  std::unique_ptr<Lane> lane_;  // null before that, and where everything is staged
+
+  // Of the batch that is being begun.
+  Device device_;
+  std::vector<DeviceEventPtr> ready_;
+  Deadline deadline_{};
+  Lane::Clock::duration patience_{};
+  bool on_lane_ = false;
+  bool is_staged_ = false;
+};
+
+}  // namespace polyhvd::nccl

@@ -1,0 +1,24 @@
+// What NCCL reduces as polyhvd means it, and how NCCL calls that. Pure.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <optional>
+
+#include "nccl/library.h"
+#include "types.h"
+
+namespace polyhvd::nccl {
+
+struct Reduction {
+  DataType type = DataType::kFloat32;
+  RedOp op = RedOp::kSum;
+  // By which every term is multiplied before the sum: as a number of `type`.
+  std::optional<std::array<std::byte, 8>> factor;
+};
+
+// Nothing where NCCL does not do it: 16-bit integers, Adasum, factors other than of a sum of
+// floats, and factors that the type cannot hold. Depends on its arguments alone.
+std::optional<Reduction> reduction_of(DType dtype, ReduceOp op, Scale scale);
+
+}  // namespace polyhvd::nccl
