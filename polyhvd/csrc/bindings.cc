@@ -83,13 +83,15 @@ struct PyHandle {
   PyHandle(const PyHandle&) = delete;
   PyHandle& operator=(const PyHandle&) = delete;
 
-  bool done() const { return operation->is_over(); }
+  // Once a stream is held, what is given to it may use the result: there is nothing to wait for.
+  bool done() const { return held ? operation->is_finished() : operation->is_over(); }
   void wait(std::optional<std::uintptr_t> stream);
   std::string name() const { return operation->submission.name; }
 
   std::shared_ptr<PyEngine> engine;
   OperationPtr operation;
-  py::object keep;  // the tensors
+  bool held = false;  // wait() has returned
+  py::object keep;    // the tensors
   py::object result = py::none();
   py::object finish = py::none();
   py::object slot = py::none();
@@ -318,9 +320,10 @@ PyHandle::~PyHandle() {
 }
 
 void PyHandle::wait(std::optional<std::uintptr_t> stream) {
-  std::optional<Stream> held;
-  if (stream) held = reinterpret_cast<Stream>(*stream);
-  engine->wait(operation, held);
+  std::optional<Stream> after;
+  if (stream) after = reinterpret_cast<Stream>(*stream);
+  engine->wait(operation, after);
+  held = true;
 }
 
 // run(engine, kind, name, tensor, op, root, prescale, postscale, process_set,
