@@ -352,7 +352,10 @@ _INEFFECTIVE = (
     Ineffective(
         "ADASUM_MPI_CHUNK_SIZE", "Adasum runs on the host backend, in chunks of its own; MPI does not do it."
     ),
-    Ineffective("BATCH_D2D_MEMCOPIES", "Large tensors are reduced where they lie; small ones on a GPU are packed, with a copy each."),
+    Ineffective(
+        "BATCH_D2D_MEMCOPIES",
+        "Large tensors are reduced where they lie; small ones on a GPU are packed, with a copy each.",
+    ),
     Ineffective("CCL_*", "oneCCL is not used."),
     Ineffective("DISABLE_NVTX_RANGES", "No NVTX ranges are made."),
     Ineffective(

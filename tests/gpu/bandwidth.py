@@ -71,9 +71,7 @@ class _Nccl:
         address = ctypes.c_void_p(tensor.address)
         count = ctypes.c_size_t(tensor.nbytes // 4)
         stream = ctypes.c_void_p(current_stream().handle)
-        self._check(
-            self._library.ncclAllReduce(address, address, count, _FLOAT32, _SUM, self._comm, stream)
-        )
+        self._check(self._library.ncclAllReduce(address, address, count, _FLOAT32, _SUM, self._comm, stream))
 
     def _make_current(self) -> None:
         ordinal, made = ctypes.c_int(), ctypes.c_void_p()
@@ -126,7 +124,9 @@ def main() -> None:
         times = [[_seconds(way, repeats) for way in ways] for _ in range(_ROUNDS)]
         bare, through = (statistics.median(column) for column in zip(*times, strict=True))
         if hvd.rank() == 0:
-            print(f"{size:>11} {size / bare / 1e6:>11.1f} {size / through / 1e6:>13.1f} {bare / through:>6.2f}")
+            print(
+                f"{size:>11} {size / bare / 1e6:>11.1f} {size / through / 1e6:>13.1f} {bare / through:>6.2f}"
+            )
     moved = hvd.counters()["nccl_bytes"]
     if hvd.rank() == 0 and moved == 0:
         print("polyhvd did not use NCCL: tensors were staged")

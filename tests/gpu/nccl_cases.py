@@ -35,7 +35,8 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-_SHAPES = ((), (1,), (17,), (4097,), (0,), (3, 0), (101, 2971))
+_SHAPES = ((), (17,), (3, 0), (101, 2971))
+_FEW_SHAPES = ((4097,),)
 #: Of a tensor that is packed with others, and of one that is not.
 _SMALL, _LARGE = 16_000, 17_000
 
@@ -66,7 +67,7 @@ def _check(what: str, actual: Array, terms: Sequence[Array], op: str, factor: fl
 
 def _combinations() -> list[tuple[str, float]]:
     plain = [(op, 1.0) for op in ("Sum", "Average", "Min", "Max", "Product")]
-    return [*plain, ("Sum", 0.3), ("Average", 2.5), ("Max", 0.5), ("Product", 0.5)]
+    return [*plain, ("Sum", 0.3), ("Average", 0.25), ("Max", 0.5), ("Product", 0.5)]
 
 
 def _dtypes(op: str, factor: float) -> list[np.dtype[Any]]:
@@ -80,7 +81,7 @@ def allreduce() -> None:
     size, rank = hvd.size(), hvd.rank()
     for op, factor in _combinations():
         for dtype in _dtypes(op, factor):
-            for shape in _SHAPES:
+            for shape in _SHAPES if factor == 1.0 else _FEW_SHAPES:
                 what = f"allreduce {op} {factor} {dtype.name} {list(shape)}"
                 terms = [oracle.contribution(dtype, shape, r) for r in range(size)]
                 mine = DeviceArray.from_numpy(terms[rank])
@@ -115,7 +116,9 @@ def groups() -> None:
     size, rank = hvd.size(), hvd.rank()
     mixed = [_SMALL, 1, 0, _LARGE, 33, _SMALL, 100_003]
     for counts in ([5, 7], mixed, [_SMALL] * 300):
-        terms = [[np.arange(n, dtype=np.float32) + 7 * r + i for i, n in enumerate(counts)] for r in range(size)]
+        terms = [
+            [np.arange(n, dtype=np.float32) + 7 * r + i for i, n in enumerate(counts)] for r in range(size)
+        ]
         tensors = [DeviceArray.from_numpy(x) for x in terms[rank]]
         results = gpu.grouped_allreduce(tensors, name=f"group {len(counts)}", op=hvd.Sum)
         for i, result in enumerate(results):
@@ -129,7 +132,8 @@ def many_in_flight() -> None:
     other = DeviceArray.from_numpy(np.full(3, rank, np.float32))
     for step in range(8):
         handles = [
-            gpu.allreduce_async_(tensor, name=f"flight {i}", op=hvd.Average) for i, tensor in enumerate(tensors)
+            gpu.allreduce_async_(tensor, name=f"flight {i}", op=hvd.Average)
+            for i, tensor in enumerate(tensors)
         ]
         rows = gpu.allgather_async(other, name="flight rows")
         for handle in handles:
