@@ -134,6 +134,16 @@ test: $(STAMPS)/test
 	$(MAKE) -j$(JOBS) core units stand-ins
 	$(PY) -m pytest
 
+##@ test-gpu  tensors on GPUs with NCCL, on this machine's GPU instead of stand-ins
+.PHONY: test-gpu
+test-gpu: $(STAMPS)/test
+	@$(PY) -c 'import sys; from polyhvd import gpu; found = gpu.probe_cuda(); \
+		sys.exit(0 if isinstance(found, gpu.Found) else f"no GPU, so nothing was tested: {found}")'
+	$(MAKE) stand-ins
+	POLYHVD_TEST_GPU=1 $(PY) -m pytest -q -rs tests/gpu/test_nccl.py tests/gpu/test_nccl_faults.py
+	NCCL_MULTI_RANK_GPU_ENABLE=1 TEST_CUDA_LIBRARY=libcuda.so.1 \
+		$(VENV)/bin/polyhvdrun -np 2 $(PY) tests/gpu/bandwidth.py
+
 ##@ check    style: ruff, mypy, clang-format, layers
 check: $(STAMPS)/test
 	$(VENV)/bin/ruff check .

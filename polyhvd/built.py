@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyhvd import context, mpi
+from polyhvd import context, gpu, mpi
 from polyhvd.config import Config
 
 __all__ = [
@@ -55,8 +55,13 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Version of NCCL, such as 21805, or 0 where it cannot serve: 0."""
-    return 0
+    """Version of NCCL on this machine, such as 21805; 0: GPU tensors pass through memory of the host.
+
+    Opens the library, as the first operation on a GPU would.
+    """
+    settings = Config.from_environment()
+    found = gpu.probe_nccl(settings) if settings.may_use_nccl else ""
+    return found.version if isinstance(found, gpu.Found) else 0
 
 
 def ddl_built(verbose: bool = False) -> bool:
@@ -70,8 +75,8 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Whether tensors on NVIDIA's GPUs are served: no; move them with ``.cpu()``."""
-    return False
+    """Whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine."""
+    return isinstance(gpu.probe_cuda(), gpu.Found)
 
 
 def rocm_built(verbose: bool = False) -> bool:

@@ -354,7 +354,7 @@ _INEFFECTIVE = (
     ),
     Ineffective(
         "BATCH_D2D_MEMCOPIES",
-        "Large tensors are reduced where they lie; copies of small ones are always in a batch.",
+        "Large tensors are reduced where they lie; small ones on a GPU are packed, with a copy each.",
     ),
     Ineffective("CCL_*", "oneCCL is not used."),
     Ineffective("DISABLE_NVTX_RANGES", "No NVTX ranges are made."),
@@ -375,8 +375,8 @@ _INEFFECTIVE = (
     Ineffective("SPARK_*", _LAUNCHER),
     Ineffective(
         "TORUS_ALLREDUCE",
-        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces a slice of its own, and swaps it with its "
-        "like on other hosts.",
+        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces a slice of its own, and "
+        "swaps it with its like on other hosts.",
     ),
     *(
         Ineffective(name, _BUILD)

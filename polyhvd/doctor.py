@@ -6,7 +6,6 @@ to do. Imports no framework: an import takes seconds, and may crash beside anoth
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyhvd import _core, built, mpi
+from polyhvd import _core, gpu, mpi
 from polyhvd.config import Config, ConfigError
 from polyhvd.launch import network
 from polyhvd.launch.segment import make_segment
@@ -60,7 +59,7 @@ def examine() -> dict[str, list[Finding]]:
     """What was found, by kind."""
     return {
         "Frameworks": list(_frameworks()),
-        "Libraries": [_mpi(), *_cuda()],
+        "Libraries": [_mpi(), _cuda(), _nccl()],
         "Transports": [_shared_memory(), _tcp()],
     }
 
@@ -122,19 +121,29 @@ def _mpi() -> Finding:
     )
 
 
-def _cuda() -> Iterator[Finding]:
-    for name, library, serves in (
-        ("CUDA driver", "libcuda.so.1", built.cuda_built()),
-        ("NCCL", "libnccl.so.2", bool(built.nccl_built())),
-    ):
-        unused = "" if serves else "polyhvd does not use it yet: move tensors to the CPU"
-        try:
-            ctypes.CDLL(library)
-        except OSError as error:
-            reason = str(error) if library in str(error) else f"{library}: {error}"
-            yield Finding(name, False, note=f"{reason}; {unused or 'install it for tensors on GPUs'}")
-            continue
-        yield Finding(name, True, path=library, note=unused)
+def _cuda() -> Finding:
+    found = gpu.probe_cuda()
+    if isinstance(found, gpu.Found):
+        version = f"{found.version // 1000}.{found.version % 1000 // 10}"
+        return Finding("CUDA driver", True, version, found.path, "for tensors on GPUs; see docs/gpu.md")
+    return Finding("CUDA driver", False, note=f"{found}; for tensors on GPUs install NVIDIA's driver")
+
+
+def _nccl() -> Finding:
+    try:
+        settings = Config.from_environment()
+    except ConfigError as error:
+        return Finding("NCCL", False, note=f"the configuration cannot be read: {error}")
+    found = gpu.probe_nccl(settings)
+    if not isinstance(found, gpu.Found):
+        return Finding(
+            "NCCL",
+            False,
+            note=f"{found}; without it GPU tensors pass through memory of the host: pip install "
+            "nvidia-nccl-cu12 (or -cu13), or set POLYHVD_NCCL_LIBRARY",
+        )
+    unused = "" if settings.may_use_nccl else "POLYHVD_BACKENDS does without it"
+    return Finding("NCCL", True, gpu.version_text(found.version), found.path, unused)
 
 
 def _shared_memory() -> Finding:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from polyhvd.config import Config
 
-__all__ = ["Found", "nccl_libraries", "probe_cuda", "probe_nccl"]
+__all__ = ["Found", "nccl_libraries", "probe_cuda", "probe_nccl", "version_text"]
 
 _CUDA = "libcuda.so.1"
 _NCCL = "libnccl.so.2"
@@ -44,11 +44,17 @@ def probe_nccl(settings: Config) -> Found | str:
     for path in nccl_libraries(settings):
         found = _version_in(path, "ncclGetVersion")
         if isinstance(found, Found) and found.version < _NCCL_MIN:
-            found = f"{path}: version {found.version} is older than {_NCCL_MIN}"
+            found = f"{path}: NCCL {version_text(found.version)}; {version_text(_NCCL_MIN)} is needed"
         if isinstance(found, Found):
             return found
         reasons.append(found)
     return "; ".join(reasons)
+
+
+def version_text(version: int) -> str:
+    """NCCL's number as text: 2.28.9 for 22809, and 2.8.4 for 2804."""
+    step = 1000 if version < 10000 else 10000
+    return f"{version // step}.{version % step // 100}.{version % 100}"
 
 
 def probe_cuda() -> Found | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,21 @@ def test_a_script_that_needs_some_transport_finds_one() -> None:
 
 def test_what_cannot_serve_is_not_built() -> None:
     assert not any((hvd.mpi_enabled(), hvd.ddl_built(), hvd.ccl_built()))
-    assert not any((hvd.cuda_built(), hvd.rocm_built()))
+    assert not hvd.rocm_built()
+
+
+def test_cuda_and_nccl_are_built_where_their_libraries_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyhvd.gpu._CUDA", "libcuda.so.0")
+    assert hvd.cuda_built() is False
+    monkeypatch.setenv("POLYHVD_NCCL_LIBRARY", "libnccl.so.0")
     assert hvd.nccl_built(verbose=True) == 0
-    assert isinstance(hvd.nccl_built(), int), "scripts compare it with versions"
+    folder = Path(__file__).resolve().parents[1] / "build" / "gpu"
+    monkeypatch.setattr("polyhvd.gpu._CUDA", str(folder / "libcuda.so.1"))
+    assert hvd.cuda_built() is True
+    monkeypatch.setenv("POLYHVD_NCCL_LIBRARY", str(folder / "libnccl.so.2"))
+    assert hvd.nccl_built() == 22809, "scripts compare it with versions"
+    monkeypatch.setenv("POLYHVD_BACKENDS", "host")
+    assert hvd.nccl_built() == 0, "it does not serve"
 
 
 def test_mpi_is_built_where_its_library_is(monkeypatch: pytest.MonkeyPatch) -> None:

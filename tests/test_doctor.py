@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +34,22 @@ def test_what_is_missing_has_a_reason_and_a_remedy(monkeypatch: pytest.MonkeyPat
     assert "libmpi.so.0" in mpi.note
     assert "install openmpi-bin" in mpi.note
     assert torch.note == "not installed in this Python; pip install torch"
+
+
+def test_libraries_of_gpus_are_listed_with_version_or_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyhvd.gpu._CUDA", "libcuda.so.0")
+    monkeypatch.setenv("POLYHVD_NCCL_LIBRARY", "libnccl.so.0")
+    cuda, nccl = find("CUDA driver"), find("NCCL")
+    assert (cuda.found, nccl.found) == (False, False)
+    assert "libcuda.so.0" in cuda.note
+    assert "install NVIDIA's driver" in cuda.note
+    assert "libnccl.so.0" in nccl.note
+    assert "pip install nvidia-nccl-cu12" in nccl.note
+    folder = Path(__file__).resolve().parents[1] / "build" / "gpu"
+    monkeypatch.setattr("polyhvd.gpu._CUDA", str(folder / "libcuda.so.1"))
+    monkeypatch.setenv("POLYHVD_NCCL_LIBRARY", str(folder / "libnccl.so.2"))
+    assert find("CUDA driver").version == "12.4"
+    assert (find("NCCL").version, find("NCCL").path) == ("2.28.9", str(folder / "libnccl.so.2"))
 
 
 def test_a_bad_setting_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:

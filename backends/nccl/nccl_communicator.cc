@@ -14,12 +14,6 @@ constexpr std::size_t kPackedSegmentsMin = 3;
 constexpr std::size_t kFusionBytes = 16 << 20;
 constexpr std::size_t kAlignment = 128;  // of tensors that are packed, for wide loads
 
-std::size_t total_bytes(Segments segments) {
-  std::size_t bytes = 0;
-  for (const Segment& segment : segments) bytes += segment.bytes;
-  return bytes;
-}
-
 std::size_t aligned(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
@@ -270,89 +264,6 @@ void NcclCommunicator::reducescatter_packed(Segments in, Segments out, Counts co
     });
     scatter(lane_->context(), lane_->stream(), result, out, at, piece(self_));
   }
-}
-
-// Moving bytes ------------------------------------------------------------------------------
-
-void NcclCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
-  if (std::ranges::max(counts) == 0) return;
-  if (!takes_lane(deadline)) return staged().allgather(in, out, counts, deadline);
-  fabric_.count(in.size());
-  lane_->launch("an allgather", deadline, [&] {
-    if (are_equal(counts)) {
-      return lane_->connection().check(
-          "ncclAllGather",
-          lane_->call().AllGather(in.data(), out.data(), in.size(), DataType::kUint8, lane_->comm(),
-                                  lane_->stream()));
-    }
-    std::byte* part = out.data();
-    for (std::size_t m = 0; m < size_; ++m) {
-      const std::byte* const from = m == self_ ? in.data() : part;
-      if (counts[m] > 0) {
-        lane_->connection().check(
-            "ncclBroadcast",
-            lane_->call().Broadcast(from, part, counts[m], DataType::kUint8, static_cast<int>(m),
-                                    lane_->comm(), lane_->stream()));
-      }
-      part += counts[m];
-    }
-  });
-}
-
-void NcclCommunicator::broadcast(Segments in, Segments out, int root, Deadline deadline) {
-  const std::size_t bytes = total_bytes(out);
-  if (bytes == 0) return;
-  if (!takes_lane(deadline)) return staged().broadcast(in, out, root, deadline);
-  const bool is_root = static_cast<int>(self_) == root;
-  fabric_.count(is_root ? bytes : 0);
-  lane_->launch("a broadcast", deadline, [&] {
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      if (out[i].bytes == 0) continue;
-      const std::byte* const from = is_root ? in[i].data : out[i].data;
-      lane_->connection().check(
-          "ncclBroadcast",
-          lane_->call().Broadcast(from, out[i].data, out[i].bytes, DataType::kUint8, root,
-                                  lane_->comm(), lane_->stream()));
-    }
-  });
-}
-
-void NcclCommunicator::alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
-  if (std::ranges::max(counts) == 0) return;
-  if (!takes_lane(deadline)) return staged().alltoall(in, out, counts, deadline);
-  fabric_.count(in.size());
-  const auto sent_to = [&](std::size_t m) { return counts[self_ * size_ + m]; };
-  const auto received_from = [&](std::size_t m) { return counts[m * size_ + self_]; };
-  lane_->launch("an alltoall", deadline, [&] {
-    const std::byte* from = in.data();
-    std::byte* to = out.data();
-    for (std::size_t m = 0; m < size_; ++m) {
-      const auto peer = static_cast<int>(m);
-      if (m == self_) {
-        // Among the bytes of this rank's own part nobody else has a say.
-      } else {
-        if (sent_to(m) > 0) {
-          lane_->connection().check("ncclSend",
-                                    lane_->call().Send(from, sent_to(m), DataType::kUint8, peer,
-                                                       lane_->comm(), lane_->stream()));
-        }
-        if (received_from(m) > 0) {
-          lane_->connection().check("ncclRecv",
-                                    lane_->call().Recv(to, received_from(m), DataType::kUint8, peer,
-                                                       lane_->comm(), lane_->stream()));
-        }
-      }
-      from += sent_to(m);
-      to += received_from(m);
-    }
-  });
-  std::size_t sent_before = 0, received_before = 0;
-  for (std::size_t m = 0; m < self_; ++m) {
-    sent_before += sent_to(m);
-    received_before += received_from(m);
-  }
-  copy(lane_->context(), lane_->stream(), out.data() + received_before, in.data() + sent_before,
-       sent_to(self_));
 }
 
 }  // namespace polyhvd::nccl

@@ -46,6 +46,7 @@ class NcclCommunicator final : public Communicator {
                         RedOp op, Deadline deadline);
   void reducescatter_packed(Segments in, Segments out, Counts counts, std::size_t item,
                             const Reduction& reduction, RedOp op, Deadline deadline);
+  void send_and_receive(int peer, ConstBytes out, Bytes in) const;
   std::string who() const;
   std::string member(std::size_t position) const;
 

@@ -28,7 +28,9 @@ def settings() -> tuple[tuple[str, str], ...]:
     if is_there():
         return (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
     return (
-        ("POLYHVD_CUDA_LIBRARY", str(_BUILT / "libcuda.so.1")),
+        ("TEST_CUDA_LIBRARY", str(_BUILT / "libcuda.so.1")),
         ("POLYHVD_NCCL_LIBRARY", str(_BUILT / "libnccl.so.2")),
+        ("POLYHVD_STAND_IN_NCCL_VERSION", "23000"),  # which lets ranks share a GPU
+        ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
         ("PYTHONPATH", os.pathsep.join([str(_SOURCES), *filter(None, sys.path)])),
     )

@@ -32,6 +32,7 @@ class Driver:
     name = ""
     framework = ""  # polyhvd.<framework>
     package = ""  # that must be installed
+    sizes: Sequence[int] = (1, 2, 3, 4)  # numbers of ranks
     #: What a collective raises when the ranks disagree.
     mismatch_error = "polyhvd.errors.RankMismatchError"
 
@@ -127,13 +128,17 @@ class _NumPy(Driver):
 
 
 class _CuPy(Driver):
-    """On a GPU if there is one, else on the tests' stand-ins for CUDA and CuPy."""
+    """On a GPU if there is one, else on the tests' stand-ins for CUDA, NCCL and CuPy.
+
+    In reproducible mode, which gives the bits of the CPUs; how NCCL adds is tests/gpu's.
+    """
 
     name = framework = package = "cupy"
+    sizes = (2, 3)  # what more ranks have of their own is NCCL's
 
     @property
     def settings(self) -> tuple[tuple[str, str], ...]:
-        return gpu.settings()
+        return (*gpu.settings(), ("POLYHVD_REPRODUCIBLE", "1"))
 
     def is_installed(self) -> bool:
         return gpu.is_there() or gpu.stand_ins_are_built()
@@ -146,6 +151,8 @@ class _CuPy(Driver):
     def to_numpy(self, tensor: Any) -> Array:
         import cupy
 
+        if isinstance(tensor, np.ndarray) and tensor.dtype == np.int32:
+            return tensor  # the rows that an alltoall has received are the CPU's
         assert isinstance(tensor, cupy.ndarray), type(tensor)
         values: Array = cupy.asnumpy(tensor)
         return values

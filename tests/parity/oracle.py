@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["adasum", "check", "contribution", "digest", "reduce"]
+__all__ = ["adasum", "allow_rounding_of_partial_sums", "check", "contribution", "digest", "reduce"]
 
 Array = np.ndarray[Any, Any]
 
@@ -94,6 +94,11 @@ def _scaled(values: Array, factor: float) -> Array:
     if values.dtype.kind in "iu":
         return np.asarray(np.trunc(values.astype(np.float64) * factor)).astype(values.dtype)
     return np.asarray(values * values.dtype.type(factor))
+
+
+def allow_rounding_of_partial_sums() -> None:
+    """In this process from now on, for what rounds to the tensor's type after each term, as NCCL does."""
+    _TOLERANCES.update(float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))
 
 
 def check(case: str, actual: Array, expected: Array, *, exact: bool = False) -> None:

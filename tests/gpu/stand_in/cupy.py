@@ -17,7 +17,7 @@ import numpy as np
 
 __all__ = ["array", "asarray", "asnumpy", "cuda", "empty", "empty_like", "ndarray"]
 
-_driver = ctypes.CDLL(os.environ["POLYHVD_CUDA_LIBRARY"])
+_driver = ctypes.CDLL(os.environ["TEST_CUDA_LIBRARY"])
 _thread = threading.local()
 
 

@@ -1,0 +1,116 @@
+"""Where NCCL cannot serve, and what becomes of a job in which it fails."""
+
+from __future__ import annotations
+
+import nccl_cases as cases
+import pytest
+from pool import Pool
+from test_nccl import LIBRARY, REAL, fallback, job, library
+
+__all__ = ["fallback", "library"]
+
+pytestmark = pytest.mark.skipif(REAL, reason="a real NCCL does not fail to order")
+
+STAGED = {"nccl_bytes": 0, "staged_bytes": 8000}
+REQUIRED = ("POLYHVD_BACKENDS", "nccl")
+
+
+def test_ranks_on_one_gpu_are_staged_and_told_so_once(fallback: Pool) -> None:
+    assert fallback.run(cases.routes) == [STAGED] * 2
+    logs = [rank.shown_log() for rank in fallback._ranks]
+    assert logs[0].count("rank 0 (") == 1, logs[0]
+    for word in ("work on one GPU", "rank 1 (", "NCCL_MULTI_RANK_GPU_ENABLE=1", "memory of the host"):
+        assert word in logs[0]
+    assert "GPU" not in logs[1]
+
+
+def test_ranks_share_a_gpu_where_nccl_can_and_may() -> None:
+    with job(
+        ("POLYHVD_STAND_IN_CUDA_DEVICES", "1"),
+        ("POLYHVD_STAND_IN_NCCL_VERSION", "23001"),
+        ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+    ) as pool:
+        assert pool.run(cases.routes) == [{"nccl_bytes": 4000, "staged_bytes": 0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((("POLYHVD_NCCL_LIBRARY", "libnccl.so.0"),), ["rank 0 (", "rank 1 (", "no NCCL", "libnccl.so.0"]),
+        ((("POLYHVD_STAND_IN_NCCL_VERSION", "21304"),), ["it is NCCL 2.13.4", "2.14.0 or later"]),
+        ((("POLYHVD_STAND_IN_CUDA_DEVICES", "1"),), ["work on one GPU", "give each rank its own"]),
+    ],
+)
+def test_where_nccl_is_required_every_rank_hears_why_it_cannot(
+    settings: tuple[tuple[str, str], ...], words: list[str]
+) -> None:
+    with job(REQUIRED, *settings) as pool:
+        told = pool.run(cases.refused)
+    for kind, message in told:
+        assert kind == "InvalidArgumentError"
+        for word in ("POLYHVD_BACKENDS asks for nccl", *words):
+            assert word in message, message
+
+
+def test_the_plain_host_backend_never_opens_nccl() -> None:
+    with job(("POLYHVD_BACKENDS", "host")) as pool:
+        assert pool.run(cases.routes) == [STAGED] * 2
+        assert pool.run(cases.shared_objects) == [[], []]
+
+
+def test_nccl_is_opened_by_the_first_operation_on_a_gpu() -> None:
+    with job(("POLYHVD_REPRODUCIBLE", "1")) as pool:
+        assert pool.run(cases.shared_objects) == [[], []]
+        for same, routes in pool.run(cases.same_bits_in_reproducible_mode):
+            assert same
+            assert routes == STAGED
+        assert pool.run(cases.shared_objects) == [[LIBRARY], [LIBRARY]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("error:1:3", ["NCCL 2.28.9", "NCCL_DEBUG=WARN"]),
+        ("launch:1:3", ["ncclGroupEnd", "unhandled system error", "NCCL_DEBUG=WARN"]),
+    ],
+)
+def test_an_error_of_nccl_is_told_on_every_rank_and_frees_its_streams(fault: str, words: list[str]) -> None:
+    with job() as pool:
+        told = pool.run(cases.fail_in_operation, fault)
+    for _, message, seconds in told:
+        for word in words:
+            assert word in message, message
+        assert seconds < 10
+
+
+def test_an_operation_that_never_ends_is_given_up_in_time() -> None:
+    with job(("POLYHVD_DATA_TIMEOUT_SECONDS", "2")) as pool:
+        for kind, message, seconds in pool.run(cases.fail_in_operation, "hang:1:3"):
+            assert kind == "TransferTimeoutError"
+            for word in ("has not ended for 2 s", "process set 0 of ranks 0, 1", "DATA_TIMEOUT"):
+                assert word in message, message
+            assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("init:1:0", ["connecting the ranks", "did not finish in time", "NCCL_SOCKET_IFNAME"]),
+        ("init-error:1:0", ["rank 1 (", "connecting the ranks", "unhandled system error"]),
+    ],
+)
+def test_a_connection_that_fails_or_hangs_is_an_error_on_every_rank(fault: str, words: list[str]) -> None:
+    with job(("POLYHVD_DATA_TIMEOUT_SECONDS", "2"), ("POLYHVD_STAND_IN_NCCL_FAULT", fault)) as pool:
+        for _, message in pool.run(cases.refused):
+            for word in words:
+                assert word in message, message
+
+
+def test_the_death_of_a_rank_frees_the_streams_of_the_others_within_a_second() -> None:
+    with job(hosts=(3,)) as pool:
+        pool.start(cases.die_while_others_wait, 1)
+        for rank in (0, 2):
+            message, seconds = pool.answer(rank)
+            assert "rank 1" in message
+            assert "was lost" in message
+            assert seconds < 0.3 + 1.0 + 0.5
