@@ -212,9 +212,16 @@ std::string Driver::name_of(int device) {
 }
 
 std::string Driver::uuid_of(int device) {
-  std::string uuid(16, '\0');
+  std::array<char, 16> bytes{};
   const Ordinal ordinal = ordinal_of(device);
-  check(functions().DeviceGetUuid(uuid.data(), ordinal), "cuDeviceGetUuid", device);
+  check(functions().DeviceGetUuid(bytes.data(), ordinal), "cuDeviceGetUuid", device);
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string uuid = "GPU";
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (i == 0 || i == 4 || i == 6 || i == 8 || i == 10) uuid += '-';
+    const auto byte = static_cast<unsigned char>(bytes[i]);
+    uuid += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
   return uuid;
 }
 

@@ -74,7 +74,7 @@ class Driver {
   // As 12040 for CUDA 12.4.
   int version();
   std::string name_of(int device);
-  // Tells GPUs apart, also between processes and hosts.
+  // Tells GPUs apart, also between processes and hosts; as nvidia-smi writes it.
   std::string uuid_of(int device);
 
  private:
