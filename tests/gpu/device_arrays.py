@@ -19,7 +19,7 @@ import numpy as np
 
 from polyhvd import _core
 
-__all__ = ["LIBRARY", "STAND_IN", "DeviceArray", "Stream", "current_stream", "cuda", "device", "use_stream"]
+__all__ = ["LIBRARY", "STAND_IN", "DeviceArray", "Stream", "cuda", "current_stream", "device", "use_stream"]
 
 Array = np.ndarray[Any, Any]
 
