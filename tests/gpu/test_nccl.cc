@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
+#include <latch>
 #include <string>
 
 #include "cuda/devices.h"
@@ -159,12 +160,14 @@ TEST_CASE("ranks as threads reduce on their GPUs by NCCL, packed and not, in fli
 TEST_CASE("the end of a job lets go of streams that wait for a rank in NCCL") {
   setenv("POLYHVD_STAND_IN_NCCL_FAULT", "hang:1:1", 1);
   ThreadWorld world(one_host(2), {}, {}, use_nccl);
-  world.run([](int rank, Engine& engine) {
+  std::latch begun(2);
+  world.run([&](int rank, Engine& engine) {
     OnGpu tensor(rank, {1, 2, 3});
     const OperationPtr operation = engine.submit(tensor.allreduce("stuck"));
     engine.wait(operation);
     CHECK(!operation->is_over());
     operation->arrived->hold(operation->submission.stream);
+    begun.arrive_and_wait();
     if (rank == 1) engine.abort("a test ends it");
     (void)tensor.get();  // would wait for ever
     CHECK(operation->is_over());
