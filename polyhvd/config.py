@@ -160,8 +160,8 @@ class Config:
         "BACKENDS",
         _backends,
         (_NCCL_IF_FOUND, "host"),
-        "Backends of operations, first choice first: `mpi`, `host` on CPUs, `nccl` on GPUs; the same on every "
-        "rank. `mpi:allreduce+broadcast` is one for these operations alone. What MPI cannot do runs on "
+        "Backends of operations, first choice first: `mpi`, `host` on CPUs, `nccl` on GPUs; the same on "
+        "every rank. `mpi:allreduce+broadcast` is one for these operations alone. What MPI cannot do runs on "
         "`host`. `nccl?`, which is meant unless `nccl` or `host` is named: where it is found, else tensors "
         "pass through memory of the host; with `nccl` that is an error. GLOO and CCL stand for `host` on "
         "CPUs.",
@@ -375,8 +375,8 @@ _INEFFECTIVE = (
     Ineffective("SPARK_*", _LAUNCHER),
     Ineffective(
         "TORUS_ALLREDUCE",
-        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces a slice of its own, and "
-        "swaps it with its like on other hosts.",
+        "NCCL chooses its own algorithms. On CPUs each rank of a host already reduces a slice of its own, "
+        "and swaps it with its like on other hosts.",
     ),
     *(
         Ineffective(name, _BUILD)

@@ -94,6 +94,25 @@ def test_a_variable_without_effect_has_a_reason() -> None:
     assert [row.name for row in ineffective() if not row.reason.endswith(".")] == []
 
 
+@pytest.mark.parametrize(
+    ("value", "backends", "may_use_nccl"),
+    [
+        ("", ("nccl?", "host"), True),
+        ("gloo", ("nccl?", "host"), True),
+        ("mpi:allreduce", ("nccl?", "mpi:allreduce", "host"), True),
+        ("host", ("host",), False),
+        ("mpi,host", ("mpi", "host"), False),
+        ("nccl:allreduce mpi", ("nccl:allreduce", "mpi", "host"), True),
+        ("host,nccl?", ("host", "nccl?"), True),
+    ],
+)
+def test_who_says_how_cpus_are_served_says_nothing_about_gpus(
+    value: str, backends: tuple[str, ...], may_use_nccl: bool
+) -> None:
+    config = Config.from_environment({"POLYHVD_BACKENDS": value})
+    assert (config.backends, config.may_use_nccl) == (backends, may_use_nccl)
+
+
 def test_our_prefix_wins_and_so_does_our_name() -> None:
     both = {"HOROVOD_CYCLE_TIME": "1", "POLYHVD_CYCLE_TIME": "2"}
     assert Config.from_environment(both).cycle_time_ms == 2

@@ -121,8 +121,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     }
     api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation, engine_.get(),
             &submit_native};
-    const bool dumps = !config.attr("flight_folder").cast<std::string>().empty();
-    if (!dumps) return;
+    if (config.attr("flight_folder").cast<std::string>().empty()) return;
     const auto write = [engine = engine_.get()] { engine->flight().write("SIGUSR2"); };
     dump_signal_ = std::make_unique<DumpSignal>(write);
   }

@@ -31,7 +31,8 @@ inline Layout one_host(int size) {
 class ThreadWorld {
  public:
   explicit ThreadWorld(const Layout& layout, std::vector<std::vector<int>> process_sets = {},
-                       const std::function<void(EngineOptions&)>& adjust = {}) {
+                       const std::function<void(EngineOptions&)>& adjust = {},
+                       const std::function<void(Wiring&)>& adjust_wiring = {}) {
     for (const auto& host : layout) size_ += static_cast<int>(host.size());
     std::vector<Wiring> wirings(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
@@ -41,6 +42,7 @@ class ThreadWorld {
       w.domains = layout;
       w.labels.assign(static_cast<std::size_t>(size_), "a thread");
       w.process_sets = process_sets;
+      if (adjust_wiring) adjust_wiring(w);
     }
     const auto pair = [&](std::map<int, int> Wiring::* map, int a, int b) {
       int fds[2];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 from functools import reduce
 from pathlib import Path
@@ -12,15 +13,7 @@ import numpy as np
 
 STAND_IN = Path(__file__).with_name("stand_in") / "cupy.py"
 #: Of arrays, their memory and their flags.
-ATTRIBUTES = (
-    "data.ptr",
-    "data.device_id",
-    "flags.c_contiguous",
-    "dtype.name",
-    "shape",
-    "astype",
-    "transpose",
-)
+ATTRIBUTES = "data.ptr data.device_id flags.c_contiguous dtype.name shape astype transpose".split()
 
 
 def array_over(host: np.ndarray) -> cupy.ndarray:
@@ -37,11 +30,8 @@ def read_and_make() -> None:
         reduce(getattr, name.split("."), dense)
     assert dense.data.ptr == host.ctypes.data
     _reference(dense, stream=0)
-    try:
+    with contextlib.suppress(BufferError):
         _reference(array_over(host.T), stream=0)
-    except BufferError as error:
-        assert "dense" in str(error)
-    else:
         raise AssertionError("a transposed array passed for dense")
 
     class Buffer:
@@ -49,7 +39,8 @@ def read_and_make() -> None:
 
     made = _array(Buffer())
     assert (made.shape, made.dtype, made.data.ptr) == ((3, 4), np.float32, host.ctypes.data)
-    assert made.flags.c_contiguous and made.data.device_id == 0
+    assert made.flags.c_contiguous
+    assert made.data.device_id == 0
     print("dense, strided, made")
 
 
