@@ -13,7 +13,8 @@ import numpy as np
 
 STAND_IN = Path(__file__).with_name("stand_in") / "cupy.py"
 #: Of arrays, their memory and their flags.
-ATTRIBUTES = "data.ptr data.device_id flags.c_contiguous dtype.name shape astype transpose".split()
+ATTRIBUTES = ["data.ptr", "data.device_id", "flags.c_contiguous", "dtype.name"]
+ATTRIBUTES += ["shape", "astype", "transpose"]
 
 
 def array_over(host: np.ndarray) -> cupy.ndarray:
