@@ -18,6 +18,17 @@ std::size_t aligned(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
+std::string hexadecimal(std::string_view bytes) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string text;
+  for (const char c : bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
 // Whether the parts of all members follow each other in memory.
 bool is_one_piece(Segments parts) {
   for (std::size_t i = 1; i < parts.size(); ++i) {
@@ -97,7 +108,7 @@ Offer NcclCommunicator::offer() const {
   Offer offer;
   try {
     const cuda::ContextPtr context = fabric_.devices().context(device_);
-    put(offer.gpu, context->driver().uuid_of(device_.index));
+    put(offer.gpu, hexadecimal(context->driver().uuid_of(device_.index)));
     offer.version = fabric_.library()->version();
     offer.shares_gpus = fabric_.settings.shares_gpus ? 1 : 0;
   } catch (const Failure& failure) {
@@ -136,9 +147,10 @@ void NcclCommunicator::connect(Deadline deadline) {
   on_cpu_.broadcast({&bytes, 1}, {&bytes, 1}, 0, deadline);
   library->check(self_ == 0 ? "ncclGetUniqueId" : "ncclGetUniqueId of the first rank",
                  invitation.result);
-  lane_ = std::make_unique<Lane>(library, who(), fabric_.devices().context(device_),
-                                 fabric_.parking, invitation.id, static_cast<int>(size_),
-                                 static_cast<int>(self_), deadline);
+  const cuda::ContextPtr context = fabric_.devices().context(device_);
+  lane_ = std::make_unique<Lane>(library, who(), context, fabric_.stream(context), fabric_.parking,
+                                 invitation.id, static_cast<int>(size_), static_cast<int>(self_),
+                                 deadline);
 }
 
 std::string NcclCommunicator::member(std::size_t position) const {
