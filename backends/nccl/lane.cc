@@ -14,11 +14,12 @@ constexpr auto kNap = std::chrono::microseconds(100);
 }  // namespace
 
 Lane::Lane(std::shared_ptr<const Library> library, std::string who, cuda::ContextPtr context,
-           Parking& parking, const UniqueId& id, int size, int position, Deadline deadline)
+           std::shared_ptr<cuda::OwnStream> stream, Parking& parking, const UniqueId& id, int size,
+           int position, Deadline deadline)
     : who_(who),
       context_(std::move(context)),
       parking_(parking),
-      stream_(context_, true),
+      stream_(std::move(stream)),
       connection_(std::move(library), std::move(who)) {
   {
     const cuda::Current current(*context_);
@@ -49,7 +50,7 @@ FusionBuffer& Lane::fusion_buffer(std::size_t bytes) {
 }
 
 DeviceEventPtr Lane::end_batch(Clock::duration patience) {
-  DeviceEventPtr end = stream_.record();
+  DeviceEventPtr end = stream_->record();
   land();
   if (flights_.empty()) front_since_ = Clock::now();
   flights_.push_back({end, patience});

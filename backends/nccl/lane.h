@@ -1,4 +1,4 @@
-// One process set's way through NCCL on this rank's GPU: a stream of ours, the connection whose
+// One process set's way through NCCL on this rank's GPU: the rank's stream, the connection whose
 // calls run on it, and what it has been given and has not done. The driver's.
 #pragma once
 
@@ -22,7 +22,8 @@ class Lane {
 
   // Connects the ranks, all of which make one with the same id. Throws as Connection does.
   Lane(std::shared_ptr<const Library> library, std::string who, cuda::ContextPtr context,
-       Parking& parking, const UniqueId& id, int size, int position, Deadline deadline);
+       std::shared_ptr<cuda::OwnStream> stream, Parking& parking, const UniqueId& id, int size,
+       int position, Deadline deadline);
   // Waits a bounded time for what the stream has to do, and for the others to end as well.
   ~Lane();
   Lane(const Lane&) = delete;
@@ -31,13 +32,13 @@ class Lane {
   const Connection& connection() const noexcept { return connection_; }
   const Functions& call() const noexcept { return connection_.library().call; }
   Comm comm() const noexcept { return connection_.get(); }
-  Stream stream() const noexcept { return stream_.get(); }
+  Stream stream() const noexcept { return stream_->get(); }
   const cuda::Context& context() const noexcept { return *context_; }
   FusionBuffer& fusion_buffer(std::size_t bytes);
 
   // What follows begins when all of these are reached.
   void hold(std::span<const DeviceEventPtr> events) const {
-    for (const DeviceEventPtr& event : events) event->hold(stream_.get());
+    for (const DeviceEventPtr& event : events) event->hold(stream_->get());
   }
   // `calls` are one launch; returns when the stream has been given it.
   template <class Calls>
@@ -65,7 +66,7 @@ class Lane {
   const std::string who_;
   const cuda::ContextPtr context_;
   Parking& parking_;
-  cuda::OwnStream stream_;
+  const std::shared_ptr<cuda::OwnStream> stream_;
   Connection connection_;
   std::optional<FusionBuffer> buffer_;
   std::deque<Flight> flights_;

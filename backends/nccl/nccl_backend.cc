@@ -9,6 +9,11 @@ std::shared_ptr<const Library> Fabric::library() {
   return library_;
 }
 
+std::shared_ptr<cuda::OwnStream> Fabric::stream(const cuda::ContextPtr& context) {
+  if (!stream_) stream_ = std::make_shared<cuda::OwnStream>(context, true);
+  return stream_;
+}
+
 void Fabric::warn(const std::string& text) {
   if (!std::exchange(warned_, true)) log(text);
 }

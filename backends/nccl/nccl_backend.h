@@ -45,6 +45,9 @@ class Fabric {
   cuda::Devices& devices() const noexcept { return *devices_; }
   // The same at every call. Throws Failure(kInvalidArgument) with the reasons when there is none.
   std::shared_ptr<const Library> library();
+  // Of all process sets: were there several, kernels of two sets could wait for each other, as
+  // only one stream has them in the order that all ranks share.
+  std::shared_ptr<cuda::OwnStream> stream(const cuda::ContextPtr& context);
   // That NCCL does not serve: once, as it is so for every process set.
   void warn(const std::string& text);
 
@@ -53,7 +56,8 @@ class Fabric {
 
  private:
   std::shared_ptr<cuda::Devices> devices_;
-  std::shared_ptr<const Library> library_;  // null before the first use; the driver's
+  std::shared_ptr<const Library> library_;   // null before the first use; the driver's
+  std::shared_ptr<cuda::OwnStream> stream_;  // likewise
   bool warned_ = false;
   std::atomic<std::uint64_t> bytes_{0};  // that this rank gave to NCCL; any thread reads it
 };

@@ -136,9 +136,10 @@ void NcclCommunicator::connect(Deadline deadline) {
   on_cpu_.broadcast({&bytes, 1}, {&bytes, 1}, 0, deadline);
   library->check(self_ == 0 ? "ncclGetUniqueId" : "ncclGetUniqueId of the first rank",
                  invitation.result);
-  lane_ = std::make_unique<Lane>(library, who(), fabric_.devices().context(device_),
-                                 fabric_.parking, invitation.id, static_cast<int>(size_),
-                                 static_cast<int>(self_), deadline);
+  const cuda::ContextPtr context = fabric_.devices().context(device_);
+  lane_ = std::make_unique<Lane>(library, who(), context, fabric_.stream(context), fabric_.parking,
+                                 invitation.id, static_cast<int>(size_), static_cast<int>(self_),
+                                 deadline);
 }
 
 std::string NcclCommunicator::member(std::size_t position) const {

@@ -16,7 +16,7 @@ namespace polyhvd::nccl {
 struct Offer {
   std::int32_t version = 0;  // of its NCCL; 0: it has none
   std::int32_t shares_gpus = 0;
-  std::array<char, 64> gpu{};      // its uuid
+  std::array<char, 64> gpu{};      // its uuid, in hexadecimal
   std::array<char, 256> reason{};  // why it has none
 };
 
