@@ -49,8 +49,8 @@ demo: $(STAMPS)/demo
 
 CORE_SOURCES := $(filter-out polyhvd/csrc/bindings.cc polyhvd/csrc/py_%.cc,$(wildcard polyhvd/csrc/*.cc)) \
 	$(wildcard backends/*.cc backends/*/*.cc)
-CORE_TESTS := $(wildcard tests/core/*.cc)
-CORE_FLAGS := -std=c++20 -g1 -Wall -Wextra -Werror -ffp-contract=off -Ipolyhvd/csrc -Ibackends -MMD -MP -pthread
+CORE_TESTS := $(wildcard tests/core/*.cc tests/gpu/*.cc)
+CORE_FLAGS := -std=c++20 -g1 -Wall -Wextra -Werror -ffp-contract=off -Ipolyhvd/csrc -Ibackends -Itests/core -MMD -MP -pthread
 
 # $(call core_program,variant,flags): build/core/<variant>/tests from all sources.
 define core_program
@@ -93,15 +93,15 @@ $(eval $(call stand_in,build/gpu/libcuda.so.1,cuda))
 $(eval $(call stand_in,build/gpu/libnccl.so.2,nccl))
 
 ##@ core     the C++ core's tests: pure units, and engines as threads
-core: build/core/plain/run build/core/plain/instructions
+core: build/core/plain/run build/core/plain/instructions stand-ins
 	build/core/plain/run
 
 ##@ asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
-asan: build/core/asan/run
+asan: build/core/asan/run stand-ins
 	build/core/asan/run
 
 ##@ tsan     the same under ThreadSanitizer
-tsan: build/core/tsan/run
+tsan: build/core/tsan/run stand-ins
 	TSAN_OPTIONS=halt_on_error=1 build/core/tsan/run
 
 FUZZ_SECONDS ?= 600
@@ -149,7 +149,7 @@ check: $(STAMPS)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc benchmarks/*.cc)
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py
 
 BENCH ?=

@@ -363,7 +363,10 @@ _INEFFECTIVE = (
     ),
     Ineffective("ELASTIC", _NO_ELASTIC),
     Ineffective("ELASTIC_TIMEOUT", _NO_ELASTIC),
-    Ineffective("ENABLE_ASYNC_COMPLETION", "Always so: operations on a GPU are done when they have been given to a stream."),
+    Ineffective(
+        "ENABLE_ASYNC_COMPLETION",
+        "Always so: operations on a GPU are done when they have been given to a stream.",
+    ),
     Ineffective("ENABLE_XLA_OPS", "There are no operations for XLA; TensorFlow's own compiler refuses ours."),
     Ineffective("GLOO_RENDEZVOUS_*", _LAUNCHER),
     Ineffective("HIERARCHICAL_ALLGATHER", "Always so: a host's ranks gather first, then hosts swap blocks."),
@@ -371,7 +374,9 @@ _INEFFECTIVE = (
         "HIERARCHICAL_ALLREDUCE", "Always so: a host's ranks reduce first, then hosts swap partials."
     ),
     Ineffective("HOSTNAME", "Set by launchers, for scripts to read; HOST_ID tells hosts apart."),
-    Ineffective("NUM_NCCL_STREAMS", "NCCL has one stream, on which operations keep the order that all ranks share."),
+    Ineffective(
+        "NUM_NCCL_STREAMS", "NCCL has one stream, on which operations keep the order that all ranks share."
+    ),
     Ineffective("SPARK_*", _LAUNCHER),
     Ineffective(
         "TORUS_ALLREDUCE",

@@ -75,9 +75,12 @@ class OnGpu {
   std::shared_ptr<std::byte> memory_;
 };
 
+// Loaded by one thread, as the thread sanitizer does not see the loader's locks.
 void use_nccl(Wiring& wiring) {
-  static void* const driver = dlopen("build/gpu/libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  REQUIRE_MESSAGE(driver != nullptr, "make stand-ins builds build/gpu/libcuda.so.1");
+  for (const char* name : {"build/gpu/libcuda.so.1", "build/gpu/libnccl.so.2"}) {
+    REQUIRE_MESSAGE(dlopen(name, RTLD_NOW | RTLD_LOCAL) != nullptr, "make stand-ins builds it");
+  }
+  cuda::Driver(0).functions();
   wiring.backends = {"nccl", "host"};
   wiring.nccl_libraries = {"build/gpu/libnccl.so.2"};
 }
