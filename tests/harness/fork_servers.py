@@ -1,0 +1,67 @@
+"""Starts the fork servers of a session, and names the interpreter that runs programs in forks of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["ForkServers"]
+
+_FOLDER = Path(__file__).resolve().parent
+_Key = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+
+
+class ForkServers:
+    """A server for each rank, of modules imported under the same settings; they end with this process."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-fork-")
+        self._servers: dict[_Key, list[subprocess.Popen[bytes]]] = {}
+
+    def python(self, ranks: int, modules: Sequence[str], settings: Mapping[str, str]) -> list[str]:
+        """What stands for ``sys.executable`` in the command of a job whose program imports these modules.
+
+        ``settings`` are those of the environment that count when a module is imported; programs have the
+        environment that they are started with.
+        """
+        if not hasattr(ctypes.CDLL(None), "_Fork"):  # glibc before 2.34
+            return [sys.executable]
+        key = (tuple(modules), tuple(sorted(settings.items())))
+        servers = self._servers.setdefault(key, [])
+        folder = Path(self._folder.name) / str(list(self._servers).index(key))
+        folder.mkdir(exist_ok=True)
+        while len(servers) < ranks:
+            servers.append(_start(folder, len(servers), modules, settings))
+        return [sys.executable, "-I", "-S", str(_FOLDER / "forked.py"), str(folder)]
+
+    def close(self) -> None:
+        """End them, and every program that still runs."""
+        for server in [server for servers in self._servers.values() for server in servers]:
+            server.kill()
+            server.wait()
+        self._servers.clear()
+        self._folder.cleanup()
+
+
+def _start(
+    folder: Path, rank: int, modules: Sequence[str], settings: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    with socket.socket(socket.AF_UNIX) as listener, (folder / f"{rank}.log").open("wb") as log:
+        listener.bind(str(folder / str(rank)))
+        listener.listen()
+        command = [sys.executable, str(_FOLDER / "fork_server.py"), str(listener.fileno()), str(os.getpid())]
+        return subprocess.Popen(
+            [*command, *modules],
+            env={**os.environ, **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for pytest
+        )
