@@ -11,7 +11,22 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["ForkServers"]
+__all__ = ["IMPORTS", "SETTINGS", "ForkServers"]
+
+#: What takes seconds to import, by framework.
+IMPORTS = {
+    "mxnet": ["polyhvd.mxnet"],  # which mends NumPy before it imports mxnet
+    "tensorflow": ["tensorflow"],
+    "torch": ["torch", "torch._dynamo"],
+}
+#: The environment in which it is imported: no library starts threads, or looks for GPUs.
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONFAULTHANDLER": "1",
+}
 
 _FOLDER = Path(__file__).resolve().parent
 _Key = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
@@ -24,11 +39,11 @@ class ForkServers:
         self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-fork-")
         self._servers: dict[_Key, list[subprocess.Popen[bytes]]] = {}
 
-    def python(self, ranks: int, modules: Sequence[str], settings: Mapping[str, str]) -> list[str]:
+    def python(self, ranks: int, modules: Sequence[str], **settings: str) -> list[str]:
         """What stands for ``sys.executable`` in the command of a job whose program imports these modules.
 
-        ``settings`` are those of the environment that count when a module is imported; programs have the
-        environment that they are started with.
+        ``settings`` are added to SETTINGS, for modules that read them when they are imported. Programs have
+        the environment that they are started with.
         """
         if not hasattr(ctypes.CDLL(None), "_Fork"):  # glibc before 2.34
             return [sys.executable]
@@ -37,7 +52,7 @@ class ForkServers:
         folder = Path(self._folder.name) / str(list(self._servers).index(key))
         folder.mkdir(exist_ok=True)
         while len(servers) < ranks:
-            servers.append(_start(folder, len(servers), modules, settings))
+            servers.append(_start(folder, len(servers), modules, {**SETTINGS, **settings}))
         return [sys.executable, "-I", "-S", str(_FOLDER / "forked.py"), str(folder)]
 
     def close(self) -> None:

@@ -21,17 +21,21 @@ def main() -> None:
     """Ask for the program, wait for its end, and end as it did."""
     folder, *argv = sys.argv[1:]
     descriptors = _descriptors()
+    path = f"{folder}/{os.environ.get('POLYHVD_RANK', '0')}"
     server = socket.socket(socket.AF_UNIX)
-    server.connect(f"{folder}/{os.environ.get('POLYHVD_RANK', '0')}")
     values = {"argv": argv, "cwd": os.getcwd(), "environment": dict(os.environ), "numbers": descriptors}
     request = json.dumps(values).encode()
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _: _pass_on(server, number))
-    socket.send_fds(server, [struct.pack("!I", len(request))], descriptors)
-    server.sendall(request)
-    answer = server.recv(4)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        server.connect(path)
+        socket.send_fds(server, [struct.pack("!I", len(request))], descriptors)
+        server.sendall(request)
+        answer = server.recv(4)
     if len(answer) < 4:
-        sys.exit(f"the fork server of {folder} has ended before {argv}; its log lies there")
+        with open(f"{path}.log", errors="replace") as log:
+            sys.exit(f"the fork server that was to run {argv} has ended; it printed:\n{log.read()[-4000:]}")
     (status,) = struct.unpack("!i", answer)
     if status < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler

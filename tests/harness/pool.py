@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks_alive
-from fork_servers import ForkServers
+from fork_servers import IMPORTS, ForkServers
 from inside import inside
 from netns import Namespace
 
@@ -54,14 +54,6 @@ _THREADS = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "CUDA_VISIBLE_DEVICES": "-1",
     "PYTHONFAULTHANDLER": "1",
-}
-
-
-#: What takes seconds to import, by framework: imported once for all pools.
-_IMPORTS = {
-    "mxnet": ["polyhvd.mxnet"],  # which mends NumPy before it imports mxnet
-    "tensorflow": ["tensorflow"],
-    "torch": ["torch", "torch._dynamo"],
 }
 
 
@@ -162,8 +154,9 @@ class Pool:
         """Start the ranks, in forks of the servers if there are some, and run hvd.init() on all of them."""
         self.spec = spec
         self._python = [sys.executable]
-        if servers is not None and spec.framework in _IMPORTS and not spec.namespaces:
-            self._python = servers.python(spec.size, _IMPORTS[spec.framework], _THREADS)
+        if servers is not None and spec.framework in IMPORTS and not (spec.namespaces or spec.mpirun):
+            settings = {"TF_ENABLE_ONEDNN_OPTS": "0"} if spec.framework == "tensorflow" else {}
+            self._python = servers.python(spec.size, IMPORTS[spec.framework], **settings)
         self.mark = secrets.token_hex(8)
         self.usable = True
         self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-pool-")

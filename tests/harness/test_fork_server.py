@@ -27,7 +27,7 @@ def servers() -> Iterator[ForkServers]:
 
 @pytest.fixture(scope="module")
 def python(servers: ForkServers) -> list[str]:
-    command = servers.python(2, ["colorsys", "no_such_module"], {})
+    command = servers.python(2, ["colorsys", "no_such_module"])
     if command == [sys.executable]:
         pytest.skip("this C library has no _Fork")
     return command
@@ -146,7 +146,7 @@ def test_servers_and_programs_die_with_the_process_that_has_started_them() -> No
         "import os, subprocess\n"
         "from fork_servers import ForkServers\n"
         "servers = ForkServers()\n"
-        "python = servers.python(1, [], {})\n"
+        "python = servers.python(1, [])\n"
         "code = 'import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(600)'\n"
         "process = subprocess.Popen([*python, '-c', code], stdout=subprocess.PIPE)\n"
         "print(process.pid, process.stdout.readline().decode(), flush=True)\n"

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fork_servers import ForkServers  # tests/harness, on the path by tests/conftest.py
+from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
 
 FOLDER = Path(__file__).resolve().parent
 DEADLINE_S = 180.0  # for hangs only
-THREADS = {"OMP_NUM_THREADS": "1"}
 
 if importlib.util.find_spec("mxnet") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -34,12 +33,12 @@ def ranks(tmp_path: Path, fork_servers: ForkServers) -> Callable[..., str]:
     def run(number: int, program: Program, **environment: str) -> str:
         python = [sys.executable]
         if not environment:
-            python = fork_servers.python(number, ["polyhvd.mxnet"], THREADS)
+            python = fork_servers.python(number, IMPORTS["mxnet"])
         command = [sys.executable, "-m", "polyhvd.launch", "-np", str(number), *python]
         command += [str(FOLDER / "mxnet_rank.py"), program.__code__.co_filename]
         process = subprocess.Popen(
             [*command, program.__name__],
-            env={**os.environ, **THREADS, "POLYHVD_TEST_FOLDER": str(tmp_path), **environment},
+            env={**os.environ, **SETTINGS, "POLYHVD_TEST_FOLDER": str(tmp_path), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
