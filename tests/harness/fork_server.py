@@ -2,13 +2,15 @@
 
 ``python fork_server.py DESCRIPTOR PARENT MODULE...`` serves ``forked.py`` at a listening socket for as
 long as PARENT lives. It has one thread and has used nothing of what it has imported, so a program begins
-as in an interpreter of its own, but for the imports. Modules that are missing are the program's affair.
+as in an interpreter of its own, but for the imports. What cannot be imported is the program's affair. If a
+module has started threads, programs are sent away, to import for themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -23,10 +25,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-__all__ = ["LENGTH", "STATUS"]
+__all__: list[str] = []
 
-LENGTH = struct.Struct("!I")  # of the request that follows
-STATUS = struct.Struct("!i")  # of the program that has ended; negative for a signal
+_LENGTH = struct.Struct("!I")  # of the request that follows
+_STATUS = struct.Struct("!i")  # of the program that has ended; negative for a signal
+_SENT_AWAY = 1 << 16  # no exit status
 _DESCRIPTORS_MAX = 64
 _HIGH = 512  # descriptors of the server, out of the way of those that programs are given
 _PR_SET_PDEATHSIG = 1
@@ -45,23 +48,26 @@ class _Program:
 
     @classmethod
     def receive(cls, connection: socket.socket) -> _Program:
-        head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, _DESCRIPTORS_MAX)
+        head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _DESCRIPTORS_MAX)
         data = bytearray()
-        while len(data) < LENGTH.unpack(head)[0]:
+        while len(data) < _LENGTH.unpack(head)[0]:
             part = connection.recv(1 << 16)
             if not part:
                 raise ConnectionError("half a request")
             data += part
-        return cls(**json.loads(data), descriptors=descriptors)
+        return cls(**json.loads(data), descriptors=[_high(descriptor) for descriptor in descriptors])
+
+    def close(self) -> None:
+        """Close the descriptors, which a child has now, or nobody."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
     def take_over(self) -> None:
         """Make this process the one that was asked for."""
         os.setsid()
         for number, descriptor in zip(self.numbers, self.descriptors, strict=True):
-            os.dup2(descriptor, number, inheritable=True)
-        for descriptor in self.descriptors:
-            if descriptor not in self.numbers:
-                os.close(descriptor)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -102,14 +108,14 @@ class _Server:
     def serve(self) -> _Program:
         """Fork for whoever asks. Returns in children alone."""
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select()[:1]:  # one at a time, since it may end another
                 if key.fileobj is self._listener:
                     program = self._accept()
                     if program is not None:
                         return program
                 elif isinstance(key.fileobj, socket.socket):
                     self._hear(key.fileobj, key.data)
-                elif key.fileobj in self._selector.get_map():
+                else:
                     self._end(key.fileobj, *key.data)
 
     def _accept(self) -> _Program | None:
@@ -119,14 +125,18 @@ class _Server:
         except (OSError, struct.error):
             connection.close()
             return None
+        if len(os.listdir("/proc/self/task")) > 1:
+            program.close()
+            connection.send(_STATUS.pack(_SENT_AWAY))
+            connection.close()
+            return None
         pid = _fork()
         if pid == 0:
             for key in list(self._selector.get_map().values()):
                 os.close(key.fd)
             connection.close()
             return program
-        for descriptor in program.descriptors:
-            os.close(descriptor)
+        program.close()
         self._selector.register(connection, selectors.EVENT_READ, pid)
         self._selector.register(_high(os.pidfd_open(pid)), selectors.EVENT_READ, (pid, connection))
         return None
@@ -141,8 +151,9 @@ class _Server:
             os.kill(pid, data[0])
         else:
             self._selector.unregister(connection)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            for kill in (os.kill, os.killpg):  # a child that has just begun leads no group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
 
     def _end(self, descriptor: Any, pid: int, connection: socket.socket) -> None:
         _, status = os.waitpid(pid, 0)
@@ -151,15 +162,12 @@ class _Server:
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
         with contextlib.suppress(OSError):
-            connection.send(STATUS.pack(os.waitstatus_to_exitcode(status)))
+            connection.send(_STATUS.pack(os.waitstatus_to_exitcode(status)))
         connection.close()
 
 
 def _fork() -> int:
     """Fork without the handlers of libraries, as they start what a program is to start itself."""
-    threads = os.listdir("/proc/self/task")
-    if len(threads) != 1:
-        raise RuntimeError(f"a fork server has one thread; {sys.argv[3:]} have started {len(threads) - 1}")
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = int(_LIBC._Fork())
     if pid != 0:
@@ -177,8 +185,6 @@ def _live_with(parent: int) -> None:
 
 
 def _high(descriptor: int) -> int:
-    import fcntl
-
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     os.close(descriptor)
     return moved
@@ -194,7 +200,7 @@ def main() -> None:
     _live_with(int(parent))
     listener = _out_of_the_way(socket.socket(fileno=int(descriptor)))
     for name in modules:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()  # a collection in a child would copy all pages
     program = _Server(listener).serve()

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 
+_SENT_AWAY = 1 << 16  # as in fork_server.py
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -37,6 +38,8 @@ def main() -> None:
         with open(f"{path}.log", errors="replace") as log:
             sys.exit(f"the fork server that was to run {argv} has ended; it printed:\n{log.read()[-4000:]}")
     (status,) = struct.unpack("!i", answer)
+    if status == _SENT_AWAY:
+        os.execv(sys.executable, [sys.executable, *argv])
     if status < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)

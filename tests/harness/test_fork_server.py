@@ -141,6 +141,18 @@ def test_ranks_differ_in_what_is_drawn_for_each_process(python: list[str]) -> No
     assert len({first[1], again[1], other[1]}) == 3
 
 
+def test_a_program_imports_for_itself_where_a_module_starts_threads(
+    servers: ForkServers, tmp_path: Path
+) -> None:
+    source = "import sys, threading; print('threaded' in sys.modules, threading.active_count(), sys.argv)"
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    python = servers.python(1, ["threaded"], PYTHONPATH=str(tmp_path))
+    done = run(python, source, "argument")
+    assert done.stdout == "False 1 ['-c', 'argument']\n", done.stderr
+
+
 def test_servers_and_programs_die_with_the_process_that_has_started_them() -> None:
     source = (
         "import os, subprocess\n"
