@@ -1,9 +1,10 @@
 """A fork server: imports modules once, and runs each program in a fork of itself, seconds sooner.
 
-``python fork_server.py DESCRIPTOR PARENT MODULE...`` serves ``forked.py`` at a listening socket for as
-long as PARENT lives. It has one thread and has used nothing of what it has imported, so a program begins
-as in an interpreter of its own, but for the imports. What cannot be imported is the program's affair. If a
-module has started threads, programs are sent away, to import for themselves.
+``python fork_server.py DESCRIPTOR READY PARENT MODULE...`` serves ``forked.py`` at a listening socket for
+as long as PARENT lives, and closes READY when it has imported the modules. It has one thread and has used
+nothing of what it has imported, so a program begins as in an interpreter of its own, but for the imports.
+What cannot be imported is the program's affair. If a module has started threads, programs are sent away,
+to import for themselves.
 """
 
 from __future__ import annotations
@@ -196,12 +197,13 @@ def _out_of_the_way(connection: socket.socket) -> socket.socket:
 
 def main() -> None:
     """Serve, and in a child run what was asked for."""
-    descriptor, parent, *modules = sys.argv[1:]
+    descriptor, ready, parent, *modules = sys.argv[1:]
     _live_with(int(parent))
     listener = _out_of_the_way(socket.socket(fileno=int(descriptor)))
     for name in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    os.close(int(ready))
     gc.freeze()  # a collection in a child would copy all pages
     program = _Server(listener).serve()
     program.take_over()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ SETTINGS = {
     "PYTHONFAULTHANDLER": "1",
 }
 
+_IMPORT_S = 180.0
 _FOLDER = Path(__file__).resolve().parent
 _Key = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 
@@ -51,8 +53,15 @@ class ForkServers:
         servers = self._servers.setdefault(key, [])
         folder = Path(self._folder.name) / str(list(self._servers).index(key))
         folder.mkdir(exist_ok=True)
+        ready = []
         while len(servers) < ranks:
-            servers.append(_start(folder, len(servers), modules, {**SETTINGS, **settings}))
+            server, pipe = _start(folder, len(servers), modules, {**SETTINGS, **settings})
+            servers.append(server)
+            ready.append(pipe)
+        # Ranks whose servers are new would keep the others waiting for longer than they do.
+        for pipe in ready:
+            assert select.select([pipe], [], [], _IMPORT_S)[0], f"{modules}: not imported in {_IMPORT_S} s"
+            os.close(pipe)
         return [sys.executable, "-I", "-S", str(_FOLDER / "forked.py"), str(folder)]
 
     def close(self) -> None:
@@ -66,17 +75,21 @@ class ForkServers:
 
 def _start(
     folder: Path, rank: int, modules: Sequence[str], settings: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A server, and a pipe that ends when it has imported the modules."""
+    ready, imported = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener, (folder / f"{rank}.log").open("wb") as log:
         listener.bind(str(folder / str(rank)))
         listener.listen()
-        command = [sys.executable, str(_FOLDER / "fork_server.py"), str(listener.fileno()), str(os.getpid())]
-        return subprocess.Popen(
-            [*command, *modules],
+        numbers = [str(number) for number in (listener.fileno(), imported, os.getpid())]
+        server = subprocess.Popen(
+            [sys.executable, str(_FOLDER / "fork_server.py"), *numbers, *modules],
             env={**os.environ, **settings},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=[listener.fileno()],
+            pass_fds=[listener.fileno(), imported],
             start_new_session=True,  # Ctrl-C is for pytest
         )
+    os.close(imported)
+    return server, ready
