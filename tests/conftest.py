@@ -15,6 +15,7 @@ for _folder in ("harness", "parity", "backends", "gpu"):
     if str(_TESTS / _folder) not in sys.path:
         sys.path.insert(0, str(_TESTS / _folder))
 
+from fork_servers import ForkServers  # noqa: E402
 from pool import Pools  # noqa: E402
 
 # A shell without job control starts what runs in the background with Ctrl-C ignored, and every
@@ -29,8 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
+def fork_servers() -> Iterator[ForkServers]:
+    servers = ForkServers()
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="session")
+def pools(fork_servers: ForkServers) -> Iterator[Pools]:
+    pools = Pools(fork_servers)
     yield pools
     pools.close()
 

@@ -7,35 +7,44 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name != "common.py")
 TIMEOUT_S = 120.0
 LAST_LINE = re.compile(r"\[0\] test accuracy ([\d.]+), (\d+) ranks?, (\d+) images/s")
-# One thread a rank, since there may be more ranks than cores.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+FRAMEWORKS = {"lightning": "torch", "mxnet": "mxnet", "pytorch": "torch", "tensorflow": "tensorflow"}
+Run = Callable[..., list[str]]
 
 
-def run(example: str, ranks: int, *arguments: str) -> list[str]:
-    """Run an example to its end and return the lines of its standard output."""
-    script = str(ROOT / "examples" / example)
-    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable, script]
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout.splitlines()
+@pytest.fixture
+def run(fork_servers: ForkServers) -> Run:
+    """``run(example, ranks, *arguments)`` runs one to its end and returns its lines of standard output."""
+
+    def run(example: str, ranks: int, *arguments: str) -> list[str]:
+        framework = FRAMEWORKS.get(example.split("_")[0])
+        python = fork_servers.python(ranks, IMPORTS[framework]) if framework else [sys.executable]
+        script = str(ROOT / "examples" / example)
+        command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), *python, script]
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=ROOT,
+            env={**os.environ, **SETTINGS},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout.splitlines()
+
+    return run
 
 
 def result(lines: list[str]) -> tuple[float, int, int]:
@@ -72,7 +81,7 @@ def test_there_are_examples_for_every_framework() -> None:
     # Lightning takes seconds to import; its other worlds stand in tests/torch.
     [(example, n) for example in EXAMPLES for n in ((2,) if example.startswith("lightning") else (1, 2, 4))],
 )
-def test_example_trains_on_any_number_of_ranks(example: str, ranks: int) -> None:
+def test_example_trains_on_any_number_of_ranks(run: Run, example: str, ranks: int) -> None:
     lines = run(example, ranks)
     accuracy, ranks_told, images_per_s = result(lines)
     assert accuracy > 0.95
@@ -82,14 +91,14 @@ def test_example_trains_on_any_number_of_ranks(example: str, ranks: int) -> None
     assert sum("epoch" in line for line in lines) == len(lines) - 1, "a line per epoch and the last one"
 
 
-def test_plot_is_a_png(tmp_path: Path) -> None:
+def test_plot_is_a_png(run: Run, tmp_path: Path) -> None:
     plot = tmp_path / "loss.png"
     run("numpy_logistic.py", 2, "--epochs", "3", "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_gluon_trains_on_fashion_mnist(common: ModuleType) -> None:
+def test_gluon_trains_on_fashion_mnist(run: Run, common: ModuleType) -> None:
     if not common.FASHION_MNIST.exists():
         pytest.skip("the Debian package dataset-fashion-mnist is not installed")
     lines = run("mxnet_gluon_digits.py", 2, "--data", "fashion-mnist", "--epochs", "1", "--batch-size", "64")

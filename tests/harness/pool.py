@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks_alive
+from fork_servers import IMPORTS, ForkServers
 from inside import inside
 from netns import Namespace
 
@@ -84,7 +85,9 @@ class PoolSpec:
 class _Rank:
     """The pool's end of one worker."""
 
-    def __init__(self, number: int, command: list[str], env: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self, number: int, command: list[str], parent: int, env: dict[str, str], folder: Path
+    ) -> None:
         self.number = number
         self.stacks = folder / f"rank{number}.stacks"
         self.log = folder / f"rank{number}.log"
@@ -95,8 +98,8 @@ class _Rank:
             self.process = subprocess.Popen(
                 [
                     *command,
-                    *(sys.executable, "-c", "import worker; worker.main()"),
-                    *(str(theirs.fileno()), str(os.getpid()), str(self.stacks)),
+                    *("-c", "import worker; worker.main()"),
+                    *(str(theirs.fileno()), str(parent), str(self.stacks)),
                     env["POLYHVD_TEST_FRAMEWORK"],
                 ],
                 cwd=ROOT,
@@ -147,9 +150,13 @@ class _Rank:
 class Pool:
     """Ranks that wait for functions. Close it, or use it as a context manager."""
 
-    def __init__(self, spec: PoolSpec) -> None:
-        """Start the ranks and run hvd.init() on all of them."""
+    def __init__(self, spec: PoolSpec, servers: ForkServers | None = None) -> None:
+        """Start the ranks, in forks of the servers if there are some, and run hvd.init() on all of them."""
         self.spec = spec
+        self._python = [sys.executable]
+        if servers is not None and spec.framework in IMPORTS and not (spec.namespaces or spec.mpirun):
+            settings = {"TF_ENABLE_ONEDNN_OPTS": "0"} if spec.framework == "tensorflow" else {}
+            self._python = servers.python(spec.size, IMPORTS[spec.framework], **settings)
         self.mark = secrets.token_hex(8)
         self.usable = True
         self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-pool-")
@@ -300,7 +307,8 @@ class Pool:
         env = {**self._environment(), **{f"POLYHVD_{name}": str(value) for name, value in values.items()}}
         env |= dict(self.spec.settings)
         command = self.spec.namespaces[placement.host].command() if self.spec.namespaces else []
-        return _Rank(placement.rank, command, env, Path(self._folder.name))
+        parent = os.getpid() if self._python == [sys.executable] else 0  # a fork lives as its server does
+        return _Rank(placement.rank, [*command, *self._python], parent, env, Path(self._folder.name))
 
     def _start_below(self, launcher: Sequence[str]) -> list[_Rank]:
         """All ranks as MPI's launcher starts them, which knows nothing of pools: it closes descriptors."""
@@ -404,7 +412,8 @@ class Pool:
 class Pools:
     """At most one pool at a time: memory is for one framework's ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, servers: ForkServers | None = None) -> None:
+        self._servers = servers
         self._pool: Pool | None = None
         self._cannot_start: dict[PoolSpec, str] = {}
 
@@ -416,7 +425,7 @@ class Pools:
         if self._pool is None or not self._pool.usable or self._pool.spec != spec:
             self.close()
             try:
-                self._pool = Pool(spec)
+                self._pool = Pool(spec, self._servers)
             except RankFailure as failure:
                 self._cannot_start[spec] = f"as in the first test of this pool: {failure}"
                 raise

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
 
 FOLDER = Path(__file__).resolve().parent
 DEADLINE_S = 180.0  # for hangs only
@@ -22,18 +23,22 @@ Program = Callable[..., None]
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Callable[..., str]:
+def ranks(tmp_path: Path, fork_servers: ForkServers) -> Callable[..., str]:
     """``ranks(n, program, MXNET_X="1")`` runs ``program(hvd, mx, np)`` on n ranks; returns their output.
 
-    A program that raises on a rank fails the test. ``POLYHVD_TEST_FOLDER`` is a folder of the test.
+    A program that raises on a rank fails the test. ``POLYHVD_TEST_FOLDER`` is a folder of the test. MXNet
+    is imported once for all tests, and once more where it must see an environment of the test.
     """
 
     def run(number: int, program: Program, **environment: str) -> str:
-        command = [sys.executable, "-m", "polyhvd.launch", "-np", str(number)]
-        command += [sys.executable, str(FOLDER / "mxnet_rank.py"), program.__code__.co_filename]
+        python = [sys.executable]
+        if not environment:
+            python = fork_servers.python(number, IMPORTS["mxnet"])
+        command = [sys.executable, "-m", "polyhvd.launch", "-np", str(number), *python]
+        command += [str(FOLDER / "mxnet_rank.py"), program.__code__.co_filename]
         process = subprocess.Popen(
             [*command, program.__name__],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "POLYHVD_TEST_FOLDER": str(tmp_path), **environment},
+            env={**os.environ, **SETTINGS, "POLYHVD_TEST_FOLDER": str(tmp_path), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers
 
 SCRIPT = Path(__file__).with_name("horovod_script.py")
 DEADLINE_S = 180.0  # for hangs only
@@ -17,11 +18,11 @@ DEADLINE_S = 180.0  # for hangs only
 @pytest.mark.parametrize(
     "options", [[], ["--use-fp16", "--gradient-predivide-factor", "2"]], ids=["plain", "fp16"]
 )
-def test_a_program_written_for_horovod_trains(options):
-    command = [sys.executable, "-m", "polyhvd.launch", "-np", "2", sys.executable, str(SCRIPT), *options]
+def test_a_program_written_for_horovod_trains(fork_servers: ForkServers, options):
+    python = fork_servers.python(2, IMPORTS["mxnet"])
     finished = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "polyhvd.launch", "-np", "2", *python, str(SCRIPT), *options],
+        env={**os.environ, **SETTINGS},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

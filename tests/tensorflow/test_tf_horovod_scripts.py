@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RANKS, TIMEOUT_S = 2, 240
@@ -30,15 +31,20 @@ keras_2 = pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reaso
     ],
 )
 def test_a_script_for_horovod_trains(
-    script: str, arguments: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+    script: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    tmp_path: Path,
+    fork_servers: ForkServers,
 ) -> None:
     program = tmp_path / script
     program.write_text(re.sub(r"\bhorovod\b", "polyhvd", (SCRIPTS / script).read_text()))
     (tmp_path / "run").mkdir()
+    python = fork_servers.python(RANKS, IMPORTS["tensorflow"], **environment)
     done = subprocess.run(
-        [sys.executable, "-m", "polyhvd.launch", "-np", str(RANKS), sys.executable, str(program), *arguments],
+        [sys.executable, "-m", "polyhvd.launch", "-np", str(RANKS), *python, str(program), *arguments],
         cwd=tmp_path / "run",
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        env={**os.environ, **SETTINGS, **environment},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

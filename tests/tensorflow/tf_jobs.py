@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 400
@@ -53,8 +54,9 @@ TOGETHER = {
     ),
     (2, True): ("ranks_norm.py", "ranks_schedules.py", "ranks_keras2.py"),
 }
-#: The scripts whose tests this session runs; the conftest fills it in.
+#: The scripts whose tests this session runs, and the session's servers; the conftest fills them in.
 selected: set[str] = set()
+servers: ForkServers | None = None
 
 
 @functools.cache
@@ -79,9 +81,12 @@ def _module(script: str) -> str:
 
 def _launch(scripts: list[str], ranks: int, legacy_keras: bool) -> subprocess.CompletedProcess[str]:
     """The finished job; ``tf.keras`` is tf_keras if wanted."""
-    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable]
+    legacy = {"TF_USE_LEGACY_KERAS": "1"} if legacy_keras else {}
+    assert servers is not None
+    python = servers.python(ranks, IMPORTS["tensorflow"], **legacy)
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), *python]
     command += [str(HERE / "several_scripts.py"), *map(_module, scripts)]
-    env = {**os.environ, **({"TF_USE_LEGACY_KERAS": "1"} if legacy_keras else {})}
+    env = {**os.environ, **SETTINGS, **legacy}
     limit = TIMEOUT_S * len(scripts)
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit, check=False)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers
 from on_ranks import Functions
 from pool import Pool
 
@@ -21,18 +22,19 @@ def test_a_model_trains_as_in_one_process_on_the_joined_batch(ranks: Pool, name:
     ranks.run(cases.trains_like_one_process, name, deadline_s=240.0)
 
 
-def test_a_script_for_horovod_runs_with_another_import(tmp_path: Path) -> None:
+def test_a_script_for_horovod_runs_with_another_import(fork_servers: ForkServers, tmp_path: Path) -> None:
     """Two epochs, then two more from the checkpoint: it resumes, learns, and ranks agree on every figure."""
     figures = []
     for epochs in ("2", "4"):
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "polyhvd.launch", "-np", "2"),
-                *(sys.executable, str(HERE / "horovod_script.py"), "--epochs", epochs),
+                *(*fork_servers.python(2, IMPORTS["torch"]), str(HERE / "horovod_script.py")),
+                *("--epochs", epochs),
                 *("--checkpoints", str(tmp_path)),
             ],
             cwd=HERE.parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
+            env={**os.environ, **SETTINGS},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
