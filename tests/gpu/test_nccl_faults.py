@@ -19,7 +19,12 @@ def test_ranks_on_one_gpu_are_staged_and_told_so_once(fallback: Pool) -> None:
     assert fallback.run(cases.routes) == [STAGED] * 2
     logs = [rank.shown_log() for rank in fallback._ranks]
     assert logs[0].count("rank 0 (") == 1, logs[0]
-    for word in ("work on one GPU (GPU-5e5e5e", "rank 1 (", "NCCL_MULTI_RANK_GPU_ENABLE=1", "memory of the host"):
+    for word in (
+        "work on one GPU (GPU-5e5e5e",
+        "rank 1 (",
+        "NCCL_MULTI_RANK_GPU_ENABLE=1",
+        "memory of the host",
+    ):
         assert word in logs[0]
     assert "GPU" not in logs[1]
 
