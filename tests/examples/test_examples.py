@@ -29,7 +29,9 @@ def run(fork_servers: ForkServers) -> Run:
 
     def run(example: str, ranks: int, *arguments: str) -> list[str]:
         framework = FRAMEWORKS.get(example.split("_")[0])
-        python = fork_servers.python(ranks, IMPORTS[framework]) if framework else [sys.executable]
+        python = [sys.executable]  # two ranks begin as a user's do
+        if framework and ranks != 2:
+            python = fork_servers.python(ranks, IMPORTS[framework])
         script = str(ROOT / "examples" / example)
         command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), *python, script]
         done = subprocess.run(
