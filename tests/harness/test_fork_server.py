@@ -153,7 +153,7 @@ def test_a_program_imports_for_itself_where_a_module_starts_threads(
     assert done.stdout == "False 1 ['-c', 'argument']\n", done.stderr
 
 
-def test_servers_and_programs_die_with_the_process_that_has_started_them() -> None:
+def test_servers_and_programs_die_with_the_process_that_has_started_them(tmp_path: Path) -> None:
     source = (
         "import os, subprocess\n"
         "from fork_servers import ForkServers\n"
@@ -164,7 +164,7 @@ def test_servers_and_programs_die_with_the_process_that_has_started_them() -> No
         "print(process.pid, process.stdout.readline().decode(), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(tmp_path)}
     done = run([sys.executable], source, env=environment)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 3, done.stderr

@@ -23,7 +23,13 @@ Program = Callable[..., None]
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, fork_servers: ForkServers) -> Callable[..., str]:
+def python_of_ranks(fork_servers: ForkServers) -> Callable[[int], list[str]]:
+    """The interpreter of a job of so many ranks, for programs that import MXNet."""
+    return lambda number: fork_servers.python(number, IMPORTS["mxnet"])
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, python_of_ranks: Callable[[int], list[str]]) -> Callable[..., str]:
     """``ranks(n, program, MXNET_X="1")`` runs ``program(hvd, mx, np)`` on n ranks; returns their output.
 
     A program that raises on a rank fails the test. ``POLYHVD_TEST_FOLDER`` is a folder of the test. MXNet
@@ -33,7 +39,7 @@ def ranks(tmp_path: Path, fork_servers: ForkServers) -> Callable[..., str]:
     def run(number: int, program: Program, **environment: str) -> str:
         python = [sys.executable]
         if not environment:
-            python = fork_servers.python(number, IMPORTS["mxnet"])
+            python = python_of_ranks(number)
         command = [sys.executable, "-m", "polyhvd.launch", "-np", str(number), *python]
         command += [str(FOLDER / "mxnet_rank.py"), program.__code__.co_filename]
         process = subprocess.Popen(

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fork_servers import IMPORTS, SETTINGS, ForkServers
 
 SCRIPT = Path(__file__).with_name("horovod_script.py")
 DEADLINE_S = 180.0  # for hangs only
@@ -18,11 +17,10 @@ DEADLINE_S = 180.0  # for hangs only
 @pytest.mark.parametrize(
     "options", [[], ["--use-fp16", "--gradient-predivide-factor", "2"]], ids=["plain", "fp16"]
 )
-def test_a_program_written_for_horovod_trains(fork_servers: ForkServers, options):
-    python = fork_servers.python(2, IMPORTS["mxnet"])
+def test_a_program_written_for_horovod_trains(python_of_ranks, options):
     finished = subprocess.run(
-        [sys.executable, "-m", "polyhvd.launch", "-np", "2", *python, str(SCRIPT), *options],
-        env={**os.environ, **SETTINGS},
+        [sys.executable, "-m", "polyhvd.launch", "-np", "2", *python_of_ranks(2), str(SCRIPT), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
