@@ -31,7 +31,9 @@ WORLDS = (World("gpu-3", (3,)), World("gpu-1+1", (1, 1)))
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" in metafunc.fixturenames:
-        metafunc.parametrize("world", WORLDS, ids=str)
+        marker = metafunc.definition.get_closest_marker("sizes")
+        sizes = marker.args if marker else (3,)
+        metafunc.parametrize("world", [world for world in WORLDS if sum(world.hosts) in sizes], ids=str)
 
 
 @pytest.fixture(autouse=True, scope="session")

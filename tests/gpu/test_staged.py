@@ -21,22 +21,22 @@ def test_allreduces_may_overwrite_their_arguments_in_any_order(pool: Pool) -> No
     assert_alike(pool.run(collectives.allreduce_async, "device", "Max", True))
 
 
+@pytest.mark.sizes(2, 3)
 def test_the_bits_are_those_of_the_cpus(pool: Pool) -> None:
     assert_alike(pool.run(staged_cases.same_bits_as_on_cpus))
 
 
 def test_allgather_concatenates_in_rank_order(pool: Pool) -> None:
-    for pattern in ("growing", "many", "one has none", "none"):
+    for pattern in ("growing", "one has none"):
         assert_alike(pool.run(collectives.allgather, "device", pattern))
 
 
 def test_broadcast_returns_the_roots_values(pool: Pool) -> None:
     assert_alike(pool.run(collectives.broadcast, "device"))
-    assert_alike(pool.run(collectives.broadcast_in_place, "device"))
 
 
 def test_alltoall_hands_out_rows(pool: Pool) -> None:
-    for pattern in ("uneven", "many", "some none"):
+    for pattern in ("uneven", "some none"):
         pool.run(exchange.alltoall, "device", pattern, True)
 
 
@@ -53,6 +53,7 @@ def test_adasum_follows_its_formula(pool: Pool) -> None:
     pool.run(exchange.adasum, "device")
 
 
+@pytest.mark.sizes(2, 3)
 def test_all_operations_may_be_in_flight_together(pool: Pool) -> None:
     pool.run(exchange.everything_in_flight, "device")
 
@@ -61,6 +62,7 @@ def test_ranks_without_data_stand_in_on_their_own_gpu(pool: Pool) -> None:
     pool.run(exchange.join, "device")
 
 
+@pytest.mark.sizes(2, 3)
 def test_process_sets_overlap_and_come_and_go(pool: Pool) -> None:
     pool.run(exchange.process_sets, "device")
 
@@ -69,6 +71,7 @@ def test_tensors_of_many_rounds_keep_their_bytes_apart(pool: Pool) -> None:
     pool.run(staged_cases.many_rounds)
 
 
+@pytest.mark.sizes(2, 3)
 def test_a_stream_that_reads_after_wait_finds_the_result(pool: Pool) -> None:
     pool.run(staged_cases.streams_in_a_ring)
 

@@ -1,0 +1,232 @@
+// The CUDA driver's objects, and staging between ranks that are threads, on the stand-in of the
+// driver; under the sanitizers as well.
+#include <dlfcn.h>
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <numeric>
+#include <string>
+
+#include "cuda/devices.h"
+#include "thread_world.h"
+
+using namespace polyhvd;
+using namespace polyhvd::test;
+
+namespace {
+
+// Loaded by its path, before anybody looks for a library of its name.
+void load_stand_in() {
+  static void* const library = dlopen("build/gpu/libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  REQUIRE_MESSAGE(library != nullptr, "make stand-ins builds build/gpu/libcuda.so.1");
+}
+
+cuda::ContextPtr context_of(int device) {
+  load_stand_in();
+  return cuda::Context::open(std::make_shared<cuda::Driver>(0), device);
+}
+
+template <class Call>
+Error error_of(Call&& call) {
+  try {
+    call();
+  } catch (const Failure& failure) {
+    return failure.error();
+  }
+  return {ErrorCode::kInternal, "no error"};
+}
+
+// Floats on a GPU that come and go through a stream.
+class Floats {
+ public:
+  Floats(cuda::ContextPtr context, std::size_t count)
+      : context_(std::move(context)),
+        stream_(context_),
+        pinned_(context_, bytes(count)),
+        memory_(context_->allocate(bytes(count))),
+        count_(count) {}
+  ~Floats() { stream_.drain(); }
+
+  void set(const std::vector<float>& values) {
+    std::memcpy(pinned_.data(), values.data(), bytes(count_));
+    stream_.copy_to_device(memory_.get(), pinned_.data(), bytes(count_));
+  }
+  std::vector<float> get() {
+    stream_.copy_to_host(pinned_.data(), memory_.get(), bytes(count_));
+    stream_.drain();
+    std::vector<float> values(count_);
+    std::memcpy(values.data(), pinned_.data(), bytes(count_));
+    return values;
+  }
+  TensorView view() const {
+    return {memory_.get(),
+            {static_cast<std::int64_t>(count_)},
+            DType::kFloat32,
+            {DeviceKind::kCuda, context_->device()}};
+  }
+  Stream stream() const { return stream_.get(); }
+
+ private:
+  static std::size_t bytes(std::size_t count) { return count * sizeof(float); }
+
+  cuda::ContextPtr context_;
+  cuda::OwnStream stream_;
+  cuda::PinnedMemory pinned_;
+  std::shared_ptr<std::byte> memory_;
+  std::size_t count_;
+};
+
+Submission in_place(std::string name, const Floats& floats) {
+  Submission s;
+  s.name = std::move(name);
+  s.inputs = {floats.view()};
+  s.outputs = s.inputs;
+  s.stream = floats.stream();
+  return s;
+}
+
+// Waits as PyHandle does: the stream goes on after the operation, the thread goes on at once.
+void wait(Engine& engine, const OperationPtr& operation) {
+  engine.wait(operation);
+  REQUIRE(operation->arrived);
+  operation->arrived->hold(operation->submission.stream);
+}
+
+std::vector<float> ramp(std::size_t count, float from) {
+  std::vector<float> values(count);
+  std::iota(values.begin(), values.end(), from);
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("a driver that cannot be loaded is a refusal that says what to do") {
+  const auto driver = std::make_shared<cuda::Driver>(3, "libcuda-of-nobody.so");
+  const Error error = error_of([&] { cuda::Context::open(driver, 0); });
+  CHECK(error.code == ErrorCode::kInvalidArgument);
+  CHECK(error.message.find("rank 3") != std::string::npos);
+  CHECK(error.message.find("libcuda-of-nobody.so") != std::string::npos);
+  CHECK(error.message.find("move it to the CPU") != std::string::npos);
+}
+
+TEST_CASE("a GPU that is not there is a refusal that says how many are") {
+  const Error error = error_of([] { context_of(7); });
+  CHECK(error.code == ErrorCode::kInvalidArgument);
+  CHECK(error.message.find("no GPU 7; the driver shows 2") != std::string::npos);
+}
+
+TEST_CASE("GPUs are told apart by their names and numbers") {
+  load_stand_in();
+  cuda::Driver driver(0);
+  CHECK(driver.version() >= 11000);
+  CHECK(driver.name_of(0) != driver.name_of(1));
+  CHECK(driver.uuid_of(0) != driver.uuid_of(1));
+}
+
+TEST_CASE("a stream that is held by an event sees what came before it") {
+  const auto context = context_of(0);
+  constexpr std::size_t kCount = 10000;
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    Floats source(context, kCount);
+    const cuda::OwnStream reader(context);
+    cuda::PinnedMemory copy(context, kCount * sizeof(float));
+    const auto values = ramp(kCount, static_cast<float>(repeat));
+    source.set(values);
+    const DeviceEventPtr made = context->record(source.stream());
+    made->hold(reader.get());
+    reader.copy_to_host(copy.data(), static_cast<std::byte*>(source.view().data), copy.bytes());
+    const DeviceEventPtr read = reader.record();
+    while (!read->reached()) std::this_thread::yield();
+    CHECK(made->reached());
+    CHECK(std::memcmp(copy.data(), values.data(), copy.bytes()) == 0);
+  }
+}
+
+TEST_CASE("a rank works on the GPU that it has used first") {
+  load_stand_in();
+  cuda::Devices devices(std::make_shared<cuda::Driver>(5), 3);
+  CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 1});  // of two, for the fourth
+  CHECK(devices.record({DeviceKind::kCuda, 0}, nullptr) != nullptr);
+  CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 0});
+  const Error error = error_of([&] { devices.record({DeviceKind::kCuda, 1}, nullptr); });
+  CHECK(error.code == ErrorCode::kInvalidArgument);
+  CHECK(error.message.find("rank 5 has worked on GPU 0") != std::string::npos);
+  CHECK(devices.allocate({DeviceKind::kCuda, 0}, 0) == nullptr);
+}
+
+TEST_CASE("what is copied in is there for any stream") {
+  const auto context = context_of(0);
+  cuda::Devices devices(std::make_shared<cuda::Driver>(0), 0);
+  const auto values = ramp(5000, 1);
+  const std::size_t bytes = values.size() * sizeof(float);
+  const auto memory = devices.allocate({DeviceKind::kCuda, 0}, bytes);
+  const auto* data = reinterpret_cast<const std::byte*>(values.data());
+  devices.copy_in({DeviceKind::kCuda, 0}, memory.get(), data, bytes);
+  const cuda::OwnStream reader(context);
+  cuda::PinnedMemory copy(context, bytes);
+  reader.copy_to_host(copy.data(), memory.get(), bytes);
+  reader.drain();
+  CHECK(std::memcmp(copy.data(), data, bytes) == 0);
+}
+
+TEST_CASE("ranks as threads reduce what their GPUs hold, in many rounds and in flight together") {
+  load_stand_in();
+  ThreadWorld world({{0, 1}, {2}});
+  constexpr std::size_t kLarge = (3U << 20) + 12345;  // more rounds than slots
+  constexpr std::size_t kSmall = 1001;
+  world.run([](int rank, Engine& engine) {
+    const auto context = context_of(rank % 2);
+    Floats large(context, kLarge);
+    std::vector<std::unique_ptr<Floats>> small;
+    for (int step = 0; step < 3; ++step) {
+      std::vector<OperationPtr> flying;
+      for (int i = 0; i < 6; ++i) {
+        small.push_back(std::make_unique<Floats>(context, kSmall));
+        small.back()->set(ramp(kSmall, static_cast<float>(100 * i + rank)));
+        flying.push_back(engine.submit(in_place("small " + std::to_string(i), *small.back())));
+      }
+      large.set(ramp(kLarge, static_cast<float>(rank)));
+      flying.push_back(engine.submit(in_place("large", large)));
+      for (const OperationPtr& operation : flying) wait(engine, operation);
+      const std::vector<float> total = large.get();
+      CHECK(total[0] == 3);
+      CHECK(total[kLarge - 1] == 3 * static_cast<float>(kLarge - 1) + 3);
+      for (int i = 0; i < 6; ++i) {
+        const std::vector<float> sum = small[small.size() - 6 + static_cast<std::size_t>(i)]->get();
+        CHECK(sum[0] == static_cast<float>(300 * i + 3));
+        CHECK(sum[kSmall - 1] == static_cast<float>(300 * i + 3 + 3 * (kSmall - 1)));
+      }
+    }
+  });
+  world.shutdown();
+}
+
+TEST_CASE("a call that fails ends the job on every rank, and no copy comes after that") {
+  const auto calls = [](const char* name) {
+    load_stand_in();
+    void* library = dlopen("build/gpu/libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return reinterpret_cast<long (*)(const char*)>(dlsym(library, "polyhvd_stand_in_calls"))(name);
+  };
+  constexpr const char* kCall = "cuMemcpyHtoDAsync_v2";
+  constexpr std::size_t kCount = 6U << 20;
+  ThreadWorld world(one_host(2));
+  std::vector<std::unique_ptr<Floats>> tensors;
+  for (int rank = 0; rank < 2; ++rank) {
+    tensors.push_back(std::make_unique<Floats>(context_of(rank), kCount));
+    tensors.back()->set(ramp(kCount, 0));
+    tensors.back()->get();
+  }
+  const std::string which = kCall + (":" + std::to_string(calls(kCall) + 5)) + ":1";
+  setenv("POLYHVD_STAND_IN_CUDA_FAIL", which.c_str(), 1);
+  world.run([&](int rank, Engine& engine) {
+    Floats& tensor = *tensors[static_cast<std::size_t>(rank)];
+    const Error error = error_of([&] { engine.wait(engine.submit(in_place("failing", tensor))); });
+    CHECK(error.message.find("cuMemcpyHtoDAsync on GPU") != std::string::npos);
+    CHECK(error.message.find("CUDA_ERROR_INVALID_VALUE") != std::string::npos);
+    tensor.set(ramp(kCount, 5));
+    context_of(rank)->allocate(1).reset();  // waits for everything on the GPU
+    CHECK(tensor.get() == ramp(kCount, 5));
+  });
+  unsetenv("POLYHVD_STAND_IN_CUDA_FAIL");
+  world.shutdown();
+}
