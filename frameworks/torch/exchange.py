@@ -144,7 +144,8 @@ def join(device: int = -1) -> int:
     """Say that this rank has run out of data; see :func:`polyhvd.membership.join`.
 
     Args:
-        device: of the tensors that stand in for this rank's; all are on the CPU, so it does not matter.
+        device: does not matter: what stands in for this rank's tensors lies where the others' do, on a GPU
+            on the one that this rank has used.
 
     Returns:
         The rank that joined last: it has seen the most data.
