@@ -99,6 +99,15 @@ struct PyHandle {
 
 struct PyBuffer {
   std::shared_ptr<OwnedBuffer> buffer;
+  DeviceEventPtr arrived;  // null on a CPU
+
+  // `stream` is DLPack's: the consumer's, which goes on after what made the buffer; none is
+  // CUDA's default stream, and -1 wants no order.
+  py::capsule to_consumer(const py::object& stream) const {
+    const std::intptr_t wanted = stream.is_none() ? 0 : stream.cast<std::intptr_t>();
+    if (arrived && wanted != -1) arrived->hold(reinterpret_cast<Stream>(wanted));
+    return to_dlpack(buffer);
+  }
 };
 
 // The engine ------------------------------------------------------------------
@@ -479,8 +488,12 @@ PYBIND11_MODULE(_core, m) {
                                if (device.kind == DeviceKind::kCpu) return std::nullopt;
                                return device.index;
                              })
-      .def("__dlpack__",
-           [](const PyBuffer& self, const py::kwargs&) { return to_dlpack(self.buffer); })
+      .def(
+          "__dlpack__",
+          [](const PyBuffer& self, const py::object& stream, const py::kwargs&) {
+            return self.to_consumer(stream);
+          },
+          py::kw_only(), py::arg("stream") = py::none())
       .def("__dlpack_device__", [](const PyBuffer& self) {
         const Device device = self.buffer->device();
         const bool on_cpu = device.kind == DeviceKind::kCpu;
@@ -493,7 +506,8 @@ PYBIND11_MODULE(_core, m) {
       .def("buffers",
            [](const PyHandle& self) {
              py::list list;
-             for (const auto& buffer : self.operation->buffers) list.append(PyBuffer{buffer});
+             for (const auto& buffer : self.operation->buffers)
+               list.append(PyBuffer{buffer, self.operation->arrived});
              return list;
            })
       .def_property_readonly("name", &PyHandle::name)

@@ -12,6 +12,7 @@ import polyhvd.numpy as hvd
 from device_arrays import DeviceArray, Stream, use_stream
 
 __all__ = [
+    "consumers_of_dlpack",
     "default_stream",
     "many_rounds",
     "same_bits_as_on_cpus",
@@ -93,6 +94,22 @@ def streams_in_a_ring() -> None:
             assert np.allclose(found, expected), (step, found[:4], expected[:4])
             value_next = found - (size - 1) / 2 + 1 + hvd.rank()
             tensor.fill(value_next.astype(np.float32))
+
+
+def consumers_of_dlpack() -> None:
+    """The stream that a consumer names goes on after the operation, though another one was held."""
+    size = hvd.size()
+    for step in range(8):
+        mine = np.full(60_000, hvd.rank() + 10 * step, np.float32)
+        handle: Any = gpu.allgather_async(DeviceArray.from_numpy(mine), name="for a consumer")
+        handle.wait()
+        (buffer,) = handle.buffers()
+        reader = Stream()
+        assert buffer.__dlpack__(stream=reader.handle) is not None
+        with use_stream(reader):
+            found = DeviceArray(buffer.address, buffer.shape, mine.dtype, buffer, buffer.gpu).to_numpy()
+        assert np.array_equal(found, np.repeat(np.arange(size) + 10 * step, len(mine))), step
+        gpu.synchronize(handle)
 
 
 def default_stream() -> None:

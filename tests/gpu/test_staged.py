@@ -86,6 +86,10 @@ def test_another_gpu_than_the_ranks_own_is_refused(pool: Pool) -> None:
         assert "set_device" in message
 
 
+def test_a_consumer_of_dlpack_reads_on_a_stream_of_its_own(pool: Pool) -> None:
+    pool.run(staged_cases.consumers_of_dlpack)
+
+
 def test_the_bytes_that_were_staged_are_counted(pool: Pool) -> None:
     """Both ways, and nothing for tensors of the CPU."""
     assert pool.run(staged_cases.staged_bytes, 1000) == [(8000, 0)] * pool.size
