@@ -55,7 +55,8 @@ def assert_complete(wirings: list[Wiring], domains: list[list[int]]) -> None:
 
 
 def test_world_of_one_needs_nothing() -> None:
-    alone = Wiring(process_sets=[[0]], backends=["nccl?", "host"])  # NCCL is looked for when a GPU has tensors
+    # NCCL is looked for once there is a tensor on a GPU.
+    alone = Wiring(process_sets=[[0]], backends=["nccl?", "host"])
     assert bootstrap.connect(Config(), 1, [[0]]) == alone
 
 
