@@ -172,8 +172,8 @@ TEST_CASE("what is copied in is there for any stream") {
 TEST_CASE("ranks as threads reduce what their GPUs hold, in many rounds and in flight together") {
   load_stand_in();
   ThreadWorld world({{0, 1}, {2}});
-  constexpr std::size_t kLarge = (3U << 20) + 12345;  // more rounds than slots
-  constexpr std::size_t kSmall = 1001;
+  static constexpr std::size_t kLarge = (3U << 20) + 12345;  // more rounds than slots
+  static constexpr std::size_t kSmall = 1001;
   world.run([](int rank, Engine& engine) {
     const auto context = context_of(rank % 2);
     Floats large(context, kLarge);
