@@ -248,7 +248,7 @@ def objects(hvd, mx, np):
     assert hvd.broadcast_object({"epoch": hvd.rank()}, root_rank=1) == {"epoch": 1}
     assert hvd.allgather_object("x" * hvd.rank()) == ["", "x"]
     hvd.barrier()
-    assert hvd.__all__ == sorted(hvd.__all__)
+    assert len(hvd.__all__) == len(set(hvd.__all__))
     assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 
