@@ -3,11 +3,13 @@
 #include <dlfcn.h>
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <cstring>
 #include <numeric>
 #include <string>
 
 #include "cuda/devices.h"
+#include "cuda/staging.h"
 #include "thread_world.h"
 
 using namespace polyhvd;
@@ -92,6 +94,49 @@ void wait(Engine& engine, const OperationPtr& operation) {
   operation->arrived->hold(operation->submission.stream);
 }
 
+// Keeps a stream from going on until it is opened.
+class Gate {
+ public:
+  explicit Gate(const cuda::Context& context, Stream stream) {
+    using Enqueue = void (*)(void*, void (*)(void*), void*);
+    void* library = dlopen("build/gpu/libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    const auto enqueue = reinterpret_cast<Enqueue>(dlsym(library, "polyhvd_stand_in_enqueue"));
+    const cuda::Current current(context);
+    enqueue(stream, [](void* self) { static_cast<Gate*>(self)->open_.wait(false); }, this);
+  }
+  void open() {
+    open_.store(true);
+    open_.notify_all();
+  }
+
+ private:
+  std::atomic<bool> open_{false};
+};
+
+// Staging into a GPU's memory behind a program's stream that is held up.
+struct HeldUp {
+  static constexpr std::size_t kBytes = 1024;
+  HeldUp() : context(context_of(0)), program(context), gate(*context, program.get()) {
+    parking.set_on_slow([] {});
+    const DeviceEventPtr ready = program.record();
+    staging.begin({DeviceKind::kCuda, 0}, std::span(&ready, 1));
+  }
+  void deliver(std::size_t rounds, Deadline deadline) {
+    const auto nothing = [](std::size_t, std::byte*) {};
+    staging.run(rounds, kBytes, deadline, nothing, nothing, [&](std::size_t, std::byte* memory) {
+      staging.copy_to_device(target.get(), memory, kBytes);
+    });
+  }
+
+  cuda::ContextPtr context;
+  cuda::OwnStream program;
+  Gate gate;
+  Parking parking;
+  cuda::Staging staging{std::make_shared<cuda::Devices>(std::make_shared<cuda::Driver>(0), 0),
+                        parking, kBytes};
+  std::shared_ptr<std::byte> target = context->allocate(kBytes);
+};
+
 std::vector<float> ramp(std::size_t count, float from) {
   std::vector<float> values(count);
   std::iota(values.begin(), values.end(), from);
@@ -167,6 +212,44 @@ TEST_CASE("what is copied in is there for any stream") {
   reader.copy_to_host(copy.data(), memory.get(), bytes);
   reader.drain();
   CHECK(std::memcmp(copy.data(), data, bytes) == 0);
+}
+
+TEST_CASE("nothing is delivered before the program's stream is done with the memory") {
+  HeldUp held;
+  held.deliver(1, Parking::kForever);
+  const DeviceEventPtr arrived = held.staging.end();
+  REQUIRE(arrived);
+  const cuda::OwnStream other(held.context);
+  other.drain();
+  CHECK_FALSE(arrived->reached());
+  held.gate.open();
+  while (!arrived->reached()) std::this_thread::yield();
+}
+
+TEST_CASE("pinned memory is not used again before it was delivered") {
+  HeldUp held;
+  held.deliver(3, Parking::kForever);  // one in each slot
+  const Error error =
+      error_of([&] { held.deliver(1, Parking::Clock::now() + std::chrono::milliseconds(20)); });
+  CHECK(error.code == ErrorCode::kTimeout);
+  held.gate.open();
+  held.deliver(4, Parking::kForever);
+}
+
+TEST_CASE("staging that ends waits for the copies that it has begun") {
+  HeldUp held;
+  held.deliver(2, Parking::kForever);
+  const DeviceEventPtr arrived = held.staging.end();
+  std::atomic<bool> settled{false};
+  std::thread opener([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK_FALSE(settled.load());
+    held.gate.open();
+  });
+  held.staging.settle();
+  settled.store(true);
+  CHECK(arrived->reached());
+  opener.join();
 }
 
 TEST_CASE("ranks as threads reduce what their GPUs hold, in many rounds and in flight together") {
