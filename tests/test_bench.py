@@ -158,6 +158,9 @@ def test_a_peer_with_wrong_sums_is_not_timed() -> None:
         def make(self, elements: int, dtype: str, value: int) -> Any:
             return [float(value)] * elements
 
+        def fill(self, tensor: Any, value: int) -> Any:
+            return tensor
+
         def ends(self, tensor: Any) -> tuple[float, float]:
             return tensor[0], tensor[-1]
 

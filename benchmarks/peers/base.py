@@ -78,6 +78,5 @@ class Reducer(Peer):
                     f"{self.ends(result)} at its ends, expected {expected}"
                 )
 
-    @abc.abstractmethod
     def call(self, workload: Workload) -> Call | None:
         return self.reducing(workload) if workload.elements else None
