@@ -1,6 +1,10 @@
 #include "nccl/fusion_buffer.h"
 
 #include <algorithm>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 namespace polyhvd::nccl {
 namespace {
@@ -20,6 +24,14 @@ void for_each_run(Segments segments, std::size_t at, std::size_t bytes, Use&& us
     done += run;
     at = 0;
   }
+}
+
+// What a kernel may still use that cannot be waited for.
+void keep_for_good(std::shared_ptr<std::byte> memory) {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<std::shared_ptr<std::byte>>;  // guarded by mutex
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(memory));
 }
 
 }  // namespace
@@ -46,7 +58,7 @@ FusionBuffer::FusionBuffer(const Connection& connection, cuda::ContextPtr contex
 
 FusionBuffer::~FusionBuffer() {
   if (left_) {
-    (void)new std::shared_ptr<std::byte>(std::move(plain_));
+    if (plain_) keep_for_good(std::move(plain_));
     return;
   }
   try {

@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -219,7 +221,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       dump_signal_.reset();
       if (!abandoned_) engine_->shutdown();
     }
-    if (!abandoned_) orphans_.clear();
+    if (!abandoned_) (void)std::exchange(orphans_, {});
   }
 
   void abort(const std::string& reason) {
@@ -264,7 +266,14 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 
   void release_orphans() {
     if (orphans_.empty()) return;
-    std::erase_if(orphans_, [](const Orphan& o) { return !o.operation->may_be_touched(); });
+    // Taken out first: the end of a tensor may run Python's code, and other threads, that come
+    // here.
+    const auto over = std::stable_partition(orphans_.begin(), orphans_.end(), [](const Orphan& o) {
+      return o.operation->may_be_touched();
+    });
+    const std::vector<Orphan> released(std::make_move_iterator(over),
+                                       std::make_move_iterator(orphans_.end()));
+    orphans_.erase(over, orphans_.end());
   }
 
   static Stream stream_for(const Submission& s, py::handle tensor) {

@@ -247,6 +247,7 @@ def resumes_from_a_checkpoint(folder: str) -> None:
     assert writes.written == (2 if hvd.rank() == 0 else 0)
     path = Path(keeps.best_model_path)
     assert path == Path(folder) / "0" / "epoch=1.ckpt"
+    hvd.barrier()  # rank 0 removes the one before on its own
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     resumed = Tampering(alone=False)
     trains = fit(resumed, max_epochs=4, checkpoint=str(path))

@@ -423,6 +423,14 @@ EXPORTED int ncclMemFree(void* data) {
 
 // Communicators ---------------------------------------------------------------------------
 
+// Lives as long as the process, so that use after its end is told; where a leak checker sees it.
+static Comm* made() {
+  static std::mutex mutex;
+  static auto& all = *new std::vector<std::unique_ptr<Comm>>;
+  const Lock lock(mutex);
+  return all.emplace_back(std::make_unique<Comm>()).get();
+}
+
 EXPORTED int ncclGetUniqueId(UniqueId* id) {
   std::memset(id, 0, sizeof *id);
   const std::string address = Links::listen_for_first();
@@ -437,8 +445,7 @@ EXPORTED int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank
   void* context = nullptr;
   reinterpret_cast<int (*)(void**)>(in_cuda("cuCtxGetCurrent"))(&context);
   if (context == nullptr) misuse(__func__, "no context is current on this thread");
-  *comm = new Comm;
-  Comm& c = **comm;
+  Comm& c = *(*comm = made());
   c.rank = rank;
   c.size = size;
   c.context = context;
