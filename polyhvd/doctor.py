@@ -26,6 +26,12 @@ __all__ = ["Finding", "doctor", "examine", "report"]
 #: How each framework is imported, its packages on PyPI, and what polyhvd needs of it.
 _FRAMEWORKS = (
     ("NumPy", "numpy", ("numpy",), ""),
+    (
+        "CuPy",
+        "cupy",
+        ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
+        "pip install cupy-cuda13x (or 12x), for arrays on GPUs",
+    ),
     ("PyTorch", "torch", ("torch",), "pip install torch"),
     (
         "TensorFlow",
@@ -37,7 +43,7 @@ _FRAMEWORKS = (
     ("MXNet", "mxnet", ("mxnet",), "pip install mxnet==1.9.1, which needs Python below 3.12"),
     ("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),
 )
-_ADAPTERS = {"torch", "tensorflow", "mxnet", "keras", "numpy"}
+_ADAPTERS = {"cupy", "torch", "tensorflow", "mxnet", "keras", "numpy"}
 
 
 @dataclass(frozen=True)
