@@ -80,6 +80,7 @@ void Executor::run(const Work& work, Communicator& communicator, Communicator& o
 
 void Executor::run_on_device(const Work& work, Communicator& communicator, Communicator& on_cpu,
                              Deadline deadline) {
+  while (!in_use_.empty() && in_use_.front().first->reached()) in_use_.pop_front();
   std::vector<DeviceEventPtr> ready;
   for (const OperationPtr& operation : work.operations) {
     if (operation->stands_in) place_on_device(*operation);
@@ -88,7 +89,10 @@ void Executor::run_on_device(const Work& work, Communicator& communicator, Commu
   communicator.begin(device_of(work.operations[0]->submission), ready, deadline);
   run_kind(work, communicator, on_cpu, deadline);
   const DeviceEventPtr arrived = communicator.end();
-  for (const OperationPtr& operation : work.operations) operation->arrived = arrived;
+  for (const OperationPtr& operation : work.operations) {
+    operation->arrived = arrived;
+    if (operation->stands_in && arrived) in_use_.emplace_back(arrived, operation);
+  }
 }
 
 // A rank that has joined made its terms in memory of the CPU, of no device in particular.

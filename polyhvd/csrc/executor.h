@@ -2,6 +2,8 @@
 // tensors into segments. The driver's.
 #pragma once
 
+#include <deque>
+#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -48,6 +50,8 @@ class Executor {
   Parking& parking_;
   Devices* const devices_;
   Transfer transfer_;
+  // Of stand-ins: a device may still read them, and to free them would wait for that.
+  std::deque<std::pair<DeviceEventPtr, OperationPtr>> in_use_;
   std::vector<Segment> in_;       // scratch
   std::vector<Segment> out_;      // scratch
   std::vector<Segment> results_;  // scratch
