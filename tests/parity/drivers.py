@@ -5,6 +5,7 @@ Nothing here imports a framework until a driver is used, by a rank of its pool.
 
 from __future__ import annotations
 
+import abc
 import functools
 import importlib
 import importlib.util
@@ -26,7 +27,7 @@ _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "f
 _OPTIONAL = {"int16": Capability.INT16, "bfloat16": Capability.BFLOAT16, "bool": Capability.BOOL}
 
 
-class Driver:
+class Driver(abc.ABC):
     """A way into one framework. Tensors hold what ``from_numpy`` was given."""
 
     name = ""
@@ -69,17 +70,17 @@ class Driver:
         # A folder of tests passes for a package that has no file.
         return spec is not None and spec.origin is not None
 
+    @abc.abstractmethod
     def from_numpy(self, array: Array) -> Any:
         """A new tensor with these values."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def to_numpy(self, tensor: Any) -> Array:
         """The values of a tensor, when they are there."""
-        raise NotImplementedError
 
     def transposed(self, tensor: Any) -> Any:
-        """A view of a tensor with its dimensions reversed, not dense in memory."""
-        raise NotImplementedError
+        """A view of a tensor with its dimensions reversed, not dense in memory; see NON_CONTIGUOUS."""
+        raise TypeError(f"{self.name} has no tensors that are not dense")
 
     def call(self, function: Callable[..., Any], *tensors: Any) -> Any:
         """``function(*tensors)``, in a compiled graph where that is what the driver tests."""
@@ -93,9 +94,9 @@ class Driver:
         """The framework's way to overwrite a model's parameters with the root's."""
         self.hvd.broadcast_parameters(parameters, root_rank=root)
 
+    @abc.abstractmethod
     def unsupported(self) -> Sequence[Any]:
         """Tensors that no collective takes."""
-        raise NotImplementedError
 
     def argument_errors(self) -> tuple[type[BaseException], ...]:
         """What a call that is wrong by itself may raise."""
@@ -306,6 +307,9 @@ class _Device(Driver):
         # The rows that an alltoall has received are the CPU's.
         values: Array = tensor if isinstance(tensor, np.ndarray) else tensor.to_numpy()
         return values
+
+    def unsupported(self) -> Sequence[Any]:
+        return [self.from_numpy(np.zeros(4, "uint16"))]
 
 
 DRIVERS: Sequence[Driver] = (_NumPy(), _CuPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction())
