@@ -4,17 +4,12 @@
 #include <vector>
 
 #include "cuda/staged_backend.h"
+#include "segments.h"
 
 namespace polyhvd::cuda {
 namespace {
 
 constexpr std::size_t kCacheLine = 64;  // a whole number of elements of any type
-
-std::size_t total_bytes(Segments segments) {
-  std::size_t total = 0;
-  for (const Segment& segment : segments) total += segment.bytes;
-  return total;
-}
 
 // A run of bytes, cut into pieces of one size but for the last: what one round moves.
 struct Pieces {

@@ -6,7 +6,7 @@
 #include <cstddef>
 
 #include "host/copy.h"
-#include "types.h"
+#include "segments.h"
 
 namespace polyhvd::host {
 
@@ -54,11 +54,5 @@ class Cursor {
   std::size_t index_ = 0;
   std::size_t offset_ = 0;
 };
-
-inline std::size_t total_bytes(Segments segments) noexcept {
-  std::size_t total = 0;
-  for (const Segment& segment : segments) total += segment.bytes;
-  return total;
-}
 
 }  // namespace polyhvd::host

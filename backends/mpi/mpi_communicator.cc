@@ -121,7 +121,7 @@ void MpiCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp
                                 Deadline deadline) {
   const Reduction reduction = fabric_.reductions().of(dtype, op, scale);
   const Packing packing(dtype, op, scale, reduction.carried);
-  const std::size_t total = host::total_bytes(in);
+  const std::size_t total = total_bytes(in);
   const std::size_t per_round = kRoundBytes / item_size(reduction.carried) * item_size(dtype);
   host::Cursor reading(in, out);
   host::Cursor writing(in, out);
@@ -173,7 +173,7 @@ void MpiCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadlin
 }
 
 void MpiCommunicator::broadcast(Segments in, Segments out, int root, Deadline deadline) {
-  const std::size_t total = host::total_bytes(out);
+  const std::size_t total = total_bytes(out);
   const bool roots = root == static_cast<int>(self_);
   host::Cursor reading(in, out);
   host::Cursor writing(in, out);

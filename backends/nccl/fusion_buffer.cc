@@ -70,12 +70,6 @@ FusionBuffer::~FusionBuffer() {
   }
 }
 
-std::size_t total_bytes(Segments segments) noexcept {
-  std::size_t bytes = 0;
-  for (const Segment& segment : segments) bytes += segment.bytes;
-  return bytes;
-}
-
 void copy(const cuda::Context& context, Stream stream, std::byte* to, const std::byte* from,
           std::size_t bytes) {
   if (bytes == 0) return;

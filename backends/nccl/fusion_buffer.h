@@ -35,7 +35,6 @@ class FusionBuffer {
   bool left_ = false;
 };
 
-std::size_t total_bytes(Segments segments) noexcept;
 // Gives the stream a copy within the GPU.
 void copy(const cuda::Context& context, Stream stream, std::byte* to, const std::byte* from,
           std::size_t bytes);

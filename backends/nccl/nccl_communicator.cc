@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "segments.h"
+
 namespace polyhvd::nccl {
 namespace {
 
@@ -24,10 +26,6 @@ bool is_one_piece(Segments parts) {
     if (parts[i - 1].data + parts[i - 1].bytes != parts[i].data) return false;
   }
   return true;
-}
-
-bool are_equal(Counts counts) {
-  return std::ranges::all_of(counts, [&](std::size_t count) { return count == counts[0]; });
 }
 
 }  // namespace

@@ -2,16 +2,9 @@
 #include <algorithm>
 
 #include "nccl/nccl_communicator.h"
+#include "segments.h"
 
 namespace polyhvd::nccl {
-namespace {
-
-bool are_equal(Counts counts) {
-  return std::ranges::all_of(counts, [&](std::size_t count) { return count == counts[0]; });
-}
-
-}  // namespace
-
 void NcclCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
   if (std::ranges::max(counts) == 0) return;
   if (!takes_lane(deadline)) return staged().allgather(in, out, counts, deadline);
