@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "host/copy.h"
+#include "host/staging_writer.h"
 #include "segments.h"
 
 namespace polyhvd::host {
@@ -35,6 +36,12 @@ class Cursor {
   void copy_inputs_to(std::byte* target, std::size_t bytes) {
     take(bytes, [target](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
       copy_bytes(target + offset, in, count);
+    });
+  }
+
+  void stage_inputs(StagingWriter& writer, std::byte* target, std::size_t bytes) {
+    take(bytes, [&](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
+      writer.write(target + offset, in, count);
     });
   }
 

@@ -98,7 +98,7 @@ void HostCommunicator::reduce_direct(const Reduction& r) {
   const shm::Staging& staging = group_.staging();
   const std::uint64_t step = group_.step();
   group_.await_free(step, r.deadline);
-  Cursor(r.in, r.out).copy_inputs_to(staging.region(group_.self(), step), r.bytes);
+  Cursor(r.in, r.out).stage_inputs(group_.writer(), staging.region(group_.self(), step), r.bytes);
   group_.publish_begun(step, r.bytes);
   group_.await_begun(step, r.deadline);
   sources_.resize(static_cast<std::size_t>(group_.size()));
@@ -157,8 +157,8 @@ void HostCommunicator::stage(const Reduction& r, const Slices& slices, std::size
   for (int owner = 0; owner < rails_; ++owner) {
     if (owner == group_.self()) continue;
     const std::size_t bytes = slices.bytes_of(owner, i);
-    cursors[static_cast<std::size_t>(owner)].copy_inputs_to(
-        group_.staging().part(group_.self(), owner, step), bytes);
+    cursors[static_cast<std::size_t>(owner)].stage_inputs(
+        group_.writer(), group_.staging().part(group_.self(), owner, step), bytes);
     staged += bytes;
   }
   group_.publish_begun(step, staged);
@@ -174,8 +174,10 @@ void HostCommunicator::reduce_own_chunk(const Reduction& r, Cursor& mine, std::s
     for (int m = 0; m < group_.size(); ++m) {
       sources_[static_cast<std::size_t>(m)] = m == self ? in : staging.part(m, self, step) + offset;
     }
-    reduce(r.dtype, r.op, r.scale, sources_, count / item, out,
-           staging.part(self, self, step) + offset);
+    std::byte* copy = staging.part(self, self, step) + offset;
+    const bool apart = group_.writer().goes_past_caches(count);
+    reduce(r.dtype, r.op, r.scale, sources_, count / item, out, apart ? nullptr : copy);
+    if (apart) group_.writer().write(copy, out, count);
   });
 }
 

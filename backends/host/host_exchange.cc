@@ -51,7 +51,8 @@ void HostCommunicator::scatter_here(const Reduction& r, Segments own, Counts cou
     group_.await_free(step, r.deadline);
     for (int m = 0; m < group_.size(); ++m) {
       if (m == self) continue;
-      staged[static_cast<std::size_t>(m)].copy_inputs_to(staging.part(self, m, step), piece(m));
+      staged[static_cast<std::size_t>(m)].stage_inputs(group_.writer(), staging.part(self, m, step),
+                                                       piece(m));
       written += piece(m);
     }
     group_.publish_begun(step, written);
@@ -261,7 +262,8 @@ void HostCommunicator::alltoall_here(ConstBytes in, Bytes out, Counts counts, De
       const auto to = static_cast<std::size_t>(here[static_cast<std::size_t>(m)]);
       const std::size_t bytes = m == self ? 0 : piece(position, to);
       if (bytes == 0) continue;
-      copy_bytes(staging.part(self, m, step), in.data() + layout.sent_at[to] + begin, bytes);
+      group_.writer().write(staging.part(self, m, step), in.data() + layout.sent_at[to] + begin,
+                            bytes);
       staged += bytes;
     }
     group_.publish_begun(step, staged);

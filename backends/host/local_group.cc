@@ -80,7 +80,7 @@ void LocalGroup::spread(std::span<const std::size_t> bytes, Cursor source, std::
       return at < total ? std::min(unit, total - at) : 0;
     };
     await_free(step_, deadline);
-    source.copy_inputs_to(staging_.region(self_, step_), count(self_));
+    source.stage_inputs(writer_, staging_.region(self_, step_), count(self_));
     publish_begun(step_, count(self_));
     for (int m = 0; m < size(); ++m) {
       if (m == self_ || count(m) == 0) continue;

@@ -10,6 +10,7 @@
 #include "backend.h"
 #include "host/cursor.h"
 #include "host/host_backend.h"
+#include "host/staging_writer.h"
 #include "shm/segment.h"
 
 namespace polyhvd::host {
@@ -23,6 +24,9 @@ class LocalGroup {
   int size() const noexcept { return static_cast<int>(locals_.size()); }
   int self() const noexcept { return self_; }
   const shm::Staging& staging() const noexcept { return staging_; }
+
+  // For everything that goes into this member's regions.
+  StagingWriter& writer() noexcept { return writer_; }
 
   // Number of the step that comes next; the same on all members.
   std::uint64_t step() const noexcept { return step_; }
@@ -50,6 +54,7 @@ class LocalGroup {
 
   Fabric& fabric_;
   shm::Staging staging_;
+  StagingWriter writer_;
   std::vector<int> locals_;
   int self_;
   std::uint64_t step_ = 0;
