@@ -64,6 +64,7 @@ endef
 $(eval $(call core_program,plain,-O2))
 $(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
+-include $(wildcard build/core/plain/benchmarks/*.d)
 
 # The pure units as a module for tests in Python; nothing of it is installed.
 UNITS := coordinator crc32c disagreement fusion negotiation process_set relay request_merger response_cache types wire

@@ -27,6 +27,21 @@ def run(
 ) -> None:
     """Submit a collective on one dense tensor in place, and wait for it: the shortest way."""
 
+def start(
+    engine: Engine,
+    kind: int,
+    name: str,
+    tensor: Any,
+    op: int,
+    root: int,
+    prescale: float,
+    postscale: float,
+    process_set: int,
+    priority: int,
+    /,
+) -> Handle:
+    """Submit a collective on one dense tensor in place. The handle's result is the tensor."""
+
 class TensorRef:
     """A dense tensor given by address; the fallback for objects that cannot be read directly.
 

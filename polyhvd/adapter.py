@@ -102,6 +102,12 @@ class FrameworkAdapter(Protocol[T]):
         Raises TypeError or ValueError, naming the operation, for tensors it cannot take.
         """
 
+    def is_plain(self, tensor: T) -> bool:
+        """Whether the core may work on the tensor's own memory, on a CPU, if that is dense.
+
+        Asked with ``Capability.DIRECT`` alone. Raises TypeError for what cannot be communicated.
+        """
+
     def dtype(self, tensor: T) -> str:
         """Element type by its NumPy name, such as "bfloat16"."""
 

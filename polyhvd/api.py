@@ -28,6 +28,13 @@ def _list(outputs: Sequence[Any]) -> Sequence[Any]:
     return outputs
 
 
+def _same(output: Any) -> Any:
+    return output
+
+
+_ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
+
+
 class Collectives(Generic[T]):
     """The collectives of one framework. Stateless but for the adapter; thread-safe."""
 
@@ -35,7 +42,7 @@ class Collectives(Generic[T]):
         self.adapter = adapter
         self._direct = Capability.DIRECT in adapter.capabilities
 
-    def _run_direct(
+    def run_in_place(
         self,
         kind: OpKind,
         tensor: T,
@@ -47,7 +54,12 @@ class Collectives(Generic[T]):
         process_set: ProcessSet,
         priority: int,
     ) -> bool:
-        """Run a blocking in-place call in one step of the core; False when it must be done by parts."""
+        """Run a blocking in-place call in one step of the core; False when it must be done by parts.
+
+        Adapters call it first, and by position: for a small tensor, arguments cost what the collective does.
+        """
+        if not self._direct:
+            return False
         set_id = 0 if process_set is global_process_set else process_set_id(process_set)
         slots = None
         if name is None:
@@ -62,6 +74,37 @@ class Collectives(Generic[T]):
             if slots is not None:
                 slots.give_back(name)
         return True
+
+    def _start_in_place(
+        self,
+        kind: OpKind,
+        tensor: T,
+        name: str | None,
+        op: int,
+        root: int,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        priority: int,
+    ) -> Handle | None:
+        """As :meth:`run_in_place`, without waiting; None when it must be done by parts."""
+        set_id = 0 if process_set is global_process_set else process_set_id(process_set)
+        slots = None
+        if name is None:
+            slots = names_of(kind, set_id)
+            name = slots.take()
+        try:
+            engine = context.engine()
+            handle = _core.start(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
+        except BaseException as error:
+            if slots is not None:
+                slots.give_back(name)
+            if isinstance(error, BufferError):  # not dense
+                return None
+            raise
+        if slots is not None:
+            handle.slot = Ticket(slots, name, _same)
+        return handle
 
     def _start(
         self,
@@ -113,6 +156,9 @@ class Collectives(Generic[T]):
         Raises what it failed with. May be called again: the result stays.
         """
         ticket = handle.slot
+        if ticket is None:
+            handle.wait()
+            return handle.result
         try:
             handle.wait()
         except BaseException:
@@ -120,12 +166,11 @@ class Collectives(Generic[T]):
                 self._give_back(handle)
             raise
         self._give_back(handle)
-        if ticket is not None:
-            finish = handle.finish
-            if finish is not None:
-                handle.result = finish(handle)
-                handle.finish = None
-            handle.result = ticket.unpack(handle.result)
+        finish = handle.finish
+        if finish is not None:
+            handle.result = finish(handle)
+            handle.finish = None
+        handle.result = ticket.unpack(handle.result)
         return handle.result
 
     @staticmethod
@@ -157,6 +202,12 @@ class Collectives(Generic[T]):
         blocking: bool = False,
     ) -> Handle:
         """Start the elementwise reduction of ``tensor`` over the ranks; see :meth:`allreduce`."""
+        if in_place and self._direct and not blocking and self.adapter.is_plain(tensor):
+            handle = self._start_in_place(
+                _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, priority
+            )
+            if handle is not None:
+                return handle
         tensors = (tensor,)
         out = tensors if in_place else None
         return self._start(
@@ -202,20 +253,16 @@ class Collectives(Generic[T]):
             RankMismatchError: the ranks' tensors or arguments differ.
             HorovodInternalError: a rank was lost, or the engine was shut down.
         """
-        if (
-            in_place
-            and self._direct
-            and self._run_direct(
-                OpKind.ALLREDUCE,
-                tensor,
-                name,
-                op,
-                -1,
-                prescale_factor,
-                postscale_factor,
-                process_set,
-                priority,
-            )
+        if in_place and self.run_in_place(
+            OpKind.ALLREDUCE,
+            tensor,
+            name,
+            op,
+            -1,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+            priority,
         ):
             return tensor
         handle = self.allreduce_async(
@@ -345,12 +392,8 @@ class Collectives(Generic[T]):
         Raises:
             InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
         """
-        if (
-            in_place
-            and self._direct
-            and self._run_direct(
-                OpKind.BROADCAST, tensor, name, ReduceOp.Sum, root_rank, 1.0, 1.0, process_set, priority
-            )
+        if in_place and self.run_in_place(
+            OpKind.BROADCAST, tensor, name, ReduceOp.Sum, root_rank, 1.0, 1.0, process_set, priority
         ):
             return tensor
         handle = self.broadcast_async(

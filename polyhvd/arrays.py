@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from polyhvd.adapter import FrameworkAdapter, Handle, ReduceOp
+from polyhvd.adapter import FrameworkAdapter, Handle, OpKind, ReduceOp
 from polyhvd.api import Collectives, resolve_op
 from polyhvd.compression import NO_COMPRESSION, Compression, Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
@@ -14,6 +14,7 @@ from polyhvd.state_sync import broadcast_named
 __all__ = ["ArrayFunctions", "named_arrays"]
 
 T = TypeVar("T")
+_ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
 
 
 def named_arrays(owner: Any) -> Iterable[tuple[str, Any]]:
@@ -80,10 +81,16 @@ class ArrayFunctions(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """Reduce an array over the ranks in place; see :meth:`polyhvd.api.Collectives.allreduce`."""
-        return self._collectives.allreduce(
-            self._check(tensor),
+        collectives, op = self._collectives, resolve_op(op, average)
+        self._check(tensor)
+        if collectives.run_in_place(
+            _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, 0
+        ):
+            return tensor
+        return collectives.allreduce(
+            tensor,
             name=name,
-            op=resolve_op(op, average),
+            op=op,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
             process_set=process_set,

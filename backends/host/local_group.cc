@@ -9,7 +9,9 @@ LocalGroup::LocalGroup(Fabric& fabric, shm::Staging staging, std::vector<int> lo
 
 void LocalGroup::ring() {
   for (int m = 0; m < size(); ++m) {
-    if (m != self_) fabric_.peers->wake(locals_[static_cast<std::size_t>(m)]);
+    if (m == self_) continue;
+    // All have agreed to what is under way: who does not drive, waits.
+    fabric_.peers->wake(locals_[static_cast<std::size_t>(m)], Parking::kWaiting);
   }
 }
 

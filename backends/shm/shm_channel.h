@@ -29,7 +29,8 @@ class ShmChannel final : public Channel {
   int peer_local_;
   int peer_;
   std::string pending_;
-  std::size_t sent_ = 0;  // bytes of pending_ already in the ring
+  std::size_t sent_ = 0;         // bytes of pending_ already in the ring
+  std::uint64_t seen_read_ = 0;  // out_.read when last looked at
   FrameWriter writer_;
   FrameReader reader_;
 };

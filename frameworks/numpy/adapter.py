@@ -97,6 +97,10 @@ class NumpyAdapter:
         handle.finish = copy_back
         return handle
 
+    def is_plain(self, tensor: Array) -> bool:
+        """All are."""
+        return True
+
     def dtype(self, tensor: Array) -> str:
         """Name of the array's element type."""
         return str(tensor.dtype.name)

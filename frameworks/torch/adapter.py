@@ -128,6 +128,11 @@ class TorchAdapter:
                 pass
         return self._submit_copies(operation, tensors, out)
 
+    def is_plain(self, tensor: Tensor) -> bool:
+        """All on a CPU but lazily negated views, which have other values than their memory."""
+        check(tensor)
+        return tensor.is_cpu and not tensor.is_neg()
+
     def _submit(
         self, operation: Operation, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
     ) -> Handle:

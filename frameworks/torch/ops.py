@@ -14,7 +14,7 @@ from polyhvd.torch.autograd import allreduce_group, reducescatter_group, wants_g
 from polyhvd.torch.base import Compression, collectives, increment_version, synchronize
 from polyhvd.torch.compiled import is_compiling, overwritten
 
-from polyhvd.adapter import Handle, ReduceOp
+from polyhvd.adapter import Handle, OpKind, ReduceOp
 from polyhvd.api import resolve_op
 from polyhvd.compression import Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
@@ -36,6 +36,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 Average = ReduceOp.Average
+_ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
 
 
 def allreduce(
@@ -98,22 +99,19 @@ def allreduce_(
             process_set,
         )
         return overwritten([tensor], [new])[0]
-    check(tensor)
-    if tensor.is_neg():
-        synchronize(
-            allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    op = resolve_op(op, average)
+    try:
+        done = not tensor.is_neg() and collectives.run_in_place(
+            _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, 0
         )
+    except (AttributeError, RuntimeError, TypeError):
+        check(tensor)
+        raise
+    if done:
+        increment_version(tensor)
         return tensor
-    result = collectives.allreduce(
-        tensor,
-        name=name,
-        op=resolve_op(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        in_place=True,
-    )
-    increment_version(tensor)
+    handle = allreduce_async_(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = synchronize(handle)
     return result
 
 

@@ -74,6 +74,18 @@ std::string caller_line() {
   return "";
 }
 
+// As py::gil_scoped_release, which looks up pybind11's own state each time.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // Handles ---------------------------------------------------------------------
 
 class PyEngine;
@@ -168,13 +180,27 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     return std::make_unique<PyHandle>(shared_from_this(), std::move(operation), std::move(keep));
   }
 
-  // Submit and wait in one, for one dense tensor in place: the shortest way.
-  void run(Submission s, py::handle tensor) {
+  // One dense tensor in place.
+  OperationPtr submit_in_place(Submission s, py::handle tensor, bool blocking) {
     release_orphans();
     s.inputs.push_back(read_tensor(tensor, true));
     s.outputs.push_back(s.inputs.back());
     s.stream = stream_for(s, tensor);
-    const OperationPtr operation = engine_->submit(std::move(s), true, caller_line);
+    return engine_->submit(std::move(s), blocking, caller_line);
+  }
+
+  std::unique_ptr<PyHandle> start(Submission s, py::handle tensor) {
+    OperationPtr operation = submit_in_place(std::move(s), tensor, false);
+    auto keep = py::reinterpret_borrow<py::object>(tensor);
+    auto handle =
+        std::make_unique<PyHandle>(shared_from_this(), std::move(operation), std::move(keep));
+    handle->result = handle->keep;
+    return handle;
+  }
+
+  // Submit and wait in one.
+  void run(Submission s, py::handle tensor) {
+    const OperationPtr operation = submit_in_place(std::move(s), tensor, true);
     try {
       wait(operation);
     } catch (...) {
@@ -193,7 +219,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     std::optional<py::error_already_set> raised;
     std::optional<Error> error;
     {
-      py::gil_scoped_release released;
+      const WithoutGil without_gil;
       const auto interrupted = [&raised] {
         py::gil_scoped_acquire acquired;
         if (PyErr_CheckSignals() == 0) return false;
@@ -343,29 +369,30 @@ void PyHandle::wait(std::optional<std::uintptr_t> stream) {
   held = true;
 }
 
-// run(engine, kind, name, tensor, op, root, prescale, postscale, process_set,
-// priority) by the vector call protocol: pybind11's dispatch would cost as much as
-// the collective.
-PyObject* run_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 10) {
-    PyErr_SetString(PyExc_TypeError, "run() takes 10 positional arguments");
-    return nullptr;
-  }
+// The shortest ways for one dense tensor in place, by the vector call protocol: pybind11's
+// dispatch would cost as much as the collective. Arguments: engine, kind, name, tensor, op,
+// root, prescale, postscale, process_set, priority.
+Submission in_place_submission(PyObject* const* args, Py_ssize_t count) {
+  if (count != 10) throw py::type_error("expected 10 positional arguments");
+  Submission s;
+  s.kind = static_cast<OpKind>(PyLong_AsLong(args[1]));
+  Py_ssize_t length = 0;
+  const char* name = PyUnicode_AsUTF8AndSize(args[2], &length);
+  if (name != nullptr) s.name.assign(name, static_cast<std::size_t>(length));
+  s.op = static_cast<ReduceOp>(PyLong_AsLong(args[4]));
+  s.root = static_cast<int>(PyLong_AsLong(args[5]));
+  s.scale = {PyFloat_AsDouble(args[6]), PyFloat_AsDouble(args[7])};
+  s.process_set = static_cast<ProcessSetId>(PyLong_AsUnsignedLong(args[8]));
+  s.priority = static_cast<int>(PyLong_AsLong(args[9]));
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return s;
+}
+
+// What `call` returns, or null and Python's exception for what it throws.
+template <class Call>
+PyObject* guarded(Call&& call) noexcept {
   try {
-    auto& engine = py::handle(args[0]).cast<PyEngine&>();
-    Submission s;
-    s.kind = static_cast<OpKind>(PyLong_AsLong(args[1]));
-    Py_ssize_t length = 0;
-    const char* name = PyUnicode_AsUTF8AndSize(args[2], &length);
-    if (name != nullptr) s.name.assign(name, static_cast<std::size_t>(length));
-    s.op = static_cast<ReduceOp>(PyLong_AsLong(args[4]));
-    s.root = static_cast<int>(PyLong_AsLong(args[5]));
-    s.scale = {PyFloat_AsDouble(args[6]), PyFloat_AsDouble(args[7])};
-    s.process_set = static_cast<ProcessSetId>(PyLong_AsUnsignedLong(args[8]));
-    s.priority = static_cast<int>(PyLong_AsLong(args[9]));
-    if (PyErr_Occurred() != nullptr) return nullptr;
-    engine.run(std::move(s), args[3]);
-    Py_RETURN_NONE;
+    return call();
   } catch (const Failure& failure) {
     raise_as_python(failure.error());
   } catch (py::error_already_set& error) {
@@ -378,9 +405,30 @@ PyObject* run_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return nullptr;
 }
 
-PyMethodDef kRunInPlace = {
-    "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_in_place)), METH_FASTCALL,
-    "Run a collective on one dense tensor in place; see _core.pyi."};
+PyObject* run_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    Submission s = in_place_submission(args, count);
+    py::handle(args[0]).cast<PyEngine&>().run(std::move(s), args[3]);
+    return py::none().release().ptr();
+  });
+}
+
+PyObject* start_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    Submission s = in_place_submission(args, count);
+    return py::cast(py::handle(args[0]).cast<PyEngine&>().start(std::move(s), args[3]))
+        .release()
+        .ptr();
+  });
+}
+
+template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyMethodDef vector_call(const char* name) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL,
+          "See _core.pyi."};
+}
+PyMethodDef kRunInPlace = vector_call<run_in_place>("run");
+PyMethodDef kStartInPlace = vector_call<start_in_place>("start");
 
 // Native adapters -------------------------------------------------------------
 
@@ -458,6 +506,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("INSTRUCTION_SET") = std::string(host::instruction_set());
   m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"));
   m.attr("run") = py::reinterpret_steal<py::object>(PyCFunction_New(&kRunInPlace, nullptr));
+  m.attr("start") = py::reinterpret_steal<py::object>(PyCFunction_New(&kStartInPlace, nullptr));
   m.def("register_dlpack_exchange", &register_dlpack_exchange);
 
   py::class_<TensorRef>(m, "TensorRef")

@@ -131,14 +131,14 @@ bool Engine::take_role() noexcept {
   bool free = false;
   if (!role_taken_.compare_exchange_strong(free, true)) return false;
   t_driving = this;
-  parking_->sleep_flag().store(Parking::kAwake, std::memory_order_relaxed);
+  parking_->stay_awake();
   return true;
 }
 
 void Engine::release_role() noexcept {
   // Peers ring from here on; then one last look at what they may have sent before.
   if (engine_dozes_.load() && !failed_) {
-    parking_->sleep_flag().store(queue_.pending() > 0 ? Parking::kWaiting : Parking::kDozing);
+    parking_->let_ring(queue_.pending() > 0 ? Parking::kWaiting : Parking::kDozing);
     try {
       while (progress()) {
       }

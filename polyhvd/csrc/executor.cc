@@ -30,11 +30,14 @@ Segment part_of(const TensorView& input, int member, int members) {
 
 // One after the other when there are several: a group may have tensors of each.
 template <class Use>
-void for_each_dtype(const Request& request, Use&& use) {
-  if (request.dtypes.empty()) return use(request.dtype);
+void for_each_dtype(const Submission& s, Use&& use) {
+  const DType first = s.inputs[0].dtype;
+  if (std::ranges::all_of(s.inputs, [&](const TensorView& t) { return t.dtype == first; })) {
+    return use(first);
+  }
   for (int d = 0; d < kDTypeCount; ++d) {
     const auto dtype = static_cast<DType>(d);
-    if (std::ranges::count(request.dtypes, dtype) > 0) use(dtype);
+    if (std::ranges::count(s.inputs, dtype, &TensorView::dtype) > 0) use(dtype);
   }
 }
 
@@ -134,17 +137,17 @@ void Executor::run_kind(const Work& work, Communicator& communicator, Communicat
   }
 }
 
-TensorView Executor::output_of(Operation& operation, std::size_t index, const Shape& shape) {
+Segment Executor::output_of(Operation& operation, std::size_t index, const Shape& shape) {
   const Submission& s = operation.submission;
   const DType dtype = s.inputs[index].dtype;
   if (s.outputs.empty()) {
-    return allocate(operation, index, shape, dtype, s.inputs[index].device);
+    return segment_of(allocate(operation, index, shape, dtype, s.inputs[index].device));
   }
   if (s.outputs[index].shape != shape || s.outputs[index].dtype != dtype) {
     throw Failure(ErrorCode::kInternal,
                   "the output given for '" + s.name + "' has not the agreed shape");
   }
-  return s.outputs[index];
+  return segment_of(s.outputs[index]);
 }
 
 TensorView Executor::allocate(Operation& operation, std::size_t index, const Shape& shape,
@@ -175,12 +178,12 @@ void Executor::allreduce(const Work& work, Communicator& communicator, Deadline 
   for (const OperationPtr& operation : work.operations) {
     const Submission& s = operation->submission;
     for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-      results_.push_back(segment_of(output_of(*operation, i, s.inputs[i].shape)));
+      results_.push_back(output_of(*operation, i, s.inputs[i].shape));
     }
   }
   const Operation& first = *work.operations[0];
   const TransferTimer timer(timeline_, parking_, transfer_);
-  for_each_dtype(first.request, [&](DType dtype) {
+  for_each_dtype(first.submission, [&](DType dtype) {
     in_.clear();
     out_.clear();
     auto out = results_.begin();
@@ -212,9 +215,8 @@ void Executor::allgather(Operation& operation, Communicator& communicator, Deadl
       shape[0] += rows;
       counts[m] = static_cast<std::size_t>(rows) * row_bytes;
     }
-    const TensorView out = output_of(operation, i, shape);
+    const Segment all = output_of(operation, i, shape);
     const Segment in = segment_of(s.inputs[i]);
-    const Segment all = segment_of(out);
     const TransferTimer timer(timeline_, parking_, transfer_);
     communicator.allgather({in.data, in.bytes}, {all.data, all.bytes}, counts, deadline);
   }
@@ -226,7 +228,7 @@ void Executor::broadcast(Operation& operation, Communicator& communicator, Deadl
   out_.clear();
   for (std::size_t i = 0; i < s.inputs.size(); ++i) {
     in_.push_back(segment_of(s.inputs[i]));
-    out_.push_back(segment_of(output_of(operation, i, s.inputs[i].shape)));
+    out_.push_back(output_of(operation, i, s.inputs[i].shape));
   }
   const int root = *position_in(sets_.members(s.process_set), s.root);
   const TransferTimer timer(timeline_, parking_, transfer_);
@@ -240,10 +242,10 @@ void Executor::reducescatter(Operation& operation, Communicator& communicator, D
   for (std::size_t i = 0; i < s.inputs.size(); ++i) {
     Shape shape = s.inputs[i].shape;
     shape[0] = rows_kept(shape[0], operation.position, members);
-    results_.push_back(segment_of(output_of(operation, i, shape)));
+    results_.push_back(output_of(operation, i, shape));
   }
   const TransferTimer timer(timeline_, parking_, transfer_);
-  for_each_dtype(operation.request, [&](DType dtype) {
+  for_each_dtype(s, [&](DType dtype) {
     in_.clear();
     out_.clear();
     std::vector<std::size_t> counts(static_cast<std::size_t>(members), 0);

@@ -41,7 +41,7 @@ class Executor {
   void alltoall(Operation& operation, Communicator& communicator, Communicator& on_cpu,
                 Deadline deadline);
   void tell_number(Operation& operation);
-  TensorView output_of(Operation& operation, std::size_t index, const Shape& shape);
+  Segment output_of(Operation& operation, std::size_t index, const Shape& shape);
   TensorView allocate(Operation& operation, std::size_t index, const Shape& shape, DType dtype,
                       Device device);
 

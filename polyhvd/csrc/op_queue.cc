@@ -190,7 +190,7 @@ Request OpQueue::request_of(const Operation& operation) const {
   return request;
 }
 
-OperationPtr OpQueue::submit(Submission submission, const std::function<std::string()>& where) {
+OperationPtr OpQueue::submit(Submission&& submission, const std::function<std::string()>& where) {
   auto operation = std::make_shared<Operation>(std::move(submission));
   Submission& s = operation->submission;
   std::unique_lock lock(mutex_);
@@ -200,16 +200,15 @@ OperationPtr OpQueue::submit(Submission submission, const std::function<std::str
     s.op = ReduceOp::kSum;
     s.scale.post /= static_cast<double>(sets_.members(s.process_set).size());
   }
-  operation->request = request_of(*operation);
-  operation->announced_as = cache_.find(operation->request, operation->position);
+  operation->announced_as = cache_.find(s, operation->position);
   operation->cache_version = cache_version_;
   if (!operation->announced_as && where && s.where.empty()) {
     lock.unlock();
-    operation->request.where = where();
+    s.where = where();
     lock.lock();
   }
   if (closed_) throw Failure(*closed_);
-  const auto it = in_flight_.find(KeyView{s.process_set, s.name});
+  const auto it = in_flight_.find(Key{s.process_set, s.name});
   if (it != in_flight_.end() && !s.queue_duplicates) {
     invalid(s,
             "an operation of this name is in flight; synchronize() it first or use another name");
@@ -234,7 +233,7 @@ void OpQueue::announce(Report& report) {
   const Ticks now = ticks_now();
   for (const OperationPtr& operation : unannounced_) {
     if (operation->cache_version != cache_version_) {
-      operation->announced_as = cache_.find(operation->request, operation->position);
+      operation->announced_as = cache_.find(operation->submission, operation->position);
     }
     operation->announced = true;
     recorder_.on_announce(*operation, now);
@@ -242,7 +241,7 @@ void OpQueue::announce(Report& report) {
       report.subtree_hits.push_back(*operation->announced_as);
       cache_hits_.fetch_add(1, std::memory_order_relaxed);
     } else {
-      report.requests.push_back(operation->request);
+      report.requests.push_back(request_of(*operation));
     }
   }
   unannounced_.clear();
@@ -254,14 +253,14 @@ void OpQueue::announce_in_full(CacheId id, Report& report) {
   for (const auto& [key, operation] : in_flight_) {
     if (!operation->announced || operation->agreed || operation->announced_as != id) continue;
     operation->announced_as.reset();
-    report.requests.push_back(operation->request);
+    report.requests.push_back(request_of(*operation));
     return;
   }
 }
 
 OperationPtr OpQueue::find(ProcessSetId set, std::string_view name) {
   std::lock_guard lock(mutex_);
-  const auto it = in_flight_.find(KeyView{set, name});
+  const auto it = in_flight_.find(Key{set, name});
   return it == in_flight_.end() ? nullptr : it->second;
 }
 
@@ -270,7 +269,7 @@ void OpQueue::retire(const OperationPtr& operation) {
   std::lock_guard lock(mutex_);
   release_memory(*operation);
   if (s.kind == OpKind::kJoin) joined_ = false;
-  const auto it = in_flight_.find(KeyView{s.process_set, s.name});
+  const auto it = in_flight_.find(Key{s.process_set, s.name});
   if (it == in_flight_.end() || it->second != operation) return;
   const auto queue = waiting_.empty() ? waiting_.end() : waiting_.find({s.process_set, s.name});
   if (queue == waiting_.end()) {
@@ -278,8 +277,11 @@ void OpQueue::retire(const OperationPtr& operation) {
     pending_.store(static_cast<int>(in_flight_.size()), std::memory_order_relaxed);
     return;
   }
-  it->second = std::move(queue->second.front());
-  unannounced_.push_back(it->second);
+  auto entry = in_flight_.extract(it);
+  entry.mapped() = std::move(queue->second.front());
+  entry.key().name = entry.mapped()->submission.name;
+  unannounced_.push_back(entry.mapped());
+  in_flight_.insert(std::move(entry));
   news_.fetch_add(1);
   queue->second.pop_front();
   if (queue->second.empty()) waiting_.erase(queue);

@@ -28,7 +28,7 @@ class OpQueue {
   // Checks the submission and queues it. `where` names the caller's line; it is
   // called, without a lock, only when the operation is new to the cache. Throws
   // Failure: kInvalidArgument, or why the queue is closed.
-  OperationPtr submit(Submission submission, const std::function<std::string()>& where);
+  OperationPtr submit(Submission&& submission, const std::function<std::string()>& where);
 
   // Whether something waits to be announced. Any thread, no lock.
   bool has_news() const noexcept { return news_.load() > 0; }
@@ -80,24 +80,12 @@ class OpQueue {
  private:
   struct Key {
     ProcessSetId set;
-    std::string name;
-  };
-  struct KeyView {
-    ProcessSetId set;
-    std::string_view name;
+    std::string_view name;  // of the operation itself
+    friend bool operator==(const Key&, const Key&) = default;
   };
   struct Hash {
-    using is_transparent = void;
-    template <class K>
-    std::size_t operator()(const K& k) const noexcept {
+    std::size_t operator()(const Key& k) const noexcept {
       return std::hash<std::string_view>{}(k.name) ^ (k.set * 0x9e3779b97f4a7c15u);
-    }
-  };
-  struct Equal {
-    using is_transparent = void;
-    template <class A, class B>
-    bool operator()(const A& a, const B& b) const noexcept {
-      return a.set == b.set && std::string_view(a.name) == std::string_view(b.name);
     }
   };
 
@@ -119,7 +107,7 @@ class OpQueue {
   bool joined_ = false;
   ResponseCache cache_;
   std::uint64_t cache_version_ = 0;
-  std::unordered_map<Key, OperationPtr, Hash, Equal> in_flight_;
+  std::unordered_map<Key, OperationPtr, Hash> in_flight_;
   std::map<std::pair<ProcessSetId, std::string>, std::deque<OperationPtr>> waiting_;
   std::vector<OperationPtr> unannounced_;
   MemoryInFlight memory_;

@@ -44,6 +44,16 @@ struct Submission {
   DeviceEventPtr ready;  // by Engine::submit: where the stream was then
 };
 
+// What satisfies() asks of one; see request.h.
+inline std::size_t tensor_count(const Submission& s) noexcept { return s.inputs.size(); }
+inline const Shape& shape_of(const Submission& s, std::size_t i) noexcept {
+  return s.inputs[i].shape;
+}
+inline DType dtype_of(const Submission& s, std::size_t i) noexcept { return s.inputs[i].dtype; }
+inline DeviceKind device_kind_of(const Submission& s) noexcept {
+  return s.inputs.empty() ? DeviceKind::kCpu : s.inputs[0].device.kind;
+}
+
 // Memory for an output that the core allocated. On a CPU aligned for any vector unit.
 class OwnedBuffer {
  public:
@@ -83,10 +93,9 @@ class OwnedBuffer {
 // that the state names; `finished` publishes the last ones to the caller.
 class Operation {
  public:
-  explicit Operation(Submission s) : submission(std::move(s)) {}
+  explicit Operation(Submission&& s) : submission(std::move(s)) {}
 
   Submission submission;                // by submit, before anybody else sees it
-  Request request;                      // the same as other ranks are told it; likewise
   int position = 0;                     // of this rank in the process set; likewise
   std::uint64_t sequence = 0;           // in the Recorder; by submit, under the queue's lock
   std::optional<CacheId> announced_as;  // the id that was reported; under the queue's lock

@@ -46,6 +46,16 @@ class Parking {
   static constexpr std::uint32_t kAwake = 0;
   static constexpr std::uint32_t kDozing = 1;
   static constexpr std::uint32_t kWaiting = 2;
+  // Before driving: nobody need ring. kDozing stays, since rings at that level are rare,
+  // and so the word goes to the peers' caches once instead of twice in every operation.
+  void stay_awake() noexcept {
+    if (sleep_flag_->load(std::memory_order_relaxed) != kWaiting) return;
+    sleep_flag_->store(kAwake, std::memory_order_relaxed);
+  }
+  // Before the last look at the work: peers that publish later ring.
+  void let_ring(std::uint32_t level) noexcept {
+    if (sleep_flag_->load(std::memory_order_relaxed) != level) sleep_flag_->store(level);
+  }
   // Null goes back to it. While no other thread uses this object.
   void set_sleep_flag(std::atomic<std::uint32_t>* flag) noexcept {
     sleep_flag_ = flag == nullptr ? &own_flag_ : flag;

@@ -75,7 +75,13 @@ TensorView view_of(const DLTensor& t) {
   view.dtype = dtype_of(t.dtype);
   view.data = static_cast<char*>(t.data) + t.byte_offset;
   view.shape.assign(t.shape, t.shape + t.ndim);
-  if (t.device.device_type == kDlpackCuda) view.device = {DeviceKind::kCuda, t.device.device_id};
+  if (t.device.device_type == kDlpackCuda) {
+    view.device = {DeviceKind::kCuda, t.device.device_id};
+  } else if (t.device.device_type != kDlpackCpu) {
+    throw py::type_error("the tensor is on a device of DLPack's type " +
+                         std::to_string(t.device.device_type) +
+                         ", expected one on the CPU or an NVIDIA GPU");
+  }
   std::int64_t expected = 1;
   const std::int64_t count = element_count(view.shape);
   for (int i = t.ndim - 1; t.strides != nullptr && count > 0 && i >= 0; --i) {

@@ -68,6 +68,11 @@ DType dtype_of(const Operation& operation, std::size_t i) noexcept {
   return operation.dtypes.empty() ? operation.dtype : operation.dtypes[i];
 }
 
+// What satisfies() asks of a request, and of a submission.
+inline std::size_t tensor_count(const Request& r) noexcept { return r.shapes.size(); }
+inline const Shape& shape_of(const Request& r, std::size_t i) noexcept { return r.shapes[i]; }
+inline DeviceKind device_kind_of(const Request& r) noexcept { return r.device; }
+
 struct Definition {
   CacheId id = 0;
   Agreement agreement;

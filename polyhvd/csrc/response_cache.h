@@ -3,6 +3,7 @@
 // order and are therefore equal.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -15,6 +16,12 @@
 
 namespace polyhvd {
 
+// Whether an agreement is exactly what the request asks for. The one place that says
+// which fields matter for which kind of operation. `Asked`: a Request, or a Submission
+// that none need be made of.
+template <class Asked>
+bool satisfies(const Agreement& agreement, const Asked& asked, int position);
+
 class ResponseCache {
  public:
   void define(Definition definition);  // replaces the agreement of that (set, name)
@@ -22,7 +29,13 @@ class ResponseCache {
 
   // The id whose agreement is exactly what this request asks for, if any.
   // `position` is the requesting rank's position in the process set.
-  std::optional<CacheId> find(const Request& request, int position) const;
+  template <class Asked>
+  std::optional<CacheId> find(const Asked& asked, int position) const {
+    const auto named = by_name_.find(KeyView{asked.process_set, asked.name});
+    if (named == by_name_.end()) return std::nullopt;
+    if (!satisfies(by_id_.at(named->second), asked, position)) return std::nullopt;
+    return named->second;
+  }
 
   // The id under which a name is known now, whatever it agrees on.
   std::optional<CacheId> id_of(ProcessSetId set, std::string_view name) const;
@@ -61,8 +74,64 @@ class ResponseCache {
   std::unordered_map<Key, CacheId, KeyHash, KeyEqual> by_name_;
 };
 
-// Whether an agreement is exactly what the request asks for. The one place
-// that says which fields matter for which kind of operation.
-bool satisfies(const Agreement& agreement, const Request& request, int position);
+// Whether `alike(agreed, asked, i)` holds for the shapes of all tensors, which are as many.
+template <class Asked, class Alike>
+bool shapes_match(const Agreement& agreement, const Asked& asked, Alike&& alike) {
+  if (agreement.shapes.size() != tensor_count(asked)) return false;
+  for (std::size_t i = 0; i < agreement.shapes.size(); ++i) {
+    if (!alike(agreement.shapes[i], shape_of(asked, i), i)) return false;
+  }
+  return true;
+}
+
+// All dimensions but the first.
+inline bool tails_match(const Shape& agreed, const Shape& asked) {
+  return !asked.empty() && agreed.size() == asked.size() &&
+         std::equal(asked.begin() + 1, asked.end(), agreed.begin() + 1);
+}
+
+// The rows, too: those that this position contributed when it was agreed.
+template <class Asked>
+bool rows_match(const Agreement& agreement, const Asked& asked, int position) {
+  const std::size_t count = agreement.shapes.size();
+  const std::size_t first = static_cast<std::size_t>(position) * count;
+  if (position < 0 || first + count > agreement.rows.size()) return false;
+  return shapes_match(agreement, asked, [&](const Shape& agreed, const Shape& wanted, auto i) {
+    return tails_match(agreed, wanted) && wanted[0] == agreement.rows[first + i];
+  });
+}
+
+template <class Asked>
+bool satisfies(const Agreement& agreement, const Asked& asked, int position) {
+  if (agreement.process_set != asked.process_set || agreement.kind != asked.kind ||
+      agreement.device != device_kind_of(asked) || agreement.name != asked.name) {
+    return false;
+  }
+  for (std::size_t i = 0; i < std::min(agreement.shapes.size(), tensor_count(asked)); ++i) {
+    if (dtype_of(agreement, i) != dtype_of(asked, i)) return false;
+  }
+  const auto same = [](const Shape& agreed, const Shape& wanted, auto) { return agreed == wanted; };
+  switch (asked.kind) {
+    case OpKind::kAllreduce:
+    case OpKind::kReducescatter:
+      return agreement.op == asked.op && agreement.scale == asked.scale &&
+             shapes_match(agreement, asked, same);
+    case OpKind::kBroadcast:
+      return agreement.root == asked.root && shapes_match(agreement, asked, same);
+    case OpKind::kAllgather:
+      return rows_match(agreement, asked, position);
+    case OpKind::kAlltoall:
+      return shapes_match(agreement, asked, [](const Shape& agreed, const Shape& wanted, auto) {
+        return tails_match(agreed, wanted);
+      });
+    case OpKind::kBarrier:
+      return true;
+    case OpKind::kJoin:
+    case OpKind::kAddProcessSet:
+    case OpKind::kRemoveProcessSet:
+      return false;  // the coordinator must hear of each
+  }
+  return false;
+}
 
 }  // namespace polyhvd

@@ -95,8 +95,6 @@ OperationPtr stand_in(const Agreement& agreement, int position) {
   s.priority = agreement.priority;
   s.process_set = agreement.process_set;
   auto operation = std::make_shared<Operation>(std::move(s));
-  operation->request.dtype = agreement.dtype;
-  operation->request.dtypes = agreement.dtypes;
   operation->position = position;
   operation->announced = true;
   operation->stands_in = true;

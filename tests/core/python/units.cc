@@ -167,7 +167,7 @@ PYBIND11_MODULE(polyhvd_units, module) {
       .def(py::init<>())
       .def("define", &ResponseCache::define)
       .def("evict", &ResponseCache::evict)
-      .def("find", &ResponseCache::find)
+      .def("find", &ResponseCache::find<Request>)
       .def("get", &ResponseCache::get, py::return_value_policy::copy)
       .def("__len__", &ResponseCache::size);
   py::class_<Coordinator>(module, "Coordinator")
