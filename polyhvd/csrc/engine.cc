@@ -18,6 +18,8 @@ constexpr auto kFlightInterval = std::chrono::seconds(1);
 constexpr auto kTurnInterval = std::chrono::milliseconds(100);
 constexpr auto kDozeTime = std::chrono::milliseconds(1000);
 constexpr int kIdleYields = 20;
+// The driver is done soon, or leaves soon; to be woken would take longer than either.
+constexpr int kTurnYields = 50;
 
 Error error_for(const Submission& submission, const Error& cause) {
   return {cause.code,
@@ -158,9 +160,11 @@ void Engine::notify_waiters() noexcept {
 
 void Engine::await_turn(const std::function<bool()>& done) {
   waiters_.fetch_add(1);
-  {
+  const auto over = [&] { return done() || !role_taken_.load(); };
+  for (int i = 0; i < kTurnYields && !over(); ++i) sched_yield();
+  if (!over()) {
     std::unique_lock lock(turn_mutex_);
-    turn_.wait_for(lock, kTurnInterval, [&] { return done() || !role_taken_.load(); });
+    turn_.wait_for(lock, kTurnInterval, over);
   }
   waiters_.fetch_sub(1);
 }
