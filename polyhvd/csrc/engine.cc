@@ -17,7 +17,7 @@ constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kFlightInterval = std::chrono::seconds(1);
 constexpr auto kTurnInterval = std::chrono::milliseconds(100);
 constexpr auto kDozeTime = std::chrono::milliseconds(1000);
-constexpr int kIdleYields = 20;
+constexpr int kIdleYields = 100;
 // The driver is done soon, or leaves soon; to be woken would take longer than either.
 constexpr int kTurnYields = 50;
 
