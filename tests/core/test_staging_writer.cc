@@ -94,7 +94,7 @@ TEST_CASE("a writer writes the same bytes whichever way it takes") {
   StagingWriter writer;
   std::vector<std::byte> source(StagingWriter::kBytesMin + 100);
   for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i % 253);
-  for (const std::size_t bytes : {std::size_t{0}, std::size_t{100}, source.size()}) {
+  for (const std::size_t bytes : {std::size_t{1}, std::size_t{100}, source.size()}) {
     for (int i = 0; i < 2 * StoreChoice::kTrialEvery; ++i) {
       std::vector<std::byte> target(bytes);
       writer.write(target.data(), source.data(), bytes);
