@@ -1,7 +1,9 @@
 """What the extension module offers to polyhvd's Python code. Adapters use it, users do not."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, Protocol, TypeVar
+
+_Result = TypeVar("_Result", covariant=True)
 
 DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/types.h
 INSTRUCTION_SET: Final[str]
@@ -12,35 +14,27 @@ def segment_bytes(local_size: int) -> int:
 def register_dlpack_exchange(tensor_type: type, capsule: object) -> None:
     """Read objects of this type (or a subclass) through DLPack's C exchange API."""
 
-def run(
-    engine: Engine,
-    kind: int,
-    name: str,
-    tensor: Any,
-    op: int,
-    root: int,
-    prescale: float,
-    postscale: float,
-    process_set: int,
-    priority: int,
-    /,
-) -> None:
-    """Submit a collective on one dense tensor in place, and wait for it: the shortest way."""
+class _InPlace(Protocol[_Result]):
+    def __call__(
+        self,
+        engine: Engine,
+        kind: int,
+        name: str,
+        tensor: Any,
+        op: int,
+        root: int,
+        prescale: float,
+        postscale: float,
+        process_set: int,
+        priority: int,
+        /,
+    ) -> _Result:
+        """Submit a collective on one dense tensor in place; BufferError when it is not dense."""
 
-def start(
-    engine: Engine,
-    kind: int,
-    name: str,
-    tensor: Any,
-    op: int,
-    root: int,
-    prescale: float,
-    postscale: float,
-    process_set: int,
-    priority: int,
-    /,
-) -> Handle:
-    """Submit a collective on one dense tensor in place. The handle's result is the tensor."""
+#: Waits for it: the shortest way.
+run: _InPlace[Literal[True]]
+#: The handle's result is the tensor.
+start: _InPlace[Handle]
 
 class TensorRef:
     """A dense tensor given by address; the fallback for objects that cannot be read directly.

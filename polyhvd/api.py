@@ -42,8 +42,9 @@ class Collectives(Generic[T]):
         self.adapter = adapter
         self._direct = Capability.DIRECT in adapter.capabilities
 
-    def run_in_place(
+    def in_place(
         self,
+        call: Callable[..., Any],
         kind: OpKind,
         tensor: T,
         name: str | None,
@@ -53,58 +54,31 @@ class Collectives(Generic[T]):
         postscale: float,
         process_set: ProcessSet,
         priority: int,
-    ) -> bool:
-        """Run a blocking in-place call in one step of the core; False when it must be done by parts.
+    ) -> Any:
+        """What ``call``, the core's ``run`` or ``start``, returns; None when it must be done by parts.
 
         Adapters call it first, and by position: for a small tensor, arguments cost what the collective does.
         """
         if not self._direct:
-            return False
+            return None
         set_id = 0 if process_set is global_process_set else process_set_id(process_set)
         slots = None
         if name is None:
             slots = names_of(kind, set_id)
             name = slots.take()
+        done = None
         try:
             engine = context.engine()
-            _core.run(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
+            done = call(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
         except BufferError:  # not dense
-            return False
+            pass
         finally:
             if slots is not None:
-                slots.give_back(name)
-        return True
-
-    def _start_in_place(
-        self,
-        kind: OpKind,
-        tensor: T,
-        name: str | None,
-        op: int,
-        root: int,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        priority: int,
-    ) -> Handle | None:
-        """As :meth:`run_in_place`, without waiting; None when it must be done by parts."""
-        set_id = 0 if process_set is global_process_set else process_set_id(process_set)
-        slots = None
-        if name is None:
-            slots = names_of(kind, set_id)
-            name = slots.take()
-        try:
-            engine = context.engine()
-            handle = _core.start(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
-        except BaseException as error:
-            if slots is not None:
-                slots.give_back(name)
-            if isinstance(error, BufferError):  # not dense
-                return None
-            raise
-        if slots is not None:
-            handle.slot = Ticket(slots, name, _same)
-        return handle
+                if isinstance(done, _core.Handle):
+                    done.slot = Ticket(slots, name, _same)
+                else:
+                    slots.give_back(name)
+        return done
 
     def _start(
         self,
@@ -203,8 +177,17 @@ class Collectives(Generic[T]):
     ) -> Handle:
         """Start the elementwise reduction of ``tensor`` over the ranks; see :meth:`allreduce`."""
         if in_place and self._direct and not blocking and self.adapter.is_plain(tensor):
-            handle = self._start_in_place(
-                _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, priority
+            handle: Handle | None = self.in_place(
+                _core.start,
+                _ALLREDUCE,
+                tensor,
+                name,
+                op,
+                -1,
+                prescale_factor,
+                postscale_factor,
+                process_set,
+                priority,
             )
             if handle is not None:
                 return handle
@@ -253,18 +236,6 @@ class Collectives(Generic[T]):
             RankMismatchError: the ranks' tensors or arguments differ.
             HorovodInternalError: a rank was lost, or the engine was shut down.
         """
-        if in_place and self.run_in_place(
-            OpKind.ALLREDUCE,
-            tensor,
-            name,
-            op,
-            -1,
-            prescale_factor,
-            postscale_factor,
-            process_set,
-            priority,
-        ):
-            return tensor
         handle = self.allreduce_async(
             tensor,
             name=name,
@@ -392,8 +363,17 @@ class Collectives(Generic[T]):
         Raises:
             InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
         """
-        if in_place and self.run_in_place(
-            OpKind.BROADCAST, tensor, name, ReduceOp.Sum, root_rank, 1.0, 1.0, process_set, priority
+        if in_place and self.in_place(
+            _core.run,
+            OpKind.BROADCAST,
+            tensor,
+            name,
+            ReduceOp.Sum,
+            root_rank,
+            1.0,
+            1.0,
+            process_set,
+            priority,
         ):
             return tensor
         handle = self.broadcast_async(

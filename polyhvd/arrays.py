@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from polyhvd import _core
 from polyhvd.adapter import FrameworkAdapter, Handle, OpKind, ReduceOp
 from polyhvd.api import Collectives, resolve_op
 from polyhvd.compression import NO_COMPRESSION, Compression, Compressor
@@ -83,8 +84,8 @@ class ArrayFunctions(Generic[T]):
         """Reduce an array over the ranks in place; see :meth:`polyhvd.api.Collectives.allreduce`."""
         collectives, op = self._collectives, resolve_op(op, average)
         self._check(tensor)
-        if collectives.run_in_place(
-            _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, 0
+        if collectives.in_place(
+            _core.run, _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, 0
         ):
             return tensor
         return collectives.allreduce(

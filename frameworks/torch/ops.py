@@ -14,6 +14,7 @@ from polyhvd.torch.autograd import allreduce_group, reducescatter_group, wants_g
 from polyhvd.torch.base import Compression, collectives, increment_version, synchronize
 from polyhvd.torch.compiled import is_compiling, overwritten
 
+from polyhvd import _core
 from polyhvd.adapter import Handle, OpKind, ReduceOp
 from polyhvd.api import resolve_op
 from polyhvd.compression import Compressor
@@ -101,8 +102,8 @@ def allreduce_(
         return overwritten([tensor], [new])[0]
     op = resolve_op(op, average)
     try:
-        done = not tensor.is_neg() and collectives.run_in_place(
-            _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, 0
+        done = not tensor.is_neg() and collectives.in_place(
+            _core.run, _ALLREDUCE, tensor, name, op, -1, prescale_factor, postscale_factor, process_set, 0
         )
     except (AttributeError, RuntimeError, TypeError):
         check(tensor)

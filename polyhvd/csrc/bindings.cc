@@ -303,8 +303,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   static Stream stream_for(const Submission& s, py::handle tensor) {
-    if (s.inputs.empty() || s.inputs[0].device.kind == DeviceKind::kCpu) return nullptr;
-    return stream_of(tensor, s.inputs[0].device);
+    const Device device = device_of(s);
+    return device.kind == DeviceKind::kCpu ? nullptr : stream_of(tensor, device);
   }
 
   std::unique_ptr<Engine> engine_;
@@ -367,7 +367,7 @@ PyObject* run_in_place(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     Submission s = in_place_submission(args, count);
     py::handle(args[0]).cast<PyEngine&>().run(std::move(s), args[3]);
-    return py::none().release().ptr();
+    return py::bool_(true).release().ptr();
   });
 }
 

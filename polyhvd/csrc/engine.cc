@@ -76,7 +76,7 @@ Engine::~Engine() {
 // Submitting ------------------------------------------------------------------
 
 Backend& Engine::backend_for(const Submission& s) const {
-  const Device device = s.inputs.empty() ? Device{} : s.inputs[0].device;
+  const Device device = device_of(s);
   const ReduceOp op = s.op == ReduceOp::kAverage ? ReduceOp::kSum : s.op;
   DType dtype = DType::kUint8;
   for (const auto& backend : parts_.backends) {
@@ -117,7 +117,7 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
                   std::string(name_of(submission.kind)) + " '" + submission.name +
                       "': the average of bool is not defined; cast it, or use Min or Max");
   }
-  if (!submission.inputs.empty() && submission.inputs[0].device.kind != DeviceKind::kCpu) {
+  if (device_of(submission).kind != DeviceKind::kCpu) {
     take_from_device(submission);
   }
   backend_for(submission);

@@ -14,8 +14,6 @@ Segment segment_of(const TensorView& tensor) {
   return {static_cast<std::byte*>(tensor.data), bytes_of(tensor.shape, tensor.dtype)};
 }
 
-Device device_of(const Submission& s) { return s.inputs.empty() ? Device{} : s.inputs[0].device; }
-
 // The rows of a reducescatter that `member` keeps, where they lie in the input.
 Segment part_of(const TensorView& input, int member, int members) {
   const std::int64_t rows = input.shape[0];

@@ -44,15 +44,18 @@ struct Submission {
   DeviceEventPtr ready;  // by Engine::submit: where the stream was then
 };
 
+// Of its tensors, which are on one.
+inline Device device_of(const Submission& s) noexcept {
+  return s.inputs.empty() ? Device{} : s.inputs[0].device;
+}
+
 // What satisfies() asks of one; see request.h.
 inline std::size_t tensor_count(const Submission& s) noexcept { return s.inputs.size(); }
 inline const Shape& shape_of(const Submission& s, std::size_t i) noexcept {
   return s.inputs[i].shape;
 }
 inline DType dtype_of(const Submission& s, std::size_t i) noexcept { return s.inputs[i].dtype; }
-inline DeviceKind device_kind_of(const Submission& s) noexcept {
-  return s.inputs.empty() ? DeviceKind::kCpu : s.inputs[0].device.kind;
-}
+inline DeviceKind device_kind_of(const Submission& s) noexcept { return device_of(s).kind; }
 
 // Memory for an output that the core allocated. On a CPU aligned for any vector unit.
 class OwnedBuffer {

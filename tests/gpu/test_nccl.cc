@@ -7,9 +7,9 @@
 #include <latch>
 #include <string>
 
-#include "cuda/devices.h"
-#include "nccl/offer.h"
-#include "nccl/reductions.h"
+#include "../../backends/cuda/devices.h"
+#include "../../backends/nccl/offer.h"
+#include "../../backends/nccl/reductions.h"
 #include "thread_world.h"
 
 using namespace polyhvd;

@@ -8,8 +8,8 @@
 #include <numeric>
 #include <string>
 
-#include "cuda/devices.h"
-#include "cuda/staging.h"
+#include "../../backends/cuda/devices.h"
+#include "../../backends/cuda/staging.h"
 #include "thread_world.h"
 
 using namespace polyhvd;
