@@ -61,8 +61,9 @@ class World final : public Liveness {
   std::vector<Child> connect_children();
   host::Fabric& fabric() noexcept { return fabric_; }
   std::unique_ptr<Backend> make_backend(const std::string& name);
-  // Before the backends are made: of tensors on GPUs, `staged` does what NCCL does not.
-  void prepare_nccl(Backend& staged, const EngineOptions& options);
+  // Before the backends are made: of tensors on GPUs, `staged` does what NCCL does not, and
+  // `between_hosts` moves bytes of CPUs where NCCL serves within hosts alone.
+  void prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOptions& options);
   std::unique_ptr<Backend> make_staged_backend(const Backend& on_cpu) {
     return std::make_unique<cuda::StagedBackend>(wiring_.rank, staging_, on_cpu);
   }
@@ -107,6 +108,7 @@ class World final : public Liveness {
   std::unique_ptr<mpi::Fabric> mpi_;              // null unless MPI moves data
   std::unique_ptr<nccl::Fabric> nccl_;            // null unless NCCL may; never reset
   Backend* staged_ = nullptr;                     // the engine's
+  Backend* between_hosts_ = nullptr;              // likewise
   mutable std::mutex transport_mutex_;            // for add_counters
   std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
 };
@@ -228,7 +230,9 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
     return std::make_unique<Restricted>(make_backend(name.substr(0, colon)), std::move(kinds));
   }
   if (name == "host") return std::make_unique<host::HostBackend>(fabric_);
-  if (is_nccl(name)) return std::make_unique<nccl::NcclBackend>(*nccl_, *staged_);
+  if (is_nccl(name)) {
+    return std::make_unique<nccl::NcclBackend>(*nccl_, *staged_, *between_hosts_);
+  }
   if (name != "mpi" || !wiring_.mpi) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "there is no backend '" + name + "' in this job; see POLYHVD_BACKENDS");
@@ -237,16 +241,21 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
   return std::make_unique<mpi::MpiBackend>(*mpi_);
 }
 
-void World::prepare_nccl(Backend& staged, const EngineOptions& options) {
+void World::prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOptions& options) {
   const auto is_required = [](const std::string& name) { return base_of(name) == "nccl"; };
   nccl::Settings settings{.libraries = wiring_.nccl_libraries,
                           .required = std::ranges::any_of(wiring_.backends, is_required),
                           .shares_gpus = wiring_.shares_gpus,
-                          .reproducible = options.reproducible};
+                          .reproducible = options.reproducible,
+                          .hierarchical = wiring_.hierarchical};
   const auto label = [this](int rank) { return name_of(rank); };
+  const auto host = [this](int rank) {
+    return fabric_.domain_of.at(static_cast<std::size_t>(rank));
+  };
   nccl_ = std::make_unique<nccl::Fabric>(wiring_.rank, std::move(settings), devices_, parking_,
-                                         label, options.log);
+                                         label, host, options.log);
   staged_ = &staged;
+  between_hosts_ = &between_hosts;
 }
 
 void World::spread_abort(const Error& error) noexcept {
@@ -329,7 +338,10 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
     parts.backends.push_back(world->make_backend(name));
   }
   auto staged = world->make_staged_backend(*parts.backends[parts.on_cpu]);
-  world->prepare_nccl(*staged, options);
+  const auto reduces_on_cpus = [](const auto& backend) {
+    return backend->supports(OpKind::kAllreduce, DType::kFloat32, ReduceOp::kSum, DeviceKind::kCpu);
+  };
+  world->prepare_nccl(*staged, **std::ranges::find_if(parts.backends, reduces_on_cpus), options);
   // Operations on CPUs ask the backends in order, and these are never theirs.
   for (const std::string& name : backends) {
     if (is_nccl(name)) parts.backends.push_back(world->make_backend(name));

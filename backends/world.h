@@ -34,6 +34,7 @@ struct Wiring {
   std::shared_ptr<mpi::Session> mpi;        // all ranks in their order; may be null
   std::vector<std::string> nccl_libraries;  // where NCCL may be, the likeliest first
   bool shares_gpus = false;                 // NCCL_MULTI_RANK_GPU_ENABLE is set
+  bool hierarchical = false;                // NCCL reduces within hosts, CPUs between them
 };
 
 // Parent of a domain in the control tree; -1 for domain 0. As wiring.tree_parent.

@@ -113,6 +113,7 @@ class _Card:
     reproducible: bool = False
     data_checksums: bool = False
     backends: list[str] = field(default_factory=list)
+    hierarchical_allreduce: bool = False
 
     @property
     def label(self) -> str:
@@ -222,12 +223,20 @@ class _Meeting:
             process_sets=self._process_sets,
             reproducible=self._config.reproducible,
             data_checksums=self._config.data_checksums,
+            hierarchical_allreduce=self._config.hierarchical_allreduce,
             backends=list(self._config.backends),
         )
 
     def _compare(self) -> None:
         """Raise on every rank what the ranks do not agree on."""
-        for what in ("size", "process_sets", "reproducible", "data_checksums", "backends"):
+        for what in (
+            "size",
+            "process_sets",
+            "reproducible",
+            "data_checksums",
+            "backends",
+            "hierarchical_allreduce",
+        ):
             sides: dict[str, list[int]] = {}
             for card in self._cards:
                 sides.setdefault(str(getattr(card, what)), []).append(card.rank)

@@ -204,6 +204,13 @@ class Config:
         False,
         "1: sums do not depend on how ranks are spread over hosts either; the same on every rank.",
     )
+    hierarchical_allreduce: bool = _row(
+        "HIERARCHICAL_ALLREDUCE",
+        _switch,
+        False,
+        "1: tensors on GPUs are reduced by NCCL within hosts and by CPUs between them; the same on every "
+        "rank. On CPUs a host's ranks reduce first in any case.",
+    )
     cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
     data_timeout_s: float = _row(
         "DATA_TIMEOUT_SECONDS",
@@ -370,9 +377,6 @@ _INEFFECTIVE = (
     Ineffective("ENABLE_XLA_OPS", "There are no operations for XLA; TensorFlow's own compiler refuses ours."),
     Ineffective("GLOO_RENDEZVOUS_*", _LAUNCHER),
     Ineffective("HIERARCHICAL_ALLGATHER", "Always so: a host's ranks gather first, then hosts swap blocks."),
-    Ineffective(
-        "HIERARCHICAL_ALLREDUCE", "Always so: a host's ranks reduce first, then hosts swap partials."
-    ),
     Ineffective("HOSTNAME", "Set by launchers, for scripts to read; HOST_ID tells hosts apart."),
     Ineffective(
         "NUM_NCCL_STREAMS", "NCCL has one stream, on which operations keep the order that all ranks share."

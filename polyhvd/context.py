@@ -170,6 +170,7 @@ def _start(settings: Config, sets: list[ProcessSet], job: mpi.MpiJob | None) -> 
     if settings.may_use_nccl:
         wiring.nccl_libraries = gpu.nccl_libraries(settings)
         wiring.shares_gpus = shares_gpus()
+        wiring.hierarchical = settings.hierarchical_allreduce
     attendant = Attendant()
     try:
         starting = _core.Engine(wiring, settings, _generation, attendant.mailbox)

@@ -54,5 +54,7 @@ class Wiring:
     nccl_libraries: list[str] = field(default_factory=list)
     #: Whether NCCL may have several ranks on one GPU.
     shares_gpus: bool = False
+    #: Whether NCCL reduces within hosts only, and CPUs between them.
+    hierarchical: bool = False
     #: All ranks in their order, as MPI knows them.
     mpi: _core.MpiSession | None = None

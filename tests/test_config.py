@@ -64,6 +64,7 @@ READ = {
     "data_timeout_s": 31.0,
     "fusion_bytes_max": 1024,
     "groups_apart": True,
+    "hierarchical_allreduce": True,
     "interface": "lo",
     "log_hide_time": True,
     "log_level": "debug",

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 
 #include "asking.h"
@@ -54,7 +55,16 @@ Staging::Slot& Staging::take_slot(std::size_t rounds, std::size_t bytes, Deadlin
 }
 
 void Staging::await(const DeviceEventPtr& event, Deadline deadline) {
-  await_asking(parking_, [&] { return event->reached(); }, deadline);
+  try {
+    await_asking(parking_, [&] { return event->reached(); }, deadline);
+  } catch (const Failure& failure) {
+    if (failure.error().code != ErrorCode::kTimeout) throw;
+    throw Failure(ErrorCode::kTimeout,
+                  "GPU " + std::to_string(streams_->context->device()) +
+                      " has not done in time what its streams were given before this; look for a "
+                      "kernel that hangs, and for a rank of this host that does not take part in "
+                      "NCCL's work; POLYHVD_DATA_TIMEOUT_SECONDS sets the time");
+  }
 }
 
 DeviceEventPtr Staging::note_fetched() {

@@ -26,6 +26,11 @@ void for_each_run(Segments segments, std::size_t at, std::size_t bytes, Use&& us
   }
 }
 
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + FusionBuffer::kAlignment - 1) / FusionBuffer::kAlignment *
+         FusionBuffer::kAlignment;
+}
+
 // What a kernel may still use that cannot be waited for.
 void keep_for_good(std::shared_ptr<std::byte> memory) {
   static std::mutex mutex;
@@ -36,22 +41,21 @@ void keep_for_good(std::shared_ptr<std::byte> memory) {
 
 }  // namespace
 
-FusionBuffer::FusionBuffer(const Connection& connection, cuda::ContextPtr context,
-                           std::size_t bytes)
-    : connection_(connection), context_(std::move(context)), bytes_(bytes) {
+FusionBuffer::FusionBuffer(const Connection& connection, cuda::ContextPtr context)
+    : connection_(connection), context_(std::move(context)) {
   const Functions& call = connection_.library().call;
   const cuda::Current current(*context_);
   // Memory of NCCL's own is the kind that every transport can reach by itself.
   void* memory = nullptr;
   if (call.MemAlloc != nullptr && call.MemFree != nullptr &&
-      call.MemAlloc(&memory, bytes) == Result::kSuccess) {
+      call.MemAlloc(&memory, kBytes) == Result::kSuccess) {
     data_ = static_cast<std::byte*>(memory);
   } else {
-    plain_ = context_->allocate(bytes);
+    plain_ = context_->allocate(kBytes);
     data_ = plain_.get();
   }
   if (call.CommRegister == nullptr || call.CommDeregister == nullptr) return;
-  if (call.CommRegister(connection_.get(), data_, bytes, &registration_) != Result::kSuccess) {
+  if (call.CommRegister(connection_.get(), data_, kBytes, &registration_) != Result::kSuccess) {
     registration_ = nullptr;  // it works without, through memory of NCCL's
   }
 }
@@ -67,6 +71,25 @@ FusionBuffer::~FusionBuffer() {
     if (registration_ != nullptr) (void)call.CommDeregister(connection_.get(), registration_);
     if (!plain_) (void)call.MemFree(data_);
   } catch (const Failure&) {  // the GPU has failed: there is nothing to give back
+  }
+}
+
+FusionBuffer::Packed FusionBuffer::pack(Stream stream, Segments from, std::size_t room) const {
+  Packed packed;
+  for (; packed.count < from.size(); ++packed.count) {
+    const Segment& tensor = from[packed.count];
+    if (packed.bytes + tensor.bytes > room) break;
+    copy(*context_, stream, data_ + packed.bytes, tensor.data, tensor.bytes);
+    packed.bytes = aligned(packed.bytes + tensor.bytes);
+  }
+  return packed;
+}
+
+void FusionBuffer::unpack(Stream stream, Segments to) const {
+  std::size_t at = 0;
+  for (const Segment& tensor : to) {
+    copy(*context_, stream, tensor.data, data_ + at, tensor.bytes);
+    at = aligned(at + tensor.bytes);
   }
 }
 

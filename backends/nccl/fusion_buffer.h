@@ -14,21 +14,34 @@ namespace polyhvd::nccl {
 // stream, so that a piece is never overwritten before it has been read.
 class FusionBuffer {
  public:
-  FusionBuffer(const Connection& connection, cuda::ContextPtr context, std::size_t bytes);
+  static constexpr std::size_t kBytes = 16 << 20;
+  static constexpr std::size_t kAlignment = 128;  // of tensors that are packed, for wide loads
+  // An operation on less takes a time that does not depend on its size, and a group of many takes
+  // that time again and again; two copies within the GPU take less. Above, copies would cost more
+  // than they save.
+  static bool takes(const Segment& tensor) noexcept { return tensor.bytes <= 64 << 10; }
+
+  FusionBuffer(const Connection& connection, cuda::ContextPtr context);
   // When the stream is done with it, and before the connection ends.
   ~FusionBuffer();
   FusionBuffer(const FusionBuffer&) = delete;
   FusionBuffer& operator=(const FusionBuffer&) = delete;
 
   std::byte* data() const noexcept { return data_; }
-  std::size_t bytes() const noexcept { return bytes_; }
+  std::size_t bytes() const noexcept { return kBytes; }
+  struct Packed {
+    std::size_t count = 0;  // of the tensors, the first ones
+    std::size_t bytes = 0;  // of the buffer, a multiple of kAlignment
+  };
+  // Gives the stream copies of as many tensors as fit into `room` bytes, and back.
+  Packed pack(Stream stream, Segments from, std::size_t room) const;
+  void unpack(Stream stream, Segments to) const;
   // Leaves the memory to the end of the process: the GPU may still use it.
   void leave() noexcept { left_ = true; }
 
  private:
   const Connection& connection_;
   cuda::ContextPtr context_;
-  std::size_t bytes_;
   std::byte* data_ = nullptr;
   std::shared_ptr<std::byte> plain_;  // where NCCL does not allocate
   void* registration_ = nullptr;

@@ -44,13 +44,14 @@ Lane::~Lane() {
   abort();
 }
 
-FusionBuffer& Lane::fusion_buffer(std::size_t bytes) {
-  if (!buffer_) buffer_.emplace(connection_, context_, bytes);
+FusionBuffer& Lane::fusion_buffer() {
+  if (!buffer_) buffer_.emplace(connection_, context_);
   return *buffer_;
 }
 
 DeviceEventPtr Lane::end_batch(Clock::duration patience) {
-  DeviceEventPtr end = stream_->record();
+  in_batch_ = false;
+  DeviceEventPtr end = mark();
   land();
   if (flights_.empty()) front_since_ = Clock::now();
   flights_.push_back({end, patience});

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "cuda/driver.h"
 #include "nccl/connection.h"
@@ -34,8 +35,10 @@ class Lane {
   Comm comm() const noexcept { return connection_.get(); }
   Stream stream() const noexcept { return stream_->get(); }
   const cuda::Context& context() const noexcept { return *context_; }
-  FusionBuffer& fusion_buffer(std::size_t bytes);
+  FusionBuffer& fusion_buffer();
 
+  // Where the stream is now.
+  DeviceEventPtr mark() const { return stream_->record(); }
   // What follows begins when all of these are reached.
   void hold(std::span<const DeviceEventPtr> events) const {
     for (const DeviceEventPtr& event : events) event->hold(stream_->get());
@@ -50,7 +53,12 @@ class Lane {
     connection_.settle(what, parking_, deadline);
   }
 
-  // The end of a batch, which may take `patience` once all before it is done.
+  // Begins a batch, or goes on with it: its tensors hold their values when `ready` is reached.
+  void join_batch(std::span<const DeviceEventPtr> ready) {
+    if (!std::exchange(in_batch_, true)) hold(ready);
+  }
+  bool in_batch() const noexcept { return in_batch_; }
+  // The end of the batch, which may take `patience` once all before it is done.
   DeviceEventPtr end_batch(Clock::duration patience);
   // Throws Failure when a batch cannot end, or does not in time.
   void check();
@@ -72,6 +80,7 @@ class Lane {
   std::deque<Flight> flights_;
   Clock::time_point front_since_{};  // when the oldest flight became that
   Clock::time_point next_check_{};
+  bool in_batch_ = false;
   bool aborted_ = false;
 };
 

@@ -12,6 +12,7 @@
 
 #include "backend.h"
 #include "cuda/devices.h"
+#include "nccl/hierarchy.h"
 #include "nccl/library.h"
 #include "parking.h"
 
@@ -22,17 +23,20 @@ struct Settings {
   bool required = false;               // where it cannot serve, that is an error
   bool shares_gpus = false;            // NCCL_MULTI_RANK_GPU_ENABLE is set
   bool reproducible = false;           // sums are the host backend's
+  bool hierarchical = false;           // sums are NCCL's within hosts, and the CPUs' between them
 };
 
 // What a rank's communicators share. Everything outlives them.
 class Fabric {
  public:
   Fabric(int rank, Settings settings, std::shared_ptr<cuda::Devices> devices, Parking& parking,
-         std::function<std::string(int rank)> name_of, std::function<void(const std::string&)> log)
+         std::function<std::string(int rank)> name_of, std::function<int(int rank)> host_of,
+         std::function<void(const std::string&)> log)
       : rank(rank),
         settings(std::move(settings)),
         parking(parking),
         name_of(std::move(name_of)),
+        host_of(std::move(host_of)),
         log(std::move(log)),
         devices_(std::move(devices)) {}
 
@@ -40,6 +44,7 @@ class Fabric {
   const Settings settings;
   Parking& parking;
   const std::function<std::string(int rank)> name_of;
+  const std::function<int(int rank)> host_of;
   const std::function<void(const std::string&)> log;
 
   cuda::Devices& devices() const noexcept { return *devices_; }
@@ -64,8 +69,10 @@ class Fabric {
 
 class NcclBackend final : public Backend {
  public:
-  // `staged` serves what NCCL does not, and outlives this.
-  NcclBackend(Fabric& fabric, Backend& staged) : fabric_(fabric), staged_(staged) {}
+  // `staged` serves what NCCL does not, `between_hosts` those who reduce by levels; both
+  // outlive this.
+  NcclBackend(Fabric& fabric, Backend& staged, Backend& between_hosts)
+      : fabric_(fabric), staged_(staged), between_hosts_(between_hosts) {}
   std::string_view name() const noexcept override { return "nccl"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override {
     return device == DeviceKind::kCuda && staged_.supports(kind, dtype, op, device);
@@ -75,8 +82,11 @@ class NcclBackend final : public Backend {
                                         Communicator* on_cpu) override;
 
  private:
+  std::unique_ptr<Hierarchy> hierarchy_of(ProcessSetId set, std::span<const int> members);
+
   Fabric& fabric_;
   Backend& staged_;
+  Backend& between_hosts_;
 };
 
 }  // namespace polyhvd::nccl

@@ -8,17 +8,7 @@
 namespace polyhvd::nccl {
 namespace {
 
-// An allreduce of less takes a time that does not depend on its size, and a group of many takes
-// that time again and again; two copies within the GPU take less. Above, copies would cost more
-// than they save.
-constexpr std::size_t kPackedBytesMax = 64 << 10;
 constexpr std::size_t kPackedSegmentsMin = 3;
-constexpr std::size_t kFusionBytes = 16 << 20;
-constexpr std::size_t kAlignment = 128;  // of tensors that are packed, for wide loads
-
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
 
 // Whether the parts of all members follow each other in memory.
 bool is_one_piece(Segments parts) {
@@ -31,13 +21,15 @@ bool is_one_piece(Segments parts) {
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members,
-                                   Communicator& on_cpu, std::unique_ptr<Communicator> staged)
+                                   Communicator& on_cpu, std::unique_ptr<Communicator> staged,
+                                   std::unique_ptr<Hierarchy> hierarchy)
     : fabric_(fabric),
       set_(set),
       members_(members.begin(), members.end()),
       size_(members.size()),
       on_cpu_(on_cpu),
-      staged_(std::move(staged)) {
+      staged_(std::move(staged)),
+      hierarchy_(std::move(hierarchy)) {
   self_ = static_cast<std::size_t>(*position_in(members, fabric.rank));
 }
 
@@ -49,13 +41,18 @@ void NcclCommunicator::begin(Device device, std::span<const DeviceEventPtr> read
   ready_.assign(ready.begin(), ready.end());
   deadline_ = deadline;
   patience_ = deadline - Lane::Clock::now();
-  on_lane_ = is_staged_ = false;
+  is_staged_ = false;
+}
+
+bool NcclCommunicator::serves(Deadline deadline) {
+  if (!serves_) serves_ = decide(deadline);
+  return *serves_;
 }
 
 bool NcclCommunicator::takes_lane(Deadline deadline) {
-  if (!decided_) connect(deadline);
-  if (!lane_) return false;
-  if (!std::exchange(on_lane_, true)) lane_->hold(ready_);
+  if (!serves(deadline)) return false;
+  if (!lane_) lane_ = connect(members_, deadline);
+  lane_->join_batch(ready_);
   return true;
 }
 
@@ -64,23 +61,32 @@ Communicator& NcclCommunicator::staged() {
   return *staged_;
 }
 
-// A batch with several dtypes may have gone both ways.
+// A batch with several dtypes may have gone several ways.
 DeviceEventPtr NcclCommunicator::end() {
   ready_.clear();
-  const DeviceEventPtr staged = is_staged_ ? staged_->end() : nullptr;
-  if (!on_lane_) return staged;
-  if (staged) lane_->hold({&staged, 1});
-  return lane_->end_batch(patience_);
+  DeviceEventPtr end = is_staged_ ? staged_->end() : nullptr;
+  for (Lane* lane : {lane_here_.get(), lane_.get()}) {
+    if (lane == nullptr || !lane->in_batch()) continue;
+    if (end) lane->hold({&end, 1});
+    end = lane->end_batch(patience_);
+  }
+  return end;
 }
 
 void NcclCommunicator::check() {
   staged_->check();
-  if (lane_) lane_->check();
+  if (hierarchy_) hierarchy_->check();
+  for (Lane* lane : {lane_here_.get(), lane_.get()}) {
+    if (lane != nullptr) lane->check();
+  }
 }
 
 void NcclCommunicator::abort() noexcept {
   staged_->abort();
-  if (lane_) lane_->abort();
+  if (hierarchy_) hierarchy_->abort();
+  for (Lane* lane : {lane_here_.get(), lane_.get()}) {
+    if (lane != nullptr) lane->abort();
+  }
 }
 
 std::optional<Reduction> NcclCommunicator::reduction_by_nccl(DType dtype, ReduceOp op,
@@ -104,8 +110,8 @@ Offer NcclCommunicator::offer() const {
   return offer;
 }
 
-// What is decided here, all members decide from the same offers.
-void NcclCommunicator::connect(Deadline deadline) {
+// All members draw the same conclusion from the same offers.
+bool NcclCommunicator::decide(Deadline deadline) {
   const Offer mine = offer();
   std::vector<Offer> offers(size_);
   const std::vector<std::size_t> counts(size_, sizeof(Offer));
@@ -113,31 +119,43 @@ void NcclCommunicator::connect(Deadline deadline) {
                     counts, deadline);
   const auto reason = objection(offers, [this](std::size_t i) { return member(i); });
   if (reason && fabric_.settings.required) {
-    throw Failure(ErrorCode::kInvalidArgument,
-                  "POLYHVD_BACKENDS asks for nccl, which cannot serve " + who() + ": " + *reason);
+    throw Failure(
+        ErrorCode::kInvalidArgument,
+        "POLYHVD_BACKENDS asks for nccl, which cannot serve " + who(members_) + ": " + *reason);
   }
-  decided_ = true;
-  if (reason) {
-    if (self_ == 0 && size_ > 1) {
-      fabric_.warn("tensors on GPUs go through memory of the host, which is slower than NCCL: " +
-                   *reason + "; with POLYHVD_BACKENDS=host this is not said");
-    }
-    return;
+  if (reason && self_ == 0 && size_ > 1) {
+    fabric_.warn("tensors on GPUs go through memory of the host, which is slower than NCCL: " +
+                 *reason + "; with POLYHVD_BACKENDS=host this is not said");
   }
+  if (!reason && self_ == 0 && set_ == 0 && fabric_.settings.hierarchical && !hierarchy_) {
+    fabric_.warn(
+        "POLYHVD_HIERARCHICAL_ALLREDUCE has no effect: it takes several hosts that have equally "
+        "many ranks, and more than one; NCCL connects all ranks instead");
+  }
+  return !reason;
+}
+
+// All members call it, each with the ranks that it is one of; the first of them invites the rest.
+std::unique_ptr<Lane> NcclCommunicator::connect(std::span<const int> ranks, Deadline deadline) {
   struct Invitation {
     UniqueId id;
     Result result;
-  } invitation{};
+  } mine{};
   const auto library = fabric_.library();
-  if (self_ == 0) invitation.result = library->call.GetUniqueId(&invitation.id);
-  const Segment bytes{reinterpret_cast<std::byte*>(&invitation), sizeof invitation};
-  on_cpu_.broadcast({&bytes, 1}, {&bytes, 1}, 0, deadline);
-  library->check(self_ == 0 ? "ncclGetUniqueId" : "ncclGetUniqueId of the first rank",
-                 invitation.result);
+  if (ranks[0] == fabric_.rank) mine.result = library->call.GetUniqueId(&mine.id);
+  std::vector<Invitation> all(size_);
+  const std::vector<std::size_t> counts(size_, sizeof(Invitation));
+  on_cpu_.allgather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)),
+                    counts, deadline);
+  for (std::size_t i = 0; i < size_; ++i) {
+    library->check(i == self_ ? "ncclGetUniqueId" : "ncclGetUniqueId of another rank",
+                   all[i].result);
+  }
+  const auto first = static_cast<std::size_t>(*position_in(members_, ranks[0]));
   const cuda::ContextPtr context = fabric_.devices().context(device_);
-  lane_ = std::make_unique<Lane>(library, who(), context, fabric_.stream(context), fabric_.parking,
-                                 invitation.id, static_cast<int>(size_), static_cast<int>(self_),
-                                 deadline);
+  return std::make_unique<Lane>(library, who(ranks), context, fabric_.stream(context),
+                                fabric_.parking, all[first].id, static_cast<int>(ranks.size()),
+                                *position_in(ranks, fabric_.rank), deadline);
 }
 
 std::string NcclCommunicator::member(std::size_t position) const {
@@ -145,14 +163,14 @@ std::string NcclCommunicator::member(std::size_t position) const {
   return "rank " + std::to_string(rank) + " (" + fabric_.name_of(rank) + ")";
 }
 
-std::string NcclCommunicator::who() const {
+std::string NcclCommunicator::who(std::span<const int> ranks) const {
   constexpr std::size_t kRanksShown = 16;
-  std::string ranks;
-  for (std::size_t i = 0; i < std::min(size_, kRanksShown); ++i) {
-    ranks += (i > 0 ? ", " : "") + std::to_string(members_[i]);
+  std::string shown;
+  for (std::size_t i = 0; i < std::min(ranks.size(), kRanksShown); ++i) {
+    shown += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
   }
-  if (size_ > kRanksShown) ranks += ", ...";
-  return member(self_) + " in process set " + std::to_string(set_) + " of ranks " + ranks;
+  if (ranks.size() > kRanksShown) shown += ", ...";
+  return member(self_) + " in process set " + std::to_string(set_) + " of ranks " + shown;
 }
 
 // Reducing ----------------------------------------------------------------------------------
@@ -162,11 +180,13 @@ void NcclCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
   const std::size_t bytes = total_bytes(in);
   if (bytes == 0) return;
   const auto reduction = reduction_by_nccl(dtype, op, scale);
-  if (!reduction || !takes_lane(deadline)) {
+  if (!reduction || !serves(deadline)) {
     return staged().allreduce(in, out, dtype, op, scale, deadline);
   }
   fabric_.count(bytes);
-  const auto is_small = [](const Segment& s) { return s.bytes > 0 && s.bytes <= kPackedBytesMax; };
+  if (hierarchy_) return allreduce_by_levels(in, out, dtype, op, *reduction, deadline);
+  takes_lane(deadline);
+  const auto is_small = [](const Segment& s) { return s.bytes > 0 && FusionBuffer::takes(s); };
   const bool packs =
       static_cast<std::size_t>(std::ranges::count_if(in, is_small)) >= kPackedSegmentsMin;
   const Operation operation(lane_->connection(), *reduction);
@@ -192,27 +212,29 @@ void NcclCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
 
 void NcclCommunicator::allreduce_packed(Segments in, Segments out, DType dtype,
                                         const Reduction& reduction, RedOp op, Deadline deadline) {
-  FusionBuffer& buffer = lane_->fusion_buffer(kFusionBytes);
+  const FusionBuffer& buffer = lane_->fusion_buffer();
   for (std::size_t next = 0; next < in.size();) {
-    const std::size_t first = next;
-    std::size_t used = 0;
-    for (; next < in.size() && used + in[next].bytes <= buffer.bytes(); ++next) {
-      copy(lane_->context(), lane_->stream(), buffer.data() + used, in[next].data, in[next].bytes);
-      used = aligned(used + in[next].bytes);
-    }
-    const std::size_t count = std::min(used, buffer.bytes()) / item_size(dtype);
+    const auto [count, bytes] = buffer.pack(lane_->stream(), in.subspan(next), buffer.bytes());
     lane_->launch("an allreduce", deadline, [&] {
       lane_->connection().check(
           "ncclAllReduce",
-          lane_->call().AllReduce(buffer.data(), buffer.data(), count, reduction.type, op,
-                                  lane_->comm(), lane_->stream()));
+          lane_->call().AllReduce(buffer.data(), buffer.data(), bytes / item_size(dtype),
+                                  reduction.type, op, lane_->comm(), lane_->stream()));
     });
-    std::size_t at = 0;
-    for (std::size_t i = first; i < next; ++i) {
-      copy(lane_->context(), lane_->stream(), out[i].data, buffer.data() + at, out[i].bytes);
-      at = aligned(at + out[i].bytes);
-    }
+    buffer.unpack(lane_->stream(), out.subspan(next, count));
+    next += count;
   }
+}
+
+void NcclCommunicator::allreduce_by_levels(Segments in, Segments out, DType dtype, ReduceOp op,
+                                           const Reduction& reduction, Deadline deadline) {
+  if (!lane_here_) lane_here_ = connect(hierarchy_->here(), deadline);
+  lane_here_->join_batch(ready_);
+  // The way by the CPUs is one, and begins anew.
+  if (const DeviceEventPtr staged = is_staged_ ? staged_->end() : nullptr) {
+    lane_here_->hold({&staged, 1});
+  }
+  hierarchy_->allreduce(*lane_here_, device_, in, out, dtype, op, reduction, deadline);
 }
 
 void NcclCommunicator::reducescatter(Segments in, Segments out, Counts counts, DType dtype,
@@ -241,9 +263,10 @@ void NcclCommunicator::reducescatter(Segments in, Segments out, Counts counts, D
 void NcclCommunicator::reducescatter_packed(Segments in, Segments out, Counts counts,
                                             std::size_t item, const Reduction& reduction, RedOp op,
                                             Deadline deadline) {
-  FusionBuffer& buffer = lane_->fusion_buffer(kFusionBytes);
+  FusionBuffer& buffer = lane_->fusion_buffer();
   const std::size_t longest = std::ranges::max(counts);
-  const std::size_t fitting = buffer.bytes() / (size_ + 1) / kAlignment * kAlignment;
+  const std::size_t fitting =
+      buffer.bytes() / (size_ + 1) / FusionBuffer::kAlignment * FusionBuffer::kAlignment;
   const std::size_t parts = out.size();
   for (std::size_t at = 0; at < longest; at += fitting) {
     const std::size_t room = std::min(fitting, longest - at);

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "nccl/hierarchy.h"
 #include "nccl/lane.h"
 #include "nccl/nccl_backend.h"
 #include "nccl/offer.h"
@@ -21,7 +22,8 @@ namespace polyhvd::nccl {
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members,
-                   Communicator& on_cpu, std::unique_ptr<Communicator> staged);
+                   Communicator& on_cpu, std::unique_ptr<Communicator> staged,
+                   std::unique_ptr<Hierarchy> hierarchy);
 
   void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                  Deadline deadline) override;
@@ -37,8 +39,10 @@ class NcclCommunicator final : public Communicator {
   void abort() noexcept override;
 
  private:
+  bool serves(Deadline deadline);
   bool takes_lane(Deadline deadline);
-  void connect(Deadline deadline);
+  bool decide(Deadline deadline);
+  std::unique_ptr<Lane> connect(std::span<const int> ranks, Deadline deadline);
   Offer offer() const;
   Communicator& staged();
   std::optional<Reduction> reduction_by_nccl(DType dtype, ReduceOp op, Scale scale) const;
@@ -47,7 +51,9 @@ class NcclCommunicator final : public Communicator {
   void reducescatter_packed(Segments in, Segments out, Counts counts, std::size_t item,
                             const Reduction& reduction, RedOp op, Deadline deadline);
   void send_and_receive(int peer, ConstBytes out, Bytes in) const;
-  std::string who() const;
+  void allreduce_by_levels(Segments in, Segments out, DType dtype, ReduceOp op,
+                           const Reduction& reduction, Deadline deadline);
+  std::string who(std::span<const int> ranks) const;
   std::string member(std::size_t position) const;
 
   Fabric& fabric_;
@@ -57,15 +63,17 @@ class NcclCommunicator final : public Communicator {
   std::size_t self_ = 0;
   Communicator& on_cpu_;
   std::unique_ptr<Communicator> staged_;
-  bool decided_ = false;
-  std::unique_ptr<Lane> lane_;  // null before that, and where everything is staged
+  std::unique_ptr<Hierarchy> hierarchy_;  // null where NCCL connects hosts, too
+  std::optional<bool> serves_;            // nothing before the first operation
+  // Null until they are used.
+  std::unique_ptr<Lane> lane_;       // of all members
+  std::unique_ptr<Lane> lane_here_;  // of those on this host
 
   // Of the batch that is being begun.
   Device device_;
   std::vector<DeviceEventPtr> ready_;
   Deadline deadline_{};
   Lane::Clock::duration patience_{};
-  bool on_lane_ = false;
   bool is_staged_ = false;
 };
 

@@ -28,6 +28,7 @@ Wiring read_wiring(const py::object& object) {
   wiring.backends = object.attr("backends").cast<std::vector<std::string>>();
   wiring.nccl_libraries = object.attr("nccl_libraries").cast<std::vector<std::string>>();
   wiring.shares_gpus = object.attr("shares_gpus").cast<bool>();
+  wiring.hierarchical = object.attr("hierarchical").cast<bool>();
   wiring.mpi = object.attr("mpi").cast<std::shared_ptr<mpi::Session>>();
   return wiring;
 }

@@ -21,6 +21,8 @@ from worker import note
 
 __all__ = [
     "allreduce",
+    "bits_of_sums",
+    "die_between_operations",
     "die_while_others_wait",
     "fail_in_operation",
     "groups",
@@ -168,6 +170,16 @@ def integers_are_staged() -> list[int]:
     return moved
 
 
+def bits_of_sums() -> list[bytes]:
+    """Of sums whose rounding depends on the order of their terms, large and small and together."""
+    tensors = [
+        DeviceArray.from_numpy(np.random.default_rng(hvd.rank()).standard_normal(n, np.float32))
+        for n in (100_003, 17, 5000)
+    ]
+    results = gpu.grouped_allreduce(tensors, name="bits", op=hvd.Average)
+    return [result.to_numpy().tobytes() for result in results]
+
+
 def same_bits_in_reproducible_mode() -> tuple[bool, dict[str, int]]:
     """Whether a sum has the CPU's bits, and how it went."""
     mine = oracle.contribution(np.dtype(np.float32), (5000,), hvd.rank())
@@ -213,6 +225,18 @@ def fail_in_operation(fault: str) -> tuple[str, str, float]:
     begin = time.monotonic()
     kind, words = _ends(lambda: gpu.allreduce_(tensor, name="again", op=hvd.Max))
     return kind, words, time.monotonic() - begin
+
+
+def die_between_operations(victim: int) -> tuple[str, float]:
+    """What a rank hears of one that was killed while the others go on, and seconds until then."""
+    tensor = DeviceArray.from_numpy(np.ones(1000, np.float32))
+    gpu.allreduce_(tensor, name="before", op=hvd.Max)
+    tensor.to_numpy()
+    if hvd.rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    _, words = _ends(lambda: gpu.allreduce_(tensor, name="after", op=hvd.Max))
+    return words, time.monotonic() - begin
 
 
 def die_while_others_wait(victim: int) -> tuple[str, float]:

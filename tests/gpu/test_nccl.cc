@@ -5,9 +5,11 @@
 
 #include <cstring>
 #include <latch>
+#include <numeric>
 #include <string>
 
 #include "../../backends/cuda/devices.h"
+#include "../../backends/nccl/hierarchy.h"
 #include "../../backends/nccl/offer.h"
 #include "../../backends/nccl/reductions.h"
 #include "thread_world.h"
@@ -16,6 +18,9 @@ using namespace polyhvd;
 using namespace polyhvd::test;
 
 namespace {
+
+// For two hosts of two ranks. Read when the stand-in is loaded, by whichever test comes first.
+[[maybe_unused]] const int g_devices = setenv("POLYHVD_STAND_IN_CUDA_DEVICES", "4", 1);
 
 nccl::Offer offer_of(int version, const char* gpu, bool shares = false) {
   nccl::Offer offer;
@@ -132,6 +137,69 @@ TEST_CASE("what NCCL has no notion of is left to others") {
   CHECK(!reduction_of(DType::kFloat32, ReduceOp::kMax, {2, 1}));
   CHECK(reduction_of(DType::kBool, ReduceOp::kSum, {})->op == nccl::RedOp::kMax);
   CHECK(reduction_of(DType::kBool, ReduceOp::kProduct, {})->op == nccl::RedOp::kMin);
+}
+
+TEST_CASE("levels are there where several hosts have equally many ranks, and more than one") {
+  const auto levels = [](std::vector<int> members, int rank, std::vector<int> hosts) {
+    return nccl::levels_of(members, rank,
+                           [&](int r) { return hosts.at(static_cast<std::size_t>(r)); });
+  };
+  using Ranks = std::vector<int>;
+  const auto by_turns = levels({0, 1, 2, 3, 4, 5}, 4, {0, 1, 0, 1, 0, 1});
+  REQUIRE(by_turns);
+  CHECK(by_turns->here == Ranks{0, 2, 4});
+  CHECK(by_turns->across == Ranks{4, 5});
+  CHECK(by_turns->place == 2);
+  const auto crossed = levels({0, 1, 2, 3}, 2, {0, 1, 1, 0});
+  CHECK(crossed->across == Ranks{2, 3});
+  CHECK(!levels({1, 2}, 1, {0, 0, 0}));
+  CHECK(!levels({0, 1}, 1, {0, 1}));
+  CHECK(!levels({0, 1, 2}, 1, {0, 0, 1}));
+  CHECK(levels({0, 1, 3, 4}, 3, {0, 0, 0, 1, 1, 1})->across == Ranks{0, 3});
+}
+
+TEST_CASE("ranks as threads on two hosts reduce by NCCL within each, and by CPUs between them") {
+  // Among them what is packed, what is not, what does not divide, and more than a buffer holds.
+  const std::vector<std::size_t> counts{1001, 7, 40000, 16000, 70001, 5'000'003};
+  const auto by_levels = [](Wiring& wiring) {
+    use_nccl(wiring);
+    wiring.hierarchical = true;
+  };
+  ThreadWorld world({{0, 1}, {2, 3}}, {{0, 1, 3}, {0, 3}, {1, 2}}, {}, by_levels);
+  world.run([&](int rank, Engine& engine) {
+    for (int step = 0; step < 2; ++step) {
+      std::vector<std::unique_ptr<OnGpu>> tensors;
+      std::vector<OperationPtr> flying;
+      for (const std::size_t count : counts) {
+        std::vector<float> values(count);
+        for (std::size_t i = 0; i < count; ++i) {
+          values[i] = static_cast<float>(i % 1000) + static_cast<float>(rank + step);
+        }
+        tensors.push_back(std::make_unique<OnGpu>(rank, values));
+        flying.push_back(engine.submit(tensors.back()->allreduce("n" + std::to_string(count))));
+      }
+      for (const OperationPtr& operation : flying) {
+        engine.wait(operation);
+        operation->arrived->hold(operation->submission.stream);
+      }
+      for (std::size_t t = 0; t < tensors.size(); ++t) {
+        const std::vector<float> got = tensors[t]->get();
+        std::size_t wrong = 0;
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          const auto terms =
+              static_cast<float>(i % 1000 * 4 + 6 + 4 * static_cast<std::size_t>(step));
+          wrong += got[i] != terms ? 1 : 0;
+        }
+        CHECK(wrong == 0);
+      }
+    }
+    const std::size_t bytes = 2 * 4 * std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+    CHECK(engine.counters().at("nccl_bytes") == bytes);
+    // A half of them up and down, and what fills the last piece.
+    CHECK(engine.counters().at("staged_bytes") >= bytes);
+    CHECK(engine.counters().at("staged_bytes") < bytes + 16 * 1024);
+  });
+  world.shutdown();
 }
 
 TEST_CASE("ranks as threads reduce on their GPUs by NCCL, packed and not, in flight together") {

@@ -157,7 +157,7 @@ TEST_CASE("a driver that cannot be loaded is a refusal that says what to do") {
 TEST_CASE("a GPU that is not there is a refusal that says how many are") {
   const Error error = error_of([] { context_of(7); });
   CHECK(error.code == ErrorCode::kInvalidArgument);
-  CHECK(error.message.find("no GPU 7; the driver shows 2") != std::string::npos);
+  CHECK(error.message.find("no GPU 7; the driver shows 4") != std::string::npos);
 }
 
 TEST_CASE("GPUs are told apart by their names and numbers") {
@@ -189,8 +189,8 @@ TEST_CASE("a stream that is held by an event sees what came before it") {
 
 TEST_CASE("a rank works on the GPU that it has used first") {
   load_stand_in();
-  cuda::Devices devices(std::make_shared<cuda::Driver>(5), 3);
-  CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 1});  // of two, for the fourth
+  cuda::Devices devices(std::make_shared<cuda::Driver>(5), 5);
+  CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 1});  // of four, for the sixth
   CHECK(devices.record({DeviceKind::kCuda, 0}, nullptr) != nullptr);
   CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 0});
   const Error error = error_of([&] { devices.record({DeviceKind::kCuda, 1}, nullptr); });

@@ -170,6 +170,12 @@ def test_checksums_on_some_ranks_only_are_a_mismatch_on_all(world: World) -> Non
         )
 
 
+def test_levels_of_an_allreduce_on_some_ranks_only_are_a_mismatch_on_all(world: World) -> None:
+    for result in world.start([world.config(r, 2, hierarchical_allreduce=r == 0) for r in range(2)])():
+        assert isinstance(result, RankMismatchError)
+        assert "hierarchical_allreduce must be the same on all ranks: ranks [0] have True" in str(result)
+
+
 def test_missing_ranks_are_named(world: World) -> None:
     configs = [world.config(r, 4, start_timeout_s=0.5) for r in (0, 3)]
     for result in world.start(configs)():
