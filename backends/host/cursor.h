@@ -33,6 +33,14 @@ class Cursor {
     }
   }
 
+  // The next `bytes` bytes of the inputs, or of the outputs, if they lie in one piece; else null.
+  const std::byte* input_run(std::size_t bytes) const noexcept {
+    return is_in_one_piece(bytes) ? in_[index_].data + offset_ : nullptr;
+  }
+  std::byte* output_run(std::size_t bytes) const noexcept {
+    return is_in_one_piece(bytes) ? out_[index_].data + offset_ : nullptr;
+  }
+
   void copy_inputs_to(std::byte* target, std::size_t bytes) {
     take(bytes, [target](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
       copy_bytes(target + offset, in, count);
@@ -56,6 +64,10 @@ class Cursor {
   }
 
  private:
+  bool is_in_one_piece(std::size_t bytes) const noexcept {
+    return index_ < in_.size() && bytes <= in_[index_].bytes - offset_;
+  }
+
   Segments in_;
   Segments out_;
   std::size_t index_ = 0;

@@ -1,5 +1,7 @@
-// HostCommunicator, third part: what an allreduce does between hosts. Each sends the sum
-// of its ranks to the others, and adds what it gets in order of hosts.
+// HostCommunicator, third part: what an allreduce does between hosts that have several ranks. The
+// owners of a slice on all hosts add each other's sums, in order of hosts.
+#include <algorithm>
+
 #include "host/host_communicator.h"
 #include "host/kernels.h"
 #include "host/slices.h"
@@ -24,6 +26,7 @@ void HostCommunicator::reduce_own_chunk_across(const Reduction& r, Cursor& mine,
     reduce_to_partial(r.dtype, r.op, r.scale.pre, sources_, count / item,
                       own + offset / item * wide);
   });
+  if (hosts() > 2 && !is_little(bytes / item * wide)) return spread_sums(r, mine, bytes);
   exchange_partials(bytes / item * wide, r.deadline);
   sources_.resize(partials_.size());
   mine.take(bytes, [&](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
@@ -36,68 +39,53 @@ void HostCommunicator::reduce_own_chunk_across(const Reduction& r, Cursor& mine,
 }
 
 void HostCommunicator::exchange_partials(std::size_t bytes, Deadline deadline) {
-  const auto rail = static_cast<std::size_t>(group_.self());
   for (int k = 1; k < hosts(); ++k) {
-    const auto to = static_cast<std::size_t>((side_ + k) % hosts());
-    const auto from = static_cast<std::size_t>((side_ - k + hosts()) % hosts());
+    const std::size_t from = index(next_side(-k));
+    fabric_.transport->exchange(owner_on(next_side(k)),
+                                {partials_[static_cast<std::size_t>(side_)].data(), bytes},
+                                owner_on(next_side(-k)), {partials_[from].data(), bytes}, deadline);
+  }
+}
+
+// Every host adds a piece of the chunk and sends the sum to the others. Two hosts would send no
+// less that way.
+void HostCommunicator::spread_sums(const Reduction& r, Cursor& mine, std::size_t bytes) {
+  const std::size_t item = item_size(r.dtype);
+  const std::size_t wide = item_size(accumulator_of(r.dtype));
+  const std::size_t self = index(side_);
+  const Pieces pieces(bytes, item, hosts());
+  const auto in_partials = [&](std::size_t h, std::size_t to) {
+    return Bytes(partials_[h]).subspan(to / item * wide);
+  };
+  for (int k = 1; k < hosts(); ++k) {
+    const std::size_t to = index(next_side(k));
+    const std::size_t from = index(next_side(-k));
     fabric_.transport->exchange(
-        rank_at(sides_[to][rail]), {partials_[static_cast<std::size_t>(side_)].data(), bytes},
-        rank_at(sides_[from][rail]), {partials_[from].data(), bytes}, deadline);
+        owner_on(next_side(k)),
+        in_partials(self, pieces.begin(to)).first(pieces.size(to) / item * wide),
+        owner_on(next_side(-k)), Bytes(partials_[from]).first(pieces.size(self) / item * wide),
+        r.deadline);
   }
-}
-
-// A host with one rank shares nothing with others that would have to wait: several chunks
-// are on their way at a time, so that the network has something to carry while this rank adds.
-void HostCommunicator::reduce_ahead(const Reduction& r) {
-  const std::size_t item = item_size(r.dtype);
-  const std::size_t wide = item_size(accumulator_of(r.dtype));
-  const Slices slices(r.bytes, item, rails_, tuned_chunk_bytes());
-  Cursor reading(r.in, r.out);
-  Cursor writing = reading;
-  for (std::size_t i = 0; i + 1 < slices.steps + kChunksAhead; ++i) {
-    if (i < slices.steps) {
-      fabric_.transport->settle(kChunksAhead - 1, r.deadline);
-      send_ahead(r, reading, slices.bytes_of(0, i), ahead_[i % kChunksAhead]);
-    }
-    if (i + 1 < kChunksAhead) continue;
-    const std::size_t j = i + 1 - kChunksAhead;
-    const std::size_t bytes = slices.bytes_of(0, j);
-    sources_.resize(partials_.size());
-    for (int s = 0; s < hosts(); ++s) {
-      auto& partial = partials_[static_cast<std::size_t>(s)];
-      if (s != side_) {
-        partial.resize(bytes / item * wide);
-        fabric_.transport->recv(rank_at(sides_[static_cast<std::size_t>(s)][0]), partial,
-                                r.deadline);
-      }
-    }
-    writing.take(
-        bytes, [&](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
-          for (std::size_t s = 0; s < partials_.size(); ++s) {
-            const auto& partial =
-                static_cast<int>(s) == side_ ? ahead_[j % kChunksAhead] : partials_[s];
-            sources_[s] = partial.data() + offset / item * wide;
-          }
-          combine_partials(r.dtype, r.op, r.scale.post, sources_, count / item, out, nullptr);
-        });
-    fabric_.overlap();
+  sums_.resize(bytes);
+  sources_.resize(partials_.size());
+  for (std::size_t h = 0; h < partials_.size(); ++h) {
+    sources_[h] = h == self ? in_partials(self, pieces.begin(self)).data() : partials_[h].data();
   }
-  fabric_.transport->settle(0, r.deadline);
-}
-
-void HostCommunicator::send_ahead(const Reduction& r, Cursor& reading, std::size_t bytes,
-                                  std::vector<std::byte>& partial) {
-  const std::size_t item = item_size(r.dtype);
-  const std::size_t wide = item_size(accumulator_of(r.dtype));
-  partial.resize(bytes / item * wide);
-  reading.take(bytes, [&](const std::byte* in, std::byte*, std::size_t offset, std::size_t count) {
-    reduce_to_partial(r.dtype, r.op, r.scale.pre, {&in, 1}, count / item,
-                      partial.data() + offset / item * wide);
-  });
+  combine_partials(r.dtype, r.op, r.scale.post, sources_, pieces.size(self) / item,
+                   sums_.data() + pieces.begin(self), nullptr);
+  const auto sum_of = [&](std::size_t h) {
+    return Bytes(sums_).subspan(pieces.begin(h), pieces.size(h));
+  };
   for (int k = 1; k < hosts(); ++k) {
-    const auto to = static_cast<std::size_t>((side_ + k) % hosts());
-    fabric_.transport->post(rank_at(sides_[to][0]), partial);
+    const std::size_t from = index(next_side(-k));
+    fabric_.transport->exchange(owner_on(next_side(k)), sum_of(self), owner_on(next_side(-k)),
+                                sum_of(from), r.deadline);
   }
+  if (group_.size() > 1) {
+    copy_bytes(group_.staging().part(group_.self(), group_.self(), group_.step()), sums_.data(),
+               bytes);
+  }
+  mine.copy_to_outputs(sums_.data(), bytes);
 }
 
 }  // namespace polyhvd::host

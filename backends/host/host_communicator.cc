@@ -77,8 +77,8 @@ void HostCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
     // Every rank reduces everything itself: one exchange instead of two, at the price of
     // reading all contributions.
     reduce_direct(r);
-  } else if (group_.size() == 1) {
-    reduce_ahead(r);
+  } else if (members_.size() == sides_.size()) {
+    is_little(r.bytes) ? swap_terms(r) : reduce_ahead(r);
   } else {
     reduce_sliced(r);
   }
@@ -260,22 +260,34 @@ void HostCommunicator::broadcast(Segments in, Segments out, int root, Deadline d
   if (side_ == root_side) {
     bytes[static_cast<std::size_t>(root_local)] = total;
     group_.spread(bytes, Cursor(out, out), sinks, deadline);
-    for (int s = 0; leads() && s < hosts(); ++s) {
-      if (s == side_) continue;
-      for (const Segment& segment : out) {
-        const int to = rank_at(sides_[static_cast<std::size_t>(s)][0]);
-        fabric_.transport->send(to, {segment.data, segment.bytes}, deadline);
-      }
-    }
+    if (hosts() > 1 && leads()) hand_on(out, root_side, deadline);
     return;
   }
-  for (const Segment& segment : out) {
-    if (!leads()) break;
-    const int from = rank_at(sides_[static_cast<std::size_t>(root_side)][0]);
-    fabric_.transport->recv(from, {segment.data, segment.bytes}, deadline);
-  }
+  if (leads()) hand_on(out, root_side, deadline);
   bytes[0] = total;
   group_.spread(bytes, Cursor(out, out), sinks, deadline);
+}
+
+// Along a binomial tree of the hosts, whose first ranks pass on each piece as it comes: host h,
+// counted from the root's, has it from the host whose number lacks h's last bit.
+void HostCommunicator::hand_on(Segments out, int root_side, Deadline deadline) {
+  constexpr std::size_t kPieceBytes = 1 << 20;
+  constexpr std::size_t kPiecesAhead = 4;
+  const auto leader = [&](int h) { return rank_at(sides_[index((root_side + h) % hosts())][0]); };
+  const int self = (side_ - root_side + hosts()) % hosts();
+  const int below = self == 0 ? hosts() : self & -self;
+  std::vector<int> children;
+  for (int h = 1; h < below && self + h < hosts(); h *= 2) children.push_back(leader(self + h));
+  std::ranges::reverse(children);  // who has most to pass on is first
+  for (const Segment& segment : out) {
+    for (std::size_t at = 0; at < segment.bytes; at += kPieceBytes) {
+      const Bytes piece(segment.data + at, std::min(kPieceBytes, segment.bytes - at));
+      if (self != 0) fabric_.transport->recv(leader(self & (self - 1)), piece, deadline);
+      fabric_.transport->settle(kPiecesAhead, deadline);
+      for (const int child : children) fabric_.transport->post(child, piece);
+    }
+  }
+  fabric_.transport->settle(0, deadline);
 }
 
 bool HostBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const {

@@ -16,8 +16,11 @@
 
 namespace polyhvd::host {
 
-// On their way between hosts at a time.
+// Between hosts, in each direction.
 inline constexpr std::size_t kChunksAhead = 4;
+
+// Between hosts, to all others together.
+inline constexpr std::size_t kSwappedBytesMax = 64 << 10;
 
 // Below, more time goes into steps than into bytes.
 inline constexpr std::uint32_t kChunkBytesMin = 4 << 10;
@@ -45,6 +48,19 @@ class HostCommunicator final : public Communicator {
     std::size_t bytes;
   };
 
+  // Of an operation between hosts with one rank each.
+  struct Chunk {
+    Pieces pieces;
+    std::vector<Cursor> at;  // where each host's piece begins
+    std::vector<std::byte> memory;
+
+    // Of a piece that does not lie in one.
+    std::byte* place(std::size_t host) {
+      if (memory.size() < pieces.total) memory.resize(pieces.total);
+      return memory.data() + pieces.begin(host);
+    }
+  };
+
   void reduce_alone(const Reduction& r);
   void reduce_direct(const Reduction& r);
   void reduce_sliced(const Reduction& r);
@@ -55,9 +71,13 @@ class HostCommunicator final : public Communicator {
   void reduce_own_chunk(const Reduction& r, Cursor& mine, std::size_t bytes);
   void reduce_own_chunk_across(const Reduction& r, Cursor& mine, std::size_t bytes);
   void exchange_partials(std::size_t bytes, Deadline deadline);
+  void spread_sums(const Reduction& r, Cursor& mine, std::size_t bytes);
+  void swap_terms(const Reduction& r);
   void reduce_ahead(const Reduction& r);
-  void send_ahead(const Reduction& r, Cursor& reading, std::size_t bytes,
-                  std::vector<std::byte>& partial);
+  void send_terms(Chunk& chunk, Cursor& reading);
+  void add_terms(const Reduction& r, Chunk& chunk);
+  void take_sums(const Reduction& r, Chunk& chunk);
+  void hand_on(Segments out, int root_side, Deadline deadline);
   void gather_across(Bytes out, Counts counts, Deadline deadline);
   void scatter_here(const Reduction& r, Segments own, Counts counts);
   void reduce_terms(const Reduction& r, ConstBytes terms, Cursor own, std::size_t bytes);
@@ -66,6 +86,16 @@ class HostCommunicator final : public Communicator {
   void alltoall_across(ConstBytes in, Bytes out, Counts counts, Deadline deadline);
 
   int hosts() const noexcept { return static_cast<int>(sides_.size()); }
+  // By the slice's or the host's number.
+  static std::size_t index(int side) noexcept { return static_cast<std::size_t>(side); }
+  int next_side(int k) const noexcept { return (side_ + k + hosts()) % hosts(); }
+  int owner_on(int side) const {
+    return rank_at(sides_[index(side)][static_cast<std::size_t>(group_.self())]);
+  }
+  // Whether a second message would cost more than sending it all to all other hosts.
+  bool is_little(std::size_t bytes) const noexcept {
+    return bytes * (sides_.size() - 1) <= kSwappedBytesMax;
+  }
   bool leads() const noexcept { return group_.self() == 0; }
   std::size_t tuned_chunk_bytes() const noexcept {
     return std::min<std::size_t>(chunk_bytes_,
@@ -81,12 +111,14 @@ class HostCommunicator final : public Communicator {
   int rails_ = 1;                        // slices: as many owners as the smallest host has
   std::size_t chunk_bytes_ = 0;
   LocalGroup group_;
-  std::vector<std::vector<std::byte>> partials_;            // by host; scratch of the owner
-  std::array<std::vector<std::byte>, kChunksAhead> ahead_;  // scratch: sums that are being sent
-  std::vector<const std::byte*> sources_;                   // scratch
-  std::vector<std::byte> flat_;     // scratch: an operation's bytes in one piece
-  std::vector<std::byte> terms_;    // scratch: everybody's share of this rank's part
-  std::vector<std::byte> vectors_;  // scratch: the same, as Adasum adds them
+  std::vector<std::vector<std::byte>> partials_;  // by host; scratch of the owner
+  std::vector<std::byte> sums_;                   // likewise
+  // Being sent, added, and received, and one more.
+  std::array<Chunk, 2 * kChunksAhead + 1> ahead_;
+  std::vector<const std::byte*> sources_;  // scratch
+  std::vector<std::byte> flat_;            // scratch: an operation's bytes in one piece
+  std::vector<std::byte> terms_;           // scratch: everybody's share of this rank's part
+  std::vector<std::byte> vectors_;         // scratch: the same, as Adasum adds them
 };
 
 }  // namespace polyhvd::host

@@ -33,4 +33,19 @@ struct Slices {
   }
 };
 
+// What each host adds of a run of bytes, in order of hosts: whole cache lines of elements.
+struct Pieces {
+  Pieces() = default;
+  Pieces(std::size_t bytes, std::size_t item, int hosts) : total(bytes) {
+    const std::size_t unit = shm::kCacheLine * item;
+    const auto n = static_cast<std::size_t>(hosts);
+    piece = ((bytes + n - 1) / n + unit - 1) / unit * unit;
+  }
+  std::size_t begin(std::size_t host) const noexcept { return std::min(total, host * piece); }
+  std::size_t size(std::size_t host) const noexcept { return begin(host + 1) - begin(host); }
+
+  std::size_t total = 0;
+  std::size_t piece = 0;
+};
+
 }  // namespace polyhvd::host

@@ -122,13 +122,11 @@ struct TcpTransport::Incoming {
 
   bool advance() {
     while (!finished()) {
-      // The header first: it says what follows.
+      // As if it were what is expected: nothing follows a message that is not.
       Parts parts(done);
       parts.add(&header, sizeof header);
-      if (done >= kHeaderBytes) {
-        parts.add(body.data(), body.size());
-        parts.add(&tail, sizeof tail);
-      }
+      parts.add(body.data(), body.size());
+      parts.add(&tail, sizeof tail);
       msghdr message = parts.message();
       const ssize_t n = recvmsg(fd(), &message, MSG_DONTWAIT);
       if (n > 0) {
@@ -148,9 +146,10 @@ struct TcpTransport::Incoming {
     const std::size_t before = done;
     done += bytes;
     connection->receiving = true;
-    if (done == kHeaderBytes) check_header();
-    if (before >= kHeaderBytes && is_summed()) {
-      const std::size_t from = std::min(before - kHeaderBytes, body.size());
+    if (done < kHeaderBytes) return;
+    if (before < kHeaderBytes) check_header();
+    if (is_summed()) {
+      const std::size_t from = std::min(std::max(before, kHeaderBytes) - kHeaderBytes, body.size());
       const std::size_t to = std::min(done - kHeaderBytes, body.size());
       sum = crc32c(body.subspan(from, to - from), sum);
     }
@@ -166,9 +165,7 @@ struct TcpTransport::Incoming {
       case MessageKind::kGoodbye:
         transport.departed(rank);
       case MessageKind::kFailure:
-        reason.resize(std::min<std::size_t>(header.bytes, kReasonBytesMax));
-        body = std::as_writable_bytes(std::span(reason));
-        return;
+        return expect_reason();
       default:
         break;
     }
@@ -177,6 +174,21 @@ struct TcpTransport::Incoming {
                                             std::to_string(transport.options_.rank) + " " +
                                             std::to_string(header.bytes) + " bytes where " +
                                             std::to_string(body.size()) + " were agreed");
+  }
+
+  // What has come of it lies where the body and the tail were to be.
+  void expect_reason() {
+    const auto* const end = reinterpret_cast<const char*>(&tail);
+    const std::size_t come = done - kHeaderBytes;
+    std::string early(reinterpret_cast<const char*>(body.data()), std::min(come, body.size()));
+    early.append(end, come - early.size());
+    reason.resize(std::min<std::size_t>(header.bytes, kReasonBytesMax));
+    body = std::as_writable_bytes(std::span(reason));
+    if (early.size() > body.size() + sizeof tail) {
+      transport.distrust(rank, "more bytes follow its last message");
+    }
+    const std::size_t in_body = early.copy(reason.data(), reason.size());
+    std::memcpy(&tail, early.data() + in_body, early.size() - in_body);
   }
 
   void check_tail() {

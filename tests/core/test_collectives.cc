@@ -127,6 +127,129 @@ TEST_CASE("reducescatter leaves every member its rows of the sum, the first ones
   }
 }
 
+// Floats of many sizes, so that every order of adding has bits of its own.
+std::vector<float> terms_of(int rank, std::size_t count) {
+  std::mt19937 random(static_cast<unsigned>(rank) * 7919 + static_cast<unsigned>(count));
+  std::vector<float> values(count);
+  for (float& v : values) {
+    v = std::ldexp(static_cast<float>(random() % 1000) - 500, static_cast<int>(random() % 20));
+  }
+  return values;
+}
+
+// Sums over hosts, in order, of the sums over each host's ranks.
+std::vector<float> sum_of(const Layout& layout, std::size_t count) {
+  std::vector<float> sum;
+  for (const auto& host : layout) {
+    std::vector<float> here;
+    for (const int rank : host) {
+      const std::vector<float> terms = terms_of(rank, count);
+      if (here.empty()) {
+        here = terms;
+      } else {
+        for (std::size_t i = 0; i < count; ++i) here[i] += terms[i];
+      }
+    }
+    if (sum.empty()) {
+      sum = here;
+    } else {
+      for (std::size_t i = 0; i < count; ++i) sum[i] += here[i];
+    }
+  }
+  return sum;
+}
+
+TEST_CASE("between hosts an element is the sum over hosts, in order, whatever way it takes") {
+  // One piece, many pieces, and tensors whose ends lie within pieces; in place and not.
+  const std::vector<std::vector<std::size_t>> groups = {
+      {1}, {5000}, {16'384}, {40'001}, {1'300'001}, {7, 300'000, 1, 0, 90'001, 33, 1'000'003}};
+  for (const Layout& layout :
+       {Layout{{0}, {1}}, Layout{{0}, {1}, {2}}, Layout{{0}, {1}, {2}, {3}, {4}},
+        Layout{{0, 1}, {2, 3}, {4, 5}}, Layout{{0, 1}, {2}, {3, 4}}}) {
+    CAPTURE(text_of(layout));
+    std::vector<std::vector<std::vector<float>>> expected;
+    for (const auto& counts : groups) {
+      auto& sums = expected.emplace_back();
+      for (const std::size_t count : counts) sums.push_back(sum_of(layout, count));
+    }
+    ThreadWorld world(layout);
+    std::atomic<int> wrong{0};
+    world.run([&](int rank, Engine& engine) {
+      for (const bool in_place : {true, false}) {
+        for (std::size_t g = 0; g < groups.size(); ++g) {
+          std::vector<std::vector<float>> tensors, results;
+          Submission s;
+          s.name = "group " + std::to_string(g) + (in_place ? " in place" : "");
+          for (const std::size_t count : groups[g]) {
+            tensors.push_back(terms_of(rank, count));
+            results.emplace_back(count);
+          }
+          for (auto& tensor : tensors) s.inputs.push_back(view(tensor, DType::kFloat32));
+          for (auto& result : results) s.outputs.push_back(view(result, DType::kFloat32));
+          if (in_place) s.outputs = s.inputs;
+          engine.wait(engine.submit(std::move(s), true));
+          wrong += (in_place ? tensors : results) != expected[g];
+        }
+      }
+    });
+    CHECK(wrong == 0);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("a broadcast reaches every host from every root, and every host passes it on") {
+  const std::vector<std::size_t> counts = {1, 0, 70'001, 800'003};
+  for (const Layout& layout :
+       {Layout{{0}, {1}}, Layout{{0, 1}, {2}, {3, 4}}, Layout{{0}, {1}, {2}, {3}},
+        Layout{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}) {
+    CAPTURE(text_of(layout));
+    ThreadWorld world(layout);
+    std::atomic<int> wrong{0};
+    world.run([&](int rank, Engine& engine) {
+      for (int root = 0; root < world.size(); ++root) {
+        std::vector<std::vector<float>> tensors;
+        Submission s;
+        s.name = "from " + std::to_string(root);
+        s.kind = OpKind::kBroadcast;
+        s.root = root;
+        for (const std::size_t count : counts) {
+          tensors.emplace_back(count, static_cast<float>(rank == root ? root : -1));
+        }
+        for (auto& tensor : tensors) s.inputs.push_back(view(tensor, DType::kFloat32));
+        s.outputs = s.inputs;
+        engine.wait(engine.submit(std::move(s), true));
+        for (std::size_t i = 0; i < counts.size(); ++i) {
+          wrong += tensors[i] != std::vector<float>(counts[i], static_cast<float>(root));
+        }
+        if (rank == 0 && root == 0 && layout.size() == 7) {  // to three hosts, not to six
+          CHECK(engine.counters().at("tcp_bytes_sent") == 3 * 4 * (1 + 70'001 + 800'003));
+        }
+      }
+    });
+    CHECK(wrong == 0);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("between hosts with one rank each a tensor crosses in its own type, and once") {
+  constexpr std::size_t kCount = 4'000'000;
+  constexpr std::uint16_t kOne = 0x3C00, kThree = 0x4200;  // of float16
+  ThreadWorld world(Layout{{0}, {1}, {2}});
+  world.run([&](int, Engine& engine) {
+    std::vector<std::uint16_t> ones(kCount, kOne);
+    Submission s;
+    s.name = "halves";
+    s.inputs = {view(ones, DType::kFloat16)};
+    s.outputs = s.inputs;
+    engine.wait(engine.submit(std::move(s), true));
+    CHECK(ones == std::vector<std::uint16_t>(kCount, kThree));
+    // A third of the terms to each of the others, and the sum of a third.
+    const auto sent = static_cast<double>(engine.counters().at("tcp_bytes_sent"));
+    CHECK(sent == doctest::Approx(2 * kCount * 4.0 / 3).epsilon(0.01));
+  });
+  world.shutdown();
+}
+
 TEST_CASE("in reproducible mode neither hosts nor slices show in the bits of a sum") {
   std::vector<float> expected;
   for (const Layout& layout : {one_host(4), Layout{{0, 1}, {2, 3}}, Layout{{0, 2}, {1, 3}},

@@ -227,6 +227,7 @@ TEST_CASE("why a peer's engine has ended is heard in a transfer, idle, and when 
   };
   check(taking(words, {"expected"}));
   check(taking(words, {std::string(100'000, 'e')}));
+  for (std::size_t bytes = 1; bytes < 64; ++bytes) check(taking(words, {std::string(bytes, 'e')}));
   for (const bool idle : {true, false}) {
     Wire wire;
     Near near(wire);
