@@ -46,7 +46,7 @@ def native_adapter(framework: str) -> Extension:
         include_dirs=INCLUDES,
         extra_compile_args=FLAGS,
         extra_link_args=["-pthread", "-ldl"],
-        depends=[str(p) for p in folder.glob("*.h")] + ["polyhvd/csrc/c_api.h"],
+        depends=[str(p) for p in folder.glob("*.h")] + [*glob("polyhvd/csrc/*.h")],
         language="c++",
     )
 

@@ -169,7 +169,7 @@ def test_a_backend_includes_the_interfaces_and_its_own_folder() -> None:
 
 
 def test_a_native_adapter_includes_the_c_interface_and_its_own_folder() -> None:
-    vocabulary = {"c_api.h", "error.h", "types.h"}
+    vocabulary = {"attempts.h", "c_api.h", "engine_slot.h", "error.h", "types.h"}
     offences = []
     for path in sources(".cc", ".h", under=FRAMEWORKS):
         for line, quote, name in included(path):

@@ -1,6 +1,7 @@
 // MXNet's engine on one side, the core's C table on the other: a collective is
 // an asynchronous engine operation that reads and writes NDArrays. Loaded with
-// ctypes, links to nothing, never calls Python and never blocks.
+// ctypes, links to nothing, never calls Python. A thread of MXNet's may drive the core
+// for a moment (see lend() in c_api.h), and else never blocks.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -8,13 +9,13 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
-#include <shared_mutex>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "c_api.h"
+#include "engine_slot.h"
 #include "error.h"
 #include "mxnet_c_api.h"
 #include "program_order.h"
@@ -107,12 +108,8 @@ struct Op {
 };
 using OpPtr = std::shared_ptr<Op>;
 
-// The engine that is current. Locked while a submission goes through the table,
-// so that the engine cannot go away meanwhile.
-std::shared_mutex g_slot_mutex;
-const polyhvd_engine_api* g_slot = nullptr;  // guarded by g_slot_mutex
-
-// Never destroyed: threads of MXNet outlive our static objects at exit.
+// Never destroyed, both: threads of MXNet outlive our static objects at exit.
+EngineSlot& g_slot = *new EngineSlot;  // the engine that is current
 ProgramOrder<OpPtr>& g_order = *new ProgramOrder<OpPtr>;
 
 thread_local bool t_pushing = false;
@@ -173,7 +170,8 @@ polyhvd_tensor tensor_of(const Array& array, const Shape& shape, int dtype) {
   return {data, shape.data(), static_cast<std::int32_t>(shape.size()), dtype, 0, 0};
 }
 
-int submit_to_engine(const OpPtr& op, char* message, std::size_t message_bytes) {
+int submit_to_engine(const OpPtr& op, std::int32_t* lends, char* message,
+                     std::size_t message_bytes) {
   std::vector<polyhvd_tensor> inputs;
   std::vector<polyhvd_tensor> outputs;
   const std::size_t count = op->inputs.size();
@@ -193,23 +191,26 @@ int submit_to_engine(const OpPtr& op, char* message, std::size_t message_bytes) 
   }
   auto context = std::make_unique<OpPtr>(op);
   s.context = context.get();
-  const std::shared_lock lock(g_slot_mutex);
-  if (g_slot == nullptr || g_slot->generation != op->generation) {
+  s.lends = lends;
+  const EngineSlot::Visit visit(g_slot);
+  const polyhvd_engine_api* engine = visit.api();
+  if (engine == nullptr || engine->generation != op->generation) {
     throw Failure(ErrorCode::kShutdown, "the engine was shut down before MXNet ran the operation");
   }
-  const int code = g_slot->submit(g_slot->engine, &s, message, message_bytes);
+  const int code = engine->submit(engine->engine, &s, message, message_bytes);
   if (code == 0) (void)context.release();  // on_done has it now
   return code;
 }
 
-// The operation's turn has come.
-void submit(const OpPtr& op) {
-  if (!op) return;  // MXNet skipped it
+// The operation's turn has come. Whether the thread is to lend itself to the engine, if it may.
+bool submit(const OpPtr& op, bool may_lend) {
+  if (!op) return false;  // MXNet skipped it
+  std::int32_t lends = 0;
   char message[4096] = "";
   int code = 0;
   std::string text;
   try {
-    code = submit_to_engine(op, message, sizeof message);
+    code = submit_to_engine(op, may_lend ? &lends : nullptr, message, sizeof message);
     if (code != 0) text = message;
     if (code != 0 && text.find(op->about) == text.npos) text = op->about + text;
   } catch (const Failure& failure) {
@@ -220,6 +221,7 @@ void submit(const OpPtr& op) {
     text = op->about + error.what();
   }
   if (code != 0) complete(*op, code, text.c_str());
+  return lends != 0;
 }
 
 // From MXNet: the arrays are ours until on_complete is called.
@@ -228,14 +230,20 @@ void run(void*, void* on_complete, void* param) {
   std::memcpy(&op->on_complete, on_complete, sizeof op->on_complete);
   op->has_run = true;
   op->inside_push = t_pushing;
-  g_order.arrive(op->line, op->ticket, op, submit);
+  bool lends = false;
+  g_order.arrive(op->line, op->ticket, op, [&](const OpPtr& next) { lends |= submit(next, true); });
+  if (!lends) return;
+  const EngineSlot::Visit visit(g_slot);
+  if (visit.api() != nullptr) visit.api()->lend(visit.api()->engine);
 }
 
 // From MXNet: the operation is complete, or was skipped as an array of it holds an error.
 void drop(void* param) {
   const std::unique_ptr<OpPtr> box(static_cast<OpPtr*>(param));
   Op& op = **box;
-  if (!op.has_run) g_order.arrive(op.line, op.ticket, nullptr, submit);
+  if (!op.has_run) {
+    g_order.arrive(op.line, op.ticket, nullptr, [](const OpPtr& next) { submit(next, false); });
+  }
   op.inputs.clear();
   op.outputs.clear();
   op.finished.store(true, std::memory_order_release);
@@ -355,8 +363,7 @@ POLYHVD_EXPORT const char* polyhvd_mxnet_load(const char* path) {
 // The table of the engine that is current, or null when there is none. Returns
 // when no submission goes through the former one any more.
 POLYHVD_EXPORT void polyhvd_mxnet_set_engine(const polyhvd_engine_api* api) {
-  const std::unique_lock lock(g_slot_mutex);
-  g_slot = api != nullptr && api->version == POLYHVD_C_API_VERSION ? api : nullptr;
+  if (!g_slot.set(api)) g_slot.set(nullptr);
 }
 
 // A collective as adapter.py describes it; the fields of polyhvd_submission.
@@ -416,9 +423,9 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_call* call, std::int
     take_inputs(*op, {call->inputs, count});
     if (call->outputs != call->inputs) take_outputs(*op, {call->outputs, count});
     {
-      const std::shared_lock lock(g_slot_mutex);
-      if (g_slot == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");
-      op->generation = g_slot->generation;
+      const EngineSlot::Visit visit(g_slot);
+      if (visit.api() == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");
+      op->generation = visit.api()->generation;
     }
     push(op);
     if (op->inside_push && op->error_code != 0) return fail(op->error_code, op->error);

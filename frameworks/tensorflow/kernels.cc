@@ -20,6 +20,7 @@ namespace polyhvd::tf {
 namespace {
 
 constexpr std::size_t kMessageBytes = 8192;
+constexpr std::int32_t kNoEngine = -1;  // no value of error.h
 
 // By DType.
 constexpr std::array<std::size_t, kDTypeCount> kItemBytes{1, 1, 2, 4, 8, 2, 2, 4, 8, 1};
@@ -65,7 +66,7 @@ std::optional<DType> dtype_of(int type) {
 // A lost peer is not kUnavailable: TensorFlow lets only its own communication ops
 // return that, and turns it into an internal error for others.
 int status_code_of(std::int32_t error_code) {
-  if (error_code == EngineSlot::kNoEngine) return kFailedPrecondition;
+  if (error_code == kNoEngine) return kFailedPrecondition;
   switch (static_cast<ErrorCode>(error_code)) {
     case ErrorCode::kInvalidArgument:
       return kInvalidArgument;
@@ -214,7 +215,7 @@ class Execution {
   TensorPtr input(int index) const;
   void* output_for(int index, TensorPtr& input);
   void* view_of_block(int index, std::size_t bytes);
-  std::int32_t submit(char* message);
+  std::int32_t submit(const polyhvd_engine_api& engine, char* message, std::int32_t& lends);
   void finish(int code, const char* message) noexcept;
 
   static void* allocate(void* self, std::int32_t index, const std::int64_t* shape,
@@ -338,7 +339,8 @@ void Execution::prepare() {
   if (kernel_.has_splits) read_splits();
 }
 
-std::int32_t Execution::submit(char* message) {
+std::int32_t Execution::submit(const polyhvd_engine_api& engine, char* message,
+                               std::int32_t& lends) {
   polyhvd_submission s{};
   s.name = kernel_.name.c_str();
   s.kind = static_cast<std::int32_t>(kernel_.kind);
@@ -354,6 +356,7 @@ std::int32_t Execution::submit(char* message) {
   s.numbers = splits_.empty() ? nullptr : splits_.data();
   s.number_count = static_cast<std::int32_t>(splits_.size());
   s.where = kernel_.where.empty() ? nullptr : kernel_.where.c_str();
+  s.lends = &lends;
   s.context = this;
   s.allocate = &Execution::allocate;
   s.done = &Execution::on_done;
@@ -361,18 +364,22 @@ std::int32_t Execution::submit(char* message) {
   std::lock_guard lock(kernel.submitting);
   // Two executions of one node follow each other; two nodes of one name are a mistake.
   s.queue_duplicates = kernel.in_flight.fetch_add(1) > 0 ? 1 : 0;
-  const std::int32_t error = engine_slot().submit(s, message, kMessageBytes);
+  const std::int32_t error = engine.submit(engine.engine, &s, message, kMessageBytes);
   if (error != 0) kernel.in_flight.fetch_sub(1);
   return error;
 }
 
 void Execution::start() noexcept {
   std::array<char, kMessageBytes> message{};
-  std::int32_t error = 0;
+  std::int32_t error = kNoEngine;
   try {
     prepare();
-    error = submit(message.data());
-    if (error == 0) return;  // and *this may be gone
+    const EngineSlot::Visit visit(engine_slot());
+    std::int32_t lends = 0;
+    if (visit.api() != nullptr) error = submit(*visit.api(), message.data(), lends);
+    // If that went well, *this may be gone.
+    if (lends != 0) visit.api()->lend(visit.api()->engine);
+    if (error == 0) return;
   } catch (const Refusal& refusal) {
     finish(refusal.code, refusal.message.c_str());
     return;
@@ -380,9 +387,8 @@ void Execution::start() noexcept {
     finish(kResourceExhausted, "no memory for the outputs of a collective");
     return;
   }
-  finish(status_code_of(error), error == EngineSlot::kNoEngine
-                                    ? "polyhvd has not been initialized; use hvd.init()."
-                                    : message.data());
+  finish(status_code_of(error),
+         error == kNoEngine ? "polyhvd has not been initialized; use hvd.init()." : message.data());
 }
 
 void Execution::finish(int code, const char* message) noexcept {

@@ -1,5 +1,6 @@
 // The kernels of the collectives: they turn one execution of a TensorFlow op into
-// one submission to the core, and never block a thread of TensorFlow's.
+// one submission to the core. A thread of TensorFlow's may drive the core for a
+// moment (see lend() in c_api.h), and else never blocks.
 #pragma once
 
 #include "engine_slot.h"

@@ -128,6 +128,7 @@ struct PyBuffer {
 
 std::int32_t submit_native(void* engine, const polyhvd_submission* submission, char* message,
                            std::size_t message_bytes);
+void lend_native(void* engine) { static_cast<Engine*>(engine)->lend(); }
 
 class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
@@ -142,8 +143,12 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       py::gil_scoped_release released;
       engine_ = make_engine(std::move(connections), std::move(options));
     }
-    api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation, engine_.get(),
-            &submit_native};
+    api_ = {POLYHVD_C_API_VERSION,
+            sizeof(polyhvd_engine_api),
+            generation,
+            engine_.get(),
+            &submit_native,
+            &lend_native};
     if (config.attr("flight_folder").cast<std::string>().empty()) return;
     const auto write = [engine = engine_.get()] { engine->flight().write("SIGUSR2"); };
     dump_signal_ = std::make_unique<DumpSignal>(write);
@@ -430,7 +435,12 @@ std::int32_t submit_native(void* engine, const polyhvd_submission* submission, c
                            std::size_t message_bytes) {
   Error error;
   try {
-    static_cast<Engine*>(engine)->submit(submission_of(*submission));
+    Engine& to = *static_cast<Engine*>(engine);
+    if (submission->lends != nullptr) {
+      *submission->lends = to.submit_lending(submission_of(*submission)) ? 1 : 0;
+    } else {
+      to.submit(submission_of(*submission));
+    }
     return 0;
   } catch (const Failure& failure) {
     error = failure.error();

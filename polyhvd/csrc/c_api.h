@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define POLYHVD_C_API_VERSION 2
+#define POLYHVD_C_API_VERSION 3
 
 // A dense row-major tensor; dtype, kind and op are the values of types.h.
 typedef struct polyhvd_tensor {
@@ -37,6 +37,9 @@ typedef struct polyhvd_submission {
   const char* where;              // "train.py:88" or null
   // 1: a submission under a name that is in flight waits for it instead of failing.
   int32_t queue_duplicates;
+  // Null, or set by submit() to whether lend() is to follow at once on this thread: the
+  // operation is small and alone, and nobody was woken for it.
+  int32_t* lends;
   void* context;
   // alltoall: rows for each member, as int64; null for equal parts.
   const int64_t* numbers;
@@ -59,6 +62,9 @@ typedef struct polyhvd_engine_api {
   // 0, or an error code with its text in `message`; then done() is not called.
   int32_t (*submit)(void* engine, const polyhvd_submission* submission, char* message,
                     size_t message_bytes);
+  // Lends the calling thread to the engine, for 0.2 ms at most while the
+  // other ranks are late. done() of any operation may run meanwhile, so no lock is to be held.
+  void (*lend)(void* engine);
 } polyhvd_engine_api;
 
 #ifdef __cplusplus

@@ -129,6 +129,8 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
 
 // Waiting and driving ---------------------------------------------------------
 
+bool Engine::drives_here() const noexcept { return t_driving == this; }
+
 bool Engine::take_role() noexcept {
   bool free = false;
   if (!role_taken_.compare_exchange_strong(free, true)) return false;
@@ -489,11 +491,16 @@ bool Engine::idle_for_long() {
   return true;
 }
 
+// Before nobody looks any more: who is no member of a set may have nothing pending itself.
+void Engine::nudge_others() {
+  if (sets_.ids().size() > 1) controller_->nudge();
+}
+
 // Releases the role and sleeps until there is something to do.
 void Engine::doze() {
   parking_->announce_sleep();
   engine_dozes_.store(true);
-  if (sets_.ids().size() > 1) controller_->nudge();
+  nudge_others();
   release_role();
   if (!stopping_.load() && !queue_.has_news()) parking_->doze(kDozeTime);
   engine_dozes_.store(false);
@@ -557,6 +564,8 @@ std::map<std::string, std::uint64_t> Engine::counters() const {
       {"batches", batches_.load()},
       {"cache_hits", queue_.cache_hits()},
       {"engine_wakes", engine_wakes_.load()},
+      {"lent", lent_.load()},
+      {"lent_in_vain", lent_in_vain_.load()},
       {"pending", static_cast<std::uint64_t>(queue_.pending())},
   };
   parts_.liveness->add_counters(counters);

@@ -4,7 +4,8 @@
 //
 // Driving is a role, taken by try-lock: by a thread that waits on an operation,
 // else by the engine's own thread. A blocking call thus runs from submit to done
-// in the caller's thread, with no hand-over.
+// in the caller's thread, with no hand-over; and a small operation that nobody waits
+// for mostly in the thread that submits it, which lends itself for a moment.
 #pragma once
 
 #include <atomic>
@@ -20,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "attempts.h"
 #include "backend.h"
 #include "controller.h"
 #include "executor.h"
@@ -80,6 +82,14 @@ class Engine {
   OperationPtr submit(Submission submission, bool blocking = false,
                       const std::function<std::string()>& where = {});
 
+  // As submit(), with nobody waiting. True: nobody was woken, and lend() follows at once on
+  // this thread; it drives until no operation is in flight, and for kLendTime at most while
+  // the other ranks are late. Completion callbacks may run in it.
+  bool submit_lending(Submission submission);
+  void lend() noexcept;
+  static constexpr std::chrono::microseconds kLendTime{200};
+  static constexpr std::size_t kLendBytesMax = 64 * 1024;
+
   // Returns when the operation is finished; throws its error as Failure.
   // `interrupted` is asked now and then; true makes wait() throw
   // Failure(kInterrupted): the operation goes on unless it was being executed.
@@ -124,6 +134,7 @@ class Engine {
   Error cause_of(const Failure& failure) noexcept;
   void fail(const Error& error) noexcept;
 
+  bool drives_here() const noexcept;
   bool take_role() noexcept;
   void release_role() noexcept;
   // Waits until `done`, or the role is free, or a moment has passed.
@@ -135,6 +146,7 @@ class Engine {
   void run();
   void bind_to_core() const;
   void gather() const;
+  void nudge_others();
   void take_wanted();
   void adopt(const Tuning& tuning);
   void measure(const Work& work);
@@ -163,6 +175,7 @@ class Engine {
   Clock::time_point next_interrupt_check_{};
   Clock::time_point next_flight_check_{};
   StepMeter meter_;
+  Attempts lending_;  // worth_it() by any thread
 
   std::atomic<std::int64_t> cycle_ns_;  // the engine's thread reads it without the role
   mutable std::mutex tuning_mutex_;
@@ -183,6 +196,8 @@ class Engine {
 
   std::atomic<std::uint64_t> operations_{0};  // statistics
   std::atomic<std::uint64_t> batches_{0};
+  std::atomic<std::uint64_t> lent_{0};          // operations driven by their submitter
+  std::atomic<std::uint64_t> lent_in_vain_{0};  // and those that it left to the engine's thread
   std::atomic<std::uint64_t> engine_wakes_{0};
 
   std::thread thread_;

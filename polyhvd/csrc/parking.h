@@ -83,6 +83,18 @@ class Parking {
     if (begin != 0) waited_ += ticks_now() - begin;
   }
 
+  // Whether `ready()` was true before `end`. Never sleeps. Role's holder only.
+  template <class Ready>
+  bool await_briefly(Ready&& ready, Clock::time_point end) {
+    for (int i = 1; !ready(); ++i) {
+      pause();
+      if (i % kSpinsPerLook != 0) continue;
+      if (Clock::now() >= end) return false;
+      sched_yield();
+    }
+    return true;
+  }
+
   // Whether waits are added up in waited(). Role's holder only.
   void measure_waits(bool measures) noexcept { measures_ = measures; }
   Ticks waited() const noexcept { return waited_; }
@@ -108,6 +120,7 @@ class Parking {
   static constexpr int kSpins = 4000;
   static constexpr int kSpinsCrowded = 50;
   static constexpr int kSpinsPerYield = 100;  // the peer may be waiting for this very core
+  static constexpr int kSpinsPerLook = 20;    // at the clock, in await_briefly
   static constexpr int kYields = 100;
   static constexpr int kYieldsPerCheck = 16;
   static constexpr int kSleepMs = 100;  // between looks at liveness

@@ -25,6 +25,12 @@ std::string text_of(const Layout& layout) {
   return text;
 }
 
+int engine_count(const Layout& layout) {
+  std::size_t count = 0;
+  for (const auto& host : layout) count += host.size();
+  return static_cast<int>(count);
+}
+
 float value(int rank, std::size_t i) {
   return static_cast<float>((rank + 1) * 1000 + static_cast<int>(i % 997)) / 8.0f;
 }
@@ -249,6 +255,131 @@ TEST_CASE("a completion callback may submit, and wait") {
     CHECK(is_sum(third, 2));
   });
   world.shutdown();
+}
+
+TEST_CASE("a small operation is done in the thread that submits it and lends itself") {
+  ThreadWorld world(one_host(1));
+  world.run([](int rank, Engine& engine) {
+    for (int i = 0; i < 100; ++i) {
+      auto v = values(rank, 50);
+      std::thread::id done_by;
+      Submission s = allreduce("small", v);
+      s.done = [&](const Error* error) {
+        REQUIRE(error == nullptr);
+        done_by = std::this_thread::get_id();
+      };
+      REQUIRE(engine.submit_lending(std::move(s)));
+      engine.lend();
+      REQUIRE(done_by == std::this_thread::get_id());
+      CHECK(is_sum(v, 1));
+    }
+    CHECK(engine.counters().at("lent") == 100);
+  });
+  world.shutdown();
+}
+
+TEST_CASE("ranks that lend their threads get the sums, whoever drives in the end") {
+  for (const Layout& layout : kLayouts) {
+    CAPTURE(text_of(layout));
+    ThreadWorld world(layout);
+    std::atomic<int> wrong{0};
+    world.run([&](int rank, Engine& engine) {
+      for (int i = 0; i < 200; ++i) {
+        auto v = values(rank, 50);
+        std::atomic<bool> done{false};
+        Submission s = allreduce("small", v);
+        s.done = [&](const Error* error) {
+          if (error != nullptr) ++wrong;
+          done = true;
+        };
+        if (engine.submit_lending(std::move(s))) engine.lend();
+        while (!done) std::this_thread::yield();
+        if (!is_sum(v, engine_count(layout))) ++wrong;
+      }
+    });
+    CHECK(wrong == 0);
+    world.shutdown();
+  }
+}
+
+TEST_CASE("a thread that lends itself is free again while another rank is late") {
+  ThreadWorld world(one_host(2));
+  std::atomic<bool> free{false};
+  world.run([&](int rank, Engine& engine) {
+    auto v = values(rank, 50);
+    std::atomic<bool> done{false};
+    Submission s = allreduce("small", v);
+    s.done = [&](const Error*) { done = true; };
+    while (rank == 1 && !free) std::this_thread::yield();
+    const bool lends = engine.submit_lending(std::move(s));
+    if (lends) engine.lend();
+    if (rank == 0) {
+      CHECK(lends);
+      CHECK(!done);
+      CHECK(engine.counters().at("lent_in_vain") == 1);
+      free = true;
+    }
+    while (!done) std::this_thread::yield();
+    CHECK(is_sum(v, 2));
+  });
+  world.shutdown();
+}
+
+TEST_CASE("no thread is lent for a large operation, nor for one that is not alone") {
+  ThreadWorld world(one_host(2));
+  world.run([](int rank, Engine& engine) {
+    const auto submit = [&](const char* name, std::vector<float>& v, std::atomic<int>& done) {
+      Submission s = allreduce(name, v);
+      s.done = [&](const Error*) { ++done; };
+      return engine.submit_lending(std::move(s));
+    };
+    std::atomic<int> done{0};
+    auto large = values(rank, Engine::kLendBytesMax);
+    CHECK(!submit("large", large, done));
+    while (done < 1) std::this_thread::yield();
+    if (rank == 0) {  // the other rank comes later: both are in flight here
+      auto first = values(rank, 50);
+      auto second = values(rank, 50);
+      auto third = values(rank, 50);
+      const OperationPtr pending = engine.submit(allreduce("first", first));
+      CHECK(!submit("second", second, done));
+      engine.wait(engine.submit(allreduce("go", third), true));
+      engine.wait(pending);
+      while (done < 2) std::this_thread::yield();
+    } else {
+      auto first = values(rank, 50);
+      auto second = values(rank, 50);
+      auto third = values(rank, 50);
+      engine.wait(engine.submit(allreduce("go", third), true));
+      engine.wait(engine.submit(allreduce("first", first), true));
+      engine.wait(engine.submit(allreduce("second", second), true));
+    }
+  });
+  world.shutdown();
+}
+
+TEST_CASE("an engine may be shut down while threads lend themselves to it") {
+  ThreadWorld world(one_host(2));
+  world.run([](int rank, Engine& engine) {
+    std::atomic<int> calls{0};
+    std::thread lender([&] {
+      try {
+        for (;;) {
+          auto v = values(rank, 50);
+          std::atomic<bool> done{false};
+          Submission s = allreduce("small", v);
+          s.done = [&](const Error*) { done = true; };
+          if (engine.submit_lending(std::move(s))) engine.lend();
+          while (!done) std::this_thread::yield();
+          ++calls;
+        }
+      } catch (const Failure&) {  // of a later call: the engine is closed
+      }
+    });
+    while (calls < 20) std::this_thread::yield();
+    engine.shutdown();
+    lender.join();
+  });
 }
 
 TEST_CASE("a bad call fails at submit and disturbs nothing") {
