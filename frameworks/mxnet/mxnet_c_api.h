@@ -18,9 +18,11 @@ inline constexpr int kDevCpu = 1;
 inline constexpr int kDevCpuPinned = 3;
 inline constexpr int kDevCpuShared = 5;
 
-// mxnet::FnProperty. These run on workers of their own, so that an operator
-// that computes for long does not hold back communication.
+// mxnet::FnProperty. The first ones run on workers of their own, so that an operator
+// that computes for long does not hold back communication; the others inside the push,
+// if their arrays are ready, else on the workers that compute.
 inline constexpr int kCpuPrioritized = 3;
+inline constexpr int kAsync = 4;
 
 // mxnet::NDArrayStorageType; an array without storage has -1.
 inline constexpr int kDefaultStorage = 0;
@@ -58,9 +60,11 @@ using Deleter = void (*)(void* param);
 inline constexpr char kReorderAsync[] = "_ZNK5mxnet7NDArray20Reorder2DefaultAsyncEv";
 // bool mxnet::NDArray::Chunk::IsMKLDNN() const
 inline constexpr char kInOnednnLayout[] = "_ZNK5mxnet7NDArray5Chunk8IsMKLDNNEv";
+// void mxnet::NDArray::Chunk::Reorder2Default(), by whoever may write the array now
+inline constexpr char kReorder[] = "_ZN5mxnet7NDArray5Chunk15Reorder2DefaultEv";
 
 // An NDArray begins with a std::shared_ptr<Chunk>: the memory that views share,
 // and what the engine orders operations by.
-inline const void* chunk_of(NDArrayHandle array) { return *static_cast<const void* const*>(array); }
+inline void* chunk_of(NDArrayHandle array) { return *static_cast<void* const*>(array); }
 
 }  // namespace polyhvd::mxnet

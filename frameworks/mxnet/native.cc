@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "attempts.h"
 #include "c_api.h"
 #include "engine_slot.h"
 #include "error.h"
@@ -32,6 +33,7 @@ struct Library {
 #undef POLYHVD_POINTER
   void (*reorder_async)(NDArrayHandle) = nullptr;         // null: not a oneDNN build
   bool (*in_onednn_layout)(const void* chunk) = nullptr;  // likewise
+  void (*reorder)(void* chunk) = nullptr;                 // likewise
 };
 Library g_mx;  // set once by polyhvd_mxnet_load, before anything else is called
 
@@ -99,7 +101,6 @@ struct Op {
 
   OnComplete on_complete{};  // from MXNet, when its engine runs the operation
   bool has_run = false;      // likewise
-  bool inside_push = false;  // likewise: by NaiveEngine, on the caller's thread
 
   // Written before `finished`, by the thread that completes the operation.
   int error_code = 0;
@@ -112,7 +113,12 @@ using OpPtr = std::shared_ptr<Op>;
 EngineSlot& g_slot = *new EngineSlot;  // the engine that is current
 ProgramOrder<OpPtr>& g_order = *new ProgramOrder<OpPtr>;
 
-thread_local bool t_pushing = false;
+// MXNet's engine: one that runs everything inside the push, or the usual ones.
+enum class Kind { kUnknown, kNaive, kThreaded };
+std::atomic<Kind> g_kind{Kind::kUnknown};
+Attempts g_inside;  // to have an operation run inside the push, as its arrays are ready
+
+thread_local bool t_ran = false;     // run() has been on this thread
 thread_local std::string t_failure;  // of the last polyhvd_mxnet_push of the thread
 
 void complete(Op& op, int code, const char* message) {
@@ -157,9 +163,13 @@ void* allocate(void* context, std::int32_t index, const std::int64_t* dims, std:
   return op.spare.back().get();
 }
 
-polyhvd_tensor tensor_of(const Array& array, const Shape& shape, int dtype) {
+// Of one that MXNet's engine lets us write, if `written`.
+polyhvd_tensor tensor_of(const Array& array, const Shape& shape, int dtype, bool written) {
   // Reading the address of an array in oneDNN's layout would wait for ourselves.
-  if (g_mx.in_onednn_layout != nullptr && g_mx.in_onednn_layout(chunk_of(array.get()))) {
+  void* chunk = chunk_of(array.get());
+  const auto is_odd = [&] { return g_mx.reorder != nullptr && g_mx.in_onednn_layout(chunk); };
+  if (written && is_odd()) g_mx.reorder(chunk);
+  if (is_odd()) {
     throw std::runtime_error("an operator has put the array into a layout of oneDNN meanwhile");
   }
   void* data = nullptr;
@@ -176,10 +186,10 @@ int submit_to_engine(const OpPtr& op, std::int32_t* lends, char* message,
   std::vector<polyhvd_tensor> outputs;
   const std::size_t count = op->inputs.size();
   for (std::size_t i = 0; i < count; ++i) {
-    inputs.push_back(tensor_of(op->inputs[i], op->shapes[i], op->dtypes[i]));
+    inputs.push_back(tensor_of(op->inputs[i], op->shapes[i], op->dtypes[i], op->outputs.empty()));
   }
   for (std::size_t i = 0; i < op->outputs.size(); ++i) {
-    outputs.push_back(tensor_of(op->outputs[i], op->shapes[count + i], op->dtypes[i]));
+    outputs.push_back(tensor_of(op->outputs[i], op->shapes[count + i], op->dtypes[i], true));
     op->places.push_back(outputs.back().data);
   }
   polyhvd_submission s = op->submission;
@@ -229,7 +239,7 @@ void run(void*, void* on_complete, void* param) {
   const OpPtr op = *static_cast<OpPtr*>(param);
   std::memcpy(&op->on_complete, on_complete, sizeof op->on_complete);
   op->has_run = true;
-  op->inside_push = t_pushing;
+  t_ran = true;
   bool lends = false;
   g_order.arrive(op->line, op->ticket, op, [&](const OpPtr& next) { lends |= submit(next, true); });
   if (!lends) return;
@@ -324,19 +334,23 @@ void push(const OpPtr& op) {
   const std::vector<Array>& written = op->outputs.empty() ? op->inputs : op->outputs;
   std::vector<NDArrayHandle> writes = distinct(written, {});
   std::vector<NDArrayHandle> reads = distinct(op->inputs, writes);
+  // What is written may be reordered when it is ours: see tensor_of().
   if (g_mx.reorder_async != nullptr) {
-    for (const NDArrayHandle array : distinct(op->inputs, {})) g_mx.reorder_async(array);
+    for (const NDArrayHandle array : reads) g_mx.reorder_async(array);
   }
   static constexpr Context kCpu{kDevCpu, 0};
+  const Kind kind = g_kind.load(std::memory_order_relaxed);
+  const bool inside = kind == Kind::kThreaded && g_inside.worth_it();
   op->ticket = g_order.take(op->line);
+  t_ran = false;
   // MXNet owns the box from here on, and calls drop() in the end.
-  t_pushing = true;
-  const int status = g_mx.MXEnginePushAsyncND(&run, new OpPtr(op), &drop, &kCpu, reads.data(),
-                                              static_cast<int>(reads.size()), writes.data(),
-                                              static_cast<int>(writes.size()), &kCpuPrioritized,
-                                              op->submission.priority, "polyhvd", false);
-  t_pushing = false;
+  const int status = g_mx.MXEnginePushAsyncND(
+      &run, new OpPtr(op), &drop, &kCpu, reads.data(), static_cast<int>(reads.size()),
+      writes.data(), static_cast<int>(writes.size()), inside ? &kAsync : &kCpuPrioritized,
+      op->submission.priority, "polyhvd", false);
   check(status);
+  if (inside) g_inside.note(t_ran);
+  if (kind == Kind::kUnknown) g_kind.store(t_ran ? Kind::kNaive : Kind::kThreaded);
 }
 
 }  // namespace
@@ -357,6 +371,9 @@ POLYHVD_EXPORT const char* polyhvd_mxnet_load(const char* path) {
 #undef POLYHVD_RESOLVE
   g_mx.reorder_async = reinterpret_cast<void (*)(NDArrayHandle)>(dlsym(library, kReorderAsync));
   g_mx.in_onednn_layout = reinterpret_cast<bool (*)(const void*)>(dlsym(library, kInOnednnLayout));
+  g_mx.reorder = reinterpret_cast<void (*)(void*)>(dlsym(library, kReorder));
+  if (g_mx.reorder_async != nullptr && g_mx.in_onednn_layout == nullptr) return kInOnednnLayout;
+  if (g_mx.reorder_async != nullptr && g_mx.reorder == nullptr) return kReorder;
   return nullptr;
 }
 
@@ -428,7 +445,8 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_call* call, std::int
       op->generation = visit.api()->generation;
     }
     push(op);
-    if (op->inside_push && op->error_code != 0) return fail(op->error_code, op->error);
+    if (g_kind.load() == Kind::kNaive && op->error_code != 0)
+      return fail(op->error_code, op->error);
     return new OpPtr(std::move(op));
   } catch (const Failure& failure) {
     return fail(static_cast<int>(failure.error().code), about + failure.what());
