@@ -163,11 +163,16 @@ class MpiRuntime:
     """MPI in this process: one, for as long as the process lives."""
 
     def __init__(self, names: Sequence[str], several_threads: bool) -> None:
-        """Open the first library that is there; raises InvalidArgumentError when MPI cannot be used."""
+        """Open the first library that is there; raises InvalidArgumentError when none can be used."""
+    def initialize(self, timeout_s: float) -> bool:
+        """Initialise MPI, unless that was done; False when it has not begun in time and may be asked again.
+
+        Raises InvalidArgumentError when MPI serves only one thread.
+        """
     def meet(self, communicator: int | None, ranks: Sequence[int], timeout_s: float) -> MpiSession:
         """Meet all ranks of a communicator (None: MPI's world), or those of its ranks that are given."""
     def finish(self) -> None:
-        """Finalise MPI, if it was initialised here and no job has failed."""
+        """Finalise MPI, if it was initialised here and no job has failed; Ctrl-C ends the wait for others."""
     def give_up(self) -> None:
         """Never finalise MPI, and free nothing of it."""
     path: str

@@ -124,7 +124,8 @@ def _join_mpi(settings: Config, comm: object) -> mpi.MpiJob | None:
             )
         return None
     if _mpi is None:
-        _mpi = mpi.start(settings)
+        _mpi = mpi.open_library(settings)
+    mpi.start(_mpi, settings)
     job = mpi.MpiJob.join(_mpi, settings, comm if ranks is None else None, ranks)
     _members = (comm, ranks)
     log.configure(job.settings)

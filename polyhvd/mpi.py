@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
+import os
 import re
 import site
 import socket
@@ -20,7 +22,7 @@ from typing import Any
 
 from polyhvd import _core
 from polyhvd.config import Config, ConfigError, mpi_launch, tell_mpi4py
-from polyhvd.errors import HorovodInternalError, InvalidArgumentError
+from polyhvd.errors import HorovodInternalError, InvalidArgumentError, PeerLostError
 from polyhvd.launch import network
 from polyhvd.launch.auth import new_secret, parse_secret
 from polyhvd.launch.rendezvous import Server
@@ -31,16 +33,19 @@ __all__ = [
     "checked_ranks",
     "is_asked_for",
     "is_communicator",
+    "open_library",
     "places",
     "probe",
     "ranks_of",
     "start",
 ]
 
+_LOG = logging.getLogger("polyhvd")
 _OPEN_MPI, _MPICH = "libmpi.so.40", "libmpi.so.12"
 _MAPPED = re.compile(r"(/.*/libmpi(?:ch|_abi)?\.so[.\d]*)$", re.MULTILINE)
 _LAUNCHERS = re.compile(r"mpirun|mpiexec|orterun|orted|prte(?:run|d)?|hydra|slurmstepd")
 _GENERATIONS_MAX = 20  # of processes between a launcher and its rank
+_UNTIL_TOLD_S = 10.0  # of a wait for MPI that may be somebody's mistake
 
 
 # Finding ---------------------------------------------------------------------
@@ -112,11 +117,10 @@ def _folders_of_launcher() -> list[Path]:
     return []
 
 
-def start(settings: Config) -> _core.MpiRuntime:
-    """Open MPI's library and initialise it, unless that was done; once in the life of a process."""
-    names = places(settings)
+def open_library(settings: Config) -> _core.MpiRuntime:
+    """Open MPI's library; once in the life of a process."""
     try:
-        runtime = _core.MpiRuntime(names, not settings.mpi_threads_disable)
+        runtime = _core.MpiRuntime(places(settings), not settings.mpi_threads_disable)
     except InvalidArgumentError as error:
         if isinstance(probe(settings), Found):  # it is there, but not as it has to be
             raise ConfigError(str(error)) from None
@@ -128,6 +132,32 @@ def start(settings: Config) -> _core.MpiRuntime:
         ) from None
     tell_mpi4py(runtime.path)
     return runtime
+
+
+def start(runtime: _core.MpiRuntime, settings: Config) -> None:
+    """Initialise MPI, unless that was done. If the wait is ended, a later call goes on with it.
+
+    Raises PeerLostError when other processes of the launcher's do not come to it within
+    ``settings.start_timeout_s``, and ConfigError when MPI serves one thread only.
+    """
+    at_first = min(_UNTIL_TOLD_S, settings.start_timeout_s)
+    try:
+        if runtime.initialize(at_first):
+            return
+        launch = mpi_launch()
+        everybody = f"all {launch.size} processes" if launch and launch.size else "all processes"
+        waited = (
+            f"MPI_Init_thread of {runtime.version.partition(',')[0]} has not returned after %g s in process "
+            f"{os.getpid()} on {socket.gethostname()}. It waits for {everybody} of this launch: look for one "
+            "that has not come to init(), which all have to call, or that cannot be reached"
+        )
+        if settings.start_timeout_s > at_first:
+            _LOG.warning(waited, at_first)
+            if runtime.initialize(settings.start_timeout_s - at_first):
+                return
+    except InvalidArgumentError as error:
+        raise ConfigError(str(error)) from None
+    raise PeerLostError(waited % settings.start_timeout_s + "; POLYHVD_START_TIMEOUT sets the time")
 
 
 # Communicators of mpi4py -----------------------------------------------------

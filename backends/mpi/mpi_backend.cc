@@ -24,15 +24,36 @@ Fabric::~Fabric() {
   if (usable()) reductions_.close();
 }
 
+template <class Ready>
+void Fabric::await_ready(Ready&& ready, Deadline deadline) {
+  try {
+    await_asking(*host_.parking, ready, deadline);
+  } catch (...) {
+    session_->runtime().give_up();
+    throw;
+  }
+}
+
 void Fabric::await(Flight& flight, Deadline deadline) {
-  await_asking(
-      *host_.parking,
+  await_ready(
       [&] {
         if (!library().test(flight.request)) return false;
         flight.flying = false;
         return true;
       },
       deadline);
+}
+
+void Fabric::await(const BlockingCall& call, Deadline deadline) {
+  try {
+    await_ready([&] { return call.is_finished(); }, deadline);
+  } catch (const Failure& failure) {
+    if (failure.error().code != ErrorCode::kTimeout) throw;
+    throw Failure(
+        ErrorCode::kTimeout,
+        call.name() + " did not return in time: a rank of the process set did not call it");
+  }
+  call.check();
 }
 
 // Depends on what all ranks have in common alone: they have to choose alike.

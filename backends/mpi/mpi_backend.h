@@ -44,8 +44,11 @@ class Fabric {
   // Ranks that share nothing but MPI.
   host::Fabric& bytes_only() noexcept { return bytes_only_; }
 
-  // Returns when the flight has landed. Throws as Parking does; then it still flies.
+  // Returns when the flight has landed. Throws as Parking does; then it still flies, and MPI is
+  // given up.
   void await(Flight& flight, Deadline deadline);
+  // The same for a call that waits for other ranks; throws what it has thrown, too.
+  void await(const BlockingCall& call, Deadline deadline);
   // Moves control traffic along, between the steps of a long transfer.
   void overlap() const { host_.overlap(); }
   bool reproducible() const noexcept { return host_.reproducible; }
@@ -54,6 +57,9 @@ class Fabric {
   std::uint64_t bytes() const noexcept { return bytes_.load(std::memory_order_relaxed); }
 
  private:
+  template <class Ready>
+  void await_ready(Ready&& ready, Deadline deadline);
+
   std::shared_ptr<Session> session_;
   const host::Fabric& host_;
   Reductions reductions_;
@@ -67,7 +73,6 @@ class MpiBackend final : public Backend {
   explicit MpiBackend(Fabric& fabric) : fabric_(fabric), bytes_only_(fabric.bytes_only()) {}
   std::string_view name() const noexcept override { return "mpi"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
-  // Waits for the members without a deadline: MPI offers no other way to make a communicator.
   std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
                                         Communicator* on_cpu) override;
   void tune(const Tuning& tuning) override { bytes_only_.tune(tuning); }

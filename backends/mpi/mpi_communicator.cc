@@ -83,11 +83,13 @@ class Packing {
 }  // namespace
 
 MpiCommunicator::MpiCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members)
-    : fabric_(fabric), library_(fabric.library()), size_(members.size()) {
-  communicator_ = library_.create_group(fabric.session().communicator(), members,
-                                        static_cast<int>(set) % kTagModulus);
-  library_.return_errors(communicator_);
-  self_ = static_cast<std::size_t>(library_.rank(communicator_));
+    : fabric_(fabric),
+      library_(fabric.library()),
+      set_(set),
+      members_(members.begin(), members.end()),
+      size_(members.size()),
+      self_(static_cast<std::size_t>(std::ranges::find(members, fabric.session().rank()) -
+                                     members.begin())) {
   for (auto& flight : flights_) flight = std::make_unique<Flight>();
 }
 
@@ -96,7 +98,17 @@ MpiCommunicator::~MpiCommunicator() {
     // What still flies belongs to MPI, for as long as the process lives.
     if (flight->flying) (void)flight.release();
   }
-  if (fabric_.usable()) library_.free_communicator(communicator_);
+  if (communicator_ && fabric_.usable()) library_.free_communicator(*communicator_);
+}
+
+Handle MpiCommunicator::connected(Deadline deadline) {
+  if (!communicator_) {
+    const auto making = fabric_.session().runtime().make_group(
+        fabric_.session().communicator(), members_, static_cast<int>(set_) % kTagModulus);
+    fabric_.await(*making.call, deadline);
+    communicator_ = *making.made;
+  }
+  return *communicator_;
 }
 
 // Begins one round after the other, and ends each while the next one flies.
@@ -119,6 +131,7 @@ void MpiCommunicator::run(std::size_t rounds, Deadline deadline, Begin&& begin, 
 
 void MpiCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                                 Deadline deadline) {
+  const Handle communicator = connected(deadline);
   const Reduction reduction = fabric_.reductions().of(dtype, op, scale);
   const Packing packing(dtype, op, scale, reduction.carried);
   const std::size_t total = total_bytes(in);
@@ -134,7 +147,7 @@ void MpiCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp
         packing.pack(reading, bytes, flight.sent.data());
         fabric_.count(travelling);
         library_.start_allreduce(flight.sent.data(), static_cast<int>(bytes / item_size(dtype)),
-                                 reduction.datatype, reduction.operation, communicator_,
+                                 reduction.datatype, reduction.operation, communicator,
                                  flight.request);
       },
       [&](std::size_t round, Flight& flight) {
@@ -143,6 +156,7 @@ void MpiCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp
 }
 
 void MpiCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
+  const Handle communicator = connected(deadline);
   const std::size_t per_round = std::max<std::size_t>(1, kRoundBytes / size_);
   run(
       rounds_of(std::ranges::max(counts), per_round), deadline,
@@ -158,7 +172,7 @@ void MpiCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadlin
         fabric_.count(own);
         library_.start_allgather(flight.sent.data(), static_cast<int>(own), flight.received.data(),
                                  flight.received_counts.data(), flight.received_offsets.data(),
-                                 communicator_, flight.request);
+                                 communicator, flight.request);
       },
       [&](std::size_t round, Flight& flight) {
         std::byte* part = out.data();
@@ -173,6 +187,7 @@ void MpiCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadlin
 }
 
 void MpiCommunicator::broadcast(Segments in, Segments out, int root, Deadline deadline) {
+  const Handle communicator = connected(deadline);
   const std::size_t total = total_bytes(out);
   const bool roots = root == static_cast<int>(self_);
   host::Cursor reading(in, out);
@@ -186,7 +201,7 @@ void MpiCommunicator::broadcast(Segments in, Segments out, int root, Deadline de
           reading.copy_inputs_to(flight.sent.data(), bytes);
           fabric_.count(bytes);
         }
-        library_.start_broadcast(flight.sent.data(), static_cast<int>(bytes), root, communicator_,
+        library_.start_broadcast(flight.sent.data(), static_cast<int>(bytes), root, communicator,
                                  flight.request);
       },
       [&](std::size_t round, Flight& flight) {
@@ -196,6 +211,7 @@ void MpiCommunicator::broadcast(Segments in, Segments out, int root, Deadline de
 
 void MpiCommunicator::reducescatter(Segments in, Segments out, Counts counts, DType dtype,
                                     ReduceOp op, Scale scale, Deadline deadline) {
+  const Handle communicator = connected(deadline);
   const Reduction reduction = fabric_.reductions().of(dtype, op, scale);
   const Packing packing(dtype, op, scale, reduction.carried);
   const std::size_t item = item_size(dtype);
@@ -223,7 +239,7 @@ void MpiCommunicator::reducescatter(Segments in, Segments out, Counts counts, DT
         fabric_.count(filled);
         library_.start_reduce_scatter(flight.sent.data(), flight.received.data(),
                                       flight.sent_counts.data(), reduction.datatype,
-                                      reduction.operation, communicator_, flight.request);
+                                      reduction.operation, communicator, flight.request);
       },
       [&](std::size_t round, Flight& flight) {
         packing.unpack(flight.received.data(), piece_of(counts[self_], round, per_round), writing);
@@ -231,6 +247,7 @@ void MpiCommunicator::reducescatter(Segments in, Segments out, Counts counts, DT
 }
 
 void MpiCommunicator::alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
+  const Handle communicator = connected(deadline);
   const std::size_t per_round = std::max<std::size_t>(1, kRoundBytes / size_);
   const auto sent_to = [&](std::size_t m) { return counts[self_ * size_ + m]; };
   const auto received_from = [&](std::size_t m) { return counts[m * size_ + self_]; };
@@ -259,7 +276,7 @@ void MpiCommunicator::alltoall(ConstBytes in, Bytes out, Counts counts, Deadline
         library_.start_alltoall(flight.sent.data(), flight.sent_counts.data(),
                                 flight.sent_offsets.data(), flight.received.data(),
                                 flight.received_counts.data(), flight.received_offsets.data(),
-                                communicator_, flight.request);
+                                communicator, flight.request);
       },
       [&](std::size_t round, Flight& flight) {
         std::byte* part = out.data();

@@ -9,6 +9,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "host/cursor.h"
@@ -18,7 +19,7 @@ namespace polyhvd::mpi {
 
 class MpiCommunicator final : public Communicator {
  public:
-  // `members` are world ranks; all of them make it at the same place in the order of things.
+  // `members` are world ranks, this one among them.
   MpiCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members);
   ~MpiCommunicator() override;
 
@@ -31,12 +32,17 @@ class MpiCommunicator final : public Communicator {
   void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
 
  private:
+  // MPI's communicator, which the first operation makes: that has a deadline, and may be
+  // interrupted.
+  Handle connected(Deadline deadline);
   template <class Begin, class End>
   void run(std::size_t rounds, Deadline deadline, Begin&& begin, End&& end);
 
   Fabric& fabric_;
   Library& library_;
-  Handle communicator_;
+  ProcessSetId set_;
+  std::vector<int> members_;
+  std::optional<Handle> communicator_;
   std::size_t size_;
   std::size_t self_;
   std::array<std::unique_ptr<Flight>, 2> flights_;

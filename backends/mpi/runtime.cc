@@ -15,18 +15,27 @@ constexpr int kCreateTag = 0x7076;  // of groups that are made from a list of ra
 constexpr auto kNap = std::chrono::microseconds(200);
 constexpr auto kTickInterval = std::chrono::milliseconds(20);
 
-// Waits for a request of init(). Whoever gives up leaves the request to MPI.
-void await(Library& library, Handle& request, Clock::time_point deadline, const Runtime::Tick& tick,
-           const std::string& late) {
+// Returns whether `ready()` has become true before the deadline.
+template <class Ready>
+bool comes(Ready&& ready, Clock::time_point deadline, const Runtime::Tick& tick) {
   auto next_tick = Clock::now() + kTickInterval;
-  while (!library.test(request)) {
+  while (!ready()) {
     const auto now = Clock::now();
-    if (now >= deadline) throw Failure(ErrorCode::kPeerLost, late);
+    if (now >= deadline) return false;
     if (now >= next_tick) {
       tick();
       next_tick = now + kTickInterval;
     }
     std::this_thread::sleep_for(kNap);
+  }
+  return true;
+}
+
+// Waits for a request of init(). Whoever gives up leaves the request to MPI.
+void await_request(Library& library, Handle& request, Clock::time_point deadline,
+                   const Runtime::Tick& tick, const std::string& late) {
+  if (!comes([&] { return library.test(request); }, deadline, tick)) {
+    throw Failure(ErrorCode::kPeerLost, late);
   }
 }
 
@@ -37,28 +46,72 @@ Clock::time_point after(std::chrono::duration<double> timeout) {
 }  // namespace
 
 Runtime::Runtime(std::span<const std::string> names, ThreadLevel wanted)
-    : library_(open_library(names)) {
-  const std::string which = library_->version() + " (" + library_->path() + ")";
+    : library_(open_library(names)), wanted_(wanted) {
   if (library_->finalized()) {
     throw Failure(ErrorCode::kInvalidArgument,
-                  which +
+                  which() +
                       " was finalised in this process, and cannot be initialised again; let "
                       "polyhvd.init() come before MPI_Finalize, or leave that to polyhvd");
   }
-  if (library_->initialized()) {
-    threads_ = library_->thread_level();
-  } else {
-    threads_ = library_->initialize(wanted);
+}
+
+bool Runtime::initialize(std::chrono::duration<double> timeout, const Tick& tick) {
+  if (!initializing_ && !library_->initialized()) {
+    initializing_ = blocking_.begin(
+        "MPI_Init_thread", [library = library_, wanted = wanted_] { library->initialize(wanted); });
+  }
+  if (initializing_) {
+    if (!comes([&] { return initializing_->is_finished(); }, after(timeout), tick)) return false;
+    initializing_->check();
     ours_ = true;
   }
+  threads_ = library_->thread_level();
   if (threads_ < ThreadLevel::kSerialized) {
     throw Failure(ErrorCode::kInvalidArgument,
-                  which + " was initialised by " + (ours_ ? "polyhvd" : "somebody else") +
+                  which() + " was initialised by " + (ours_ ? "polyhvd" : "somebody else") +
                       " with " + std::string(name_of(threads_)) +
                       ", but polyhvd calls it from its own thread, "
                       "too: ask for MPI_THREAD_MULTIPLE or MPI_THREAD_SERIALIZED where MPI is "
                       "initialised (mpi4py: mpi4py.rc.thread_level), or use an MPI that grants it");
   }
+  return true;
+}
+
+Runtime::Making Runtime::begin_making(std::string name, std::function<Handle(Library&)> make) {
+  const auto made = std::make_shared<Handle>();
+  auto call = blocking_.begin(std::move(name), [library = library_, make = std::move(make), made] {
+    *made = make(*library);
+    library->return_errors(*made);
+  });
+  return {std::move(call), made};
+}
+
+Runtime::Making Runtime::make_group(Handle communicator, std::span<const int> members, int tag) {
+  return begin_making(
+      "MPI_Comm_create_group",
+      [communicator, tag, members = std::vector(members.begin(), members.end())](Library& library) {
+        return library.create_group(communicator, members, tag);
+      });
+}
+
+Runtime::Making Runtime::split_by_host(Handle communicator) {
+  return begin_making("MPI_Comm_split_type", [communicator](Library& library) {
+    return library.split_by_host(communicator);
+  });
+}
+
+Handle Runtime::await(const Making& making, std::chrono::duration<double> timeout, const Tick& tick,
+                      const std::string& late) {
+  try {
+    if (!comes([&] { return making.call->is_finished(); }, after(timeout), tick)) {
+      throw Failure(ErrorCode::kPeerLost, late);
+    }
+  } catch (...) {
+    give_up();
+    throw;
+  }
+  making.call->check();
+  return *making.made;
 }
 
 std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator,
@@ -80,8 +133,11 @@ std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator
                         ", and each rank of the list has to call it with "
                         "ranks that are there");
     }
-    const Handle members = library_->create_group(base, ranks, kCreateTag);
-    library_->return_errors(members);
+    const Handle members = await(make_group(base, ranks, kCreateTag), timeout, tick,
+                                 "rank " + std::to_string(rank) + " waited " +
+                                     std::to_string(std::lround(timeout.count())) +
+                                     " s for all ranks of the list to call init(comm=[...]); "
+                                     "POLYHVD_START_TIMEOUT sets the time");
     return std::make_shared<Session>(shared_from_this(), members, timeout);
   }
   // Not to be on the stack when a wait was given up: MPI still writes to them.
@@ -92,10 +148,11 @@ std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator
   auto duplicate = std::make_unique<Duplicate>();
   library_->start_duplicate(base, duplicate->communicator, duplicate->request);
   try {
-    await(*library_, duplicate->request, after(timeout), tick,
-          "rank " + std::to_string(rank) + " waited " +
-              std::to_string(std::lround(timeout.count())) + " s for all " + std::to_string(size) +
-              " ranks of the communicator to call init(); POLYHVD_START_TIMEOUT sets the time");
+    await_request(
+        *library_, duplicate->request, after(timeout), tick,
+        "rank " + std::to_string(rank) + " waited " + std::to_string(std::lround(timeout.count())) +
+            " s for all " + std::to_string(size) +
+            " ranks of the communicator to call init(); POLYHVD_START_TIMEOUT sets the time");
   } catch (...) {
     give_up();
     (void)duplicate.release();
@@ -105,8 +162,11 @@ std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator
   return std::make_shared<Session>(shared_from_this(), duplicate->communicator, timeout);
 }
 
-void Runtime::finish() {
-  if (ours_ && usable() && library_->initialized()) library_->finalize();
+void Runtime::finish(const Tick& tick) {
+  if (!ours_ || !usable() || !library_->initialized()) return;
+  const auto call = blocking_.begin("MPI_Finalize", [library = library_] { library->finalize(); });
+  comes([&] { return call->is_finished(); }, Clock::time_point::max(), tick);
+  call->check();
 }
 
 Session::Session(std::shared_ptr<Runtime> runtime, Handle communicator,
@@ -122,14 +182,20 @@ Session::~Session() {
 }
 
 std::vector<int> Session::hosts(const Runtime::Tick& tick) {
-  const Handle local = library().split_by_host(communicator_);
-  library().return_errors(local);
+  const Handle local =
+      runtime_->await(runtime_->split_by_host(communicator_), timeout_, tick, late());
   // The split keeps the order of ranks.
   Session here(runtime_, local, timeout_);
   const std::string first = here.gather(std::to_string(rank_), tick).front();
   std::vector<int> hosts;
   for (const std::string& text : gather(first, tick)) hosts.push_back(std::stoi(text));
   return hosts;
+}
+
+std::string Session::late() const {
+  return "rank " + std::to_string(rank_) + " waited " +
+         std::to_string(std::lround(timeout_.count())) +
+         " s for other ranks in init(); POLYHVD_START_TIMEOUT sets the time";
 }
 
 std::vector<std::string> Session::gather(const std::string& mine, const Runtime::Tick& tick) {
@@ -151,13 +217,10 @@ std::vector<std::string> Session::gather(const std::string& mine, const Runtime:
   t.offsets.resize(n);
   for (std::size_t r = 0; r < n; ++r) t.offsets[r] = static_cast<int>(r * sizeof(int));
   const auto deadline = after(timeout_);
-  const std::string late = "rank " + std::to_string(rank_) + " waited " +
-                           std::to_string(std::lround(timeout_.count())) +
-                           " s for other ranks in init(); POLYHVD_START_TIMEOUT sets the time";
   try {
     library().start_allgather(&t.own, sizeof(int), t.sizes.data(), t.counts.data(),
                               t.offsets.data(), communicator_, t.request);
-    await(library(), t.request, deadline, tick, late);
+    await_request(library(), t.request, deadline, tick, late());
     std::int64_t total = 0;
     for (std::size_t r = 0; r < n; ++r) {
       t.offsets[r] = static_cast<int>(total);
@@ -169,7 +232,7 @@ std::vector<std::string> Session::gather(const std::string& mine, const Runtime:
     t.all.resize(static_cast<std::size_t>(total));
     library().start_allgather(t.mine.data(), t.own, t.all.data(), t.sizes.data(), t.offsets.data(),
                               communicator_, t.request);
-    await(library(), t.request, deadline, tick, late);
+    await_request(library(), t.request, deadline, tick, late());
   } catch (...) {
     runtime_->give_up();
     (void)transfer.release();

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "mpi/blocking_calls.h"
 #include "mpi/library.h"
 
 namespace polyhvd::mpi {
@@ -20,31 +21,56 @@ class Session;
 // One per process: MPI can be initialised once in its life.
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
-  // Opens the first of the libraries that is there and initialises MPI, unless that was done.
-  // Throws Failure(kInvalidArgument) when there is none, when MPI has been finalised, and
-  // when it lets only the main thread call it.
+  // Called now and then while something is waited for; throws to end the wait.
+  using Tick = std::function<void()>;
+
+  // Opens the first of the libraries that is there. Throws Failure(kInvalidArgument) when there
+  // is none, and when MPI has been finalised.
   Runtime(std::span<const std::string> names, ThreadLevel wanted);
 
   Library& library() const noexcept { return *library_; }
   ThreadLevel threads() const noexcept { return threads_; }
 
-  // Called now and then while something is waited for; throws to end the wait.
-  using Tick = std::function<void()>;
+  // Initialises MPI, unless that was done; false when it has not begun after `timeout`, as
+  // other processes of the launcher's have not called it. Then it may be called again, and
+  // waits on. Throws Failure(kInvalidArgument) when MPI lets only one thread call it, and what
+  // `tick` throws.
+  bool initialize(std::chrono::duration<double> timeout, const Tick& tick);
   // The ranks of a communicator, by default of MPI's world; or of those of its ranks that are
   // given, this one among them. All of them call it, within `timeout`.
   std::shared_ptr<Session> meet(std::optional<std::intptr_t> communicator,
                                 std::span<const int> ranks, std::chrono::duration<double> timeout,
                                 const Tick& tick);
 
+  // Begins to make a communicator of ranks of another one. All of them call it, whereas MPI may
+  // never say that one does not come: who stops waiting gives up.
+  struct Making {
+    std::shared_ptr<BlockingCall> call;
+    std::shared_ptr<const Handle> made;  // when the call has finished
+  };
+  Making make_group(Handle communicator, std::span<const int> members, int tag);
+  Making split_by_host(Handle communicator);
+  // Returns what was made; otherwise gives up, and throws what `tick` throws, or
+  // Failure(kPeerLost, late).
+  Handle await(const Making& making, std::chrono::duration<double> timeout, const Tick& tick,
+               const std::string& late);
+
   // From now on MPI may wait for ranks that do not come: nothing is freed or finalised.
   void give_up() noexcept { given_up_.store(true); }
   bool usable() const noexcept { return !given_up_.load() && !library_->finalized(); }
   // At the end of the process: finalises MPI if it was initialised here and nobody has failed.
-  void finish();
+  // Other ranks may come to that much later; throws what `tick` throws.
+  void finish(const Tick& tick);
 
  private:
+  Making begin_making(std::string name, std::function<Handle(Library&)> make);
+  std::string which() const { return library_->version() + " (" + library_->path() + ")"; }
+
   std::shared_ptr<Library> library_;
-  ThreadLevel threads_;
+  BlockingCalls blocking_;
+  const ThreadLevel wanted_;
+  std::shared_ptr<BlockingCall> initializing_;  // null unless it was begun here
+  ThreadLevel threads_ = ThreadLevel::kSingle;
   bool ours_ = false;
   std::atomic<bool> given_up_{false};
 };
@@ -71,6 +97,8 @@ class Session {
   std::vector<std::string> gather(const std::string& mine, const Runtime::Tick& tick);
 
  private:
+  std::string late() const;
+
   std::shared_ptr<Runtime> runtime_;
   Handle communicator_;
   std::chrono::duration<double> timeout_;

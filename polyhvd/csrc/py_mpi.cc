@@ -21,7 +21,7 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::shared_ptr<mpi::Runtime> start_mpi(const std::vector<std::string>& names, bool several) {
+std::shared_ptr<mpi::Runtime> open_mpi(const std::vector<std::string>& names, bool several) {
   return std::make_shared<mpi::Runtime>(
       names, several ? mpi::ThreadLevel::kMultiple : mpi::ThreadLevel::kSerialized);
 }
@@ -52,10 +52,17 @@ void define_mpi(py::module_& m) {
       },
       py::arg("names"));
   py::class_<mpi::Runtime, std::shared_ptr<mpi::Runtime>>(m, "MpiRuntime")
-      .def(py::init(&start_mpi), py::arg("names"), py::arg("several_threads"), Released())
+      .def(py::init(&open_mpi), py::arg("names"), py::arg("several_threads"), Released())
+      .def(
+          "initialize",
+          [](mpi::Runtime& self, double timeout_s) {
+            return self.initialize(std::chrono::duration<double>(timeout_s), check_signals);
+          },
+          py::arg("timeout_s"), Released())
       .def("meet", &meet, py::arg("communicator"), py::arg("ranks"), py::arg("timeout_s"),
            Released())
-      .def("finish", &mpi::Runtime::finish, Released())
+      .def(
+          "finish", [](mpi::Runtime& self) { self.finish(check_signals); }, Released())
       .def("give_up", &mpi::Runtime::give_up)
       .def_property_readonly("path", [](mpi::Runtime& self) { return self.library().path(); })
       .def_property_readonly("version", [](mpi::Runtime& self) { return self.library().version(); })

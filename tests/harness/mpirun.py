@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["AS_ROOT", "command"]
+__all__ = ["AS_ROOT", "command", "going_on"]
 
 #: Open MPI's launchers start nothing for root without these.
 AS_ROOT = tuple(
@@ -27,3 +27,12 @@ def command() -> tuple[str, ...]:
         return ()
     said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
     return (found, "--oversubscribe") if "Open MPI" in said or "prte" in said.lower() else (found,)
+
+
+@cache
+def going_on() -> tuple[str, ...]:
+    """Options with which the launcher leaves the others alone when a rank dies; empty: it has none."""
+    said = subprocess.run([command()[0], "--version"], capture_output=True, text=True, check=False).stdout
+    if "(Open MPI) 4" in said:
+        return ("--enable-recovery",)
+    return ("--runtime-options", "recoverable") if "(Open MPI) 5" in said else ()

@@ -26,11 +26,17 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def start(
-    script: Path, ranks: int, *, python: Sequence[str] = (), arguments: Sequence[str] = (), **settings: str
+    script: Path,
+    ranks: int,
+    *,
+    launcher: Sequence[str] = (),
+    python: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    **settings: str,
 ) -> subprocess.Popen[str]:
-    """Begin a job in a session of its own; ``python`` are options of the interpreter."""
+    """Begin a job in a session of its own; ``launcher`` and ``python`` are options of these."""
     return subprocess.Popen(
-        [*mpirun.command(), "-np", str(ranks), sys.executable, *python, str(script), *arguments],
+        [*mpirun.command(), *launcher, "-np", str(ranks), sys.executable, *python, str(script), *arguments],
         cwd=ROOT,
         env=environment(POLYHVD_FLIGHT_DIR=str(script.parent), **settings),
         stdin=subprocess.DEVNULL,
@@ -42,10 +48,16 @@ def start(
 
 
 def run(
-    script: Path, ranks: int, *, python: Sequence[str] = (), arguments: Sequence[str] = (), **settings: str
+    script: Path,
+    ranks: int,
+    *,
+    launcher: Sequence[str] = (),
+    python: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    **settings: str,
 ) -> tuple[int, str, str]:
     """Run a job to its end; returns exit status, standard output and error."""
-    process = start(script, ranks, python=python, arguments=arguments, **settings)
+    process = start(script, ranks, launcher=launcher, python=python, arguments=arguments, **settings)
     try:
         out, err = process.communicate(timeout=_DEADLINE_S)
     finally:

@@ -178,9 +178,11 @@ rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 import polyhvd as hvd
 from polyhvd import context, mpi
 from polyhvd.config import Config
+context._mpi = mpi.open_library(Config.from_environment())
+mpi.start(context._mpi, Config.from_environment())
 if rank == 1:
-    context._mpi = mpi.start(Config.from_environment())  # in MPI, but never in init()
-    time.sleep(600)
+    time.sleep(600)  # in MPI, but never in init()
+os.environ["POLYHVD_START_TIMEOUT"] = "2"
 try:
     hvd.init()
 except hvd.HorovodInternalError as error:
@@ -191,7 +193,7 @@ except hvd.HorovodInternalError as error:
 
 
 def test_a_rank_that_does_not_come_is_waited_for_in_vain(write: Write) -> None:
-    status, out, err = jobs.run(write(LATE), 2, POLYHVD_START_TIMEOUT="2")
+    status, out, err = jobs.run(write(LATE), 2)
     assert status != 0
     assert "rank 0 waited 2 s for all 2 ranks of the communicator to call init()" in out, out + err
 

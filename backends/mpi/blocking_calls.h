@@ -1,0 +1,53 @@
+// A thread for the calls of MPI that return only when other ranks have made them too, and that
+// MPI offers in no other form. Whoever needs one waits beside it, and may stop waiting; the
+// thread then stays in the call for as long as the process lives.
+//
+// MPI is initialised and finalised here as well, for the standard wants one thread for both.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "error.h"
+
+namespace polyhvd::mpi {
+
+class BlockingCall {
+ public:
+  BlockingCall(std::string name, std::function<void()> call)
+      : name_(std::move(name)), call_(std::move(call)) {}
+
+  const std::string& name() const noexcept { return name_; }
+  bool is_finished() const noexcept { return finished_.load(); }
+  // After it has finished: throws what it has thrown.
+  void check() const {
+    if (error_) throw Failure(*error_);
+  }
+  void run() noexcept;
+
+ private:
+  std::string name_;  // of MPI's function
+  std::function<void()> call_;
+  std::optional<Error> error_;  // before finished_ is true the thread's alone
+  std::atomic<bool> finished_{false};
+};
+
+class BlockingCalls {
+ public:
+  BlockingCalls();
+  BlockingCalls(const BlockingCalls&) = delete;
+  BlockingCalls& operator=(const BlockingCalls&) = delete;
+
+  // `call` owns all that it touches, as nobody may be left when it returns. Throws
+  // Failure(kPeerLost) while an earlier one has not returned.
+  std::shared_ptr<BlockingCall> begin(std::string name, std::function<void()> call);
+
+ private:
+  struct Queue;
+  std::shared_ptr<Queue> queue_;  // shared with the thread, which is never joined
+};
+
+}  // namespace polyhvd::mpi
