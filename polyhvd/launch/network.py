@@ -108,7 +108,9 @@ def address_towards(host: str) -> str:
                 return str(probe.getsockname()[0])
         except OSError:
             continue
-    raise ValueError(f"this host has no route to {host}; name an interface with --network-interface")
+    raise ValueError(
+        f"this host has no route to {host}; name an interface with --network-interface or POLYHVD_GLOO_IFACE"
+    )
 
 
 def is_local(host: str) -> bool:
