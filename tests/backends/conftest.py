@@ -52,7 +52,10 @@ LAYOUTS = (
     Layout("hosts-3+1", (3, 1)),
     Layout("netns-1+1", (1, 1), shm=False, namespaces=True),
     Layout("netns-2+2", (2, 2), namespaces=True),
-    Layout("mpi-3", (3,), _MPI, shm=False, tcp=False, mpi=True, ordered=False),
+    *(
+        Layout(f"mpi-{size}", (size,), _MPI, shm=False, tcp=False, mpi=True, ordered=False)
+        for size in ((1, 2, 3, 4) if mpirun.everything() else (3,))
+    ),
 )
 
 

@@ -167,4 +167,6 @@ def take_subsets() -> None:
 
 
 def test_process_sets_may_be_busy_at_the_same_time(pool: Pool) -> None:
+    if pool.size < 2:
+        pytest.skip("one rank has no two process sets")
     pool.run(take_subsets)

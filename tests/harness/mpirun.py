@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["AS_ROOT", "command", "going_on"]
+__all__ = ["AS_ROOT", "command", "everything", "going_on"]
 
 #: Open MPI's launchers start nothing for root without these.
 AS_ROOT = tuple(
@@ -16,6 +17,11 @@ AS_ROOT = tuple(
     for name in ("OMPI", "PRTE")
     for what in ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM")
 )
+
+
+def everything() -> bool:
+    """Whether to run all that can run below MPI's launcher, instead of some for each framework."""
+    return os.environ.get("TEST_BY_MPI") == "all"
 
 
 @cache

@@ -1,13 +1,11 @@
-"""The MPI backend beside the suites that it shares: reproducible sums, and PyTorch on top of it."""
+"""The MPI backend beside the suites that it shares: reproducible sums, and a choice of operations."""
 
 from __future__ import annotations
 
 import collectives
 import drivers
 import exchange
-import mpi_cases
 import mpirun
-import pytest
 import test_conformance
 from pool import Pools, PoolSpec
 from worlds import assert_alike
@@ -24,7 +22,7 @@ def test_reproducible_sums_have_the_bits_of_the_host_backend(pools: Pools) -> No
     pool.run(exchange.reducescatter, "numpy", "Sum")
     pool.run(exchange.alltoall, "numpy", "uneven", True)
     pool.run(exchange.adasum, "numpy")
-    counters = pool.run(mpi_cases.counters, "numpy")
+    counters = pool.run(drivers.counters, "numpy")
     assert all(item["mpi_bytes"] > 0 and item["shm_bytes"] == 0 for item in counters), counters
 
 
@@ -35,16 +33,3 @@ def test_a_backend_may_be_chosen_for_some_operations(pools: Pools) -> None:
         grown = pool.run(test_conformance.count_bytes, kind, 1000)
         total = {name: sum(item[name] for item in grown) for name in ("mpi_bytes", "shm_bytes")}
         assert (total["mpi_bytes"] > 0, total["shm_bytes"] > 0) == (by_mpi, not by_mpi), (kind, total)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_of_pytorch_go_through_mpi(pools: Pools, size: int) -> None:
-    if not drivers.get("torch").is_installed():
-        pytest.skip("torch is not installed")
-    pool = pools.get(PoolSpec("torch", (size,), _MPI, mpirun=mpirun.command()))
-    for op in ("Average", "Min"):
-        assert_alike(pool.run(collectives.allreduce_in_place, "torch", op))
-    assert_alike(pool.run(collectives.allgather, "torch", "growing"))
-    assert_alike(pool.run(collectives.broadcast_async, "torch", True))
-    pool.run(exchange.everything_in_flight, "torch")
-    assert all(item["mpi_bytes"] > 0 for item in pool.run(mpi_cases.counters, "torch"))

@@ -18,7 +18,7 @@ import numpy as np
 
 from polyhvd.adapter import Capability
 
-__all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "get"]
+__all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "counters", "get"]
 
 Array = np.ndarray[Any, Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -324,3 +324,9 @@ def get(name: str) -> Driver:
 def capabilities(name: str) -> frozenset[Capability]:
     """What the adapter of a driver declares; asked on a rank."""
     return get(name).capabilities
+
+
+def counters(name: str) -> dict[str, int]:
+    """Counters of the engine; asked on a rank."""
+    found: dict[str, int] = get(name).hvd.counters()
+    return found

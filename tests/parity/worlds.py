@@ -24,15 +24,16 @@ class World:
 
     driver: str
     size: int
+    by_mpi: bool = False  # whose launcher starts them, and which moves what it can
 
     @property
     def order(self) -> tuple[object, ...]:
         """Sorts tests so that those of one pool follow each other."""
         framework = drivers.get(self.driver).framework
-        return ("parity", _FRAMEWORKS.index(framework), self.size, _NAMES.index(self.driver))
+        return ("parity", _FRAMEWORKS.index(framework), self.by_mpi, self.size, _NAMES.index(self.driver))
 
     def __str__(self) -> str:
-        return f"{self.driver}-{self.size}"
+        return f"{self.driver}-by-mpi-{self.size}" if self.by_mpi else f"{self.driver}-{self.size}"
 
 
 class Ranks:
