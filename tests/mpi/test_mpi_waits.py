@@ -174,14 +174,14 @@ def test_a_job_whose_rank_never_starts_mpi_ends(write: Write) -> None:
 LEAVES_EARLY = (
     SAY
     + """
-import subprocess
+import atexit, subprocess
 import polyhvd as hvd
 hvd.init()
 hvd.shutdown()
 if rank == 1:
     time.sleep(600)
-# Not a thread: those have ended when MPI is finalised.
-subprocess.Popen(["sh", "-c", f"sleep 1; kill -INT {os.getpid()}"])
+# Comes right before MPI is finalised. Not a thread: those have ended by then.
+atexit.register(subprocess.Popen, ["sh", "-c", f"sleep 1; kill -INT {os.getpid()}"])
 say("leaves")
 """
 )
