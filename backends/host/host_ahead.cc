@@ -52,8 +52,7 @@ void HostCommunicator::reduce_ahead(const Reduction& r) {
   const std::size_t unit = shm::kCacheLine * item;
   const auto sides = static_cast<std::size_t>(hosts());
   const std::size_t piece =
-      std::max(std::min(2 * tuned_chunk_bytes(), kChunkBytesMax / sides) / unit, std::size_t{1}) *
-      unit;
+      std::max(std::min(tuned_chunk_bytes(), kChunkBytesMax / sides) / unit, std::size_t{1}) * unit;
   const std::size_t chunk = piece * sides;
   const std::size_t chunks = (r.bytes + chunk - 1) / chunk;
   Cursor reading(r.in, r.out);

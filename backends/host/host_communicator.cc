@@ -271,7 +271,7 @@ void HostCommunicator::broadcast(Segments in, Segments out, int root, Deadline d
 // Along a binomial tree of the hosts, whose first ranks pass on each piece as it comes: host h,
 // counted from the root's, has it from the host whose number lacks h's last bit.
 void HostCommunicator::hand_on(Segments out, int root_side, Deadline deadline) {
-  constexpr std::size_t kPieceBytes = 1 << 20;
+  constexpr std::size_t kPieceBytes = 1016 << 10;  // see tuned_chunk_bytes()
   constexpr std::size_t kPiecesAhead = 4;
   const auto leader = [&](int h) { return rank_at(sides_[index((root_side + h) % hosts())][0]); };
   const int self = (side_ - root_side + hosts()) % hosts();
