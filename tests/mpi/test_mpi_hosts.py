@@ -85,16 +85,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield Hosts(first, second, ssh)
 
 
-SAY = """
-import os, socket, sys
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-import numpy as np, polyhvd.numpy as hvd
-"""
-
 WORKS = (
-    SAY
+    jobs.SAY
     + """
+import socket, sys
+import numpy as np, polyhvd.numpy as hvd
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 ours = np.arange(100_000) * (rank + 1.0)
@@ -134,8 +129,10 @@ def test_ranks_share_memory_within_their_host_alone(hosts: Hosts, tmp_path: Path
 
 
 NAMELESS = (
-    SAY
+    jobs.SAY
     + """
+import socket, sys
+import numpy as np, polyhvd.numpy as hvd
 socket.gethostname = lambda: f"nobody-knows-{os.getpid()}"
 try:
     hvd.init()
@@ -160,8 +157,10 @@ def test_hosts_that_names_do_not_lead_to_need_an_interface(hosts: Hosts, tmp_pat
 
 
 BUSY = (
-    SAY
+    jobs.SAY
     + """
+import socket, sys
+import numpy as np, polyhvd.numpy as hvd
 hvd.init()
 while True:
     hvd.allreduce(np.ones(1 << 16), name="x")

@@ -21,15 +21,8 @@ needs_mpi4py = pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed"
 )
 
-#: In one piece, for ranks share a pipe.
-SAY = """
-import os
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
-
 WORKS = (
-    SAY
+    jobs.SAY
     + """
 import numpy as np, polyhvd.numpy as hvd
 hvd.init()
@@ -72,7 +65,7 @@ def test_mpi4py_may_come_after_us_and_is_the_same_mpi(write: Write) -> None:
 
 
 COMMUNICATORS = (
-    SAY
+    jobs.SAY
     + """
 from mpi4py import MPI
 import numpy as np, pytest, polyhvd.numpy as hvd
@@ -151,7 +144,7 @@ def test_polyhvdrun_starts_jobs_through_mpirun(write: Write) -> None:
 
 
 DISAGREEING = (
-    SAY
+    jobs.SAY
     + """rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 os.environ["POLYHVD_BACKENDS"] = ["mpi", "host"][rank]
 import polyhvd as hvd
@@ -171,7 +164,7 @@ def test_ranks_with_other_backends_are_told_of_each_other(write: Write) -> None:
 
 
 LATE = (
-    SAY
+    jobs.SAY
     + """
 import time
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
@@ -199,7 +192,7 @@ def test_a_rank_that_does_not_come_is_waited_for_in_vain(write: Write) -> None:
 
 
 BUSY = (
-    SAY
+    jobs.SAY
     + """
 import numpy as np, polyhvd.numpy as hvd
 hvd.init()
@@ -229,7 +222,7 @@ def test_nothing_is_left_of_a_job_whose_rank_was_killed(write: Write) -> None:
 
 
 AGAIN = (
-    SAY
+    jobs.SAY
     + """
 import numpy as np, polyhvd.numpy as hvd
 for turn in range(40):
@@ -259,7 +252,7 @@ def test_init_may_follow_shutdown_and_a_rank_that_leaves_early_is_told_of(write:
 
 
 THREADS = (
-    SAY
+    jobs.SAY
     + """
 import sys
 import mpi4py

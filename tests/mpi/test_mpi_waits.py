@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,12 +19,13 @@ from polyhvd.errors import PeerLostError
 
 Write = Callable[[str], Path]
 
-SAY = """
-import os, signal, sys, threading, time
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+SAY = (
+    jobs.SAY
+    + """
+import signal, sys, threading, time
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 """
+)
 
 #: What a rank does instead of making a communicator.
 STAND_IN = """
@@ -61,8 +61,6 @@ except hvd.HorovodInternalError as error:
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MPI's library, but for the making of communicators."""
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
     tmp_path = tmp_path_factory.mktemp("stand_in")
     asks = tmp_path / "asks.py"
     asks.write_text(

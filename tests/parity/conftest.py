@@ -62,6 +62,6 @@ def ranks(world: World, pools: Pools) -> Ranks:
     if world.by_mpi:
         settings = (*settings, *_BY_MPI)
         if not launcher:
-            pytest.skip("there is no mpirun")
+            pytest.fail("there is no mpirun; make test installs one", pytrace=False)
     spec = PoolSpec(driver.framework, (world.size,), settings, mpirun=launcher)
     return Ranks(pools.get(spec), world.driver)
