@@ -11,10 +11,18 @@
 
 namespace polyhvd::host {
 
+// Outputs that nobody has read lie in no cache, and a plain store fetches each line first.
+// So many bytes of them are gone from the caches before anybody looks.
+inline constexpr std::size_t kOutputsPastCachesMin = 4 << 20;
+
 class Cursor {
  public:
   // `in` and `out` are cut alike, and outlive the cursor.
   Cursor(Segments in, Segments out, std::size_t at = 0) : in_(in), out_(out) { skip(at); }
+
+  // From now on outputs are written past the caches.
+  void pass_caches() noexcept { passes_caches_ = true; }
+  bool passes_caches() const noexcept { return passes_caches_; }
 
   // Calls use(in, out, offset, count) for the pieces of the next `bytes` bytes;
   // `offset` counts from the present position.
@@ -54,8 +62,10 @@ class Cursor {
   }
 
   void copy_to_outputs(const std::byte* source, std::size_t bytes) {
-    take(bytes, [source](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
-      copy_bytes(out, source + offset, count);
+    take(bytes, [&](const std::byte*, std::byte* out, std::size_t offset, std::size_t count) {
+      const bool past = passes_caches_ && count >= StagingWriter::kBytesMin;
+      past ? copy_past_caches(out, source + offset, count)
+           : copy_bytes(out, source + offset, count);
     });
   }
 
@@ -72,6 +82,7 @@ class Cursor {
   Segments out_;
   std::size_t index_ = 0;
   std::size_t offset_ = 0;
+  bool passes_caches_ = false;
 };
 
 }  // namespace polyhvd::host

@@ -21,6 +21,11 @@ std::vector<std::vector<int>> group_by_host(const Fabric& fabric, std::span<cons
   return sides;
 }
 
+// Whether any tensor is reduced where it lies.
+bool is_in_place(Segments in, Segments out) {
+  return !std::ranges::equal(in, out, std::ranges::not_equal_to{}, &Segment::data, &Segment::data);
+}
+
 LocalGroup make_group(Fabric& fabric, ProcessSetId set, std::span<const int> members) {
   const int domain = fabric.domain_of[static_cast<std::size_t>(fabric.rank)];
   const std::vector<int>& ranks_here = fabric.domains[static_cast<std::size_t>(domain)];
@@ -124,6 +129,10 @@ void HostCommunicator::reduce_sliced(const Reduction& r) {
     results.push_back(staged.back());
   }
   Cursor mine(r.in, r.out, slices.begin(std::min(self, rails_)));
+  if (r.bytes >= kOutputsPastCachesMin && !is_in_place(r.in, r.out)) {
+    mine.pass_caches();
+    for (Cursor& result : results) result.pass_caches();
+  }
   for (std::size_t i = 0; i <= slices.steps; ++i) {
     const std::uint64_t step = group_.step();
     if (i < slices.steps) {
@@ -176,6 +185,11 @@ void HostCommunicator::reduce_own_chunk(const Reduction& r, Cursor& mine, std::s
     }
     std::byte* copy = staging.part(self, self, step) + offset;
     const bool apart = group_.writer().goes_past_caches(count);
+    if (mine.passes_caches() && !apart) {
+      reduce(r.dtype, r.op, r.scale, sources_, count / item, copy, nullptr);
+      copy_past_caches(out, copy, count);
+      return;
+    }
     reduce(r.dtype, r.op, r.scale, sources_, count / item, out, apart ? nullptr : copy);
     if (apart) group_.writer().write(copy, out, count);
   });

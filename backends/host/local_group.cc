@@ -1,6 +1,7 @@
 #include "host/local_group.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace polyhvd::host {
 
@@ -76,6 +77,9 @@ void LocalGroup::spread(std::span<const std::size_t> bytes, Cursor source, std::
   if (size() == 1) return;
   const std::size_t unit = staging_.region_bytes();
   const std::size_t most = *std::ranges::max_element(bytes);
+  if (std::reduce(bytes.begin(), bytes.end()) >= kOutputsPastCachesMin) {
+    for (Cursor& sink : sinks) sink.pass_caches();
+  }
   for (std::size_t at = 0; at < most; at += unit) {
     const auto count = [&](int m) {
       const std::size_t total = bytes[static_cast<std::size_t>(m)];
