@@ -14,11 +14,14 @@ from polyhvd.mxnet.gradients import record
 from polyhvd.mxnet.native import Handle
 
 from polyhvd import context
-from polyhvd.adapter import Capability, Operation, OpKind
+from polyhvd.adapter import Capability, Operation, OpKind, ReduceOp
+from polyhvd.api import Collectives, process_set_id
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["MxnetAdapter", "Names"]
+__all__ = ["MxnetAdapter", "MxnetCollectives", "Names"]
 
+_ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
 _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # as MXNet spells it
 
 
@@ -64,6 +67,14 @@ def _about(operation: Operation) -> str:
     return f"{OpKind(operation.kind).name.lower()} '{operation.name}'"
 
 
+def _read_only(about: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{about}: the array is read-only; pass a writable one")
+
+
+def _no_array(about: str, found: object) -> TypeError:
+    return TypeError(f"{about}: expected an MXNet array, found {type(found).__name__}; use mx.nd.array()")
+
+
 def _checked(operation: Operation, tensors: Sequence[NDArray]) -> None:
     """Raise for what MXNet's engine would find later, or never."""
     if not tensors:
@@ -71,8 +82,7 @@ def _checked(operation: Operation, tensors: Sequence[NDArray]) -> None:
     scalars_pass = operation.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
     for tensor in tensors:
         if not isinstance(tensor, NDArray):
-            found = type(tensor).__name__
-            raise TypeError(f"{_about(operation)}: expected an MXNet array, found {found}; use mx.nd.array()")
+            raise _no_array(_about(operation), tensor)
         if not scalars_pass and not tensor.shape:
             raise InvalidArgumentError(
                 f"{_about(operation)}: a scalar has no first dimension; reshape it to (1,)"
@@ -165,9 +175,7 @@ class MxnetAdapter:
         _checked(operation, tensors)
         if out is not None:
             if not all(t.writable for t in out):
-                raise InvalidArgumentError(
-                    f"{_about(operation)}: the array is read-only; pass a writable one"
-                )
+                raise _read_only(_about(operation))
             return native.push(operation, tensors, out)
         if operation.kind == OpKind.ALLGATHER:
             return self._gather(operation, tensors)
@@ -236,3 +244,43 @@ class MxnetAdapter:
                 yield str(key), value
             elif value._data is not None:
                 yield str(position), value.data(value.list_ctx()[0])
+
+
+class MxnetCollectives(Collectives[NDArray]):
+    """:class:`polyhvd.api.Collectives`, with a short way for what a step does hundreds of times."""
+
+    def allreduce_async(
+        self,
+        tensor: NDArray,
+        *,
+        name: str | None = None,
+        op: int = ReduceOp.Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+        priority: int = 0,
+        in_place: bool = False,
+        blocking: bool = False,
+    ) -> Handle:
+        """Start the reduction of an array; see :meth:`polyhvd.api.Collectives.allreduce`."""
+        if not in_place or name is None:
+            return super().allreduce_async(
+                tensor,
+                name=name,
+                op=op,
+                prescale_factor=prescale_factor,
+                postscale_factor=postscale_factor,
+                process_set=process_set,
+                priority=priority,
+                in_place=in_place,
+                blocking=blocking,
+            )
+        context.engine()
+        number = 0 if process_set is global_process_set else process_set_id(process_set)
+        if not isinstance(tensor, NDArray):
+            raise _no_array(f"allreduce '{name}'", tensor)
+        if not tensor.writable:
+            raise _read_only(f"allreduce '{name}'")
+        return native.push_in_place(
+            _ALLREDUCE, name, tensor, op, prescale_factor, postscale_factor, number, priority
+        )

@@ -80,8 +80,7 @@ class Array {
 // One collective, shared by MXNet's engine, the core and Python's handle.
 struct Op {
   std::string name;
-  std::string about;  // begins messages: "allreduce 'x': "
-  std::string line;   // in the program order
+  std::string line;  // in the program order
   std::string where;
   polyhvd_submission submission{};
   std::uint64_t generation = 0;  // of the engine that it was meant for
@@ -109,6 +108,12 @@ struct Op {
 };
 using OpPtr = std::shared_ptr<Op>;
 
+// Begins messages.
+std::string about(std::int32_t kind, const char* name) {
+  return std::string(kKindNames[kind]) + " '" + name + "': ";
+}
+std::string about(const Op& op) { return about(op.submission.kind, op.submission.name); }
+
 // Never destroyed, both: threads of MXNet outlive our static objects at exit.
 EngineSlot& g_slot = *new EngineSlot;  // the engine that is current
 ProgramOrder<OpPtr>& g_order = *new ProgramOrder<OpPtr>;
@@ -118,8 +123,9 @@ enum class Kind { kUnknown, kNaive, kThreaded };
 std::atomic<Kind> g_kind{Kind::kUnknown};
 Attempts g_inside;  // to have an operation run inside the push, as its arrays are ready
 
-thread_local bool t_ran = false;     // run() has been on this thread
-thread_local std::string t_failure;  // of the last polyhvd_mxnet_push of the thread
+thread_local bool t_ran = false;      // run() has been on this thread
+thread_local int t_failure_code = 0;  // of the last polyhvd_mxnet_push of the thread
+thread_local std::string t_failure;   // likewise
 
 void complete(Op& op, int code, const char* message) {
   if (code == 0) {
@@ -137,7 +143,7 @@ void on_done(void* context, std::int32_t code, const char* message) {
   const std::unique_ptr<OpPtr> box(static_cast<OpPtr*>(context));
   Op& op = **box;
   if (code != 0 || op.unexpected.empty()) return complete(op, code, message);
-  const std::string text = op.about + "the result has shape " + op.unexpected +
+  const std::string text = about(op) + "the result has shape " + op.unexpected +
                            ", not the one that the ranks told before; a rank has joined meanwhile";
   complete(op, static_cast<int>(ErrorCode::kInternal), text.c_str());
 }
@@ -185,6 +191,9 @@ int submit_to_engine(const OpPtr& op, std::int32_t* lends, char* message,
   std::vector<polyhvd_tensor> inputs;
   std::vector<polyhvd_tensor> outputs;
   const std::size_t count = op->inputs.size();
+  inputs.reserve(count);
+  outputs.reserve(op->outputs.size());
+  op->places.reserve(op->outputs.size());
   for (std::size_t i = 0; i < count; ++i) {
     inputs.push_back(tensor_of(op->inputs[i], op->shapes[i], op->dtypes[i], op->outputs.empty()));
   }
@@ -216,19 +225,19 @@ int submit_to_engine(const OpPtr& op, std::int32_t* lends, char* message,
 bool submit(const OpPtr& op, bool may_lend) {
   if (!op) return false;  // MXNet skipped it
   std::int32_t lends = 0;
-  char message[4096] = "";
+  char message[4096];  // of a failure; else not touched
   int code = 0;
   std::string text;
   try {
     code = submit_to_engine(op, may_lend ? &lends : nullptr, message, sizeof message);
     if (code != 0) text = message;
-    if (code != 0 && text.find(op->about) == text.npos) text = op->about + text;
+    if (code != 0 && text.find(about(*op)) == text.npos) text = about(*op) + text;
   } catch (const Failure& failure) {
     code = static_cast<int>(failure.error().code);
-    text = op->about + failure.what();
+    text = about(*op) + failure.what();
   } catch (const std::exception& error) {
     code = static_cast<int>(ErrorCode::kInternal);
-    text = op->about + error.what();
+    text = about(*op) + error.what();
   }
   if (code != 0) complete(*op, code, text.c_str());
   return lends != 0;
@@ -289,6 +298,9 @@ Shape shape_of(NDArrayHandle array) {
 void take_inputs(Op& op, std::span<const NDArrayHandle> inputs) {
   const bool averages = reduces(static_cast<OpKind>(op.submission.kind)) &&
                         static_cast<ReduceOp>(op.submission.op) == ReduceOp::kAverage;
+  op.shapes.reserve(inputs.size());
+  op.dtypes.reserve(inputs.size());
+  op.inputs.reserve(inputs.size());
   for (const NDArrayHandle input : inputs) {
     op.shapes.push_back(shape_of(input));
     const int dtype = dtype_of(input);
@@ -320,6 +332,8 @@ std::vector<NDArrayHandle> distinct(const std::vector<Array>& arrays,
                                     const std::vector<NDArrayHandle>& others) {
   std::vector<const void*> seen;
   std::vector<NDArrayHandle> kept;
+  seen.reserve(others.size() + arrays.size());
+  kept.reserve(arrays.size());
   for (const NDArrayHandle other : others) seen.push_back(chunk_of(other));
   for (const Array& array : arrays) {
     const void* chunk = chunk_of(array.get());
@@ -383,62 +397,52 @@ POLYHVD_EXPORT void polyhvd_mxnet_set_engine(const polyhvd_engine_api* api) {
   if (!g_slot.set(api)) g_slot.set(nullptr);
 }
 
-// A collective as adapter.py describes it; the fields of polyhvd_submission.
-struct polyhvd_mxnet_call {
-  const char* name;
-  const char* where;
+// What calls have in common that differ in their names and arrays alone.
+struct polyhvd_mxnet_manner {
   std::int32_t kind;
   std::int32_t op;
   std::int32_t root;
-  std::int32_t priority;
+  std::uint32_t process_set;
   double prescale;
   double postscale;
-  std::uint32_t process_set;
-  std::int32_t count;
-  const NDArrayHandle* inputs;
-  const NDArrayHandle* outputs;  // the same address: in place
-  const std::int64_t* numbers;   // null with number_count 0
-  std::int32_t number_count;
 };
 
-// Pushes a collective into MXNet's engine and returns a handle; or null, with an
-// error code and its text, which lasts until the thread's next call. With
+// Pushes a collective into MXNet's engine and returns a handle; or null, with the
+// reason in polyhvd_mxnet_failure(). `outputs` that are `inputs`: in place. With
 // NaiveEngine the operation is over by then, and its failure is returned as well:
 // that engine tells nobody else.
-POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_call* call, std::int32_t* code,
-                                        const char** message) {
-  const auto fail = [&](int error, const std::string& text) {
-    *code = error;
+POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, const char* name,
+                                        const char* where, int priority, int count,
+                                        const NDArrayHandle* inputs, const NDArrayHandle* outputs,
+                                        const std::int64_t* numbers, int number_count) {
+  const auto fail = [&](int code, const std::string& text) {
+    t_failure_code = code;
     t_failure = text;
-    *message = t_failure.c_str();
     return nullptr;
   };
-  const std::string about = std::string(kKindNames[call->kind]) + " '" + call->name + "': ";
   try {
     auto op = std::make_shared<Op>();
-    op->name = call->name;
-    op->about = about;
-    op->line = std::to_string(call->process_set) + '/' + op->name;
-    op->where = call->where;
+    op->name = name;
+    op->line = std::to_string(manner->process_set) + '/' + op->name;
+    op->where = where;
     polyhvd_submission& s = op->submission;
     s.name = op->name.c_str();
     s.where = op->where.c_str();
-    s.kind = call->kind;
-    s.op = call->op;
-    s.root = call->root;
-    s.priority = call->priority;
-    s.prescale = call->prescale;
-    s.postscale = call->postscale;
-    s.process_set = call->process_set;
-    s.count = call->count;
-    op->numbers.assign(call->numbers, call->numbers + call->number_count);
+    s.kind = manner->kind;
+    s.op = manner->op;
+    s.root = manner->root;
+    s.priority = priority;
+    s.prescale = manner->prescale;
+    s.postscale = manner->postscale;
+    s.process_set = manner->process_set;
+    s.count = count;
+    op->numbers.assign(numbers, numbers + number_count);
     if (!op->numbers.empty()) s.numbers = op->numbers.data();
-    s.number_count = call->number_count;
+    s.number_count = number_count;
     s.queue_duplicates = 1;
     s.done = &on_done;
-    const auto count = static_cast<std::size_t>(call->count);
-    take_inputs(*op, {call->inputs, count});
-    if (call->outputs != call->inputs) take_outputs(*op, {call->outputs, count});
+    take_inputs(*op, {inputs, static_cast<std::size_t>(count)});
+    if (outputs != inputs) take_outputs(*op, {outputs, static_cast<std::size_t>(count)});
     {
       const EngineSlot::Visit visit(g_slot);
       if (visit.api() == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");
@@ -449,10 +453,23 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_call* call, std::int
       return fail(op->error_code, op->error);
     return new OpPtr(std::move(op));
   } catch (const Failure& failure) {
-    return fail(static_cast<int>(failure.error().code), about + failure.what());
+    return fail(static_cast<int>(failure.error().code), about(manner->kind, name) + failure.what());
   } catch (const std::exception& error) {
-    return fail(static_cast<int>(ErrorCode::kInternal), about + error.what());
+    return fail(static_cast<int>(ErrorCode::kInternal), about(manner->kind, name) + error.what());
   }
+}
+
+// Why the last polyhvd_mxnet_push() of this thread returned null: an error code and its text,
+// which lasts until the thread's next call.
+POLYHVD_EXPORT int polyhvd_mxnet_failure(const char** message) {
+  *message = t_failure.c_str();
+  return t_failure_code;
+}
+
+// Whether the operation is over and all went well: nothing is left to be waited for or asked.
+POLYHVD_EXPORT int polyhvd_mxnet_succeeded(const void* handle) {
+  const Op& op = **static_cast<const OpPtr*>(handle);
+  return op.finished.load(std::memory_order_acquire) && op.has_run && op.error_code == 0 ? 1 : 0;
 }
 
 // Whether the operation is over: a read of its results returns at once.

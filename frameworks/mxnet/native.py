@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
+import operator
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,27 +21,19 @@ from mxnet.ndarray import NDArray
 from polyhvd import context, errors
 from polyhvd.adapter import Operation
 
-__all__ = ["Handle", "push", "set_engine"]
+__all__ = ["Handle", "push", "push_in_place", "set_engine"]
 
 
-class _Call(ctypes.Structure):
-    """``polyhvd_mxnet_call`` of native.cc."""
+class _Manner(ctypes.Structure):
+    """``polyhvd_mxnet_manner`` of native.cc."""
 
     _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("where", ctypes.c_char_p),
         ("kind", ctypes.c_int32),
         ("op", ctypes.c_int32),
         ("root", ctypes.c_int32),
-        ("priority", ctypes.c_int32),
+        ("process_set", ctypes.c_uint32),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
-        ("process_set", ctypes.c_uint32),
-        ("count", ctypes.c_int32),
-        ("inputs", ctypes.c_void_p),
-        ("outputs", ctypes.c_void_p),
-        ("numbers", ctypes.c_void_p),
-        ("number_count", ctypes.c_int32),
     )
 
 
@@ -56,13 +50,11 @@ def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
         raise ImportError(f"mxnet {mx.__version__} lacks {missing.decode()}; polyhvd.mxnet needs 1.9.1")
     library.polyhvd_mxnet_set_engine.argtypes = [ctypes.c_void_p]
     library.polyhvd_mxnet_set_engine.restype = None
-    library.polyhvd_mxnet_push.argtypes = [
-        ctypes.POINTER(_Call),
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.POINTER(ctypes.c_char_p),
-    ]
+    # No argtypes: bytes, pointers and numbers that fit an int are faster as they are.
     library.polyhvd_mxnet_push.restype = ctypes.c_void_p
+    quick.polyhvd_mxnet_failure.argtypes = [ctypes.POINTER(ctypes.c_char_p)]
     quick.polyhvd_mxnet_finished.argtypes = [ctypes.c_void_p]
+    quick.polyhvd_mxnet_succeeded.argtypes = [ctypes.c_void_p]
     quick.polyhvd_mxnet_error.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_char_p)]
     quick.polyhvd_mxnet_release.argtypes = [ctypes.c_void_p]
     quick.polyhvd_mxnet_release.restype = None
@@ -70,6 +62,11 @@ def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
 
 
 _library, _quick = _load()
+_push = _library.polyhvd_mxnet_push  # read once, as it is called for each gradient of a step
+_succeeded = _quick.polyhvd_mxnet_succeeded
+
+#: Whose lines are no answer to where a call was made.
+_LIBRARIES = ("polyhvd.", "mxnet.")
 
 #: At exit, the time for operations that were pushed but never waited for.
 _EXIT_GRACE_S = 10.0
@@ -127,11 +124,11 @@ class Handle:
 
     __slots__ = ("_arrays", "_error", "_native", "finish", "result", "slot")
 
-    def __init__(self, native: int, arrays: Sequence[NDArray]) -> None:
+    def __init__(self, native: int, arrays: Sequence[NDArray], result: Any) -> None:
         self._native = native
         self._arrays = arrays
         self._error: Exception | None = None
-        self.result: Any = arrays
+        self.result = result
         self.finish = None
         self.slot: Any = None
 
@@ -144,12 +141,17 @@ class Handle:
 
     def wait(self) -> None:
         """Return when the results are there; raise what the operation failed with, each time."""
-        for array in self._arrays:
+        if not _succeeded(self._native):
+            self._await()
+        self._arrays = ()  # later operations on them are not ours
+
+    def _await(self) -> None:
+        arrays, self._arrays = self._arrays, ()
+        for array in arrays:
             try:
                 array.wait_to_read()
             except MXNetError as error:
                 self._error = self._error or error
-        self._arrays = ()  # later operations on them are not ours
         message = ctypes.c_char_p()
         code = _quick.polyhvd_mxnet_error(self._native, message)
         if code:
@@ -158,15 +160,38 @@ class Handle:
             raise self._error
 
 
-def _caller() -> str:
+@functools.lru_cache(maxsize=256)
+def _manner(kind: int, op: int, root: int, process_set: int, prescale: float, postscale: float) -> Any:
+    """A pointer to a :class:`_Manner`, which it keeps alive. A program has few, and one for many calls."""
+    return ctypes.byref(_Manner(kind, op, root, process_set, prescale, postscale))
+
+
+@functools.lru_cache(maxsize=256)
+def _place(path: str, line: int) -> bytes:
+    return f"{path.rpartition('/')[2]}:{line}".encode()
+
+
+def _caller() -> bytes:
     """The line of the user's code that made the call, such as ``train.py:88``, for error messages."""
     frame = sys._getframe(2)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("polyhvd.", "mxnet.")):
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+            return _place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    return ""
+    return b""
+
+
+def _priority(priority: int) -> int:
+    """As MXNet's engine has it, an int of C: a model may count in other numbers, and further."""
+    return max(-(2**31), min(operator.index(priority), 2**31 - 1))
+
+
+def _pushed(native: int | None, arrays: Sequence[NDArray], result: Any) -> Handle:
+    if native is None:
+        message = ctypes.c_char_p()
+        code = _quick.polyhvd_mxnet_failure(message)
+        raise _error(code, message)
+    return Handle(native, arrays, result)
 
 
 def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray]) -> Handle:
@@ -174,29 +199,44 @@ def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray
     array_type = ctypes.c_void_p * len(tensors)
     inputs = array_type(*[t.handle.value for t in tensors])
     outputs = inputs if out is tensors else array_type(*[t.handle.value for t in out])
-    numbers = (ctypes.c_int64 * len(operation.numbers))(*operation.numbers)
-    call = _Call(
-        operation.name.encode(),
-        _caller().encode(),
+    numbers = operation.numbers
+    manner = _manner(
         operation.kind,
         operation.op,
         operation.root,
-        max(-(2**31), min(operation.priority, 2**31 - 1)),
-        operation.prescale,
-        operation.postscale,
         operation.process_set,
+        float(operation.prescale),
+        float(operation.postscale),
+    )
+    native = _push(
+        manner,
+        operation.name.encode(),
+        _caller(),
+        _priority(operation.priority),
         len(tensors),
-        ctypes.addressof(inputs),
-        ctypes.addressof(outputs),
-        ctypes.addressof(numbers),
+        inputs,
+        outputs,
+        (ctypes.c_int64 * len(numbers))(*numbers) if numbers else None,
         len(numbers),
     )
-    code = ctypes.c_int32()
-    message = ctypes.c_char_p()
-    native = _library.polyhvd_mxnet_push(call, code, message)
-    if native is None:
-        raise _error(code.value, message)
-    return Handle(native, out)
+    return _pushed(native, out, out)
+
+
+def push_in_place(
+    kind: int,
+    name: str,
+    tensor: NDArray,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: int,
+    priority: int,
+) -> Handle:
+    """:func:`push` for a reduction of one array in place, which is the handle's result."""
+    array = ctypes.byref(tensor.handle)
+    manner = _manner(kind, op, -1, process_set, float(prescale), float(postscale))
+    native = _push(manner, name.encode(), _caller(), _priority(priority), 1, array, array, None, 0)
+    return _pushed(native, (tensor,), tensor)
 
 
 def set_engine(table: int) -> None:

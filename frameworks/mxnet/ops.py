@@ -14,8 +14,9 @@ from typing import Any, ParamSpec
 
 import mxnet as mx
 from mxnet.ndarray import NDArray
+from mxnet.ndarray.sparse import RowSparseNDArray
 from polyhvd.mxnet import sparse
-from polyhvd.mxnet.adapter import MxnetAdapter
+from polyhvd.mxnet.adapter import MxnetAdapter, MxnetCollectives
 from polyhvd.mxnet.native import Handle
 
 from polyhvd import context, membership
@@ -57,9 +58,10 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+_ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
 
 adapter = MxnetAdapter()
-collectives: Collectives[NDArray] = Collectives(adapter)
+collectives: Collectives[NDArray] = MxnetCollectives(adapter)
 Compression = _Compression(adapter)
 
 poll = collectives.poll
@@ -69,6 +71,8 @@ synchronize = collectives.synchronize
 def _name(kind: OpKind, name: str | None, process_set: ProcessSet, root_rank: int | None = None) -> str:
     """The operation's name, after the checks that MXNet's engine would otherwise make later."""
     context.engine()
+    if process_set is global_process_set and root_rank is None:
+        return adapter.names.next(kind, 0) if name is None else name
     number = process_set_id(process_set)
     about = f"{kind.name.lower()} '{name or 'without a name'}'"
     if process_set is not global_process_set and not process_set.included():
@@ -116,12 +120,6 @@ def _reducing(
     }
 
 
-def _allreduce(tensor: NDArray, in_place: bool, arguments: dict[str, Any]) -> Handle:
-    if getattr(tensor, "stype", "default") == "row_sparse":
-        return sparse.allreduce_async(collectives, tensor, in_place, arguments)
-    return collectives.allreduce_async(tensor, in_place=in_place, **arguments)
-
-
 def _returning(name: str, doc: str, start: Callable[P, Handle]) -> Callable[P, Any]:
     """The form of a verb that returns the results themselves."""
 
@@ -160,7 +158,9 @@ def allreduce_async(
         prescale_factor,
         postscale_factor,
     )
-    return _allreduce(tensor, False, arguments)
+    if isinstance(tensor, RowSparseNDArray):
+        return sparse.allreduce_async(collectives, tensor, False, arguments)
+    return collectives.allreduce_async(tensor, **arguments)
 
 
 def allreduce_async_(
@@ -174,16 +174,20 @@ def allreduce_async_(
     op: int | None = None,
 ) -> Handle:
     """Start :func:`allreduce_`; ``synchronize(handle)`` returns the array, or raises."""
-    arguments = _reducing(
-        OpKind.ALLREDUCE,
-        name,
-        priority,
-        process_set,
-        resolve_op(op, average),
-        prescale_factor,
-        postscale_factor,
+    op = resolve_op(op, average)
+    if isinstance(tensor, RowSparseNDArray):
+        arguments = _reducing(_ALLREDUCE, name, priority, process_set, op, prescale_factor, postscale_factor)
+        return sparse.allreduce_async(collectives, tensor, True, arguments)
+    return collectives.allreduce_async(
+        tensor,
+        name=_name(_ALLREDUCE, name, process_set),
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        priority=priority,
+        in_place=True,
     )
-    return _allreduce(tensor, True, arguments)
 
 
 def grouped_allreduce_async(

@@ -31,9 +31,15 @@ class ProgramOrder {
   void arrive(const std::string& name, Ticket ticket, Item item, Pass&& pass) {
     std::unique_lock lock(mutex_);
     Line& line = lines_.at(name);
-    line.arrived.emplace(ticket, std::move(item));
-    if (line.moving) return;  // the thread that moves it sees the new one
-    line.moving = true;       // keeps the line alive
+    if (line.moving || ticket != line.passed) {
+      line.arrived.emplace(ticket, std::move(item));
+      return;  // the thread that moves the line, or closes the gap, sees it
+    }
+    line.moving = true;  // keeps the line alive
+    ++line.passed;
+    lock.unlock();
+    pass(item);
+    lock.lock();
     for (auto first = line.arrived.find(line.passed); first != line.arrived.end();
          first = line.arrived.find(line.passed)) {
       Item next = std::move(first->second);

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxnet.ndarray import NDArray
+from mxnet.ndarray.sparse import BaseSparseNDArray
 from polyhvd.mxnet import sparse
 
 from polyhvd.adapter import ReduceOp
@@ -32,7 +33,7 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
         """Reduce ``gradient`` in place; errors surface at the next read of it."""
         super().start(key, name, gradient, priority=priority)
         handle, _, sent, compression_context = self._pending.pop(key)
-        self._restore(gradient, sent, handle.result[0], compression_context)
+        self._restore(gradient, sent, self._collectives.result(handle), compression_context)
 
     def start_group(self, name: str, gradients: Sequence[NDArray], *, priority: int = 0) -> None:
         """Reduce gradients in place as one operation."""
@@ -67,7 +68,7 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
             groups: which go together. Row_sparse gradients go by themselves.
             sparse_as_dense: treat them as dense ones.
         """
-        is_sparse = {key: gradient.stype != "default" for key, gradient in gradients.items()}
+        is_sparse = {key: isinstance(gradient, BaseSparseNDArray) for key, gradient in gradients.items()}
         dense = {
             key: gradient.tostype("default") if is_sparse[key] else gradient
             for key, gradient in gradients.items()

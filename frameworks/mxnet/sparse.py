@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
@@ -74,11 +73,12 @@ def allreduce_async(
     """Start the allreduce of a row_sparse array; ``arguments`` as of :meth:`Collectives.allreduce_async`."""
     with mx.autograd.pause():
         indices, values = spread(arguments["name"], tensor, arguments["process_set"])
-    handle = collectives.allreduce_async(values, in_place=True, **arguments)
+    # A group of one, since what finish() makes is then handed on as it is.
+    handle = collectives.grouped_allreduce_async([values], in_place=True, **arguments)
 
-    def finish(_: Handle) -> Sequence[RowSparseNDArray]:
+    def finish(_: Handle) -> RowSparseNDArray:
         result = collect(indices, values, tensor)
-        return [result.copyto(tensor) if in_place else result]
+        return result.copyto(tensor) if in_place else result
 
     handle.finish = finish
     return handle

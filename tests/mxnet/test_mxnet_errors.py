@@ -42,6 +42,11 @@ def bad_calls(hvd, mx, np):
         assert "mine" in str(caught.value)
     with pytest.raises(TypeError, match="expected an MXNet array, found ndarray"):
         hvd.allreduce(np.ones(3))
+    with pytest.raises(TypeError, match="'mine': expected an MXNet array, found list"):
+        hvd.allreduce_([1.0], name="mine")
+    with pytest.raises(TypeError, match="float"):
+        hvd.allreduce_(x, name="mine", priority=1.5)
+    hvd.allreduce_(x, name="mine", priority=np.int64(-(2**40)))  # as low as MXNet counts
     with pytest.raises(ValueError, match="exclude each other"):
         hvd.allreduce(x, average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="not registered"):

@@ -69,6 +69,27 @@ def test_operations_of_one_name_meet_in_program_order(ranks):
     ranks(2, one_name)
 
 
+def done_before_the_next(hvd, mx, np):
+    hvd.init()
+    x, y = mx.nd.ones(4), mx.nd.ones(4)
+    first = hvd.allreduce_async_(x, name="first", op=hvd.Sum)
+    if hvd.rank() == 0:
+        while not hvd.poll(first):
+            time.sleep(0.001)
+        second = hvd.allreduce_async_(x, name="second", op=hvd.Sum)
+        assert hvd.synchronize(first) is x  # rank 1 has not started the second, and waits for the other
+        hvd.allreduce_(y, name="other").wait_to_read()
+    else:
+        hvd.synchronize(first)
+        hvd.allreduce_(y, name="other").wait_to_read()
+        second = hvd.allreduce_async_(x, name="second", op=hvd.Sum)
+    assert hvd.synchronize(second).asnumpy().tolist() == [4.0] * 4
+
+
+def test_a_handle_that_is_done_waits_for_no_later_operation(ranks):
+    ranks(2, done_before_the_next)
+
+
 def many_unnamed(hvd, mx, np):
     hvd.init()
     first = slow_ones(mx, (4,)) if hvd.rank() == 0 else mx.nd.ones(4)
