@@ -37,11 +37,21 @@ def arguments() -> argparse.Namespace:
         help="as root, on a machine with other work: let the ranks go first while they are timed, and leave "
         "twice as long to the others after each block",
     )
+    parser.add_argument(
+        "--horovod",
+        metavar="PYTHON",
+        default=os.environ.get("BENCH_HOROVOD", sys.executable),
+        help="a Python that has Horovod with PyTorch (this one)",
+    )
     parser.add_argument("--pin", action="store_true", help="keep each rank on one core")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="FOLDER")
     options = parser.parse_args()
     if options.priority and os.geteuid() != 0:
         parser.error("--priority needs root")
+    horovod = shutil.which(options.horovod)
+    if horovod is None:
+        parser.error(f"--horovod {options.horovod}: no such program")
+    options.horovod = os.path.abspath(horovod)  # ranks start in another folder
     options.only = [name for name in options.only.split(",") if name]
     options.peers = [name for name in options.peers.split(",") if name]
     for given, known in ((options.only, names), (options.peers, list(ENTRIES))):
@@ -81,9 +91,13 @@ class Worlds:
         self.running: dict[str, World] = {}
         for peer in dict.fromkeys(peer for part in parts for peer in part.peers):
             try:
-                self.running[peer] = World(peer, parts[0].size, places, report.folder / "logs")
+                world = World(peer, parts[0].size, places, report.folder / "logs")
             except CannotStart as error:
                 say(report, f"without {ENTRIES[peer].label}: {error}")
+                continue
+            self.running[peer] = world
+            if versions := world.launcher.versions:
+                report.note(f"{world.label}: {versions}")
 
     def close(self) -> None:
         for world in self.running.values():
@@ -114,6 +128,7 @@ def main() -> int:
     effort = Effort(rounds, rounds if fixed else 3 * rounds, block_s, 2.0 if options.priority else 0.0)
     os.environ["BENCH_PRIORITY"] = "1" if options.priority else "0"
     bytes_max = min(options.max_mb, 16 if options.quick else options.max_mb) * MB
+    os.environ["BENCH_HOROVOD"] = options.horovod
     os.environ["BENCH_PIN"] = "1" if options.pin else "0"
     report = Report(options.output)
     if options.pin:

@@ -34,6 +34,31 @@ with Server(parse_secret(sys.argv[2]), sys.argv[1]) as server:
 """
 
 
+#: Serves Horovod's rendezvous for argv[2] ranks on the hosts of argv[1] until standard input ends. Says at
+#: which port, and what each rank is to find in its environment.
+HOROVOD_RENDEZVOUS = """
+import json, sys
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.gloo_run import create_slot_env_vars
+from horovod.runner.http.http_server import RendezvousServer
+server = RendezvousServer()
+port = server.start()
+plan = get_host_assignments(parse_hosts(sys.argv[1]), int(sys.argv[2]))
+server.init(plan)
+print(json.dumps([port, [create_slot_env_vars(slot) for slot in plan]]), flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+#: Says on what Horovod can run there, and of which versions it is.
+HOROVOD_VERSIONS = """
+import horovod, torch
+import horovod.torch as hvd
+print(*(name for name in ("gloo", "mpi") if getattr(hvd, name + "_built")()))
+print("Horovod", horovod.__version__, "with PyTorch", torch.__version__)
+"""
+
+
 class Place(Protocol):
     """A host that ranks lie on; tests/harness/netns.Namespace is one."""
 
@@ -66,6 +91,22 @@ def openmpi_launcher() -> str:
     raise CannotStart("Open MPI's mpirun is not on the path")
 
 
+def horovod_versions(python: str, transport: str) -> str:
+    """Those of Horovod and PyTorch in that Python; raises CannotStart where Horovod lacks the transport."""
+    asked = subprocess.run(
+        [python, "-c", HOROVOD_VERSIONS], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if asked.returncode != 0:
+        why = (asked.stderr.strip() or f"exit status {asked.returncode}").splitlines()[-1]
+        raise CannotStart(f"{python} cannot import horovod.torch ({why}); --horovod names a Python that can")
+    built, versions = asked.stdout.strip().splitlines()[-2:]
+    if transport not in built.split():
+        raise CannotStart(
+            f"{python} has Horovod without {transport}; build it with HOROVOD_WITH_{transport.upper()}=1"
+        )
+    return versions
+
+
 def free_port() -> int:
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
@@ -87,6 +128,7 @@ class Launcher:
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1", **env}
         self.rank_command = [sys.executable, "-m", "benchmarks.rank", peer]
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.versions = ""  # of what does not lie beside this Python
 
     def start(self) -> None:
         entry = ENTRIES[self.peer]
@@ -97,6 +139,8 @@ class Launcher:
             "plain": self._plain,
             "polyhvdrun": self._polyhvdrun if together else self._polyhvd_by_hand,
             "openmpi": self._openmpi,
+            "horovod-gloo": self._horovod_gloo,
+            "horovod-mpi": self._horovod_mpi,
             "mpich": self._mpich,
             "kvstore": self._kvstore,
         }
@@ -182,6 +226,43 @@ class Launcher:
         for name in (*env, *ours):
             command += ["-x", name]
         self._popen(self.places[0], [*command, *self.rank_command], env)
+
+    def _in_horovods_python(self, transport: str) -> None:
+        """Have the ranks run by the Python that the driver was told of, which has Horovod."""
+        self.versions = horovod_versions(os.environ["BENCH_HOROVOD"], transport)
+        self.rank_command[0] = os.environ["BENCH_HOROVOD"]
+
+    def _horovod_gloo(self) -> None:
+        """What horovodrun does, which reaches hosts over ssh."""
+        self._in_horovods_python("gloo")
+        first, each = self.places[0], self.size // len(self.places)
+        slots = ",".join(f"{place.name or 'localhost'}:{each}" for place in self.places)
+        server = self._popen(
+            first,
+            [self.rank_command[0], "-c", HOROVOD_RENDEZVOUS, slots, str(self.size)],
+            {},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert server.stdout is not None
+        answer = server.stdout.readline()
+        if not answer:
+            raise CannotStart(f"its rendezvous did not start; {self.log.name} says why")
+        port, environments = json.loads(answer)
+        common = {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": "eth0" if len(self.places) > 1 else "lo",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "100000",  # its ranks are stopped while others are measured
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": first.address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        }
+        for rank, env in enumerate(environments):
+            self._popen(self.place_of(rank), self.rank_command, {**common, **env})
+
+    def _horovod_mpi(self) -> None:
+        self._in_horovods_python("mpi")
+        self._openmpi()
 
     def _mpich(self) -> None:
         beside = MPICH_LIBRARY.parents[1] / "bin" / "mpiexec.hydra"

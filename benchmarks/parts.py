@@ -9,9 +9,10 @@ from benchmarks import workloads
 from benchmarks.workloads import KB, MB, Workload
 
 POLYHVD = ("torch", "numpy", "mxnet", "tensorflow")
-ALL = (*POLYHVD, "gloo", "openmpi", "mpich", "kvstore", "floor")
-ROUTED = ("torch", "gloo", "openmpi")
-TRAINING = ("torch", "torch-alone", "gloo")
+HOROVOD = ("horovod", "horovod-mpi")
+ALL = (*POLYHVD, *HOROVOD, "gloo", "openmpi", "mpich", "kvstore", "floor")
+ROUTED = ("torch", *HOROVOD, "gloo", "openmpi")
+TRAINING = ("torch", "torch-alone", *HOROVOD, "gloo")
 TRAINING += ("mxnet", "mxnet-alone", "kvstore", "tensorflow", "keras-alone", "mwms")
 
 
@@ -41,7 +42,7 @@ PARTS = (
         Part(
             f"crowded-{size}",
             f"allreduce by {size} ranks",
-            ("torch", "numpy", "gloo", "openmpi", "floor"),
+            ("torch", "numpy", *HOROVOD, "gloo", "openmpi", "floor"),
             [*workloads.blocking(CROWDED), *workloads.gradients()],
             size=size,
         )

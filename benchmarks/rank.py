@@ -110,7 +110,7 @@ def main() -> None:
     try:
         peer = make(name)
         pin(peer.rank)
-        connection.send(("hello", name, peer.rank))
+        connection.send(("hello", peer.rank, os.getpid()))
         serve(connection, Rank(peer))
     except EOFError:
         pass  # the driver is gone, and with it the reason to measure

@@ -90,8 +90,9 @@ class Report:
         self.notes: list[str] = []
 
     def note(self, line: str) -> None:
-        """Something that was left out, and why."""
-        self.notes.append(line)
+        """Something that was left out, and why, or what else a reader has to know."""
+        if line not in self.notes:
+            self.notes.append(line)
 
     def add(self, part: Part, results: Results) -> list[str]:
         """Take in a part and write everything; returns the part's section."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import tempfile
 import time
@@ -44,6 +45,7 @@ class World:
         """Start them and wait for all; raises CannotStart with the end of their log when they do not come."""
         self.peer, self.size = peer, size
         self.label = ENTRIES[peer].label
+        self.pids: list[int] = []
         logs.mkdir(parents=True, exist_ok=True)
         self.log = logs / f"{peer}.{size}.log"
         key = secrets.token_bytes(16)
@@ -62,6 +64,7 @@ class World:
                 try:
                     self.launcher.start()
                     self.ranks = self._accept(listener)
+                    self._rest(True)
                 except BaseException:
                     self._end()
                     raise
@@ -83,10 +86,11 @@ class World:
             if not connection.poll(START_TIMEOUT_S):
                 raise CannotStart(f"its ranks did not meet; {self.last_words()}")
             try:
-                _, _, rank = connection.recv()
+                _, rank, pid = connection.recv()
             except EOFError:
                 raise CannotStart(f"a rank failed; {self.last_words()}") from None
             found[rank] = connection
+            self.pids.append(pid)
         return [found[rank] for rank in range(self.size)]
 
     def last_words(self) -> str:
@@ -96,6 +100,14 @@ class World:
 
     def order(self, *order: Any) -> list[Any]:
         """Give an order to all ranks and wait for all answers, by rank."""
+        self._rest(False)
+        try:
+            return self._ask(order)
+        finally:
+            if order[0] != "close":
+                self._rest(True)
+
+    def _ask(self, order: Sequence[Any]) -> list[Any]:
         for rank in self.ranks:
             rank.send(order)
         answers = []
@@ -112,6 +124,12 @@ class World:
                 raise RuntimeError(f"{self.label}: rank {number}: {answer}")
             answers.append(answer)
         return answers
+
+    def _rest(self, rest: bool) -> None:
+        """Stop the ranks of a restless peer, or let them go on; a stopped rank takes no CPU from others."""
+        for pid in self.pids if ENTRIES[self.peer].restless else ():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, signal.SIGSTOP if rest else signal.SIGCONT)
 
     def measure(self, count: int) -> Block:
         """Let all ranks do `count` calls."""
@@ -132,6 +150,7 @@ class World:
         self._end()
 
     def _end(self) -> None:
+        self._rest(False)
         os.close(self._shared)
         for connection in getattr(self, "ranks", []):
             connection.close()

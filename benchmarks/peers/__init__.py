@@ -24,8 +24,9 @@ class Entry:
 
     label: str
     module: str  # of this package, with the class behind a colon
-    needs: tuple[str, ...]  # modules
+    needs: tuple[str, ...]  # modules, in this Python
     start: str  # see launchers.py
+    restless: bool = False  # its ranks use CPU while they have nothing to do: they are stopped between orders
 
     def missing(self) -> str:
         """What is not installed; empty when the peer can run."""
@@ -37,6 +38,8 @@ ENTRIES = {
     "torch": Entry("polyhvd.torch", "torch_peers:PolyhvdTorch", ("torch",), "polyhvdrun"),
     "mxnet": Entry("polyhvd.mxnet", "mxnet_peers:PolyhvdMxnet", ("mxnet",), "polyhvdrun"),
     "tensorflow": Entry("polyhvd.tensorflow", "tensorflow_peers:PolyhvdTensorflow", _TF, "polyhvdrun"),
+    "horovod": Entry("Horovod on gloo", "torch_peers:Horovod", (), "horovod-gloo", restless=True),
+    "horovod-mpi": Entry("Horovod on Open MPI", "torch_peers:Horovod", (), "horovod-mpi", restless=True),
     "gloo": Entry("torch.distributed gloo", "torch_peers:Gloo", ("torch",), "plain"),
     "openmpi": Entry("Open MPI (mpi4py)", "mpi_peers:Mpi", ("mpi4py",), "openmpi"),
     "mpich": Entry("MPICH (mpi4py)", "mpi_peers:Mpi", ("mpi4py",), "mpich"),

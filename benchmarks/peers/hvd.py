@@ -1,4 +1,4 @@
-"""The paths through polyhvd that its adapters share."""
+"""The paths through Horovod's API, which polyhvd's adapters share with Horovod."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from benchmarks.peers.base import Reducer
 
 
 class Hvd(Reducer):
-    """polyhvd with tensors that are reduced in place; subclasses know how to make them."""
+    """Tensors that are reduced in place; subclasses know how to make them."""
 
-    #: The adapter's module.
+    #: The module of polyhvd or of Horovod.
     hvd: Any
 
     def start(self, hvd: Any) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch: polyhvd, torch.distributed on gloo with DDP, and a rank that talks to nobody."""
+"""PyTorch: polyhvd, Horovod, torch.distributed on gloo with DDP, and a rank that talks to nobody."""
 
 from __future__ import annotations
 
@@ -46,13 +46,8 @@ def training_step(name: str, wrap: Callable[[Any, Any], tuple[Any, Any]]) -> Cal
     return step
 
 
-class PolyhvdTorch(Tensors, Hvd):
-    """polyhvd.torch, and its DistributedOptimizer."""
-
-    def __init__(self) -> None:
-        import polyhvd.torch
-
-        self.start(polyhvd.torch)
+class HvdTorch(Tensors, Hvd):
+    """Tensors through Horovod's API, and its DistributedOptimizer."""
 
     def call(self, workload: Workload) -> Call | None:
         if workload.path != "step":
@@ -64,6 +59,24 @@ class PolyhvdTorch(Tensors, Hvd):
             return model, self.hvd.DistributedOptimizer(optimizer, named_parameters=names)
 
         return training_step(workload.model, wrap)
+
+
+class PolyhvdTorch(HvdTorch):
+    """polyhvd.torch."""
+
+    def __init__(self) -> None:
+        import polyhvd.torch
+
+        self.start(polyhvd.torch)
+
+
+class Horovod(HvdTorch):
+    """Horovod itself, on what its launcher has chosen; the same calls."""
+
+    def __init__(self) -> None:
+        import horovod.torch
+
+        self.start(horovod.torch)
 
 
 class TorchAlone(Peer):
