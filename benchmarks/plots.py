@@ -18,6 +18,7 @@ def draw(folder: Path, part: Part, results: Results) -> Path:
     """Write a PNG of a part: lines over the size where there are sizes, else bars."""
     sized = all(workload.path in ("blocking", "async") for workload, _ in results) and part.name != "dtypes"
     figure, axes = plt.subplots(figsize=(9, 5))
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)  # there are more peers than default colours
     (_lines if sized else _bars)(axes, part, results)
     axes.set_title(part.title)
     axes.set_ylabel("ms")

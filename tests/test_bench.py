@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,10 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
+from launching import wait_until  # noqa: E402
 
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
+from benchmarks.peers import ENTRIES  # noqa: E402
 from benchmarks.peers.base import Reducer  # noqa: E402
-from benchmarks.workloads import Workload, resnet50_elements  # noqa: E402
+from benchmarks.workloads import Workload, resnet50_elements, single  # noqa: E402
+from benchmarks.worlds import World, here  # noqa: E402
 
 MB = 1 << 20
 
@@ -133,8 +137,11 @@ def test_between_hosts_the_limit_is_the_measured_link() -> None:
 
 
 def test_peers_take_turns_and_leave_tables_figures_and_plots(tmp_path: Path) -> None:
-    options = ("--quick", "--rounds", "2", "--max-mb", "1", "--only", "allreduce", "--peers", "numpy,floor")
-    done = run("benchmarks", *options, "--output", str(tmp_path))
+    bare = tmp_path / "python"  # which has nothing installed
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    options = ("--quick", "--rounds", "2", "--max-mb", "1", "--only", "allreduce", "--horovod", str(bare))
+    done = run("benchmarks", *options, "--peers", "numpy,floor,horovod", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (part,) = json.loads((tmp_path / "bench.json").read_text())["parts"]
     assert [column["label"] for column in part["columns"]] == ["1 KB", "64 KB", "1 MB"]
@@ -147,8 +154,45 @@ def test_peers_take_turns_and_leave_tables_figures_and_plots(tmp_path: Path) -> 
     page = (tmp_path / "bench.md").read_text()
     assert "polyhvd.numpy" in page
     assert "times as long as" in page
+    assert f"- without Horovod on gloo: {bare} cannot import horovod.torch (ModuleNotFoundError" in page
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     assert (tmp_path / "allreduce.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ranks_that_use_cpu_while_idle_are_stopped_between_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENTRIES, "floor", dataclasses.replace(ENTRIES["floor"], restless=True))
+
+    def stopped() -> bool:
+        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in world.pids]
+        return states == ["T", "T"]
+
+    world = World("floor", 2, here(), tmp_path)
+    try:
+        wait_until(stopped, "both ranks were stopped")
+        assert world.order("prepare", single(1024, "blocking")) == [True, True]
+        assert len(world.measure(3).seconds) == 3
+        wait_until(stopped, "both ranks were stopped")
+    finally:
+        world.close()
+    assert [process.returncode for process in world.launcher.processes] == [0, 0]
+
+
+needs_horovod = pytest.mark.skipif(
+    "BENCH_HOROVOD" not in os.environ, reason="BENCH_HOROVOD names no Python with Horovod"
+)
+
+
+@needs_horovod
+def test_horovod_does_every_workload_of_pytorch(tmp_path: Path) -> None:
+    options = ("--quick", "--rounds", "1", "--max-mb", "1", "--only", "async,gradients,steps")
+    done = run("benchmarks", *options, "--peers", "horovod,horovod-mpi", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "bench.json").read_text())["parts"]
+    found = [(column["path"], sorted(column["peers"])) for part in parts for column in part["columns"]]
+    both = ["horovod", "horovod-mpi"]
+    assert found == [(path, both) for path in ("async",) * 3 + ("separate", "grouped", "step", "step")]
 
 
 def test_a_peer_with_wrong_sums_is_not_timed() -> None:
