@@ -34,8 +34,8 @@ with Server(parse_secret(sys.argv[2]), sys.argv[1]) as server:
 """
 
 
-#: Serves Horovod's rendezvous for argv[2] ranks on the hosts of argv[1] until standard input ends. Says at
-#: which port, and what each rank is to find in its environment.
+#: Serves Horovod's rendezvous for argv[1] ranks on this host until standard input ends. Says at which port,
+#: and what each rank is to find in its environment.
 HOROVOD_RENDEZVOUS = """
 import json, sys
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -43,7 +43,7 @@ from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 server = RendezvousServer()
 port = server.start()
-plan = get_host_assignments(parse_hosts(sys.argv[1]), int(sys.argv[2]))
+plan = get_host_assignments(parse_hosts("localhost:" + sys.argv[1]), int(sys.argv[1]))
 server.init(plan)
 print(json.dumps([port, [create_slot_env_vars(slot) for slot in plan]]), flush=True)
 sys.stdin.read()
@@ -144,7 +144,7 @@ class Launcher:
             "mpich": self._mpich,
             "kvstore": self._kvstore,
         }
-        if not together and entry.start in ("mpich", "kvstore"):
+        if not together and entry.start in ("mpich", "kvstore", "horovod-gloo"):
             raise CannotStart(f"{entry.label} is measured on one host only")
         starts[entry.start]()
 
@@ -233,13 +233,12 @@ class Launcher:
         self.rank_command[0] = os.environ["BENCH_HOROVOD"]
 
     def _horovod_gloo(self) -> None:
-        """What horovodrun does, which reaches hosts over ssh."""
+        """What horovodrun does on one host."""
         self._in_horovods_python("gloo")
-        first, each = self.places[0], self.size // len(self.places)
-        slots = ",".join(f"{place.name or 'localhost'}:{each}" for place in self.places)
+        first = self.places[0]
         server = self._popen(
             first,
-            [self.rank_command[0], "-c", HOROVOD_RENDEZVOUS, slots, str(self.size)],
+            [self.rank_command[0], "-c", HOROVOD_RENDEZVOUS, str(self.size)],
             {},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -252,13 +251,13 @@ class Launcher:
         common = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_IFACE": "eth0" if len(self.places) > 1 else "lo",
+            "HOROVOD_GLOO_IFACE": "lo",
             "HOROVOD_GLOO_TIMEOUT_SECONDS": "100000",  # its ranks are stopped while others are measured
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": first.address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         }
-        for rank, env in enumerate(environments):
-            self._popen(self.place_of(rank), self.rank_command, {**common, **env})
+        for env in environments:
+            self._popen(first, self.rank_command, {**common, **env})
 
     def _horovod_mpi(self) -> None:
         self._in_horovods_python("mpi")

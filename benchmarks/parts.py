@@ -11,7 +11,7 @@ from benchmarks.workloads import KB, MB, Workload
 POLYHVD = ("torch", "numpy", "mxnet", "tensorflow")
 HOROVOD = ("horovod", "horovod-mpi")
 ALL = (*POLYHVD, *HOROVOD, "gloo", "openmpi", "mpich", "kvstore", "floor")
-ROUTED = ("torch", *HOROVOD, "gloo", "openmpi")
+ROUTED = ("torch", "horovod-mpi", "gloo", "openmpi")
 TRAINING = ("torch", "torch-alone", *HOROVOD, "gloo")
 TRAINING += ("mxnet", "mxnet-alone", "kvstore", "tensorflow", "keras-alone", "mwms")
 
