@@ -74,6 +74,9 @@ class World final : public Liveness {
   }
   void spread_abort(const Error& error) noexcept override;
   void leave() noexcept override;
+  void move_along(bool pending) override {
+    if (mpi_) mpi_->move_along(pending);
+  }
   void close() noexcept override;
   std::vector<int> descriptors() const override { return descriptors_; }
   std::string name_of(int rank) const override {

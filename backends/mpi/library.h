@@ -89,7 +89,9 @@ class Library {
                           Handle& request) = 0;
   virtual void start_receive(void* data, int bytes, int from, Handle communicator,
                              Handle& request) = 0;
-  // Moves everything along; true when the request is done, and forever after.
+  // Moves everything along, also what has ended here and not yet elsewhere.
+  virtual void move_along(Handle communicator) = 0;
+  // The same; true when the request is done, and forever after.
   virtual bool test(Handle& request) = 0;
 
  protected:

@@ -42,6 +42,7 @@ void Fabric::await(Flight& flight, Deadline deadline) {
         return true;
       },
       deadline);
+  host_.parking->sleep_lightly();  // for what others still wait for
 }
 
 void Fabric::await(const BlockingCall& call, Deadline deadline) {

@@ -49,6 +49,14 @@ class Fabric {
   void await(Flight& flight, Deadline deadline);
   // The same for a call that waits for other ranks; throws what it has thrown, too.
   void await(const BlockingCall& call, Deadline deadline);
+  // What was sent may still lie with this rank, after its operation: Open MPI and MPICH send on
+  // while they are called, and nobody may call them for long. Not beside calls of the program's,
+  // where MPI serves one thread at a time.
+  void move_along(bool pending) {
+    if (usable() && (pending || session_->runtime().threads() == ThreadLevel::kMultiple)) {
+      library().move_along(session_->communicator());
+    }
+  }
   // Moves control traffic along, between the steps of a long transfer.
   void overlap() const { host_.overlap(); }
   bool reproducible() const noexcept { return host_.reproducible; }

@@ -239,6 +239,7 @@ void Engine::check_health() {
   const auto now = Clock::now();
   controller_->beat(now);
   for (const auto& [key, communicator] : communicators_) communicator->check();
+  parts_.liveness->move_along(queue_.pending() > 0);
   check_flight(now);
 }
 

@@ -25,6 +25,9 @@ class Liveness {
   virtual void spread_abort(const Error& error) noexcept = 0;
   // Marks this rank as departed in good order, before its connections close.
   virtual void leave() noexcept = 0;
+  // Called now and then: lets a library that sends only while it is asked to, such as MPI, go on
+  // with what others wait for. `pending`: so does a caller of this rank. Role's holder only.
+  virtual void move_along(bool pending) = 0;
   // Closes every connection and unmaps shared memory; no communicator or channel
   // is left by then. Counters stay readable.
   virtual void close() noexcept = 0;

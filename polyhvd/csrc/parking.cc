@@ -11,6 +11,14 @@
 #include <string>
 
 namespace polyhvd {
+namespace {
+
+constexpr std::chrono::milliseconds kSleep(100);      // between looks at liveness
+constexpr std::chrono::milliseconds kLightSleep(10);  // after which sent_ is looked at soon enough
+// Of the time for which somebody may wait for what lies with this rank, its sleep adds this part.
+constexpr int kLightness = 8;
+
+}  // namespace
 
 Parking::Parking() : wake_fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (wake_fd_ < 0) {
@@ -101,7 +109,7 @@ void Parking::await_slowly(const std::function<bool()>& ready, Clock::time_point
     if (now >= deadline) {
       throw Failure(ErrorCode::kTimeout, "the transfer did not finish in time");
     }
-    auto timeout = std::chrono::milliseconds(asking_ ? 0 : kSleepMs);
+    auto timeout = asking_ ? std::chrono::milliseconds(0) : sleep_max(kSleep);
     if (deadline != kForever) {
       timeout = std::min(timeout, std::chrono::ceil<std::chrono::milliseconds>(deadline - now));
     }
@@ -117,7 +125,20 @@ void Parking::doze(std::chrono::milliseconds timeout) {
     for (const Watched& w : watched_) fds.push_back({w.fd, w.idle_events, 0});
   }
   fds.push_back({wake_fd_, POLLIN, 0});
+  timeout = sleep_max(timeout);
+  deeply_asleep_.store(timeout > kLightSleep);
+  // Who has sent in between has seen one of both.
+  timeout = sleep_max(timeout);
   poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
+  deeply_asleep_.store(false);
+}
+
+std::chrono::milliseconds Parking::sleep_max(std::chrono::milliseconds most) const noexcept {
+  const Clock::rep sent = sent_.load();
+  if (sent == 0) return most;
+  const auto ago = Clock::now() - Clock::time_point(Clock::duration(sent));
+  const auto part = std::chrono::floor<std::chrono::milliseconds>(ago / kLightness);
+  return std::clamp(part, std::chrono::milliseconds(1), most);
 }
 
 }  // namespace polyhvd

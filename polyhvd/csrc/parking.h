@@ -66,6 +66,13 @@ class Parking {
   // announces; `ready` takes the naps. Role's holder only.
   void set_asking(bool asking) noexcept { asking_ = asking; }
 
+  // Bytes were given to a library that goes on sending only while it is asked, such as MPI.
+  // Sleeps of both threads are short now, and longer the longer ago that is. Any thread.
+  void sleep_lightly() noexcept {
+    sent_.store(Clock::now().time_since_epoch().count());
+    if (deeply_asleep_.load()) wake();
+  }
+
   // Fewer spins when ranks outnumber cores.
   void set_crowded(bool crowded) noexcept { crowded_ = crowded; }
 
@@ -123,7 +130,6 @@ class Parking {
   static constexpr int kSpinsPerLook = 20;    // at the clock, in await_briefly
   static constexpr int kYields = 100;
   static constexpr int kYieldsPerCheck = 16;
-  static constexpr int kSleepMs = 100;  // between looks at liveness
 
   struct Watched {
     int fd;
@@ -151,15 +157,19 @@ class Parking {
   }
   void await_slowly(const std::function<bool()>& ready, Clock::time_point deadline);
   bool poll_watched(int timeout_ms);
+  // The longest sleep, at most `most`.
+  std::chrono::milliseconds sleep_max(std::chrono::milliseconds most) const noexcept;
   void drain_wake_fd() noexcept;
 
   int wake_fd_;
   std::atomic<std::uint32_t> own_flag_{0};
   std::atomic<std::uint32_t>* sleep_flag_ = &own_flag_;
-  std::atomic<int> asleep_{0};  // threads in poll(2), for wake_if_asleep
-  bool crowded_ = false;        // set before the engine's threads exist
-  bool asking_ = false;         // the role's holder's
-  bool measures_ = false;       // likewise, as is waited_
+  std::atomic<int> asleep_{0};              // threads in poll(2), for wake_if_asleep
+  std::atomic<Clock::rep> sent_{0};         // when sleep_lightly() was called; 0: never
+  std::atomic<bool> deeply_asleep_{false};  // doze() would not soon see that sent_ has changed
+  bool crowded_ = false;                    // set before the engine's threads exist
+  bool asking_ = false;                     // the role's holder's
+  bool measures_ = false;                   // likewise, as is waited_
   Ticks waited_ = 0;
   std::function<void()> on_slow_;
   std::mutex watched_mutex_;

@@ -78,12 +78,12 @@ def _dtypes(op: str, factor: float) -> list[np.dtype[Any]]:
     return [dtype for dtype in drivers.get("device").dtypes if plain or dtype.kind != "b"]
 
 
-def allreduce() -> None:
+def allreduce(shapes: Sequence[tuple[int, ...]] = _SHAPES, factors: bool = True) -> None:
     """Every element type, operation and kind of factor; arguments that are not the result stay."""
     size, rank = hvd.size(), hvd.rank()
     for op, factor in _combinations():
-        for dtype in _dtypes(op, factor):
-            for shape in _SHAPES if factor == 1.0 else _FEW_SHAPES:
+        for dtype in _dtypes(op, factor) if factors or factor == 1.0 else ():
+            for shape in shapes if factor == 1.0 else _FEW_SHAPES:
                 what = f"allreduce {op} {factor} {dtype.name} {list(shape)}"
                 terms = [oracle.contribution(dtype, shape, r) for r in range(size)]
                 mine = DeviceArray.from_numpy(terms[rank])
