@@ -24,8 +24,9 @@ MpiTransport::~MpiTransport() {
 void MpiTransport::post(int to, ConstBytes out) {
   for (std::size_t at = 0; at < out.size(); at += kMessageBytes) {
     const ConstBytes part = out.subspan(at, std::min(kMessageBytes, out.size() - at));
-    auto flight = std::make_unique<Flight>();
-    flight->sent.assign(part.begin(), part.end());
+    std::unique_ptr<Flight> flight = spare();
+    if (flight->sent.size() < part.size()) flight->sent.resize(part.size());
+    std::memcpy(flight->sent.data(), part.data(), part.size());
     flight->flying = true;
     fabric_.library().start_send(flight->sent.data(), static_cast<int>(part.size()), to,
                                  fabric_.session().communicator(), flight->request);
@@ -35,9 +36,20 @@ void MpiTransport::post(int to, ConstBytes out) {
   }
 }
 
+// Memory that was written to before: what is new is cleared by the system, page by page.
+std::unique_ptr<Flight> MpiTransport::spare() {
+  if (spares_.empty()) return std::make_unique<Flight>();
+  std::unique_ptr<Flight> flight = std::move(spares_.back());
+  spares_.pop_back();
+  return flight;
+}
+
 void MpiTransport::settle(std::size_t most, Deadline deadline) {
   for (auto& [rank, flights] : posted_) {
-    for (; flights.size() > most; flights.pop_front()) fabric_.await(*flights.front(), deadline);
+    for (; flights.size() > most; flights.pop_front()) {
+      fabric_.await(*flights.front(), deadline);
+      spares_.push_back(std::move(flights.front()));
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "mpi/mpi_backend.h"
 #include "transport.h"
@@ -23,12 +24,15 @@ class MpiTransport final : public Transport {
   std::uint64_t bytes_received() const noexcept override { return bytes_received_.load(); }
 
  private:
+  std::unique_ptr<Flight> spare();
+
   Fabric& fabric_;
   // Messages go through memory of our own, so that a wait that is given up leaves the
   // caller's memory alone.
   std::unique_ptr<Flight> sending_ = std::make_unique<Flight>();
   std::unique_ptr<Flight> receiving_ = std::make_unique<Flight>();
   std::map<int, std::deque<std::unique_ptr<Flight>>> posted_;  // by rank
+  std::vector<std::unique_ptr<Flight>> spares_;  // have landed; no more than have flown at once
   std::atomic<std::uint64_t> bytes_sent_{0};
   std::atomic<std::uint64_t> bytes_received_{0};
 };
