@@ -1,5 +1,7 @@
 #include "mpi/mpi_backend.h"
 
+#include <algorithm>
+
 #include "asking.h"
 #include "mpi/mpi_communicator.h"
 #include "mpi/mpi_transport.h"
@@ -22,6 +24,11 @@ Fabric::Fabric(std::shared_ptr<Session> session, const host::Fabric& host)
 
 Fabric::~Fabric() {
   if (usable()) reductions_.close();
+}
+
+bool Fabric::are_on_one_host(std::span<const int> ranks) const {
+  const auto host_of = [this](int rank) { return host_.domain_of[static_cast<std::size_t>(rank)]; };
+  return std::ranges::all_of(ranks, [&](int rank) { return host_of(rank) == host_of(ranks[0]); });
 }
 
 template <class Ready>

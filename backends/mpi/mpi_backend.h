@@ -44,6 +44,9 @@ class Fabric {
   // Ranks that share nothing but MPI.
   host::Fabric& bytes_only() noexcept { return bytes_only_; }
 
+  // The same on all ranks.
+  bool are_on_one_host(std::span<const int> ranks) const;
+
   // Returns when the flight has landed. Throws as Parking does; then it still flies, and MPI is
   // given up.
   void await(Flight& flight, Deadline deadline);

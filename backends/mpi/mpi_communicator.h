@@ -40,6 +40,7 @@ class MpiCommunicator final : public Communicator {
 
   Fabric& fabric_;
   Library& library_;
+  std::size_t allreduce_round_bytes_;  // the same on all members
   ProcessSetId set_;
   std::vector<int> members_;
   std::optional<Handle> communicator_;
