@@ -7,8 +7,8 @@
 #include <sstream>
 #include <thread>
 
-#include "cuda/devices.h"
-#include "cuda/staged_backend.h"
+#include "gpu/devices.h"
+#include "gpu/staged_backend.h"
 #include "host/host_backend.h"
 #include "mpi/mpi_backend.h"
 #include "nccl/nccl_backend.h"
@@ -65,7 +65,7 @@ class World final : public Liveness {
   // `between_hosts` moves bytes of CPUs where NCCL serves within hosts alone.
   void prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOptions& options);
   std::unique_ptr<Backend> make_staged_backend(const Backend& on_cpu) {
-    return std::make_unique<cuda::StagedBackend>(wiring_.rank, staging_, on_cpu);
+    return std::make_unique<gpu::StagedBackend>(wiring_.rank, staging_, on_cpu);
   }
   std::shared_ptr<Devices> devices() const { return devices_; }
 
@@ -106,8 +106,8 @@ class World final : public Liveness {
   std::unique_ptr<shm::LocalPeers> peers_;
   std::vector<int> descriptors_;
   host::Fabric fabric_;
-  std::shared_ptr<cuda::Devices> devices_;
-  std::shared_ptr<cuda::Staging> staging_;
+  std::shared_ptr<gpu::Devices> devices_;
+  std::shared_ptr<gpu::Staging> staging_;
   std::unique_ptr<mpi::Fabric> mpi_;              // null unless MPI moves data
   std::unique_ptr<nccl::Fabric> nccl_;            // null unless NCCL may; never reset
   Backend* staged_ = nullptr;                     // the engine's
@@ -151,8 +151,8 @@ World::World(Wiring wiring, Parking& parking, bool data_checksums)
   fabric_.transport = transport_.get();
   fabric_.parking = &parking_;
   devices_ =
-      std::make_shared<cuda::Devices>(std::make_shared<cuda::Driver>(wiring_.rank), rank_on_host());
-  staging_ = std::make_shared<cuda::Staging>(devices_, parking_);
+      std::make_shared<gpu::Devices>(std::make_shared<gpu::Driver>(wiring_.rank), rank_on_host());
+  staging_ = std::make_shared<gpu::Staging>(devices_, parking_);
 }
 
 // Also where ranks of a host share no memory.

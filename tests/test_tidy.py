@@ -24,7 +24,7 @@ LINES_MAX = 600
 ADAPTER_LINES_MAX = 400  # of the module that has the adapter in it
 
 #: Backends that are built on another one.
-BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}, "nccl": {"cuda"}}
+BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}, "nccl": {"gpu"}}
 #: Adapters that are one with another framework's.
 PART_OF = {"keras": {"tensorflow", "torch"}, "lightning": {"torch"}}
 #: What each framework is imported as.
@@ -46,7 +46,7 @@ FOREIGN = {
 NAMES = {
     r"\bMPI_[A-Z]\w+|\bompi_\w+": ("backends/mpi",),
     r"\bnccl[A-Z]\w+|\bcuda[A-Z]\w+|\bcu(?:Mem|Ctx|Stream|Event|Device)[A-Z]\w+": (
-        "backends/cuda",
+        "backends/gpu",
         "backends/nccl",
         "frameworks/cupy",
         "tests/gpu",

@@ -41,10 +41,10 @@ void keep_for_good(std::shared_ptr<std::byte> memory) {
 
 }  // namespace
 
-FusionBuffer::FusionBuffer(const Connection& connection, cuda::ContextPtr context)
+FusionBuffer::FusionBuffer(const Connection& connection, gpu::ContextPtr context)
     : connection_(connection), context_(std::move(context)) {
   const Functions& call = connection_.library().call;
-  const cuda::Current current(*context_);
+  const gpu::Current current(*context_);
   // Memory of NCCL's own is the kind that every transport can reach by itself.
   void* memory = nullptr;
   if (call.MemAlloc != nullptr && call.MemFree != nullptr &&
@@ -66,7 +66,7 @@ FusionBuffer::~FusionBuffer() {
     return;
   }
   try {
-    const cuda::Current current(*context_);
+    const gpu::Current current(*context_);
     const Functions& call = connection_.library().call;
     if (registration_ != nullptr) (void)call.CommDeregister(connection_.get(), registration_);
     if (!plain_) (void)call.MemFree(data_);
@@ -93,24 +93,24 @@ void FusionBuffer::unpack(Stream stream, Segments to) const {
   }
 }
 
-void copy(const cuda::Context& context, Stream stream, std::byte* to, const std::byte* from,
+void copy(const gpu::Context& context, Stream stream, std::byte* to, const std::byte* from,
           std::size_t bytes) {
   if (bytes == 0) return;
-  const cuda::Current current(context);
+  const gpu::Current current(context);
   context.check(
-      context.functions().MemcpyDtoDAsync(reinterpret_cast<cuda::Address>(to),
-                                          reinterpret_cast<cuda::Address>(from), bytes, stream),
+      context.functions().MemcpyDtoDAsync(reinterpret_cast<gpu::Address>(to),
+                                          reinterpret_cast<gpu::Address>(from), bytes, stream),
       "cuMemcpyDtoDAsync");
 }
 
-void gather(const cuda::Context& context, Stream stream, Segments from, std::size_t at,
+void gather(const gpu::Context& context, Stream stream, Segments from, std::size_t at,
             std::byte* to, std::size_t bytes) {
   for_each_run(from, at, bytes, [&](std::byte* run, std::size_t before, std::size_t length) {
     copy(context, stream, to + before, run, length);
   });
 }
 
-void scatter(const cuda::Context& context, Stream stream, const std::byte* from, Segments to,
+void scatter(const gpu::Context& context, Stream stream, const std::byte* from, Segments to,
              std::size_t at, std::size_t bytes) {
   for_each_run(to, at, bytes, [&](std::byte* run, std::size_t before, std::size_t length) {
     copy(context, stream, run, from + before, length);

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "cuda/driver.h"
+#include "gpu/driver.h"
 #include "nccl/connection.h"
 #include "types.h"
 
@@ -21,7 +21,7 @@ class FusionBuffer {
   // than they save.
   static bool takes(const Segment& tensor) noexcept { return tensor.bytes <= 64 << 10; }
 
-  FusionBuffer(const Connection& connection, cuda::ContextPtr context);
+  FusionBuffer(const Connection& connection, gpu::ContextPtr context);
   // When the stream is done with it, and before the connection ends.
   ~FusionBuffer();
   FusionBuffer(const FusionBuffer&) = delete;
@@ -41,7 +41,7 @@ class FusionBuffer {
 
  private:
   const Connection& connection_;
-  cuda::ContextPtr context_;
+  gpu::ContextPtr context_;
   std::byte* data_ = nullptr;
   std::shared_ptr<std::byte> plain_;  // where NCCL does not allocate
   void* registration_ = nullptr;
@@ -49,12 +49,12 @@ class FusionBuffer {
 };
 
 // Gives the stream a copy within the GPU.
-void copy(const cuda::Context& context, Stream stream, std::byte* to, const std::byte* from,
+void copy(const gpu::Context& context, Stream stream, std::byte* to, const std::byte* from,
           std::size_t bytes);
 // Bytes [at, at + bytes) of what the segments hold one after the other, to or from one place.
-void gather(const cuda::Context& context, Stream stream, Segments from, std::size_t at,
+void gather(const gpu::Context& context, Stream stream, Segments from, std::size_t at,
             std::byte* to, std::size_t bytes);
-void scatter(const cuda::Context& context, Stream stream, const std::byte* from, Segments to,
+void scatter(const gpu::Context& context, Stream stream, const std::byte* from, Segments to,
              std::size_t at, std::size_t bytes);
 
 }  // namespace polyhvd::nccl

@@ -13,8 +13,8 @@ constexpr auto kNap = std::chrono::microseconds(100);
 
 }  // namespace
 
-Lane::Lane(std::shared_ptr<const Library> library, std::string who, cuda::ContextPtr context,
-           std::shared_ptr<cuda::OwnStream> stream, Parking& parking, const UniqueId& id, int size,
+Lane::Lane(std::shared_ptr<const Library> library, std::string who, gpu::ContextPtr context,
+           std::shared_ptr<gpu::OwnStream> stream, Parking& parking, const UniqueId& id, int size,
            int position, Deadline deadline)
     : who_(who),
       context_(std::move(context)),
@@ -22,7 +22,7 @@ Lane::Lane(std::shared_ptr<const Library> library, std::string who, cuda::Contex
       stream_(std::move(stream)),
       connection_(std::move(library), std::move(who)) {
   {
-    const cuda::Current current(*context_);
+    const gpu::Current current(*context_);
     connection_.begin(id, size, position);
   }
   connection_.settle("connecting the ranks", parking_, deadline);

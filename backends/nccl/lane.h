@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda/driver.h"
+#include "gpu/driver.h"
 #include "nccl/connection.h"
 #include "nccl/fusion_buffer.h"
 #include "parking.h"
@@ -22,8 +22,8 @@ class Lane {
   using Clock = Parking::Clock;
 
   // Connects the ranks, all of which make one with the same id. Throws as Connection does.
-  Lane(std::shared_ptr<const Library> library, std::string who, cuda::ContextPtr context,
-       std::shared_ptr<cuda::OwnStream> stream, Parking& parking, const UniqueId& id, int size,
+  Lane(std::shared_ptr<const Library> library, std::string who, gpu::ContextPtr context,
+       std::shared_ptr<gpu::OwnStream> stream, Parking& parking, const UniqueId& id, int size,
        int position, Deadline deadline);
   // Waits a bounded time for what the stream has to do, and for the others to end as well.
   ~Lane();
@@ -34,7 +34,7 @@ class Lane {
   const Functions& call() const noexcept { return connection_.library().call; }
   Comm comm() const noexcept { return connection_.get(); }
   Stream stream() const noexcept { return stream_->get(); }
-  const cuda::Context& context() const noexcept { return *context_; }
+  const gpu::Context& context() const noexcept { return *context_; }
   FusionBuffer& fusion_buffer();
 
   // Where the stream is now.
@@ -46,7 +46,7 @@ class Lane {
   // `calls` are one launch; returns when the stream has been given it.
   template <class Calls>
   void launch(const char* what, Deadline deadline, Calls&& calls) {
-    const cuda::Current current(*context_);
+    const gpu::Current current(*context_);
     Group group(connection_);
     calls();
     group.end();
@@ -72,9 +72,9 @@ class Lane {
   void land();
 
   const std::string who_;
-  const cuda::ContextPtr context_;
+  const gpu::ContextPtr context_;
   Parking& parking_;
-  const std::shared_ptr<cuda::OwnStream> stream_;
+  const std::shared_ptr<gpu::OwnStream> stream_;
   Connection connection_;
   std::optional<FusionBuffer> buffer_;
   std::deque<Flight> flights_;

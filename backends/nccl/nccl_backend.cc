@@ -9,8 +9,8 @@ std::shared_ptr<const Library> Fabric::library() {
   return library_;
 }
 
-std::shared_ptr<cuda::OwnStream> Fabric::stream(const cuda::ContextPtr& context) {
-  if (!stream_) stream_ = std::make_shared<cuda::OwnStream>(context, true);
+std::shared_ptr<gpu::OwnStream> Fabric::stream(const gpu::ContextPtr& context) {
+  if (!stream_) stream_ = std::make_shared<gpu::OwnStream>(context, true);
   return stream_;
 }
 

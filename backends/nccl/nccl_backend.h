@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "backend.h"
-#include "cuda/devices.h"
+#include "gpu/devices.h"
 #include "nccl/hierarchy.h"
 #include "nccl/library.h"
 #include "parking.h"
@@ -29,7 +29,7 @@ struct Settings {
 // What a rank's communicators share. Everything outlives them.
 class Fabric {
  public:
-  Fabric(int rank, Settings settings, std::shared_ptr<cuda::Devices> devices, Parking& parking,
+  Fabric(int rank, Settings settings, std::shared_ptr<gpu::Devices> devices, Parking& parking,
          std::function<std::string(int rank)> name_of, std::function<int(int rank)> host_of,
          std::function<void(const std::string&)> log)
       : rank(rank),
@@ -47,12 +47,12 @@ class Fabric {
   const std::function<int(int rank)> host_of;
   const std::function<void(const std::string&)> log;
 
-  cuda::Devices& devices() const noexcept { return *devices_; }
+  gpu::Devices& devices() const noexcept { return *devices_; }
   // The same at every call. Throws Failure(kInvalidArgument) with the reasons when there is none.
   std::shared_ptr<const Library> library();
   // Of all process sets: were there several, kernels of two sets could wait for each other, as
   // only one stream has them in the order that all ranks share.
-  std::shared_ptr<cuda::OwnStream> stream(const cuda::ContextPtr& context);
+  std::shared_ptr<gpu::OwnStream> stream(const gpu::ContextPtr& context);
   // That NCCL does not serve: once, as it is so for every process set.
   void warn(const std::string& text);
 
@@ -60,9 +60,9 @@ class Fabric {
   std::uint64_t bytes() const noexcept { return bytes_.load(std::memory_order_relaxed); }
 
  private:
-  std::shared_ptr<cuda::Devices> devices_;
-  std::shared_ptr<const Library> library_;   // null before the first use; the driver's
-  std::shared_ptr<cuda::OwnStream> stream_;  // likewise
+  std::shared_ptr<gpu::Devices> devices_;
+  std::shared_ptr<const Library> library_;  // null before the first use; the driver's
+  std::shared_ptr<gpu::OwnStream> stream_;  // likewise
   bool warned_ = false;
   std::atomic<std::uint64_t> bytes_{0};  // that this rank gave to NCCL; any thread reads it
 };

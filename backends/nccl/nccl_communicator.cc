@@ -100,7 +100,7 @@ std::optional<Reduction> NcclCommunicator::reduction_by_nccl(DType dtype, Reduce
 Offer NcclCommunicator::offer() const {
   Offer offer;
   try {
-    const cuda::ContextPtr context = fabric_.devices().context(device_);
+    const gpu::ContextPtr context = fabric_.devices().context(device_);
     put(offer.gpu, context->driver().uuid_of(device_.index));
     offer.version = fabric_.library()->version();
     offer.shares_gpus = fabric_.settings.shares_gpus ? 1 : 0;
@@ -152,7 +152,7 @@ std::unique_ptr<Lane> NcclCommunicator::connect(std::span<const int> ranks, Dead
                    all[i].result);
   }
   const auto first = static_cast<std::size_t>(*position_in(members_, ranks[0]));
-  const cuda::ContextPtr context = fabric_.devices().context(device_);
+  const gpu::ContextPtr context = fabric_.devices().context(device_);
   return std::make_unique<Lane>(library, who(ranks), context, fabric_.stream(context),
                                 fabric_.parking, all[first].id, static_cast<int>(ranks.size()),
                                 *position_in(ranks, fabric_.rank), deadline);

@@ -1,5 +1,5 @@
 // Devices other than CPUs, as the queue needs them: their memory, and the order of what
-// their streams do. One implementation for a kind of device (backends/cuda); nothing here
+// their streams do. One implementation for a kind of device (backends/gpu); nothing here
 // or above knows a driver.
 #pragma once
 

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <string>
 
-#include "../../backends/cuda/devices.h"
+#include "../../backends/gpu/devices.h"
 #include "../../backends/nccl/hierarchy.h"
 #include "../../backends/nccl/offer.h"
 #include "../../backends/nccl/reductions.h"
@@ -47,7 +47,7 @@ T factor_of(const std::optional<nccl::Reduction>& reduction) {
 class OnGpu {
  public:
   OnGpu(int device, const std::vector<float>& values)
-      : context_(cuda::Context::open(std::make_shared<cuda::Driver>(device), device)),
+      : context_(gpu::Context::open(std::make_shared<gpu::Driver>(device), device)),
         stream_(context_),
         pinned_(context_, values.size() * sizeof(float)),
         memory_(context_->allocate(pinned_.bytes())) {
@@ -74,9 +74,9 @@ class OnGpu {
   }
 
  private:
-  cuda::ContextPtr context_;
-  cuda::OwnStream stream_;
-  cuda::PinnedMemory pinned_;
+  gpu::ContextPtr context_;
+  gpu::OwnStream stream_;
+  gpu::PinnedMemory pinned_;
   std::shared_ptr<std::byte> memory_;
 };
 
@@ -85,7 +85,7 @@ void use_nccl(Wiring& wiring) {
   for (const char* name : {"build/gpu/libcuda.so.1", "build/gpu/libnccl.so.2"}) {
     REQUIRE_MESSAGE(dlopen(name, RTLD_NOW | RTLD_LOCAL) != nullptr, "make stand-ins builds it");
   }
-  cuda::Driver(0).functions();
+  gpu::Driver(0).functions();
   wiring.backends = {"nccl", "host"};
   wiring.nccl_libraries = {"build/gpu/libnccl.so.2"};
 }

@@ -8,8 +8,8 @@
 #include <numeric>
 #include <string>
 
-#include "../../backends/cuda/devices.h"
-#include "../../backends/cuda/staging.h"
+#include "../../backends/gpu/devices.h"
+#include "../../backends/gpu/staging.h"
 #include "thread_world.h"
 
 using namespace polyhvd;
@@ -23,9 +23,9 @@ void load_stand_in() {
   REQUIRE_MESSAGE(library != nullptr, "make stand-ins builds build/gpu/libcuda.so.1");
 }
 
-cuda::ContextPtr context_of(int device) {
+gpu::ContextPtr context_of(int device) {
   load_stand_in();
-  return cuda::Context::open(std::make_shared<cuda::Driver>(0), device);
+  return gpu::Context::open(std::make_shared<gpu::Driver>(0), device);
 }
 
 template <class Call>
@@ -41,7 +41,7 @@ Error error_of(Call&& call) {
 // Floats on a GPU that come and go through a stream.
 class Floats {
  public:
-  Floats(cuda::ContextPtr context, std::size_t count)
+  Floats(gpu::ContextPtr context, std::size_t count)
       : context_(std::move(context)),
         stream_(context_),
         pinned_(context_, bytes(count)),
@@ -71,9 +71,9 @@ class Floats {
  private:
   static std::size_t bytes(std::size_t count) { return count * sizeof(float); }
 
-  cuda::ContextPtr context_;
-  cuda::OwnStream stream_;
-  cuda::PinnedMemory pinned_;
+  gpu::ContextPtr context_;
+  gpu::OwnStream stream_;
+  gpu::PinnedMemory pinned_;
   std::shared_ptr<std::byte> memory_;
   std::size_t count_;
 };
@@ -97,11 +97,11 @@ void wait(Engine& engine, const OperationPtr& operation) {
 // Keeps a stream from going on until it is opened.
 class Gate {
  public:
-  explicit Gate(const cuda::Context& context, Stream stream) {
+  explicit Gate(const gpu::Context& context, Stream stream) {
     using Enqueue = void (*)(void*, void (*)(void*), void*);
     void* library = dlopen("build/gpu/libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     const auto enqueue = reinterpret_cast<Enqueue>(dlsym(library, "polyhvd_stand_in_enqueue"));
-    const cuda::Current current(context);
+    const gpu::Current current(context);
     enqueue(stream, [](void* self) { static_cast<Gate*>(self)->open_.wait(false); }, this);
   }
   void open() {
@@ -128,12 +128,12 @@ struct HeldUp {
     });
   }
 
-  cuda::ContextPtr context;
-  cuda::OwnStream program;
+  gpu::ContextPtr context;
+  gpu::OwnStream program;
   Gate gate;
   Parking parking;
-  cuda::Staging staging{std::make_shared<cuda::Devices>(std::make_shared<cuda::Driver>(0), 0),
-                        parking, kBytes};
+  gpu::Staging staging{std::make_shared<gpu::Devices>(std::make_shared<gpu::Driver>(0), 0), parking,
+                       kBytes};
   std::shared_ptr<std::byte> target = context->allocate(kBytes);
 };
 
@@ -146,8 +146,8 @@ std::vector<float> ramp(std::size_t count, float from) {
 }  // namespace
 
 TEST_CASE("a driver that cannot be loaded is a refusal that says what to do") {
-  const auto driver = std::make_shared<cuda::Driver>(3, "libcuda-of-nobody.so");
-  const Error error = error_of([&] { cuda::Context::open(driver, 0); });
+  const auto driver = std::make_shared<gpu::Driver>(3, "libcuda-of-nobody.so");
+  const Error error = error_of([&] { gpu::Context::open(driver, 0); });
   CHECK(error.code == ErrorCode::kInvalidArgument);
   CHECK(error.message.find("rank 3") != std::string::npos);
   CHECK(error.message.find("libcuda-of-nobody.so") != std::string::npos);
@@ -162,7 +162,7 @@ TEST_CASE("a GPU that is not there is a refusal that says how many are") {
 
 TEST_CASE("GPUs are told apart by their names and numbers") {
   load_stand_in();
-  cuda::Driver driver(0);
+  gpu::Driver driver(0);
   CHECK(driver.version() >= 11000);
   CHECK(driver.name_of(0) != driver.name_of(1));
   CHECK(driver.uuid_of(0) != driver.uuid_of(1));
@@ -173,8 +173,8 @@ TEST_CASE("a stream that is held by an event sees what came before it") {
   constexpr std::size_t kCount = 10000;
   for (int repeat = 0; repeat < 20; ++repeat) {
     Floats source(context, kCount);
-    const cuda::OwnStream reader(context);
-    cuda::PinnedMemory copy(context, kCount * sizeof(float));
+    const gpu::OwnStream reader(context);
+    gpu::PinnedMemory copy(context, kCount * sizeof(float));
     const auto values = ramp(kCount, static_cast<float>(repeat));
     source.set(values);
     const DeviceEventPtr made = context->record(source.stream());
@@ -189,7 +189,7 @@ TEST_CASE("a stream that is held by an event sees what came before it") {
 
 TEST_CASE("a rank works on the GPU that it has used first") {
   load_stand_in();
-  cuda::Devices devices(std::make_shared<cuda::Driver>(5), 5);
+  gpu::Devices devices(std::make_shared<gpu::Driver>(5), 5);
   CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 1});  // of four, for the sixth
   CHECK(devices.record({DeviceKind::kCuda, 0}, nullptr) != nullptr);
   CHECK(devices.own(DeviceKind::kCuda) == Device{DeviceKind::kCuda, 0});
@@ -201,14 +201,14 @@ TEST_CASE("a rank works on the GPU that it has used first") {
 
 TEST_CASE("what is copied in is there for any stream") {
   const auto context = context_of(0);
-  cuda::Devices devices(std::make_shared<cuda::Driver>(0), 0);
+  gpu::Devices devices(std::make_shared<gpu::Driver>(0), 0);
   const auto values = ramp(5000, 1);
   const std::size_t bytes = values.size() * sizeof(float);
   const auto memory = devices.allocate({DeviceKind::kCuda, 0}, bytes);
   const auto* data = reinterpret_cast<const std::byte*>(values.data());
   devices.copy_in({DeviceKind::kCuda, 0}, memory.get(), data, bytes);
-  const cuda::OwnStream reader(context);
-  cuda::PinnedMemory copy(context, bytes);
+  const gpu::OwnStream reader(context);
+  gpu::PinnedMemory copy(context, bytes);
   reader.copy_to_host(copy.data(), memory.get(), bytes);
   reader.drain();
   CHECK(std::memcmp(copy.data(), data, bytes) == 0);
@@ -219,7 +219,7 @@ TEST_CASE("nothing is delivered before the program's stream is done with the mem
   held.deliver(1, Parking::kForever);
   const DeviceEventPtr arrived = held.staging.end();
   REQUIRE(arrived);
-  const cuda::OwnStream other(held.context);
+  const gpu::OwnStream other(held.context);
   other.drain();
   CHECK_FALSE(arrived->reached());
   held.gate.open();

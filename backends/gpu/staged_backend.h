@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "backend.h"
-#include "cuda/staging.h"
+#include "gpu/staging.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 
 class StagedBackend final : public Backend {
  public:
@@ -28,4 +28,4 @@ class StagedBackend final : public Backend {
   const Backend& on_cpu_;
 };
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

@@ -1,4 +1,4 @@
-#include "cuda/driver.h"
+#include "gpu/driver.h"
 
 #include <dlfcn.h>
 
@@ -10,7 +10,7 @@
 // Declared by hand after cuda.h. A number at the end of a symbol is the version of its ABI,
 // which the header hides behind a macro.
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 namespace {
 
 constexpr Code kSuccess = 0;
@@ -350,4 +350,4 @@ PinnedMemory::~PinnedMemory() {
   if (current) context_->functions().MemFreeHost(data_);
 }
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

@@ -1,12 +1,12 @@
-#include "cuda/staged_communicator.h"
+#include "gpu/staged_communicator.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "cuda/staged_backend.h"
+#include "gpu/staged_backend.h"
 #include "segments.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 namespace {
 
 constexpr std::size_t kCacheLine = 64;  // a whole number of elements of any type
@@ -258,4 +258,4 @@ std::unique_ptr<Communicator> StagedBackend::connect(ProcessSetId, std::span<con
                                               static_cast<std::size_t>(position), members.size());
 }
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

@@ -1,8 +1,8 @@
-#include "cuda/devices.h"
+#include "gpu/devices.h"
 
 #include "error.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 
 ContextPtr Devices::context(Device device) {
   const std::lock_guard lock(mutex_);
@@ -35,4 +35,4 @@ Device Devices::own(DeviceKind kind) {
   return {kind, count == 0 ? 0 : local_rank_ % count};
 }
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

@@ -15,7 +15,7 @@
 
 #include "device.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 
 // As in cuda.h of CUDA 11 to 13: CUresult, CUdevice, CUdeviceptr, and the opaque handles.
 using Code = int;
@@ -177,4 +177,4 @@ class PinnedMemory {
   const std::size_t bytes_;
 };
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

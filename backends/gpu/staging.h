@@ -11,11 +11,11 @@
 #include <span>
 #include <utility>
 
-#include "cuda/devices.h"
+#include "gpu/devices.h"
 #include "parking.h"
 #include "transport.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 
 class Staging {
  public:
@@ -103,4 +103,4 @@ void Staging::run(std::size_t rounds, std::size_t bytes, Deadline deadline, Fetc
   }
 }
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

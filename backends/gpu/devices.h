@@ -4,10 +4,10 @@
 #include <memory>
 #include <mutex>
 
-#include "cuda/driver.h"
 #include "device.h"
+#include "gpu/driver.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 
 // To make one costs nothing: the driver is not looked for before a GPU is named.
 class Devices final : public polyhvd::Devices {
@@ -35,4 +35,4 @@ class Devices final : public polyhvd::Devices {
   ContextPtr context_;  // guarded by mutex_; null before the first use
 };
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

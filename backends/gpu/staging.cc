@@ -1,4 +1,4 @@
-#include "cuda/staging.h"
+#include "gpu/staging.h"
 
 #include <algorithm>
 #include <chrono>
@@ -7,7 +7,7 @@
 
 #include "asking.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 namespace {
 
 constexpr auto kSettleTime = std::chrono::seconds(2);
@@ -104,4 +104,4 @@ void Staging::settle() noexcept {
   if (large_.memory) large_.memory->leave();
 }
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu

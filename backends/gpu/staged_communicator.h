@@ -6,9 +6,9 @@
 #pragma once
 
 #include "backend.h"
-#include "cuda/staging.h"
+#include "gpu/staging.h"
 
-namespace polyhvd::cuda {
+namespace polyhvd::gpu {
 
 class StagedCommunicator final : public Communicator {
  public:
@@ -43,4 +43,4 @@ class StagedCommunicator final : public Communicator {
   const std::size_t members_;
 };
 
-}  // namespace polyhvd::cuda
+}  // namespace polyhvd::gpu
