@@ -177,7 +177,7 @@ control-plane: build/core/plain/control_plane
 	build/core/plain/control_plane
 
 ##@ matrix   the one wheel under other versions of every framework, each alone
-matrix: $(STAMPS)/test
+matrix: $(STAMPS)/test stand-ins
 	$(PY) tools/matrix.py
 
 ##@ clean    remove what was built; .venv stays

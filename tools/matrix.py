@@ -77,6 +77,10 @@ ENVIRONMENTS = (
 )
 
 
+#: Of CUDA and NCCL; tests look for them beside themselves. `make stand-ins` builds them.
+STAND_INS = Path("build/gpu")
+
+
 def run(*command: str | Path, **options: object) -> None:
     """Run a command, showing it; leaves the program when it fails."""
     print("+", *command, flush=True)
@@ -116,6 +120,7 @@ def check(environment: Environment, python: Path) -> None:
     tests = WORK / "tests"
     shutil.rmtree(tests, ignore_errors=True)
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / STAND_INS, WORK / STAND_INS, dirs_exist_ok=True)
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (2, 3))
     pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     env = {**os.environ, **dict(environment.settings)}
