@@ -120,6 +120,7 @@ World::World(Wiring wiring, Parking& parking, bool data_checksums)
     : wiring_(std::move(wiring)), parking_(parking) {
   fabric_.rank = wiring_.rank;
   fabric_.domains = wiring_.domains;
+  fabric_.pids = wiring_.pids;
   fabric_.domain_of.resize(static_cast<std::size_t>(wiring_.size));
   for (std::size_t d = 0; d < wiring_.domains.size(); ++d) {
     for (std::size_t i = 0; i < wiring_.domains[d].size(); ++i) {
@@ -297,6 +298,7 @@ void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   counters["staged_bytes"] = staging_->bytes();
   counters["nccl_bytes"] = nccl_ ? nccl_->bytes() : 0;
   counters["shm_bytes"] = fabric_.shm_bytes.load(std::memory_order_relaxed);
+  counters["cma_bytes"] = fabric_.cma_bytes.load(std::memory_order_relaxed);
   std::lock_guard lock(transport_mutex_);
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
   counters["tcp_bytes_received"] = transport_ ? transport_->bytes_received() : 0;
@@ -332,6 +334,7 @@ std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
   auto world = std::make_unique<World>(std::move(wiring), *parking, options.data_checksums);
   host::Fabric& fabric = world->fabric();
   fabric.reproducible = options.reproducible;
+  fabric.attaching = static_cast<host::Attaching>(options.attaching);
   EngineParts parts;
   parts.parent = world->connect_parent();
   parts.children = world->connect_children();

@@ -42,6 +42,8 @@ _MPI_LAUNCHERS = (
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("PMIx", "PMIX_RANK", ""),
 )
+#: By the number of the core's host::Attaching.
+_ATTACHING = ("0", "auto", "1")
 _LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -95,6 +97,13 @@ def _switch(text: str) -> bool:
         return values[text.strip().lower() or "0"]
     except KeyError:
         raise ValueError("must be 0 or 1") from None
+
+
+def _attaching(text: str) -> str:
+    value = text.strip().lower()
+    if value not in _ATTACHING:
+        raise ValueError(f"must be one of {', '.join(_ATTACHING)}")
+    return value
 
 
 def _log_level(text: str) -> str:
@@ -204,6 +213,14 @@ class Config:
         False,
         "1: sums do not depend on how ranks are spread over hosts either; the same on every rank.",
     )
+    cma: str = _row(
+        "CMA",
+        _attaching,
+        "auto",
+        "Whether ranks of a host reduce in each other's memory (cross memory attach): auto: where that is "
+        "allowed and was measured to be faster; 0: never, they hand tensors over in shared memory; 1: "
+        "wherever it is allowed.",
+    )
     hierarchical_allreduce: bool = _row(
         "HIERARCHICAL_ALLREDUCE",
         _switch,
@@ -306,6 +323,11 @@ class Config:
     def engine_core(self) -> int:
         """Core that the engine's own thread is bound to; -1: none."""
         return self.thread_affinity[self.local_rank] if self.thread_affinity else -1
+
+    @property
+    def attaching(self) -> int:
+        """The setting of CMA by the core's number."""
+        return _ATTACHING.index(self.cma)
 
     @property
     def steps_per_sample(self) -> int:

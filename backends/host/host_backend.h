@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -15,6 +16,10 @@
 
 namespace polyhvd::host {
 
+// Whether ranks of a host read and write each other's memory instead of handing tensors over
+// in the segment: never, where that was found faster, or wherever it is possible.
+enum class Attaching : std::uint8_t { kNever = 0, kAuto = 1, kAlways = 2 };
+
 // What a rank's communicators share. Everything outlives them.
 struct Fabric {
   int rank = 0;
@@ -24,11 +29,15 @@ struct Fabric {
   shm::LocalPeers* peers = nullptr;       // likewise
   Transport* transport = nullptr;         // null when there is one domain
   Parking* parking = nullptr;
-  bool reproducible = false;  // sums do not depend on how ranks are spread over hosts
-  Tuning tuning;              // the driver's
+  bool reproducible = false;               // sums do not depend on how ranks are spread over hosts
+  Attaching attaching = Attaching::kAuto;  // of the ranks that differ the least holds
+  std::vector<int> pids;  // by world rank; 0, or none: not on this host, or unknown
+  Tuning tuning;          // the driver's
   // Moves control traffic along, between the steps of a long transfer.
   std::function<void()> overlap = [] {};
-  std::atomic<std::uint64_t> shm_bytes{0};  // staged by this rank; any thread reads it
+  // Staged by this rank, or read from others' memory; the latter alone. Any thread reads them.
+  std::atomic<std::uint64_t> shm_bytes{0};
+  std::atomic<std::uint64_t> cma_bytes{0};
 };
 
 class HostBackend final : public Backend {

@@ -70,23 +70,23 @@ void HostCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
                                  Deadline deadline) {
   const Reduction r{in, out, dtype, op, scale, deadline, total_bytes(in)};
   if (r.bytes == 0) return;
-  const auto ranks_here = static_cast<std::size_t>(group_.size());
   if (members_.size() == 1) {
     reduce_alone(r);
   } else if (op == ReduceOp::kAdasum) {
     reduce_adasum(r);
   } else if (hosts() > 1 && fabric_.reproducible) {
     reduce_in_rank_order(r);
-  } else if (hosts() == 1 && r.bytes * ranks_here <= fabric_.tuning.direct_bytes_max &&
-             r.bytes <= group_.staging().region_bytes()) {
-    // Every rank reduces everything itself: one exchange instead of two, at the price of
-    // reading all contributions.
-    reduce_direct(r);
+  } else if (hosts() == 1) {
+    reduce_here(r);
   } else if (members_.size() == sides_.size()) {
     is_little(r.bytes) ? swap_terms(r) : reduce_ahead(r);
   } else {
     reduce_sliced(r);
   }
+}
+
+bool HostCommunicator::passes_caches(const Reduction& r) {
+  return r.bytes >= kOutputsPastCachesMin && !is_in_place(r.in, r.out);
 }
 
 void HostCommunicator::reduce_alone(const Reduction& r) {
@@ -98,6 +98,18 @@ void HostCommunicator::reduce_alone(const Reduction& r) {
   }
 }
 
+void HostCommunicator::reduce_staged(const Reduction& r) {
+  const auto ranks_here = static_cast<std::size_t>(group_.size());
+  if (r.bytes * ranks_here <= fabric_.tuning.direct_bytes_max &&
+      r.bytes <= group_.staging().region_bytes()) {
+    // Every rank reduces everything itself: one exchange instead of two, at the price of
+    // reading all contributions.
+    reduce_direct(r);
+  } else {
+    reduce_sliced(r);
+  }
+}
+
 void HostCommunicator::reduce_direct(const Reduction& r) {
   const std::size_t item = item_size(r.dtype);
   const shm::Staging& staging = group_.staging();
@@ -105,7 +117,7 @@ void HostCommunicator::reduce_direct(const Reduction& r) {
   group_.await_free(step, r.deadline);
   Cursor(r.in, r.out).stage_inputs(group_.writer(), staging.region(group_.self(), step), r.bytes);
   group_.publish_begun(step, r.bytes);
-  group_.await_begun(step, r.deadline);
+  meet(step, r.deadline);
   sources_.resize(static_cast<std::size_t>(group_.size()));
   Cursor(r.in, r.out)
       .take(r.bytes,
@@ -129,7 +141,7 @@ void HostCommunicator::reduce_sliced(const Reduction& r) {
     results.push_back(staged.back());
   }
   Cursor mine(r.in, r.out, slices.begin(std::min(self, rails_)));
-  if (r.bytes >= kOutputsPastCachesMin && !is_in_place(r.in, r.out)) {
+  if (passes_caches(r)) {
     mine.pass_caches();
     for (Cursor& result : results) result.pass_caches();
   }
@@ -137,6 +149,7 @@ void HostCommunicator::reduce_sliced(const Reduction& r) {
     const std::uint64_t step = group_.step();
     if (i < slices.steps) {
       stage(r, slices, i, staged);
+      if (i == 0 && now_.bytes > 0) meet(step, r.deadline);
       const std::size_t own = self < rails_ ? slices.bytes_of(self, i) : 0;
       if (own > 0) {
         group_.await_begun(step, r.deadline);

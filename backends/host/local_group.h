@@ -3,6 +3,10 @@
 // the others' regions.
 #pragma once
 
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -41,6 +45,40 @@ class LocalGroup {
   void await_begun(std::uint64_t step, Deadline deadline);
   void await_begun_by(int member, std::uint64_t step, Deadline deadline);
   void await_reduced_by(int member, std::uint64_t step, Deadline deadline);
+
+  // A word that the others read in the step; once it is free, before it is begun.
+  void note(std::uint64_t step, std::uint64_t word) noexcept {
+    staging_.note(self_, step).store(word, std::memory_order_relaxed);
+  }
+  // Of the other member, who has begun the step.
+  std::uint64_t note_of(int member, std::uint64_t step) const noexcept {
+    return staging_.note(member, step).load(std::memory_order_relaxed);
+  }
+
+  // Runs write(), which writes into the memory of `member`, unless that has closed it.
+  template <class Write>
+  void write_into(int member, std::uint64_t step, Write&& write) {
+    std::atomic<std::uint64_t>& writing = staging_.writing[self_].value;
+    // Sequentially consistent, as close(): one of the two sees the other's store.
+    writing.store(1);
+    if (staging_.closed[member].value.load() <= step) write();
+    writing.store(0, std::memory_order_release);
+  }
+  // Returns when nobody writes into this member's memory any more in this step. `is_gone(m)`
+  // tells whether m has ended. Who is suspended in the middle of write_into() is waited for only
+  // so long: most probably it has written, and it is not known when it goes on.
+  template <class IsGone>
+  void close(std::uint64_t step, IsGone&& is_gone) {
+    constexpr auto kPatience = std::chrono::seconds(1);
+    staging_.closed[self_].value.store(step + 1);
+    for (int m = 0; m < size(); ++m) {
+      const auto writes = [&] { return m != self_ && staging_.writing[m].value.load() != 0; };
+      for (const auto end = Parking::Clock::now() + kPatience;
+           writes() && !is_gone(m) && Parking::Clock::now() < end;) {
+        sched_yield();
+      }
+    }
+  }
 
   // Member m's bytes[m] bytes go to every other member: `source` is read for
   // this one's, sinks[m] written for the others'.

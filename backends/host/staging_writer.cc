@@ -11,21 +11,6 @@
 
 namespace polyhvd::host {
 
-Store StoreChoice::next() noexcept {
-  if (--until_trial_ > 0) return usual_;
-  until_trial_ = kTrialEvery;
-  return usual_ == Store::kPlain ? Store::kPastCaches : Store::kPlain;
-}
-
-void StoreChoice::note(Store store, float ticks_per_byte) noexcept {
-  Cost& cost = costs_[static_cast<std::size_t>(store)];
-  cost.before = cost.last;
-  cost.last = ticks_per_byte;
-  const float plain = costs_[static_cast<std::size_t>(Store::kPlain)].estimate();
-  const float past = costs_[static_cast<std::size_t>(Store::kPastCaches)].estimate();
-  usual_ = plain > kAdvantage * past ? Store::kPastCaches : Store::kPlain;
-}
-
 void StagingWriter::write(std::byte* to, const std::byte* from, std::size_t bytes) noexcept {
   if (bytes < kBytesMin || !can_pass_caches()) return copy_bytes(to, from, bytes);
   const Store store = choice_.next();

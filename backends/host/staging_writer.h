@@ -8,40 +8,20 @@
 // read then comes with 24, 12, 13 and 15.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+
+#include "host/cost_choice.h"
 
 namespace polyhvd::host {
 
 enum class Store : std::uint8_t { kPlain = 0, kPastCaches = 1 };
 
-// Tells which from what each has cost. Tries the other one now and then.
-class StoreChoice {
- public:
-  // Plain stores must cost this many times more, since the reader of the others pays as
-  // well. To fetch the source from memory is part of either cost.
-  static constexpr float kAdvantage = 1.7F;
-  static constexpr int kTrialEvery = 64;
-  static constexpr int kFirstTrial = 8;  // pages are new before
-
-  Store usual() const noexcept { return usual_; }
-  // What the next store is to be. Call note() when it is made.
-  Store next() noexcept;
-  void note(Store store, float ticks_per_byte) noexcept;
-
- private:
-  // The lesser of the last two, since a thread may lose its core in the middle of one.
-  struct Cost {
-    float last = std::numeric_limits<float>::infinity();
-    float before = std::numeric_limits<float>::infinity();
-    float estimate() const noexcept { return last < before ? last : before; }
-  };
-  std::array<Cost, 2> costs_;
-  Store usual_ = Store::kPlain;
-  int until_trial_ = kFirstTrial;
-};
+// Plain stores must cost 1.7 times as much, since the reader of the others pays as well. To
+// fetch the source from memory is part of either cost. Pages are new before the eighth.
+using StoreChoice = CostChoice<Store>;
+inline constexpr StoreChoice::Habit kStoreHabit{
+    .advantage = 1.7F, .first_trial = 8, .trial_every = 64, .trials_in_row = 1};
 
 class StagingWriter {
  public:
@@ -55,7 +35,7 @@ class StagingWriter {
   }
 
  private:
-  StoreChoice choice_;
+  StoreChoice choice_{kStoreHabit};
 };
 
 // As memcpy, past the caches where the processor can; other threads see the bytes once

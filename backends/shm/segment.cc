@@ -41,7 +41,8 @@ std::size_t staging_offset(int ranks) {
   return rings_offset(ranks) + round_up(2 * sizeof(Ring) * static_cast<std::size_t>(ranks), kPage);
 }
 std::size_t counters_bytes(int ranks) {
-  return round_up(2 * sizeof(Counter) * static_cast<std::size_t>(ranks), kPage);
+  constexpr std::size_t kOfARank = 4 + kSlots;
+  return round_up(kOfARank * sizeof(Counter) * static_cast<std::size_t>(ranks), kPage);
 }
 // The most that a process set with any number of members here can need.
 std::size_t staging_bytes(int ranks) {
@@ -126,6 +127,9 @@ Staging Segment::staging(int index, int members_here) const noexcept {
   Staging staging;
   staging.begun = reinterpret_cast<Counter*>(area);
   staging.reduced = staging.begun + local_size_;
+  staging.writing = staging.reduced + local_size_;
+  staging.closed = staging.writing + local_size_;
+  staging.notes = staging.closed + local_size_;
   staging.base = area + counters_bytes(local_size_);
   staging.size = members_here;
   staging.chunk_bytes = chunk_bytes(members_here);

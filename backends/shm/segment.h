@@ -39,6 +39,9 @@ struct Ring {
 struct Staging {
   Counter* begun = nullptr;    // begun[m]: steps that m has started, its data in place
   Counter* reduced = nullptr;  // reduced[m]: steps whose own slice m has reduced
+  Counter* writing = nullptr;  // writing[m]: 1 while m may write into other members' memory
+  Counter* closed = nullptr;   // closed[m]: steps in which nobody may write into m's any more
+  Counter* notes = nullptr;    // what m says at the beginning of a step; see note()
   std::byte* base = nullptr;
   int size = 0;
   std::size_t chunk_bytes = 0;
@@ -46,6 +49,10 @@ struct Staging {
   std::size_t region_bytes() const noexcept { return chunk_bytes * static_cast<std::size_t>(size); }
   std::byte* region(int member, std::uint64_t step) const noexcept {
     return base + (static_cast<std::size_t>(member) * kSlots + step % kSlots) * region_bytes();
+  }
+  // Written before m begins the step, and read once it has. Relaxed: `begun` orders it.
+  std::atomic<std::uint64_t>& note(int member, std::uint64_t step) const noexcept {
+    return notes[static_cast<std::uint64_t>(member) * kSlots + step % kSlots].value;
   }
   // What `from` stages for `to`; the part for itself holds its reduced slice.
   std::byte* part(int from, int to, std::uint64_t step) const noexcept {

@@ -46,6 +46,7 @@ struct EngineOptions {
   StallTimes stalls;
   bool data_checksums = false;  // of tensor bytes between hosts
   bool reproducible = false;    // sums do not depend on hosts, transport or backend
+  int attaching = 1;            // host::Attaching, by its number
   bool crowded = false;         // more ranks than cores on this host
   int core = -1;                // that the engine's thread is bound to
   int steps_per_sample = 0;     // of the speed, posted to the mailbox of the root; 0: none

@@ -45,6 +45,7 @@ EngineOptions read_options(const py::object& config, const std::shared_ptr<Mailb
   options.steps_per_sample = config.attr("steps_per_sample").cast<int>();
   options.data_checksums = config.attr("data_checksums").cast<bool>();
   options.reproducible = config.attr("reproducible").cast<bool>();
+  options.attaching = config.attr("attaching").cast<int>();
   options.data_timeout = Seconds(number("data_timeout_s"));
   options.stalls.warn =
       Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));

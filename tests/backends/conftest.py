@@ -12,6 +12,7 @@ from netns import Namespace
 from pool import Pool, Pools, PoolSpec
 
 _TCP = (("POLYHVD_SHARED_MEMORY", "0"),)
+_CMA = (("POLYHVD_CMA", "1"),)
 _MPI = (*mpirun.AS_ROOT, ("POLYHVD_BACKENDS", "mpi"))
 
 
@@ -24,6 +25,7 @@ class Layout:
     settings: tuple[tuple[str, str], ...] = ()
     shm: bool = True
     tcp: bool = True
+    cma: bool = False  # sums are made in other ranks' memory
     namespaces: bool = False
     mpi: bool = False  # started by MPI's launcher, and it carries the data
     ordered: bool = True  # sums are associated in a way that is known
@@ -45,6 +47,8 @@ class Layout:
 LAYOUTS = (
     Layout("shm-2", (2,), tcp=False),
     Layout("shm-4", (4,), tcp=False),
+    Layout("cma-2", (2,), _CMA, tcp=False, cma=True),
+    Layout("cma-3", (3,), _CMA, tcp=False, cma=True),
     Layout("tcp-3", (3,), _TCP, shm=False),
     Layout("hosts-1+1+1", (1, 1, 1), shm=False),
     Layout("hosts-2+1", (2, 1)),

@@ -75,6 +75,8 @@ class Case:
         values = {"POLYHVD_START_TIMEOUT": "20", "POLYHVD_DATA_TIMEOUT_SECONDS": "30"}
         if not self.shared_memory:
             values["POLYHVD_SHARED_MEMORY"] = "0"
+        elif self.seed % 2:
+            values["POLYHVD_CMA"] = "1"
         if self.checksums:
             values["POLYHVD_DATA_CHECKSUMS"] = "1"
         if any(fault.step < 0 and "kill" in fault.kind for fault in self.faults):

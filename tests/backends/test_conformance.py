@@ -111,6 +111,7 @@ def test_counters_prove_which_transport_has_carried_the_data(
     payload = 4 * count
     assert [item["operations"] for item in grown] == [1] * world_size(world), grown
     assert (total["shm_bytes"] > 0) == world.shm, total
+    assert (total["cma_bytes"] > 0) == (world.cma and kind == "allreduce"), total
     assert (total["tcp_bytes_sent"] > 0) == world.tcp, total
     assert (total["mpi_bytes"] > 0) == world.mpi, total
     assert total["tcp_bytes_sent"] == total["tcp_bytes_received"], total

@@ -27,6 +27,7 @@ LIVENESS_S = 1.0
 
 LAYOUTS = {
     "shm": PoolSpec("numpy", (3,)),
+    "cma": PoolSpec("numpy", (3,), (("POLYHVD_CMA", "1"),)),
     "tcp": PoolSpec("numpy", (3,), (("POLYHVD_SHARED_MEMORY", "0"),)),
     "hosts": PoolSpec("numpy", (2, 2)),
 }

@@ -163,16 +163,27 @@ TEST_CASE("an element is the sum over hosts, in order, of their sums, whatever w
   // One piece, many pieces, and tensors whose ends lie within pieces; large and small.
   const std::vector<std::vector<std::size_t>> groups = {
       {1}, {5000}, {16'384}, {40'001}, {1'300'001}, {7, 300'000, 1, 0, 90'001, 33, 1'000'003}};
-  for (const Layout& layout : {Layout{{0, 1}}, Layout{{0, 1, 2}}, Layout{{0}, {1}},
-                               Layout{{0}, {1}, {2}}, Layout{{0}, {1}, {2}, {3}, {4}},
-                               Layout{{0, 1}, {2, 3}, {4, 5}}, Layout{{0, 1}, {2}, {3, 4}}}) {
+  constexpr int kStaged = 0, kAttached = 2;  // of host::Attaching
+  const std::vector<std::pair<Layout, int>> ways = {{{{0, 1}}, kStaged},
+                                                    {{{0, 1}}, kAttached},
+                                                    {{{0, 1, 2}}, kStaged},
+                                                    {{{0, 1, 2}}, kAttached},
+                                                    {{{0}, {1}}, kStaged},
+                                                    {{{0}, {1}, {2}}, kStaged},
+                                                    {{{0}, {1}, {2}, {3}, {4}}, kStaged},
+                                                    {{{0, 1}, {2, 3}, {4, 5}}, kAttached},
+                                                    {{{0, 1}, {2}, {3, 4}}, kStaged}};
+  for (const auto& [layout, attaching] : ways) {
     CAPTURE(text_of(layout));
+    CAPTURE(attaching);
     std::vector<std::vector<std::vector<float>>> expected;
     for (const auto& counts : groups) {
       auto& sums = expected.emplace_back();
       for (const std::size_t count : counts) sums.push_back(sum_of(layout, count));
     }
-    ThreadWorld world(layout);
+    ThreadWorld world(
+        layout, {}, [&](EngineOptions& options) { options.attaching = attaching; },
+        [&](Wiring& w) { w.pids.assign(w.labels.size(), getpid()); });
     std::atomic<int> wrong{0};
     world.run([&](int rank, Engine& engine) {
       for (const int apart : {0, 1, 2}) {  // none, every second one, all
@@ -198,6 +209,8 @@ TEST_CASE("an element is the sum over hosts, in order, of their sums, whatever w
         }
       }
     });
+    CHECK((world.engine(0).counters().at("cma_bytes") > 0) ==
+          (layout.size() == 1 && attaching == kAttached));
     CHECK(wrong == 0);
     world.shutdown();
   }

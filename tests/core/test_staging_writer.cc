@@ -30,10 +30,10 @@ int past_caches(StoreChoice& choice, Cores cores, int stores) {
   return count;
 }
 
-constexpr int kMany = 10 * StoreChoice::kTrialEvery;
+constexpr int kMany = 10 * kStoreHabit.trial_every;
 
 TEST_CASE("near cores store plainly, but for a trial now and then") {
-  StoreChoice choice;
+  StoreChoice choice(kStoreHabit);
   CHECK(choice.next() == Store::kPlain);
   choice.note(Store::kPlain, kNear.plain);
   CHECK(past_caches(choice, kNear, kMany) == 10);
@@ -41,28 +41,28 @@ TEST_CASE("near cores store plainly, but for a trial now and then") {
 }
 
 TEST_CASE("far cores store past the caches, once that was tried") {
-  StoreChoice choice;
-  past_caches(choice, kFar, StoreChoice::kFirstTrial);
+  StoreChoice choice(kStoreHabit);
+  past_caches(choice, kFar, kStoreHabit.first_trial);
   CHECK(choice.usual() == Store::kPastCaches);
   CHECK(past_caches(choice, kFar, kMany) == kMany - 10);
 }
 
 TEST_CASE("cores that move apart are noticed by the second slow store") {
-  StoreChoice choice;
-  past_caches(choice, kNear, kMany + StoreChoice::kTrialEvery / 2);
+  StoreChoice choice(kStoreHabit);
+  past_caches(choice, kNear, kMany + kStoreHabit.trial_every / 2);
   past_caches(choice, kFar, 2);
   CHECK(choice.usual() == Store::kPastCaches);
 }
 
 TEST_CASE("cores that move together are noticed by the next trial") {
-  StoreChoice choice;
+  StoreChoice choice(kStoreHabit);
   past_caches(choice, kFar, kMany);
-  past_caches(choice, kNear, StoreChoice::kTrialEvery);
+  past_caches(choice, kNear, kStoreHabit.trial_every);
   CHECK(choice.usual() == Store::kPlain);
 }
 
 TEST_CASE("a store in the middle of which the core was lost counts for nothing") {
-  StoreChoice choice;
+  StoreChoice choice(kStoreHabit);
   past_caches(choice, kNear, kMany + 1);
   choice.note(Store::kPlain, 4000.0F);
   CHECK(choice.usual() == Store::kPlain);
@@ -95,7 +95,7 @@ TEST_CASE("a writer writes the same bytes whichever way it takes") {
   std::vector<std::byte> source(StagingWriter::kBytesMin + 100);
   for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i % 253);
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{100}, source.size()}) {
-    for (int i = 0; i < 2 * StoreChoice::kTrialEvery; ++i) {
+    for (int i = 0; i < 2 * kStoreHabit.trial_every; ++i) {
       std::vector<std::byte> target(bytes);
       writer.write(target.data(), source.data(), bytes);
       REQUIRE(std::equal(target.begin(), target.end(), source.begin()));
