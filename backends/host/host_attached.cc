@@ -1,6 +1,6 @@
 // Reductions within a host where each rank reads its slice of the others' tensors in their
-// memory, and writes the sums there: two copies of a tensor's bytes less than through the
-// segment. Which of the two is faster depends on the machine, so both are weighed.
+// memory, and writes the sums there: one copy where the segment takes two. Which way is faster
+// depends on the machine, so both are weighed.
 //
 // A rank that leaves in the middle must not be written to any more, for its tensors may be
 // freed: it closes its memory, which writers look at before each chunk (LocalGroup::close).
@@ -138,26 +138,28 @@ bool HostCommunicator::can_attach(Deadline deadline) {
 }
 
 // Tells the others where this rank's tensors lie, and takes down where theirs do. False if one of
-// them has some that cannot be had: so it is for all.
+// them has some that cannot be had, or had better be staged: so it is for all. Results that lie
+// apart are no faster so, for only the rank itself can write them past the caches.
 bool HostCommunicator::exchange_addresses(const Reduction& r) {
   const shm::Staging& staging = group_.staging();
   const std::uint64_t step = group_.step();
   const std::size_t entries = r.in.size() + 1;
   if (entries * sizeof(Addresses) > staging.region_bytes()) return false;
   const bool in_place = std::ranges::equal(r.in, r.out, {}, &Segment::data, &Segment::data);
-  const bool reachable = is_within_reach(r.in) && (in_place || is_within_reach(r.out));
+  const bool ready = is_within_reach(r.in) &&
+                     (in_place || (*attaching_ == Attaching::kAlways && is_within_reach(r.out)));
   group_.await_free(step, r.deadline);
   std::byte* mine = staging.region(group_.self(), step);
-  put(mine, 0, Addresses{reachable, reachable});
+  put(mine, 0, Addresses{ready, ready});
   for (std::size_t i = 0; i < r.in.size(); ++i) {
     put(mine, i + 1, Addresses{address_of(r.in[i].data), address_of(r.out[i].data)});
   }
   group_.publish_begun(step, 0);
   meet(step, r.deadline);
-  bool all_reachable = reachable;
+  bool all_ready = ready;
   for (Neighbour& neighbour : neighbours_) {
     const std::byte* table = staging.region(neighbour.member, step);
-    all_reachable = all_reachable && get<Addresses>(table, 0).in != 0;
+    all_ready = all_ready && get<Addresses>(table, 0).in != 0;
     neighbour.in.assign(r.in.begin(), r.in.end());
     neighbour.out.assign(r.in.begin(), r.in.end());
     for (std::size_t i = 0; i < r.in.size(); ++i) {
@@ -166,8 +168,8 @@ bool HostCommunicator::exchange_addresses(const Reduction& r) {
       neighbour.out[i].data = theirs(at.out);
     }
   }
-  if (!all_reachable) group_.advance();
-  return all_reachable;
+  if (!all_ready) group_.advance();
+  return all_ready;
 }
 
 // Whether it was possible. If not, nothing has been reduced.
