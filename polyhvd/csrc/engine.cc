@@ -142,10 +142,11 @@ bool Engine::take_role() noexcept {
 void Engine::release_role() noexcept {
   // Peers ring from here on; then one last look at what they may have sent before.
   if (engine_dozes_.load() && !failed_) {
-    parking_->let_ring(queue_.pending() > 0 ? Parking::kWaiting : Parking::kDozing);
     try {
-      while (progress()) {
-      }
+      // Each time, for a transfer in there wakes by itself from a sleep of its own.
+      do {
+        parking_->let_ring(queue_.pending() > 0 ? Parking::kWaiting : Parking::kDozing);
+      } while (progress());
     } catch (const Failure& failure) {
       fail(cause_of(failure));
     }

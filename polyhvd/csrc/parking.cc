@@ -105,6 +105,8 @@ void Parking::await_slowly(const std::function<bool()>& ready, Clock::time_point
     sleep_flag_->store(kWaiting);
     if (ready()) return;
     on_slow_();
+    // A transfer in there may have slept and woken itself, and nobody rings who is awake.
+    if (sleep_flag_->load() != kWaiting) continue;
     const auto now = Clock::now();
     if (now >= deadline) {
       throw Failure(ErrorCode::kTimeout, "the transfer did not finish in time");
