@@ -1,8 +1,6 @@
 #include "mpi/blocking_calls.h"
 
-#include <condition_variable>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -16,7 +14,14 @@ void BlockingCall::run() noexcept {
   } catch (const std::exception& error) {
     error_ = Error{ErrorCode::kInternal, error.what()};
   }
+  std::lock_guard lock(mutex_);
   finished_.store(true);
+  returned_.notify_all();
+}
+
+bool BlockingCall::wait_for(std::chrono::nanoseconds time) const {
+  std::unique_lock lock(mutex_);
+  return returned_.wait_for(lock, time, [this] { return is_finished(); });
 }
 
 struct BlockingCalls::Queue {

@@ -6,8 +6,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,6 +26,9 @@ class BlockingCall {
 
   const std::string& name() const noexcept { return name_; }
   bool is_finished() const noexcept { return finished_.load(); }
+  // Sleeps until the call has returned, or for this time; returns whether it has. MPI may spin in
+  // the call and need the cores: a caller that looked every now and then would take them from it.
+  bool wait_for(std::chrono::nanoseconds time) const;
   // After it has finished: throws what it has thrown.
   void check() const {
     if (error_) throw Failure(*error_);
@@ -33,7 +39,9 @@ class BlockingCall {
   std::string name_;  // of MPI's function
   std::function<void()> call_;
   std::optional<Error> error_;  // before finished_ is true the thread's alone
-  std::atomic<bool> finished_{false};
+  std::atomic<bool> finished_{false};  // set under the mutex, for those who sleep
+  mutable std::mutex mutex_;
+  mutable std::condition_variable returned_;
 };
 
 class BlockingCalls {

@@ -31,6 +31,16 @@ bool comes(Ready&& ready, Clock::time_point deadline, const Runtime::Tick& tick)
   return true;
 }
 
+// Returns whether the call has returned before the deadline.
+bool returns(const BlockingCall& call, Clock::time_point deadline, const Runtime::Tick& tick) {
+  for (;;) {
+    const auto left = std::max(deadline - Clock::now(), Clock::duration::zero());
+    if (call.wait_for(std::min<Clock::duration>(left, kTickInterval))) return true;
+    if (Clock::now() >= deadline) return false;
+    tick();
+  }
+}
+
 // Waits for a request of init(). Whoever gives up leaves the request to MPI.
 void await_request(Library& library, Handle& request, Clock::time_point deadline,
                    const Runtime::Tick& tick, const std::string& late) {
@@ -61,7 +71,7 @@ bool Runtime::initialize(std::chrono::duration<double> timeout, const Tick& tick
         "MPI_Init_thread", [library = library_, wanted = wanted_] { library->initialize(wanted); });
   }
   if (initializing_) {
-    if (!comes([&] { return initializing_->is_finished(); }, after(timeout), tick)) return false;
+    if (!returns(*initializing_, after(timeout), tick)) return false;
     initializing_->check();
     ours_ = true;
   }
@@ -103,9 +113,7 @@ Runtime::Making Runtime::split_by_host(Handle communicator) {
 Handle Runtime::await(const Making& making, std::chrono::duration<double> timeout, const Tick& tick,
                       const std::string& late) {
   try {
-    if (!comes([&] { return making.call->is_finished(); }, after(timeout), tick)) {
-      throw Failure(ErrorCode::kPeerLost, late);
-    }
+    if (!returns(*making.call, after(timeout), tick)) throw Failure(ErrorCode::kPeerLost, late);
   } catch (...) {
     give_up();
     throw;
@@ -165,7 +173,7 @@ std::shared_ptr<Session> Runtime::meet(std::optional<std::intptr_t> communicator
 void Runtime::finish(const Tick& tick) {
   if (!ours_ || !usable() || !library_->initialized()) return;
   const auto call = blocking_.begin("MPI_Finalize", [library = library_] { library->finalize(); });
-  comes([&] { return call->is_finished(); }, Clock::time_point::max(), tick);
+  returns(*call, Clock::time_point::max(), tick);
   call->check();
 }
 
