@@ -12,8 +12,8 @@ POLYHVD = ("torch", "numpy", "mxnet", "tensorflow")
 HOROVOD = ("horovod", "horovod-mpi")
 ALL = (*POLYHVD, *HOROVOD, "gloo", "openmpi", "mpich", "kvstore", "floor")
 ROUTED = ("torch", "horovod-mpi", "gloo", "openmpi")
-TRAINING = ("torch", "torch-alone", *HOROVOD, "gloo")
-TRAINING += ("mxnet", "mxnet-alone", "kvstore", "tensorflow", "keras-alone", "mwms")
+TRAINING = ("torch", "torch-alone", "torch-met", *HOROVOD, "gloo", "mxnet", "mxnet-alone", "mxnet-met")
+TRAINING += ("kvstore", "tensorflow", "keras-alone", "keras-met", "mwms")
 
 
 @dataclass(frozen=True)

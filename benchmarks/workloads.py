@@ -16,7 +16,8 @@ class Workload:
     `path` is how it is asked for: "blocking" is ``allreduce_``, "async" a handle and ``synchronize``,
     "separate" a handle for each tensor before the first is waited for, "grouped" one operation, "packed" the
     same through a buffer for peers without groups, "copy" a copy within memory, "noop" the framework's own
-    asynchronous operation that does nothing, "step" a training step of `model`.
+    asynchronous operation that does nothing, "met" that and a wait for the other ranks, "step" a training
+    step of `model`.
     """
 
     label: str
@@ -58,7 +59,8 @@ def blocking(sizes: tuple[int, ...] = SIZES) -> list[Workload]:
 
 
 def asynchronous(sizes: tuple[int, ...] = SIZES) -> list[Workload]:
-    return [single(size, "async") for size in sizes] + [Workload("no operation", "noop", (256,))]
+    nothing = [Workload("no operation", "noop", (256,)), Workload("no operation, met", "met", (256,))]
+    return [single(size, "async") for size in sizes] + nothing
 
 
 def gradients() -> list[Workload]:

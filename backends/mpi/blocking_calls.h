@@ -38,7 +38,7 @@ class BlockingCall {
  private:
   std::string name_;  // of MPI's function
   std::function<void()> call_;
-  std::optional<Error> error_;  // before finished_ is true the thread's alone
+  std::optional<Error> error_;         // before finished_ is true the thread's alone
   std::atomic<bool> finished_{false};  // set under the mutex, for those who sleep
   mutable std::mutex mutex_;
   mutable std::condition_variable returned_;

@@ -47,8 +47,11 @@ ENTRIES = {
     "mwms": Entry("MultiWorkerMirroredStrategy", "tensorflow_peers:Mirrored", _TF, "plain"),
     "floor": Entry("floor: vectors in shared memory", "numpy_peers:Floor", ("numpy",), "plain"),
     "torch-alone": Entry("torch, no communication", "torch_peers:TorchAlone", ("torch",), "plain"),
+    "torch-met": Entry("torch, no communication, met", "torch_peers:TorchMeeting", ("torch",), "plain"),
     "mxnet-alone": Entry("MXNet, no communication", "mxnet_peers:MxnetAlone", ("mxnet",), "plain"),
+    "mxnet-met": Entry("MXNet, no communication, met", "mxnet_peers:MxnetMeeting", ("mxnet",), "plain"),
     "keras-alone": Entry("Keras, no communication", "tensorflow_peers:KerasAlone", _TF, "plain"),
+    "keras-met": Entry("Keras, no communication, met", "tensorflow_peers:KerasMeeting", _TF, "plain"),
 }
 
 

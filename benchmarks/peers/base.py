@@ -63,7 +63,7 @@ class Reducer(Peer):
             return None
         name = f"{workload.path}.{workload.label}.{len(tensors)}"
         results = run(tensors, name)
-        if workload.path != "noop":
+        if workload.path not in ("noop", "met"):
             self._check(results, workload)
         # Zeros stay zeros, however often they are summed.
         tensors[:] = [self.fill(tensor, 0) for tensor in tensors]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from benchmarks.peers.base import Call, Peer, plain_place
 from benchmarks.peers.hvd import Hvd
+from benchmarks.peers.meeting import Meeting
 from benchmarks.workloads import KB, Workload
 
 
@@ -55,12 +55,10 @@ class Floor(Peer):
     """
 
     PIECE = 128 * KB
-    FLAGS = 4 * KB  # bytes before the vectors
 
     def __init__(self) -> None:
         self.rank, self.size = plain_place()
-        self.epoch = 0
-        self.file = os.open(os.environ["BENCH_SHARED"], os.O_RDWR)
+        self.meeting = Meeting(self.rank, self.size)
 
     def call(self, workload: Workload) -> Call | None:
         calls: dict[str, Callable[[Workload], Call]] = {
@@ -82,23 +80,14 @@ class Floor(Peer):
 
     def _sum(self, workload: Workload) -> Call:
         count = sum(workload.elements)
-        memory = mmap.mmap(self.file, self.FLAGS + self.size * count * 4)
-        flags = memoryview(memory)[: self.FLAGS].cast("q")
+        memory = mmap.mmap(self.meeting.file, Meeting.BYTES + self.size * count * 4)
         vectors = [
-            np.frombuffer(memory, np.float32, count, self.FLAGS + r * count * 4) for r in range(self.size)
+            np.frombuffer(memory, np.float32, count, Meeting.BYTES + r * count * 4) for r in range(self.size)
         ]
         vectors[self.rank][:] = self.rank + 1
         begin, end = count * self.rank // self.size, count * (self.rank + 1) // self.size
 
-        def meet() -> None:
-            self.epoch += 1  # eight words apart: a cache line for each rank
-            flags[8 * self.rank] = self.epoch
-            for r in range(self.size):
-                spins = 0
-                while flags[8 * r] < self.epoch:
-                    spins += 1
-                    if spins % 50 == 0:
-                        os.sched_yield()
+        meet = self.meeting.wait
 
         def run() -> None:
             meet()

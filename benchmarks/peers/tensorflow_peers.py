@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.peers.base import Call, Peer, Reducer, plain_place
+from benchmarks.peers.meeting import Meeting
 from benchmarks.workloads import Workload
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -27,8 +28,13 @@ BATCH, CLASSES = 16, 100
 STEPS_PER_CALL = 5
 
 
-def keras_step(scope: Any, wrap: Callable[[Any], Any], callbacks: tuple[Any, ...] = ()) -> Call:
-    """Steps of ``model.fit`` on a small convolutional network; a call is STEPS_PER_CALL steps."""
+def keras_step(
+    scope: Any, wrap: Callable[[Any], Any], first: tuple[Any, ...] = (), each: tuple[Any, ...] = ()
+) -> Call:
+    """Steps of ``model.fit`` on a small convolutional network; a call is STEPS_PER_CALL steps.
+
+    ``first`` are callbacks of the first fit(), ``each`` of all.
+    """
     tf.keras.utils.set_random_seed(1)
     layers = tf.keras.layers
     with scope:
@@ -46,11 +52,14 @@ def keras_step(scope: Any, wrap: Callable[[Any], Any], callbacks: tuple[Any, ...
     ).repeat()
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # The thread that tunes a pipeline looks 10, 30, 70, 150, 310 ms after its start, and the end of
+    # fit() waits for the next of these times: steps would seem to take 150 or 310 ms.
+    options.autotune.enabled = False
     data = data.with_options(options)
-    model.fit(data, steps_per_epoch=2, verbose=0, callbacks=list(callbacks))
+    model.fit(data, steps_per_epoch=2, verbose=0, callbacks=[*first, *each])
 
     def steps() -> None:
-        model.fit(data, steps_per_epoch=STEPS_PER_CALL, verbose=0)
+        model.fit(data, steps_per_epoch=STEPS_PER_CALL, verbose=0, callbacks=list(each))
 
     return steps
 
@@ -66,6 +75,7 @@ class PolyhvdTensorflow(Reducer):
         self.rank, self.size = self.hvd.rank(), self.hvd.size()
         self.functions: dict[str, Any] = {}
         self.queue = tf.queue.FIFOQueue(1, tf.float32)
+        self.meeting = Meeting(self.rank, self.size)
 
     def make(self, elements: int, dtype: str, value: int) -> Any:
         return tf.fill([elements], tf.cast(value, dtype))
@@ -106,6 +116,11 @@ class PolyhvdTensorflow(Reducer):
 
         return self.function(name, body)(tensors)
 
+    def met(self, tensors: list[Any], name: str) -> None:
+        """That, and a wait for the other ranks: what an operation of all ranks costs at least."""
+        self.noop(tensors, name)
+        self.meeting.wait()
+
     def paths(self) -> dict[str, Callable[[list[Any], str], Any]]:
         return {
             "blocking": self.eager,
@@ -113,6 +128,7 @@ class PolyhvdTensorflow(Reducer):
             "separate": self.separate,
             "grouped": self.grouped,
             "noop": self.noop,
+            "met": self.met,
         }
 
     def call(self, workload: Workload) -> Call | None:
@@ -138,7 +154,22 @@ class KerasAlone(Peer):
     def call(self, workload: Workload) -> Call | None:
         if workload.model != "Keras":
             return None
-        return keras_step(contextlib.nullcontext(), lambda optimizer: optimizer)
+        return keras_step(contextlib.nullcontext(), lambda optimizer: optimizer, each=self.each())
+
+    def each(self) -> tuple[Any, ...]:
+        """Callbacks of every fit()."""
+        return ()
+
+
+class KerasMeeting(KerasAlone):
+    """Ranks that wait for each other after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meeting = Meeting(self.rank, self.size)
+
+    def each(self) -> tuple[Any, ...]:
+        return (tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: self.meeting.wait()),)
 
 
 class Mirrored(Peer):

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.peers.base import Call, Peer, Reducer, plain_place
 from benchmarks.peers.hvd import Hvd
+from benchmarks.peers.meeting import Meeting
 from benchmarks.peers.torch_models import MODELS
 from benchmarks.workloads import Workload
 
@@ -80,13 +81,24 @@ class Horovod(HvdTorch):
 
 
 class TorchAlone(Peer):
-    """The same steps with no communication: what is left of a step is the price of it."""
+    """The same steps with no communication."""
 
     def __init__(self) -> None:
         self.rank, self.size = plain_place()
 
     def call(self, workload: Workload) -> Call | None:
         return training_step(workload.model, lambda model, optimizer: (model, optimizer))
+
+
+class TorchMeeting(TorchAlone):
+    """Ranks that wait for each other after each step: what a step is longer is communication's price."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meeting = Meeting(self.rank, self.size)
+
+    def call(self, workload: Workload) -> Call | None:
+        return self.meeting.after(super().call(workload))
 
 
 class Gloo(Tensors, Reducer):
