@@ -31,10 +31,10 @@ bool Fabric::are_on_one_host(std::span<const int> ranks) const {
   return std::ranges::all_of(ranks, [&](int rank) { return host_of(rank) == host_of(ranks[0]); });
 }
 
-template <class Ready>
-void Fabric::await_ready(Ready&& ready, Deadline deadline) {
+template <class Wait>
+void Fabric::give_up_after(Wait&& wait) {
   try {
-    await_asking(*host_.parking, ready, deadline);
+    wait();
   } catch (...) {
     session_->runtime().give_up();
     throw;
@@ -42,19 +42,21 @@ void Fabric::await_ready(Ready&& ready, Deadline deadline) {
 }
 
 void Fabric::await(Flight& flight, Deadline deadline) {
-  await_ready(
-      [&] {
-        if (!library().test(flight.request)) return false;
-        flight.flying = false;
-        return true;
-      },
-      deadline);
+  const auto has_landed = [&] {
+    if (!library().test(flight.request)) return false;
+    flight.flying = false;
+    return true;
+  };
+  give_up_after([&] { await_asking(*host_.parking, has_landed, deadline); });
   host_.parking->sleep_lightly();  // for what others still wait for
 }
 
 void Fabric::await(const BlockingCall& call, Deadline deadline) {
+  // Nothing rings when MPI returns. It may spin there and need the cores: no naps of microseconds.
+  host_.parking->sleep_lightly();
+  const auto has_returned = [&] { return call.is_finished(); };
   try {
-    await_ready([&] { return call.is_finished(); }, deadline);
+    give_up_after([&] { host_.parking->await(has_returned, deadline); });
   } catch (const Failure& failure) {
     if (failure.error().code != ErrorCode::kTimeout) throw;
     throw Failure(

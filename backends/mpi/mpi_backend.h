@@ -68,8 +68,9 @@ class Fabric {
   std::uint64_t bytes() const noexcept { return bytes_.load(std::memory_order_relaxed); }
 
  private:
-  template <class Ready>
-  void await_ready(Ready&& ready, Deadline deadline);
+  // Waits; when the wait fails, MPI is used no more.
+  template <class Wait>
+  void give_up_after(Wait&& wait);
 
   std::shared_ptr<Session> session_;
   const host::Fabric& host_;

@@ -233,6 +233,7 @@ def die_between_operations(victim: int) -> tuple[str, float]:
     gpu.allreduce_(tensor, name="before", op=hvd.Max)
     tensor.to_numpy()
     if hvd.rank() == victim:
+        time.sleep(0.3)  # its part of the operation may still be on its way to the others
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     _, words = _ends(lambda: gpu.allreduce_(tensor, name="after", op=hvd.Max))
