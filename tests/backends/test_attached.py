@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,6 +175,30 @@ def reduce_until_told_off(count: int) -> str:
     return kind
 
 
+@contextlib.contextmanager
+def stopped_in_a_transfer(pool: Pool) -> Iterator[None]:
+    """Stops rank 1; and again, elsewhere, while rank 0 hears nothing of it.
+
+    A rank that was stopped between two operations is waited for as long as it likes.
+    """
+    heard = threading.Event()
+
+    def stop() -> None:
+        pool.signal(1, signal.SIGSTOP)
+        while not heard.wait(5):
+            pool.signal(1, signal.SIGCONT)
+            time.sleep(0.0037)
+            pool.signal(1, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        yield
+    finally:
+        heard.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.0113])
 def test_a_rank_that_was_stopped_writes_into_no_memory_that_was_given_up(
     start: Callable[[PoolSpec], Pool], tmp_path: Any, after_s: float
@@ -188,8 +214,8 @@ def test_a_rank_that_was_stopped_writes_into_no_memory_that_was_given_up(
     for rank in range(2):
         pool.note(rank)
     time.sleep(after_s)
-    pool.signal(1, signal.SIGSTOP)
-    assert pool.note(0) in ("TransferTimeoutError", "PeerLostError")
+    with stopped_in_a_transfer(pool):
+        assert pool.note(0) in ("TransferTimeoutError", "PeerLostError")
     pool.signal(1, signal.SIGCONT)
     resumed.touch()
     for rank in range(2):
