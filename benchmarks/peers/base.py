@@ -5,8 +5,10 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
+from benchmarks.peers.meeting import Meeting
 from benchmarks.workloads import Workload
 
 Call = Callable[[], Any]
@@ -18,6 +20,11 @@ class Peer(abc.ABC):
     rank: int
     size: int
 
+    @cached_property
+    def meeting(self) -> Meeting:
+        """Where its ranks can wait for each other without their library."""
+        return Meeting(self.rank, self.size)
+
     @abc.abstractmethod
     def call(self, workload: Workload) -> Call | None:
         """A function that does `workload` once and returns when it is done; None: not offered.
@@ -27,6 +34,14 @@ class Peer(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nobody to take leave of
         """Leave the other ranks in good order."""
+
+
+class Meets(Peer):
+    """Comes before a peer without communication among the bases: its ranks wait after each call."""
+
+    def call(self, workload: Workload) -> Call | None:
+        call = super().call(workload)  # type: ignore[safe-super]
+        return call and self.meeting.after(call)
 
 
 def plain_place() -> tuple[int, int]:
@@ -55,7 +70,8 @@ class Reducer(Peer):
 
     def reducing(self, workload: Workload) -> Call | None:
         """The call for a workload of tensors, after one whose sums were right."""
-        run = self.paths().get(workload.path)
+        does_nothing = workload.path in ("noop", "met")
+        run = self.paths().get("noop" if does_nothing else workload.path)
         if run is None:
             return None
         tensors = [self.make(n, workload.dtype, self.rank + 1) for n in workload.elements]
@@ -63,11 +79,15 @@ class Reducer(Peer):
             return None
         name = f"{workload.path}.{workload.label}.{len(tensors)}"
         results = run(tensors, name)
-        if workload.path not in ("noop", "met"):
+        if not does_nothing:
             self._check(results, workload)
         # Zeros stay zeros, however often they are summed.
         tensors[:] = [self.fill(tensor, 0) for tensor in tensors]
-        return lambda: run(tensors, name)
+
+        def call() -> Any:
+            return run(tensors, name)
+
+        return self.meeting.after(call) if workload.path == "met" else call
 
     def _check(self, results: Sequence[Any], workload: Workload) -> None:
         expected = self.size * (self.size + 1) / 2

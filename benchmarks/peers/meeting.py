@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from typing import Any
 
-from benchmarks.peers.base import Call
 from benchmarks.workloads import KB
 
 
@@ -32,12 +33,11 @@ class Meeting:
                 if spins % 50 == 0:
                     os.sched_yield()
 
-    def after(self, call: Call | None) -> Call | None:
-        """The call, and a wait; nothing where there is no call."""
+    def after(self, call: Callable[[], Any]) -> Callable[[], None]:
+        """The call, and a wait."""
 
         def met() -> None:
-            assert call is not None
             call()
             self.wait()
 
-        return call and met
+        return met

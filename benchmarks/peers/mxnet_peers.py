@@ -11,9 +11,8 @@ import polyhvd.mxnet  # first: it gives NumPy back what MXNet needs
 import mxnet as mx
 from mxnet import autograd, gluon, nd
 
-from benchmarks.peers.base import Call, Peer, Reducer, plain_place
+from benchmarks.peers.base import Call, Meets, Peer, Reducer, plain_place
 from benchmarks.peers.hvd import Hvd
-from benchmarks.peers.meeting import Meeting
 from benchmarks.workloads import Workload
 
 
@@ -69,7 +68,6 @@ class PolyhvdMxnet(Arrays, Hvd):
 
     def __init__(self) -> None:
         self.start(polyhvd.mxnet)
-        self.meeting = Meeting(self.rank, self.size)
 
     def paths(self) -> dict[str, Callable[[list[Any], str], Any]]:
         def read(run: Callable[[list[Any], str], Any]) -> Callable[[list[Any], str], Any]:
@@ -81,18 +79,12 @@ class PolyhvdMxnet(Arrays, Hvd):
 
             return call
 
-        nothing = {"noop": self.noop, "met": self.met}
-        return {**{path: read(run) for path, run in super().paths().items()}, **nothing}
+        return {**{path: read(run) for path, run in super().paths().items()}, "noop": self.noop}
 
     def noop(self, tensors: list[Any], name: str) -> None:
         """MXNet's own price of an operation: an in-place one on a few numbers, and the wait for it."""
         tensor = tensors[0]
         nd.identity(tensor, out=tensor).wait_to_read()
-
-    def met(self, tensors: list[Any], name: str) -> None:
-        """That, and a wait for the other ranks: what an operation of all ranks costs at least."""
-        self.noop(tensors, name)
-        self.meeting.wait()
 
     def call(self, workload: Workload) -> Call | None:
         if workload.path != "step":
@@ -116,15 +108,8 @@ class MxnetAlone(Peer):
         return training_step(lambda parameters: gluon.Trainer(parameters, "sgd", options, kvstore=None))
 
 
-class MxnetMeeting(MxnetAlone):
+class MxnetMeeting(Meets, MxnetAlone):
     """Ranks that wait for each other after each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.meeting = Meeting(self.rank, self.size)
-
-    def call(self, workload: Workload) -> Call | None:
-        return self.meeting.after(super().call(workload))
 
 
 class Kvstore(Arrays, Reducer):

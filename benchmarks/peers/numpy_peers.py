@@ -58,7 +58,6 @@ class Floor(Peer):
 
     def __init__(self) -> None:
         self.rank, self.size = plain_place()
-        self.meeting = Meeting(self.rank, self.size)
 
     def call(self, workload: Workload) -> Call | None:
         calls: dict[str, Callable[[Workload], Call]] = {

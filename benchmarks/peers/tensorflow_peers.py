@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.peers.base import Call, Peer, Reducer, plain_place
-from benchmarks.peers.meeting import Meeting
 from benchmarks.workloads import Workload
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -75,7 +74,6 @@ class PolyhvdTensorflow(Reducer):
         self.rank, self.size = self.hvd.rank(), self.hvd.size()
         self.functions: dict[str, Any] = {}
         self.queue = tf.queue.FIFOQueue(1, tf.float32)
-        self.meeting = Meeting(self.rank, self.size)
 
     def make(self, elements: int, dtype: str, value: int) -> Any:
         return tf.fill([elements], tf.cast(value, dtype))
@@ -116,11 +114,6 @@ class PolyhvdTensorflow(Reducer):
 
         return self.function(name, body)(tensors)
 
-    def met(self, tensors: list[Any], name: str) -> None:
-        """That, and a wait for the other ranks: what an operation of all ranks costs at least."""
-        self.noop(tensors, name)
-        self.meeting.wait()
-
     def paths(self) -> dict[str, Callable[[list[Any], str], Any]]:
         return {
             "blocking": self.eager,
@@ -128,7 +121,6 @@ class PolyhvdTensorflow(Reducer):
             "separate": self.separate,
             "grouped": self.grouped,
             "noop": self.noop,
-            "met": self.met,
         }
 
     def call(self, workload: Workload) -> Call | None:
@@ -163,10 +155,6 @@ class KerasAlone(Peer):
 
 class KerasMeeting(KerasAlone):
     """Ranks that wait for each other after each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.meeting = Meeting(self.rank, self.size)
 
     def each(self) -> tuple[Any, ...]:
         return (tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: self.meeting.wait()),)

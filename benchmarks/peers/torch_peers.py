@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.base import Call, Peer, Reducer, plain_place
+from benchmarks.peers.base import Call, Meets, Peer, Reducer, plain_place
 from benchmarks.peers.hvd import Hvd
-from benchmarks.peers.meeting import Meeting
 from benchmarks.peers.torch_models import MODELS
 from benchmarks.workloads import Workload
 
@@ -90,15 +89,8 @@ class TorchAlone(Peer):
         return training_step(workload.model, lambda model, optimizer: (model, optimizer))
 
 
-class TorchMeeting(TorchAlone):
+class TorchMeeting(Meets, TorchAlone):
     """Ranks that wait for each other after each step: what a step is longer is communication's price."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.meeting = Meeting(self.rank, self.size)
-
-    def call(self, workload: Workload) -> Call | None:
-        return self.meeting.after(super().call(workload))
 
 
 class Gloo(Tensors, Reducer):
