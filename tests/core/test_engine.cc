@@ -257,23 +257,27 @@ TEST_CASE("a completion callback may submit, and wait") {
   world.shutdown();
 }
 
+// The engine's own thread is at times just about to look, and then does it; and a thread
+// that was suspended for long counts as one that lent itself in vain. Neither is the rule.
 TEST_CASE("a small operation is done in the thread that submits it and lends itself") {
   ThreadWorld world(one_host(1));
   world.run([](int rank, Engine& engine) {
-    for (int i = 0; i < 100; ++i) {
+    int done_here = 0;
+    for (int i = 0; i < 10000 && done_here < 100; ++i) {
       auto v = values(rank, 50);
-      std::thread::id done_by;
+      std::atomic<std::thread::id> done_by{};
       Submission s = allreduce("small", v);
       s.done = [&](const Error* error) {
         REQUIRE(error == nullptr);
         done_by = std::this_thread::get_id();
       };
-      REQUIRE(engine.submit_lending(std::move(s)));
-      engine.lend();
-      REQUIRE(done_by == std::this_thread::get_id());
+      if (engine.submit_lending(std::move(s))) engine.lend();
+      while (done_by.load() == std::thread::id{}) std::this_thread::yield();
+      if (done_by.load() == std::this_thread::get_id()) ++done_here;
       CHECK(is_sum(v, 1));
     }
-    CHECK(engine.counters().at("lent") == 100);
+    CHECK(done_here == 100);
+    CHECK(engine.counters().at("lent") > 0);
   });
   world.shutdown();
 }
@@ -304,24 +308,26 @@ TEST_CASE("ranks that lend their threads get the sums, whoever drives in the end
 
 TEST_CASE("a thread that lends itself is free again while another rank is late") {
   ThreadWorld world(one_host(2));
-  std::atomic<bool> free{false};
+  std::atomic<int> returned{0};
+  std::atomic<bool> lent{false};  // else the engine's own thread was about to look
   world.run([&](int rank, Engine& engine) {
-    auto v = values(rank, 50);
-    std::atomic<bool> done{false};
-    Submission s = allreduce("small", v);
-    s.done = [&](const Error*) { done = true; };
-    while (rank == 1 && !free) std::this_thread::yield();
-    const bool lends = engine.submit_lending(std::move(s));
-    if (lends) engine.lend();
-    if (rank == 0) {
-      CHECK(lends);
-      CHECK(!done);
-      CHECK(engine.counters().at("lent_in_vain") == 1);
-      free = true;
+    for (int i = 1; i <= 100 && !lent; ++i) {
+      auto v = values(rank, 50);
+      std::atomic<bool> done{false};
+      Submission s = allreduce("small", v);
+      s.done = [&](const Error*) { done = true; };
+      while (rank == 1 && returned < i) std::this_thread::yield();
+      if (engine.submit_lending(std::move(s))) engine.lend();
+      if (rank == 0) {
+        CHECK(!done);
+        lent = engine.counters().at("lent_in_vain") == 1;
+        returned = i;
+      }
+      while (!done) std::this_thread::yield();
+      CHECK(is_sum(v, 2));
     }
-    while (!done) std::this_thread::yield();
-    CHECK(is_sum(v, 2));
   });
+  CHECK(lent);
   world.shutdown();
 }
 
