@@ -98,8 +98,10 @@ core: build/core/plain/run build/core/plain/instructions stand-ins
 	build/core/plain/run
 
 ##@ asan     the same under AddressSanitizer and UndefinedBehaviorSanitizer
+# A thread-local block of a library opened at run time that begins 16 bytes into a page is
+# taken for one of an older glibc, and the search for leaks then ends in a crash of its own.
 asan: build/core/asan/run stand-ins
-	build/core/asan/run
+	ASAN_OPTIONS=intercept_tls_get_addr=0 build/core/asan/run
 
 ##@ tsan     the same under ThreadSanitizer
 tsan: build/core/tsan/run stand-ins
