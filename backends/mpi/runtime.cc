@@ -15,22 +15,6 @@ constexpr int kCreateTag = 0x7076;  // of groups that are made from a list of ra
 constexpr auto kNap = std::chrono::microseconds(200);
 constexpr auto kTickInterval = std::chrono::milliseconds(20);
 
-// Returns whether `ready()` has become true before the deadline.
-template <class Ready>
-bool comes(Ready&& ready, Clock::time_point deadline, const Runtime::Tick& tick) {
-  auto next_tick = Clock::now() + kTickInterval;
-  while (!ready()) {
-    const auto now = Clock::now();
-    if (now >= deadline) return false;
-    if (now >= next_tick) {
-      tick();
-      next_tick = now + kTickInterval;
-    }
-    std::this_thread::sleep_for(kNap);
-  }
-  return true;
-}
-
 // Returns whether the call has returned before the deadline.
 bool returns(const BlockingCall& call, Clock::time_point deadline, const Runtime::Tick& tick) {
   for (;;) {
@@ -44,8 +28,15 @@ bool returns(const BlockingCall& call, Clock::time_point deadline, const Runtime
 // Waits for a request of init(). Whoever gives up leaves the request to MPI.
 void await_request(Library& library, Handle& request, Clock::time_point deadline,
                    const Runtime::Tick& tick, const std::string& late) {
-  if (!comes([&] { return library.test(request); }, deadline, tick)) {
-    throw Failure(ErrorCode::kPeerLost, late);
+  auto next_tick = Clock::now() + kTickInterval;
+  while (!library.test(request)) {
+    const auto now = Clock::now();
+    if (now >= deadline) throw Failure(ErrorCode::kPeerLost, late);
+    if (now >= next_tick) {
+      tick();
+      next_tick = now + kTickInterval;
+    }
+    std::this_thread::sleep_for(kNap);
   }
 }
 
