@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.interleave import Effort, interleaved
+from benchmarks.interleave import Effort, Results, interleaved
 from benchmarks.launchers import CannotStart, Place
 from benchmarks.parts import PARTS, Part, chosen
 from benchmarks.peers import ENTRIES
-from benchmarks.report import Report, Results
+from benchmarks.report import Report
 from benchmarks.workloads import MB
 from benchmarks.worlds import World, here
 
@@ -112,11 +112,11 @@ def say(report: Report, line: str) -> None:
 def run_part(part: Part, worlds: dict[str, World], effort: Effort, report: Report) -> Results:
     mine = {peer: worlds[peer] for peer in part.peers if peer in worlds}
     results: Results = []
-    for workload in part.workloads:
-        print(f"bench: {part.name}, {workload.label}", file=sys.stderr, flush=True)
-        samples = interleaved(mine, workload, effort, lambda line: say(report, line))
-        if samples:
-            results.append((workload, samples))
+    together = [part.workloads] if part.in_turns else [[workload] for workload in part.workloads]
+    for workloads in together:
+        labels = ", ".join(workload.label for workload in workloads)
+        print(f"bench: {part.name}: {labels}", file=sys.stderr, flush=True)
+        results += interleaved(mine, workloads, effort, lambda line: say(report, line))
     return results
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.workloads import Workload
@@ -63,6 +64,10 @@ class Sample:
         }
 
 
+#: By column, by peer.
+Results = list[tuple[Workload, dict[str, Sample]]]
+
+
 @dataclass(frozen=True)
 class Effort:
     """How long to measure: blocks of each peer, how many at most until they are quiet, seconds of a block.
@@ -81,43 +86,69 @@ class Effort:
         return max(2 if call_s > SLOW_CALL_S else 3, min(COUNT_MAX, int(self.block_s / max(call_s, 1e-6))))
 
 
-def _quick_call(world: World) -> float:
+def _quick_call(world: World, workload: Workload) -> float:
     """Seconds of a call that nothing disturbs, about."""
-    first = min(world.measure(2).seconds)
-    return min(world.measure(20).seconds) if first < 0.005 else first
+    first = min(world.measure(workload, 2).seconds)
+    return min(world.measure(workload, 20).seconds) if first < 0.005 else first
+
+
+class Column:
+    """A workload, and the peers that offer it."""
+
+    def __init__(
+        self, worlds: dict[str, World], workload: Workload, effort: Effort, say: Callable[[str], None]
+    ) -> None:
+        self.workload, self.effort = workload, effort
+        self.worlds: dict[str, World] = {}
+        self.counts: dict[str, int] = {}
+        self.slow: set[str] = set()
+        self.spent_s = 0.0
+        for name, world in worlds.items():
+            try:
+                if all(world.order("prepare", workload)):
+                    call_s = _quick_call(world, workload)
+                    self.counts[name] = effort.count(call_s)
+                    self.worlds[name] = world
+                    self.slow |= {name} if call_s > SLOW_CALL_S else set()
+            except RuntimeError as error:
+                say(f"{workload.label} {workload.path}: {str(error).splitlines()[0]}")
+        self.samples = {name: Sample() for name in self.counts}
+
+    def is_done(self, turn: int) -> bool:
+        """Whether there are enough blocks, and enough quiet ones or no time for more."""
+        if turn < self.effort.rounds:
+            return False
+        samples = self.samples.values()
+        enough = all(len(s.quiet) >= min(self.effort.rounds, len(s.blocks)) for s in samples)
+        return enough or self.spent_s > self.effort.seconds_max
+
+    def take_turn(self, turn: int) -> None:
+        """A block of each peer, beginning with another one than the time before."""
+        begin = time.monotonic()
+        names = list(self.counts)
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            if name in self.slow and turn >= SLOW_ROUNDS:
+                continue
+            block_begin = time.monotonic()
+            self.samples[name].blocks.append(self.worlds[name].measure(self.workload, self.counts[name]))
+            time.sleep(min(PAUSE_S_MAX, self.effort.pause * (time.monotonic() - block_begin)))
+        self.spent_s += time.monotonic() - begin
 
 
 def interleaved(
-    worlds: dict[str, World], workload: Workload, effort: Effort, say: Callable[[str], None]
-) -> dict[str, Sample]:
-    """Samples by peer; a peer that does not offer the workload has none, and one that fails is reported."""
-    counts: dict[str, int] = {}
-    slow: set[str] = set()
-    for name, world in worlds.items():
-        try:
-            if all(world.order("prepare", workload)):
-                call_s = _quick_call(world)
-                counts[name] = effort.count(call_s)
-                slow |= {name} if call_s > SLOW_CALL_S else set()
-        except RuntimeError as error:
-            say(f"{workload.label} {workload.path}: {str(error).splitlines()[0]}")
-    samples = {name: Sample() for name in counts}
-    names = list(counts)
-    begin = time.monotonic()
+    worlds: dict[str, World], workloads: Sequence[Workload], effort: Effort, say: Callable[[str], None]
+) -> Results:
+    """Samples of all workloads, which take turns as well, by peer.
+
+    A peer that does not offer a workload has none, and one that fails is reported.
+    """
+    for world in worlds.values():
+        with contextlib.suppress(RuntimeError):  # it has ended, which its next order says
+            world.order("forget")
+    columns = [Column(worlds, workload, effort, say) for workload in workloads]
     for turn in range(effort.rounds_max):
-        if turn >= effort.rounds and (
-            _enough(samples, effort) or time.monotonic() - begin > effort.seconds_max
-        ):
-            break
-        first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
-            if name in slow and turn >= SLOW_ROUNDS:
-                continue
-            block_begin = time.monotonic()
-            samples[name].blocks.append(worlds[name].measure(counts[name]))
-            time.sleep(min(PAUSE_S_MAX, effort.pause * (time.monotonic() - block_begin)))
-    return samples
-
-
-def _enough(samples: dict[str, Sample], effort: Effort) -> bool:
-    return all(len(sample.quiet) >= min(effort.rounds, len(sample.blocks)) for sample in samples.values())
+        for column in columns:
+            if not column.is_done(turn):
+                column.take_turn(turn)
+    return [(column.workload, column.samples) for column in columns if column.samples]

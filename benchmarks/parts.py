@@ -11,6 +11,7 @@ from benchmarks.workloads import KB, MB, Workload
 POLYHVD = ("torch", "numpy", "mxnet", "tensorflow")
 HOROVOD = ("horovod", "horovod-mpi")
 ALL = (*POLYHVD, *HOROVOD, "gloo", "openmpi", "mpich", "kvstore", "floor")
+DTYPED = ("numpy", "gloo", "openmpi", "floor")
 ROUTED = ("torch", "horovod-mpi", "gloo", "openmpi")
 TRAINING = ("torch", "torch-alone", "torch-met", *HOROVOD, "gloo", "mxnet", "mxnet-alone", "mxnet-met")
 TRAINING += ("kvstore", "tensorflow", "keras-alone", "keras-met", "mwms")
@@ -18,7 +19,11 @@ TRAINING += ("kvstore", "tensorflow", "keras-alone", "keras-met", "mwms")
 
 @dataclass(frozen=True)
 class Part:
-    """A table. The first of `peers` is what the others are compared with."""
+    """A table. The first of `peers` is what the others are compared with.
+
+    Where columns are compared with each other they take turns too, `in_turns`. Then the tensors of all of
+    them are there at once.
+    """
 
     name: str
     title: str
@@ -26,6 +31,7 @@ class Part:
     workloads: Sequence[Workload]
     size: int = 2
     hosts: int = 1
+    in_turns: bool = False
     rate_mbit: int = 0  # of the cable between two hosts; 0: what it can do
 
 
@@ -34,9 +40,9 @@ BETWEEN = (KB, MB, 16 * MB, 64 * MB)
 
 PARTS = (
     Part("allreduce", "allreduce in place, blocking", ALL, workloads.blocking()),
-    Part("async", "allreduce through a handle", ALL[:-1], workloads.asynchronous()),
-    Part("gradients", "the 161 gradients of ResNet-50, 102 MB", ALL, workloads.gradients()),
-    Part("dtypes", "allreduce of other dtypes", ("numpy", "gloo", "openmpi", "floor"), workloads.dtypes()),
+    Part("async", "allreduce through a handle", ALL[:-1], workloads.asynchronous(), in_turns=True),
+    Part("gradients", "the 161 gradients of ResNet-50, 102 MB", ALL, workloads.gradients(), in_turns=True),
+    Part("dtypes", "allreduce of other dtypes", DTYPED, workloads.dtypes(), in_turns=True),
     Part("steps", "a whole training step (Keras: five)", TRAINING, workloads.steps()),
     *(
         Part(

@@ -12,10 +12,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
-from typing import Any
 
 from benchmarks.peers import make
 from benchmarks.peers.base import Call, Peer
+from benchmarks.workloads import Workload
 
 #: Calls that are not timed when a peer takes its turn: its threads and caches were cold.
 WARM_UP_CALLS = 2
@@ -68,24 +68,30 @@ class Rank:
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self.current: Call | None = None
+        self.calls: dict[Workload, Call] = {}
 
-    def prepare(self, workload: Any) -> bool:
-        """Make ready for a workload, and forget the last; False when the peer does not offer it."""
-        self.current = None
-        self.current = self.peer.call(workload)
-        return self.current is not None
+    def forget(self) -> None:
+        """Let go of all workloads, and of their tensors."""
+        self.calls.clear()
 
-    def measure(self, count: int) -> tuple[list[float], float]:
+    def prepare(self, workload: Workload) -> bool:
+        """Make ready for one more workload; False when the peer does not offer it."""
+        call = self.peer.call(workload)
+        if call is None:
+            return False
+        self.calls[workload] = call
+        return True
+
+    def measure(self, workload: Workload, count: int) -> tuple[list[float], float]:
         """Seconds of each call, and of CPU time that this process has used for all."""
-        assert self.current is not None
+        call = self.calls[workload]
         with first_in_line():
             begin = time.process_time()
-            times = timed(self.current, count)
+            times = timed(call, count)
             return times, time.process_time() - begin
 
     def close(self) -> None:
-        self.current = None
+        self.forget()
         self.peer.close()
 
 

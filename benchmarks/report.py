@@ -9,13 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.interleave import QUIET, QUIET_BLOCKS_MIN, Sample
+from benchmarks.interleave import QUIET, QUIET_BLOCKS_MIN, Results, Sample
 from benchmarks.parts import Part
 from benchmarks.peers import ENTRIES
-from benchmarks.workloads import Workload
-
-#: Of one part: by column, by peer.
-Results = list[tuple[Workload, dict[str, Sample]]]
 
 
 def machine() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.launchers import CannotStart, Here, Launcher, Place
 from benchmarks.peers import ENTRIES
+from benchmarks.workloads import Workload
 
 START_TIMEOUT_S = 120.0
 ORDER_TIMEOUT_S = 300.0
@@ -45,6 +46,7 @@ class World:
         """Start them and wait for all; raises CannotStart with the end of their log when they do not come."""
         self.peer, self.size = peer, size
         self.label = ENTRIES[peer].label
+        self.lost = ""  # why no order can be given any more
         self.pids: list[int] = []
         logs.mkdir(parents=True, exist_ok=True)
         self.log = logs / f"{peer}.{size}.log"
@@ -81,7 +83,7 @@ class World:
                 gone = [p for p in self.launcher.processes if p.poll() is not None]
                 if gone or time.monotonic() > deadline:
                     raise CannotStart(f"its ranks did not start; {self.last_words()}") from None
-        found: dict[int, Connection] = {}
+        found: dict[int, tuple[Connection, int]] = {}
         for connection in waiting:
             if not connection.poll(START_TIMEOUT_S):
                 raise CannotStart(f"its ranks did not meet; {self.last_words()}")
@@ -89,9 +91,9 @@ class World:
                 _, rank, pid = connection.recv()
             except EOFError:
                 raise CannotStart(f"a rank failed; {self.last_words()}") from None
-            found[rank] = connection
-            self.pids.append(pid)
-        return [found[rank] for rank in range(self.size)]
+            found[rank] = connection, pid
+        self.pids = [found[rank][1] for rank in range(self.size)]
+        return [found[rank][0] for rank in range(self.size)]
 
     def last_words(self) -> str:
         lines = self.log.read_text(errors="replace").split("\n")
@@ -108,22 +110,33 @@ class World:
                 self._rest(True)
 
     def _ask(self, order: Sequence[Any]) -> list[Any]:
-        for rank in self.ranks:
-            rank.send(order)
-        answers = []
+        if self.lost:
+            raise RuntimeError(self.lost)
         for number, connection in enumerate(self.ranks):
-            if not connection.poll(ORDER_TIMEOUT_S):
-                raise RuntimeError(f"{self.label}: rank {number} did not answer {order[0]!r}")
-            try:
-                verdict, answer = connection.recv()
-            except (EOFError, ConnectionError):
-                raise RuntimeError(
-                    f"{self.label}: rank {number} ended during {order[0]!r}; {self.last_words()}"
-                ) from None
+            with self._reaching(number, order[0]):
+                connection.send(order)
+        answers: list[tuple[str, Any]] = []
+        for number, connection in enumerate(self.ranks):
+            with self._reaching(number, order[0]):
+                if not connection.poll(ORDER_TIMEOUT_S):
+                    raise TimeoutError
+                answers.append(connection.recv())
+        for number, (verdict, answer) in enumerate(answers):
             if verdict != "ok":
                 raise RuntimeError(f"{self.label}: rank {number}: {answer}")
-            answers.append(answer)
-        return answers
+        return [answer for _, answer in answers]
+
+    @contextlib.contextmanager
+    def _reaching(self, number: int, order: str) -> Iterator[None]:
+        """Give no more orders to anybody after a rank that cannot be reached."""
+        try:
+            yield
+            return
+        except TimeoutError:
+            self.lost = f"{self.label}: rank {number} did not answer {order!r}"
+        except (EOFError, OSError):
+            self.lost = f"{self.label}: rank {number} has ended; {self.last_words()}"
+        raise RuntimeError(self.lost)
 
     def _rest(self, rest: bool) -> None:
         """Stop the ranks of a restless peer, or let them go on; a stopped rank takes no CPU from others."""
@@ -131,10 +144,10 @@ class World:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGSTOP if rest else signal.SIGCONT)
 
-    def measure(self, count: int) -> Block:
-        """Let all ranks do `count` calls."""
+    def measure(self, workload: Workload, count: int) -> Block:
+        """Let all ranks do `count` calls of what they are prepared for."""
         before, begin = busy_seconds(), time.monotonic()
-        answers = self.order("measure", count)
+        answers = self.order("measure", workload, count)
         passed = max(1e-9, time.monotonic() - begin)
         others = busy_seconds() - before - sum(cpu_s for _, cpu_s in answers)
         by_call = zip(*(times for times, _ in answers), strict=True)
@@ -154,7 +167,7 @@ class World:
         os.close(self._shared)
         for connection in getattr(self, "ranks", []):
             connection.close()
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + (0.0 if self.lost else CLOSE_TIMEOUT_S)
         for process in self.launcher.processes:
             if process.stdin is not None:
                 process.stdin.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
 from launching import wait_until  # noqa: E402
 
+from benchmarks.interleave import Effort, interleaved  # noqa: E402
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
 from benchmarks.peers import ENTRIES  # noqa: E402
 from benchmarks.peers.base import Reducer  # noqa: E402
@@ -171,12 +173,29 @@ def test_ranks_that_use_cpu_while_idle_are_stopped_between_orders(
     world = World("floor", 2, here(), tmp_path)
     try:
         wait_until(stopped, "both ranks were stopped")
-        assert world.order("prepare", single(1024, "blocking")) == [True, True]
-        assert len(world.measure(3).seconds) == 3
+        workload = single(1024, "blocking")
+        assert world.order("prepare", workload) == [True, True]
+        assert len(world.measure(workload, 3).seconds) == 3
         wait_until(stopped, "both ranks were stopped")
     finally:
         world.close()
     assert [process.returncode for process in world.launcher.processes] == [0, 0]
+
+
+def test_a_rank_that_has_ended_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    gone, there = (World("floor", 2, here(), tmp_path / name) for name in ("gone", "there"))
+    try:
+        os.kill(gone.pids[1], signal.SIGKILL)
+        said: list[str] = []
+        effort = Effort(rounds=1, rounds_max=1, block_s=0.01)
+        columns = [single(1024, "blocking"), single(2048, "blocking")]
+        results = interleaved({"gone": gone, "there": there}, columns, effort, said.append)
+    finally:
+        gone.close()
+        there.close()
+    assert [(workload, list(samples)) for workload, samples in results] == [(c, ["there"]) for c in columns]
+    assert len(said) == 2
+    assert all(f"{gone.label}: rank 1 has ended" in line for line in said), said
 
 
 needs_horovod = pytest.mark.skipif(
