@@ -11,6 +11,7 @@ from benchmarks.workloads import KB, MB, Workload
 POLYHVD = ("torch", "numpy", "mxnet", "tensorflow")
 HOROVOD = ("horovod", "horovod-mpi")
 ALL = (*POLYHVD, *HOROVOD, "gloo", "openmpi", "mpich", "kvstore", "floor")
+GRADIENTS = (*ALL, "tensorflow-alone", "tensorflow-met")
 DTYPED = ("numpy", "gloo", "openmpi", "floor")
 ROUTED = ("torch", "horovod-mpi", "gloo", "openmpi")
 TRAINING = ("torch", "torch-alone", "torch-met", *HOROVOD, "gloo", "mxnet", "mxnet-alone", "mxnet-met")
@@ -41,7 +42,9 @@ BETWEEN = (KB, MB, 16 * MB, 64 * MB)
 PARTS = (
     Part("allreduce", "allreduce in place, blocking", ALL, workloads.blocking()),
     Part("async", "allreduce through a handle", ALL[:-1], workloads.asynchronous(), in_turns=True),
-    Part("gradients", "the 161 gradients of ResNet-50, 102 MB", ALL, workloads.gradients(), in_turns=True),
+    Part(
+        "gradients", "the 161 gradients of ResNet-50, 102 MB", GRADIENTS, workloads.gradients(), in_turns=True
+    ),
     Part("dtypes", "allreduce of other dtypes", DTYPED, workloads.dtypes(), in_turns=True),
     Part("steps", "a whole training step (Keras: five)", TRAINING, workloads.steps()),
     *(

@@ -15,9 +15,9 @@ class Workload:
 
     `path` is how it is asked for: "blocking" is ``allreduce_``, "async" a handle and ``synchronize``,
     "separate" a handle for each tensor before the first is waited for, "grouped" one operation, "packed" the
-    same through a buffer for peers without groups, "copy" a copy within memory, "noop" the framework's own
-    asynchronous operation that does nothing, "met" that and a wait for the other ranks, "step" a training
-    step of `model`.
+    same through a buffer for peers without groups, "computed" separately in the function that computes the
+    tensors, "copy" a copy within memory, "noop" the framework's own asynchronous operation that does nothing,
+    "met" that and a wait for the other ranks, "step" a training step of `model`.
     """
 
     label: str
@@ -65,7 +65,7 @@ def asynchronous(sizes: tuple[int, ...] = SIZES) -> list[Workload]:
 
 def gradients() -> list[Workload]:
     sizes = resnet50_elements()
-    return [Workload(path, path, sizes) for path in ("separate", "grouped")]
+    return [Workload(path, path, sizes) for path in ("separate", "grouped", "computed")]
 
 
 def dtypes(counts: tuple[int, ...] = (MB // 4, 16 * MB, 64 * MB)) -> list[Workload]:

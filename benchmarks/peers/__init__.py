@@ -50,6 +50,12 @@ ENTRIES = {
     "torch-met": Entry("torch, no communication, met", "torch_peers:TorchMeeting", ("torch",), "plain"),
     "mxnet-alone": Entry("MXNet, no communication", "mxnet_peers:MxnetAlone", ("mxnet",), "plain"),
     "mxnet-met": Entry("MXNet, no communication, met", "mxnet_peers:MxnetMeeting", ("mxnet",), "plain"),
+    "tensorflow-alone": Entry(
+        "TensorFlow, no communication", "tensorflow_peers:TensorflowAlone", _TF, "plain"
+    ),
+    "tensorflow-met": Entry(
+        "TensorFlow, no communication, met", "tensorflow_peers:TensorflowMeeting", _TF, "plain"
+    ),
     "keras-alone": Entry("Keras, no communication", "tensorflow_peers:KerasAlone", _TF, "plain"),
     "keras-met": Entry("Keras, no communication, met", "tensorflow_peers:KerasMeeting", _TF, "plain"),
 }

@@ -17,7 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.peers.base import Call, Peer, Reducer, plain_place
+from benchmarks.peers.base import Call, Meets, Peer, Reducer, plain_place
 from benchmarks.workloads import Workload
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -63,6 +63,18 @@ def keras_step(
     return steps
 
 
+def computing(reduce: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
+    """A function that computes gradients, as training does, reduces them and needs all: the ends of each."""
+
+    @tf.function
+    def run(tensors: list[Any]) -> Any:
+        gradients = reduce([tf.nn.relu(tensor) for tensor in tensors])
+        with tf.control_dependencies(gradients):
+            return tf.stack([tf.stack([gradient[0], gradient[-1]]) for gradient in gradients])
+
+    return run
+
+
 class PolyhvdTensorflow(Reducer):
     """polyhvd.tensorflow: "blocking" is an eager call, everything else a tf.function."""
 
@@ -94,11 +106,16 @@ class PolyhvdTensorflow(Reducer):
         return [self.hvd.allreduce(tensors[0], name=name, op=self.hvd.Sum)]
 
     def separate(self, tensors: list[Any], name: str) -> Any:
-        def body(tensors: list[Any]) -> list[Any]:
-            hvd = self.hvd
-            return [hvd.allreduce(t, name=f"{name}.{i}", op=hvd.Sum) for i, t in enumerate(tensors)]
+        return self.function(name, lambda tensors: self.one_by_one(tensors, name))(tensors)
 
-        return self.function(name, body)(tensors)
+    def one_by_one(self, tensors: list[Any], name: str) -> list[Any]:
+        hvd = self.hvd
+        return [hvd.allreduce(t, name=f"{name}.{i}", op=hvd.Sum) for i, t in enumerate(tensors)]
+
+    def computed(self, tensors: list[Any], name: str) -> Any:
+        if name not in self.functions:
+            self.functions[name] = computing(lambda gradients: self.one_by_one(gradients, name))
+        return self.functions[name](tensors)
 
     def grouped(self, tensors: list[Any], name: str) -> Any:
         return self.function(
@@ -120,6 +137,7 @@ class PolyhvdTensorflow(Reducer):
             "async": self.separate,
             "separate": self.separate,
             "grouped": self.grouped,
+            "computed": self.computed,
             "noop": self.noop,
         }
 
@@ -135,6 +153,24 @@ class PolyhvdTensorflow(Reducer):
 
     def close(self) -> None:
         self.hvd.shutdown()
+
+
+class TensorflowAlone(Peer):
+    """The same gradients computed with no communication."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = plain_place()
+
+    def call(self, workload: Workload) -> Call | None:
+        if workload.path != "computed":
+            return None
+        tensors = [tf.zeros([elements]) for elements in workload.elements]
+        run = computing(lambda gradients: gradients)
+        return lambda: run(tensors)
+
+
+class TensorflowMeeting(Meets, TensorflowAlone):
+    """Ranks that wait for each other after that."""
 
 
 class KerasAlone(Peer):
