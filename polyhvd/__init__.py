@@ -19,6 +19,7 @@ from polyhvd.built import (
     ddl_built,
     gloo_built,
     gloo_enabled,
+    gpu_available,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
@@ -39,10 +40,11 @@ from polyhvd.errors import (
     RankMismatchError,
     ShutdownError,
     TransferTimeoutError,
+    UnsupportedError,
 )
 from polyhvd.membership import add_process_set, barrier, join, remove_process_set
+from polyhvd.objects import allgather_object, broadcast_object
 from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.state_sync import allgather_object, broadcast_object
 
 __version__ = "0.1.0"
 
@@ -136,6 +138,7 @@ __all__ = [
     "ShutdownError",
     "Sum",
     "TransferTimeoutError",
+    "UnsupportedError",
     "__version__",
     "add_process_set",
     "allgather_object",
@@ -151,6 +154,7 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "gpu_available",
     "init",
     "is_homogeneous",
     "is_initialized",

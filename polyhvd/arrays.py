@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from polyhvd import _core
 from polyhvd.adapter import FrameworkAdapter, Handle, OpKind, ReduceOp
 from polyhvd.api import Collectives, resolve_op
+from polyhvd.calls import is_number
 from polyhvd.compression import NO_COMPRESSION, Compression, Compressor
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.state_sync import broadcast_named
@@ -34,15 +35,23 @@ class ArrayFunctions(Generic[T]):
     Args:
         adapter: the framework's.
         check: returns the array that it is given, or raises TypeError for what is none.
+        from_number: an array without dimensions that holds a number of Python's or NumPy's.
     """
 
-    def __init__(self, adapter: FrameworkAdapter[T], check: Callable[[T], T]) -> None:
+    def __init__(
+        self, adapter: FrameworkAdapter[T], check: Callable[[T], T], from_number: Callable[[Any], T]
+    ) -> None:
         self._adapter = adapter
         self._check = check
+        self._from_number = from_number
         self._collectives: Collectives[T] = Collectives(adapter)
         self.Compression = Compression(adapter)
         self.poll = self._collectives.poll
         self.synchronize = self._collectives.synchronize
+
+    def _value(self, tensor: Any) -> T:
+        """What a verb sends that returns something new: numbers will do, too."""
+        return self._from_number(tensor) if is_number(tensor) else self._check(tensor)
 
     def _all_checked(self, tensors: Sequence[T]) -> list[T]:
         return [self._check(tensor) for tensor in tensors]
@@ -58,8 +67,10 @@ class ArrayFunctions(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> T:
-        """Reduce an array over the ranks into a new array; see :meth:`polyhvd.api.Collectives.allreduce`."""
-        sent, context = compression.compress(self._check(tensor))
+        """Reduce an array, or a number, over the ranks into a new array; see
+        :meth:`polyhvd.api.Collectives.allreduce`.
+        """
+        sent, context = compression.compress(self._value(tensor))
         result = self._collectives.allreduce(
             sent,
             name=name,
@@ -110,7 +121,7 @@ class ArrayFunctions(Generic[T]):
     ) -> Handle:
         """Start :meth:`allreduce`; ``synchronize(handle)`` returns the new array."""
         return self._collectives.allreduce_async(
-            self._check(tensor),
+            self._value(tensor),
             name=name,
             op=resolve_op(op, average),
             prescale_factor=prescale_factor,
@@ -369,7 +380,7 @@ class ArrayFunctions(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """Return the root's array as a new array; see :meth:`polyhvd.api.Collectives.broadcast`."""
-        return self._collectives.broadcast(self._check(tensor), root_rank, name=name, process_set=process_set)
+        return self._collectives.broadcast(self._value(tensor), root_rank, name=name, process_set=process_set)
 
     def broadcast_(
         self,
@@ -392,7 +403,7 @@ class ArrayFunctions(Generic[T]):
     ) -> Handle:
         """Start :meth:`broadcast`."""
         return self._collectives.broadcast_async(
-            self._check(tensor), root_rank, name=name, process_set=process_set
+            self._value(tensor), root_rank, name=name, process_set=process_set
         )
 
     def broadcast_async_(

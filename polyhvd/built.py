@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 from polyhvd import context, gpu, mpi
 from polyhvd.config import Config
 
@@ -11,6 +15,7 @@ __all__ = [
     "ddl_built",
     "gloo_built",
     "gloo_enabled",
+    "gpu_available",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -52,6 +57,35 @@ def gloo_built(verbose: bool = False) -> bool:
 def gloo_enabled() -> bool:
     """Whether this job runs without MPI. See :func:`gloo_built`."""
     return not mpi_enabled()
+
+
+# How each framework, once it is imported, says how many GPUs it can use.
+_COUNTS: dict[str, Callable[[Any], int]] = {
+    "torch": lambda torch: torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    "tensorflow": lambda tensorflow: len(tensorflow.config.list_physical_devices("GPU")),
+    "mxnet": lambda mxnet: mxnet.context.num_gpus(),
+    "cupy": lambda cupy: cupy.cuda.runtime.getDeviceCount(),
+}
+
+
+def gpu_available(ext_base_name: str | None = None, verbose: bool = False) -> bool:
+    """Whether a framework of this process can use a GPU.
+
+    Args:
+        ext_base_name: "torch", "tensorflow", "mxnet" or "cupy"; None asks all that have been imported.
+        verbose: accepted, and does nothing.
+    """
+    names = list(_COUNTS) if ext_base_name is None else [ext_base_name]
+    for name in names:
+        module = sys.modules.get(name)
+        if module is None or name not in _COUNTS:
+            continue
+        try:
+            if _COUNTS[name](module) > 0:
+                return True
+        except Exception:  # CUDA without a driver or a device, in the framework's own words
+            continue
+    return False
 
 
 def nccl_built(verbose: bool = False) -> int:

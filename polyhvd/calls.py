@@ -7,12 +7,24 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from polyhvd import context
 from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet
 
-__all__ = ["Call", "Slots", "Ticket", "forget_names", "names_of", "process_set_id", "resolve_op", "splits_of"]
+__all__ = [
+    "Call",
+    "Slots",
+    "Ticket",
+    "forget_names",
+    "is_number",
+    "names_of",
+    "process_set_id",
+    "resolve_op",
+    "splits_of",
+]
 
 _REDUCTIONS = frozenset(ReduceOp)
 _SUM: int = ReduceOp.Sum  # looking a member up costs as much as the call
@@ -38,6 +50,11 @@ def process_set_id(process_set: ProcessSet) -> int:
             f"{process_set} is not registered; pass it to init(process_sets=[...]) or add_process_set()"
         )
     return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of Python's or NumPy's: verbs take it for a tensor without dimensions."""
+    return isinstance(value, (bool, int, float, np.bool_, np.number))
 
 
 def splits_of(splits: Any) -> list[int] | None:

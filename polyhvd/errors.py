@@ -5,7 +5,8 @@
     Exception
     ├── ValueError
     │   ├── NotInitializedError        a call before init()
-    │   ├── InvalidArgumentError       a bad call, found at submit; the job goes on
+    │   ├── InvalidArgumentError       a bad call, found at submit; the job goes on; also a RuntimeError
+    │   │   └── UnsupportedError       what cannot be had in this way; also a NotImplementedError
     │   └── config.ConfigError         an environment variable cannot be used
     ├── RuntimeError
     │   ├── HorovodInternalError       a collective failed
@@ -32,6 +33,7 @@ __all__ = [
     "RankMismatchError",
     "ShutdownError",
     "TransferTimeoutError",
+    "UnsupportedError",
 ]
 
 
@@ -42,8 +44,16 @@ class NotInitializedError(ValueError):
         super().__init__(message)
 
 
-class InvalidArgumentError(ValueError):
-    """A bad call: nothing was sent, and the job goes on."""
+class InvalidArgumentError(ValueError, RuntimeError):
+    """A bad call: nothing was sent, and the job goes on.
+
+    It is a ValueError and a RuntimeError, since Horovod raises one or the other, depending on where it
+    finds the fault; scripts that catch either go on working.
+    """
+
+
+class UnsupportedError(InvalidArgumentError, NotImplementedError):
+    """A call that asks for what cannot be had in this way; Horovod raises NotImplementedError."""
 
 
 class HorovodInternalError(RuntimeError):

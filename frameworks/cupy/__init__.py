@@ -28,7 +28,7 @@ def _checked(tensor: Any) -> Any:
     return tensor
 
 
-_functions = ArrayFunctions(CupyAdapter(), _checked)
+_functions = ArrayFunctions(CupyAdapter(), _checked, cupy.asarray)
 Compression = _functions.Compression
 allgather = _functions.allgather
 allgather_async = _functions.allgather_async

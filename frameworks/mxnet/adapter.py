@@ -10,13 +10,13 @@ import numpy as np
 from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native
+from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.gradients import record
 from polyhvd.mxnet.native import Handle
 
 from polyhvd import context
 from polyhvd.adapter import Capability, Operation, OpKind, ReduceOp
 from polyhvd.api import Collectives, process_set_id
-from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["MxnetAdapter", "MxnetCollectives", "Names"]

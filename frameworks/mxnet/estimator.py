@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from mxnet.gluon.contrib.estimator import EpochEnd, TrainBegin
 from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
+from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 
 from polyhvd import context
 from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.api import process_set_id
-from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]

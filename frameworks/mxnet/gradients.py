@@ -16,11 +16,11 @@ import numpy as np
 from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, check_call
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native
+from polyhvd.mxnet.errors import InvalidArgumentError
 
 from polyhvd import context
 from polyhvd.adapter import Operation, OpKind, ReduceOp
 from polyhvd.calls import Call
-from polyhvd.errors import InvalidArgumentError
 
 __all__ = ["record"]
 

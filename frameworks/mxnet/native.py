@@ -17,8 +17,9 @@ from typing import Any
 import mxnet as mx
 from mxnet.base import _LIB, MXNetError
 from mxnet.ndarray import NDArray
+from polyhvd.mxnet import errors
 
-from polyhvd import context, errors
+from polyhvd import context
 from polyhvd.adapter import Operation
 
 __all__ = ["Handle", "push", "push_in_place", "set_engine"]
@@ -95,21 +96,16 @@ def _wait_for_all() -> None:
 atexit.register(_finish)  # after MXNet has registered its own, so that it runs before
 
 
-def _both(base: type[Exception]) -> type[Exception]:
-    """An error of the core that is MXNet's as well, since users of MXNet catch that."""
-    return type(base.__name__, (base, MXNetError), {"__doc__": base.__doc__, "__module__": __name__})
-
-
 # By the codes of csrc/error.h.
 _ERRORS = {
-    1: _both(errors.InvalidArgumentError),
-    2: _both(errors.RankMismatchError),
-    3: _both(errors.PeerLostError),
-    4: _both(errors.PeerDepartedError),
-    5: _both(errors.ShutdownError),
-    7: _both(errors.TransferTimeoutError),
+    1: errors.InvalidArgumentError,
+    2: errors.RankMismatchError,
+    3: errors.PeerLostError,
+    4: errors.PeerDepartedError,
+    5: errors.ShutdownError,
+    7: errors.TransferTimeoutError,
 }
-_INTERNAL_ERROR = _both(errors.HorovodInternalError)
+_INTERNAL_ERROR = errors.HorovodInternalError
 
 
 def _error(code: int, message: ctypes.c_char_p) -> Exception:

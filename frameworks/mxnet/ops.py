@@ -13,17 +13,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import mxnet as mx
+import numpy as np
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 from polyhvd.mxnet import sparse
 from polyhvd.mxnet.adapter import MxnetAdapter, MxnetCollectives
+from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.mxnet.native import Handle
 
 from polyhvd import context, membership
 from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.api import Collectives, process_set_id, resolve_op
+from polyhvd.calls import is_number
 from polyhvd.compression import Compression as _Compression
-from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -109,7 +111,7 @@ def _reducing(
 ) -> dict[str, Any]:
     """The arguments that every reduction has."""
     if kind == OpKind.REDUCESCATTER and op == ReduceOp.Adasum:
-        raise InvalidArgumentError(
+        raise UnsupportedError(
             f"reducescatter '{name or 'without a name'}': op=Adasum needs whole tensors; use allreduce"
         )
     return {
@@ -118,6 +120,14 @@ def _reducing(
         "prescale_factor": prescale_factor,
         "postscale_factor": postscale_factor,
     }
+
+
+def _as_array(value: Any) -> Any:
+    """A number of Python's or NumPy's as an array of one element; all else as it is."""
+    if not is_number(value):
+        return value
+    number = np.asarray(value)
+    return mx.nd.array([value], dtype=np.float32 if type(value) is float else number.dtype)
 
 
 def _returning(name: str, doc: str, start: Callable[P, Handle]) -> Callable[P, Any]:
@@ -160,7 +170,7 @@ def allreduce_async(
     )
     if isinstance(tensor, RowSparseNDArray):
         return sparse.allreduce_async(collectives, tensor, False, arguments)
-    return collectives.allreduce_async(tensor, **arguments)
+    return collectives.allreduce_async(_as_array(tensor), **arguments)
 
 
 def allreduce_async_(
@@ -266,7 +276,7 @@ def broadcast_async(
 ) -> Handle:
     """Start :func:`broadcast`; ``synchronize(handle)`` returns the new array, or raises."""
     arguments = _common(OpKind.BROADCAST, name, priority, process_set, root_rank)
-    return collectives.broadcast_async(tensor, root_rank, **arguments)
+    return collectives.broadcast_async(_as_array(tensor), root_rank, **arguments)
 
 
 def broadcast_async_(

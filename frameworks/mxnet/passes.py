@@ -8,8 +8,7 @@ from typing import Any
 import mxnet as mx
 from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
-
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.mxnet.errors import InvalidArgumentError
 
 __all__ = ["Passes", "Sums", "checked_passes", "fill", "scale"]
 

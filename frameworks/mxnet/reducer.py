@@ -11,10 +11,10 @@ from typing import Any
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import BaseSparseNDArray
 from polyhvd.mxnet import sparse
+from polyhvd.mxnet.errors import InvalidArgumentError
 
 from polyhvd.adapter import ReduceOp
 from polyhvd.api import Collectives
-from polyhvd.errors import InvalidArgumentError
 from polyhvd.groups import KeyGroups
 from polyhvd.reducer import GradientReducer
 

@@ -8,11 +8,11 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
+from polyhvd.mxnet.errors import RankMismatchError
 
 from polyhvd import context
 from polyhvd.adapter import Handle, OpKind
 from polyhvd.api import Collectives, process_set_id
-from polyhvd.errors import RankMismatchError
 from polyhvd.process_sets import ProcessSet
 
 __all__ = ["allreduce_async", "collect", "spread"]

@@ -10,18 +10,13 @@ from mxnet.gluon import Parameter, Trainer
 from mxnet.gluon.parameter import ParameterDict
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import ops
+from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 
 from polyhvd import context
-from polyhvd.errors import InvalidArgumentError, RankMismatchError
+from polyhvd.objects import allgather_object, broadcast_object
 from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.state_sync import (
-    allgather_object,
-    broadcast_named,
-    broadcast_object,
-    put_tensors,
-    take_tensors,
-)
+from polyhvd.state_sync import broadcast_named, put_tensors, take_tensors
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

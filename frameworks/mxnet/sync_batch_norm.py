@@ -14,12 +14,12 @@ import numpy as np
 from mxnet.gluon import Block, nn
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native
+from polyhvd.mxnet.errors import InvalidArgumentError
 
 from polyhvd import context
 from polyhvd.adapter import OpKind
 from polyhvd.api import process_set_id
 from polyhvd.calls import Call
-from polyhvd.errors import InvalidArgumentError
 from polyhvd.numbering import ObjectNumbers
 from polyhvd.process_sets import ProcessSet, global_process_set
 

@@ -11,6 +11,7 @@ import numpy as np
 from mxnet import gluon
 from mxnet.gluon import Parameter
 from mxnet.gluon.parameter import ParameterDict
+from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.ops import Compression, collectives
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill, scale
@@ -20,7 +21,6 @@ from polyhvd import context
 from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.api import process_set_id
 from polyhvd.compression import Compressor
-from polyhvd.errors import InvalidArgumentError
 from polyhvd.groups import KeyGroups, parameter_groups
 from polyhvd.process_sets import ProcessSet, global_process_set
 

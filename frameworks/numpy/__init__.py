@@ -25,7 +25,7 @@ def _checked(tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return tensor
 
 
-_functions = ArrayFunctions(NumpyAdapter(), _checked)
+_functions = ArrayFunctions(NumpyAdapter(), _checked, np.asarray)
 Compression = _functions.Compression
 allgather = _functions.allgather
 allgather_async = _functions.allgather_async

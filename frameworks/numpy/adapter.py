@@ -10,6 +10,7 @@ import numpy as np
 from polyhvd import context
 from polyhvd.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.arrays import named_arrays
+from polyhvd.errors import InvalidArgumentError
 
 __all__ = ["NumpyAdapter"]
 
@@ -86,7 +87,7 @@ class NumpyAdapter:
             return self._submit(operation, dense, None)
         for target in out:
             if not target.flags.writeable:
-                raise ValueError(f"{operation.name!r}: the array is read-only; pass a writable one")
+                raise InvalidArgumentError(f"{operation.name!r}: the array is read-only; pass a writable one")
         handle = self._submit(operation, dense, dense)
 
         def copy_back(_: Any) -> Sequence[Array]:

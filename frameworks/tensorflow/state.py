@@ -11,7 +11,7 @@ from polyhvd.tensorflow.errors import as_tensorflow
 from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
-from polyhvd import state_sync
+from polyhvd import objects
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -92,7 +92,7 @@ def broadcast_object(
         process_set: the ranks that take part.
     """
     with as_tensorflow():
-        return state_sync.broadcast_object(obj, root_rank, name, process_set)
+        return objects.broadcast_object(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(
@@ -117,7 +117,7 @@ def allgather_object(
         process_set: the ranks that take part.
     """
     with as_tensorflow():
-        return state_sync.allgather_object(obj, name, process_set)
+        return objects.allgather_object(obj, name, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

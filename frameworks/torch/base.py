@@ -8,13 +8,20 @@ import torch
 from polyhvd.torch.adapter import TorchAdapter
 
 from polyhvd.api import Collectives
+from polyhvd.calls import is_number
 from polyhvd.compression import Compression as _Compression
 
-__all__ = ["Compression", "adapter", "collectives", "increment_version", "poll", "synchronize"]
+__all__ = ["Compression", "adapter", "as_tensor", "collectives", "increment_version", "poll", "synchronize"]
 
 adapter = TorchAdapter()
 collectives: Collectives[torch.Tensor] = Collectives(adapter)
 Compression = _Compression(adapter)
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A number of Python's or NumPy's as a tensor without dimensions; all else as it is."""
+    return torch.as_tensor(value) if is_number(value) else value
+
 
 poll = collectives.poll
 synchronize = collectives.synchronize

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from polyhvd.torch.adapter import check
 from polyhvd.torch.autograd import allgather_group, alltoall_parts, broadcast_one, wants_gradient
-from polyhvd.torch.base import collectives, increment_version, synchronize
+from polyhvd.torch.base import as_tensor, collectives, increment_version, synchronize
 from polyhvd.torch.compiled import is_compiling, overwritten
 
 from polyhvd import membership
@@ -77,7 +77,7 @@ def broadcast(
 
     Differentiable: pass tensors that require gradients on every rank, or on none.
     """
-    return broadcast_one(tensor, root_rank, name=name, process_set=process_set)
+    return broadcast_one(as_tensor(tensor), root_rank, name=name, process_set=process_set)
 
 
 def broadcast_(
@@ -105,7 +105,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start :func:`broadcast`, without gradient."""
-    return collectives.broadcast_async(tensor, root_rank, name=name, process_set=process_set)
+    return collectives.broadcast_async(as_tensor(tensor), root_rank, name=name, process_set=process_set)
 
 
 def broadcast_async_(

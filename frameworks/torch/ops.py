@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from polyhvd.torch.adapter import check
 from polyhvd.torch.autograd import allreduce_group, reducescatter_group, wants_gradient
-from polyhvd.torch.base import Compression, collectives, increment_version, synchronize
+from polyhvd.torch.base import Compression, as_tensor, collectives, increment_version, synchronize
 from polyhvd.torch.compiled import is_compiling, overwritten
 
 from polyhvd import _core
@@ -50,11 +50,13 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor over the ranks into a new one; see :meth:`polyhvd.api.Collectives.allreduce`.
+    """Reduce a tensor, or a number, over the ranks into a new one.
+
+    See :meth:`polyhvd.api.Collectives.allreduce` for what the arguments mean.
 
     Differentiable for Average and Sum, where every rank runs the same backward.
     """
-    sent, context = compression.compress(tensor)
+    sent, context = compression.compress(as_tensor(tensor))
     op = resolve_op(op, average)
     if is_compiling() or wants_gradient(sent):
         (result,) = allreduce_group(
@@ -127,7 +129,7 @@ def allreduce_async(
 ) -> Handle:
     """Start :func:`allreduce`, without gradient; ``synchronize(handle)`` returns the new tensor."""
     return collectives.allreduce_async(
-        tensor,
+        as_tensor(tensor),
         name=name,
         op=resolve_op(op, average),
         prescale_factor=prescale_factor,

@@ -11,7 +11,7 @@ from polyhvd.torch.base import Compression, collectives, synchronize
 from polyhvd.adapter import Handle, ReduceOp
 from polyhvd.api import resolve_op
 from polyhvd.compression import Compressor
-from polyhvd.errors import InvalidArgumentError, RankMismatchError
+from polyhvd.errors import RankMismatchError, UnsupportedError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["check_sparse_op", "sparse_allreduce_async", "start_sparse_allreduce"]
@@ -46,9 +46,9 @@ class _SparseHandle:
 
 
 def check_sparse_op(op: int) -> None:
-    """Raise InvalidArgumentError for reductions that need the elements that are absent."""
+    """Raise UnsupportedError for reductions that need the elements that are absent."""
     if op not in (ReduceOp.Average, ReduceOp.Sum):
-        raise InvalidArgumentError(
+        raise UnsupportedError(
             f"op={ReduceOp(op).name}: sparse tensors can be reduced with Average and Sum alone; use one of "
             "them, or make the tensor dense"
         )

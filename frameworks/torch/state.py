@@ -9,14 +9,9 @@ from polyhvd.torch.base import adapter, collectives, increment_version
 
 from polyhvd import context
 from polyhvd.errors import InvalidArgumentError, RankMismatchError
+from polyhvd.objects import allgather_object, broadcast_object
 from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.state_sync import (
-    allgather_object,
-    broadcast_named,
-    broadcast_object,
-    put_tensors,
-    take_tensors,
-)
+from polyhvd.state_sync import broadcast_named, put_tensors, take_tensors
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

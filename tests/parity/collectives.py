@@ -25,6 +25,7 @@ __all__ = [
     "broadcast",
     "broadcast_async",
     "broadcast_in_place",
+    "numbers",
     "same_bits",
 ]
 
@@ -360,4 +361,25 @@ def same_bits(name: str, seed: int, hosts: Sequence[int] | None = None) -> dict[
                     digests[case] = oracle.digest(result)
             alone = hvd.allreduce(driver.from_numpy(term[rank]), name=f"alone {dtype.name}", op=hvd.Sum)
             oracle.check(f"{case} alone", driver.to_numpy(alone), expected, exact=True)
+    return digests
+
+
+def numbers(name: str) -> dict[str, int]:
+    """What a loss or an accuracy is after ``.item()`` or ``float()``: no tensor."""
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    rank, size = hvd.rank(), hvd.size()
+    digests = {}
+    for kind in (float, int, np.float64, np.float32, np.int64):
+        told = kind.__name__
+        calls = {
+            f"sum of {told}": (lambda x: hvd.allreduce(x, name="number", op=hvd.Sum), size * (size + 1) // 2),
+            f"{told} of the last rank": (lambda x: hvd.broadcast(x, size - 1, name="number"), size),
+        }
+        for what, (call, wanted) in calls.items():
+            result = driver.to_numpy(call(kind(rank + 1)))
+            assert result.size == 1, f"{what}: {result!r}"
+            assert float(result.reshape(())) == wanted, f"{what}: {result!r}"
+            assert not hasattr(kind, "dtype") or result.dtype == np.dtype(kind), f"{what}: {result.dtype}"
+            digests[what] = oracle.digest(result)
     return digests

@@ -47,3 +47,7 @@ def test_tensors_that_are_not_dense_are_reduced_by_index_not_by_address(ranks: R
 
 def test_infinities_nans_and_signed_zeros_follow_numpy(ranks: Ranks) -> None:
     ranks.run_alike(collectives.special_values)
+
+
+def test_numbers_of_python_and_numpy_are_reduced_as_tensors_without_dimensions(ranks: Ranks) -> None:
+    ranks.run_alike(collectives.numbers)

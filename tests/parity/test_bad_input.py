@@ -359,6 +359,29 @@ def test_an_op_that_does_not_exist_is_rejected(ranks: Ranks) -> None:
     ranks.run(pass_bad_ops)
 
 
+def catch_bad_calls(name: str) -> None:
+    """As scripts for Horovod do, which meet one class or the other there."""
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    tensor = driver.from_numpy(np.ones(4, np.float32))
+    scalar = driver.from_numpy(np.ones((), np.float32))
+    calls = [
+        lambda: hvd.allreduce(tensor, name="bad", op=17),
+        lambda: hvd.broadcast(tensor, hvd.size(), name="bad"),
+        lambda: hvd.allgather(scalar, name="bad"),
+        lambda: hvd.allreduce(tensor, name="bad", process_set=hvd.ProcessSet([0])),
+    ]
+    for call in calls:
+        for kind in (ValueError, RuntimeError, hvd.InvalidArgumentError):
+            with pytest.raises(kind):
+                driver.to_numpy(call())
+    _assert_usable(driver)
+
+
+def test_a_bad_call_is_a_value_error_and_a_runtime_error(ranks: Ranks) -> None:
+    ranks.run(catch_bad_calls)
+
+
 def reuse_memory_in_flight(name: str) -> None:
     driver = drivers.get(name)
     hvd = driver.hvd

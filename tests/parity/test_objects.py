@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import drivers
@@ -45,6 +46,84 @@ def gather_objects(name: str) -> None:
 
 def test_allgather_object_returns_all_objects_in_rank_order(ranks: Ranks) -> None:
     ranks.run(gather_objects)
+
+
+class _Unpicklable:
+    """Stands for what holds a lock, a socket or a file."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a lock")
+
+
+def refuse_objects(name: str) -> None:
+    hvd = drivers.get(name).hvd
+    for root in range(hvd.size()):
+        with pytest.raises(ValueError, match=rf"rank {root} cannot pickle a _Unpicklable: TypeError: cannot"):
+            hvd.broadcast_object(_Unpicklable(), root_rank=root)
+        with pytest.raises(ValueError, match=rf"rank {root} cannot pickle a _Unpicklable"):
+            hvd.allgather_object(_Unpicklable() if hvd.rank() == root else hvd.rank())
+        _assert_object_of(hvd.broadcast_object(_object_of(hvd.rank()), root_rank=root), root)
+        assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(refuse_objects)
+
+
+def broadcast_arrays(name: str) -> None:
+    """Large arrays, which travel beside the pickle: dense, strided, read-only, twice the same, structured."""
+    hvd = drivers.get(name).hvd
+    large = np.arange(500_000, dtype=np.float64)
+    fixed = large.copy()
+    fixed.flags.writeable = False
+    sent = [
+        large,
+        large,
+        large.reshape(1000, 500).T,
+        large[::2],
+        fixed,
+        large.astype("f4,i4"),
+        b"x" * 3_000_000,
+    ]
+    mine = sent if hvd.rank() == 0 else None
+    found = hvd.broadcast_object(mine)
+    for theirs, wanted in zip(found, sent, strict=True):
+        assert np.array_equal(theirs, wanted)
+    assert found[0] is found[1], "one array came as two"
+    found[0][0] = -1.0  # as after any unpickling
+    assert hvd.rank() == 0 or large[0] == 0.0
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.drivers("numpy")
+def test_broadcast_object_keeps_large_arrays_as_they_are(ranks: Ranks) -> None:
+    ranks.run(broadcast_arrays)
+
+
+def broadcast_much(name: str) -> int:
+    """How much memory a rank needs at most for 200 MB, in bytes."""
+    hvd = drivers.get(name).hvd
+    mine = np.ones(25_000_000) if hvd.rank() == 0 else None
+    hvd.broadcast_object(None)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    found = hvd.broadcast_object(mine)
+    assert found[-1] == 1.0
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.drivers("numpy")
+def test_broadcast_object_needs_memory_for_the_object_once(ranks: Ranks) -> None:
+    root, other = ranks.run(broadcast_much)
+    assert root < 60_000_000, "the root has it already"
+    assert other < 260_000_000
 
 
 def broadcast_model(name: str, root: int) -> dict[str, int]:

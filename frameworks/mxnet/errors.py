@@ -1,0 +1,50 @@
+"""polyhvd's errors as MXNet's: each class is both, so that either can be caught."""
+
+from __future__ import annotations
+
+from mxnet.base import MXNetError
+
+from polyhvd import errors
+
+__all__ = [
+    "HorovodInternalError",
+    "InvalidArgumentError",
+    "PeerDepartedError",
+    "PeerLostError",
+    "RankMismatchError",
+    "ShutdownError",
+    "TransferTimeoutError",
+    "UnsupportedError",
+]
+
+
+class InvalidArgumentError(errors.InvalidArgumentError, MXNetError):
+    """A bad call: nothing was sent, and the job goes on."""
+
+
+class UnsupportedError(errors.UnsupportedError, MXNetError):
+    """A call that asks for what cannot be had in this way."""
+
+
+class HorovodInternalError(errors.HorovodInternalError, MXNetError):
+    """A collective failed."""
+
+
+class RankMismatchError(errors.RankMismatchError, MXNetError):
+    """Ranks asked for different things under one name; raised on every rank."""
+
+
+class PeerLostError(errors.PeerLostError, MXNetError):
+    """A rank died or was cut off; this engine cannot go on."""
+
+
+class PeerDepartedError(errors.PeerDepartedError, MXNetError):
+    """A rank that this operation needs has shut down in good order."""
+
+
+class ShutdownError(errors.ShutdownError, MXNetError):
+    """The engine was shut down while the operation was pending."""
+
+
+class TransferTimeoutError(errors.TransferTimeoutError, MXNetError):
+    """An agreed transfer did not finish within POLYHVD_DATA_TIMEOUT_SECONDS."""
