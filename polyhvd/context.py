@@ -89,7 +89,8 @@ def init(
 
     Raises:
         ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot.
-        InvalidArgumentError: a process set names a rank that does not exist, or ``comm`` cannot be used.
+        InvalidArgumentError: a process set names a rank that does not exist, or the ranks of another one, or
+            ``comm`` cannot be used.
         OSError: the file that TIMELINE names cannot be written.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
     """
@@ -153,6 +154,15 @@ def _settle(job: mpi.MpiJob | None, sets: list[ProcessSet]) -> tuple[list[list[i
     return lists, numbers
 
 
+def _check_distinct(lists: list[list[int]]) -> None:
+    """Raise for ranks that are named as two process sets: the second one could not be told from the first."""
+    twice = [ranks for i, ranks in enumerate(lists) if ranks in lists[:i]]
+    if twice:
+        raise InvalidArgumentError(
+            f"init(process_sets=[...]): ranks {twice[0]} are given as two process sets; use one for both"
+        )
+
+
 def _start(settings: Config, sets: list[ProcessSet], job: mpi.MpiJob | None) -> None:
     """Connect to the other ranks and run an engine."""
     global _engine, _attendant, _config, _generation, _homogeneous
@@ -163,6 +173,7 @@ def _start(settings: Config, sets: list[ProcessSet], job: mpi.MpiJob | None) -> 
         if item is global_process_set or bad:
             raise InvalidArgumentError(f"{item}: ranks are 0 to {settings.size - 1}; found {bad or 'all'}")
     lists, numbers = _settle(job, sets)
+    _check_distinct(lists)
     _generation += 1
     # A job of MPI has a rendezvous of its own each time, where nobody has met before.
     wiring = bootstrap.connect(settings, _generation if job is None else 1, lists)

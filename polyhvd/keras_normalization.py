@@ -74,5 +74,7 @@ class SynchronizedNormalization:
         """Of the base class, and the ranks of ``process_set`` unless it is all of them."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
         given = self._polyhvd_process_set
+        if given is global_process_set:
+            return config
         ranks = given.ranks if isinstance(given, ProcessSet) else given
         return config if ranks is None else {**config, "process_set": sorted(ranks)}

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from polyhvd import context
-from polyhvd.process_sets import ProcessSet
+from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["ObjectNumbers"]
 
@@ -27,7 +27,8 @@ class ObjectNumbers:
 
     def of(self, item: Any, process_set: ProcessSet) -> int:
         """The number of an object, by identity; it is held weakly."""
-        members = tuple(process_set.ranks or ())  # its number may be another one with the next engine
+        # Not the set's number, which may be another one with the next engine.
+        members = () if process_set is global_process_set else tuple(process_set.ranks or ())
         known = self._sets.setdefault(members, WeakKeyDictionary())
         number = known.get(item)
         if number is None:

@@ -25,11 +25,18 @@ class ProcessSet:
         is_mpi = hasattr(ranks_or_comm, "Get_group") or hasattr(ranks_or_comm, "Translate_ranks")
         #: A communicator or group of mpi4py. Its ranks are known once the world is.
         self.members: Any = ranks_or_comm if is_mpi else None
-        self.ranks: list[int] | None = None if is_mpi else sorted(set(ranks_or_comm))
+        ranks = None if is_mpi else sorted(set(ranks_or_comm))
+        #: World ranks of the members, in ascending order; None while they are not known.
+        self.ranks: list[int] | None = ranks
         #: None while the set is not registered.
         self.process_set_id: int | None = None
-        if not is_mpi and not self.ranks:
+        if not is_mpi and not ranks:
             raise InvalidArgumentError("a process set needs at least one rank")
+
+    @property
+    def mpi_comm(self) -> Any:
+        """The communicator of mpi4py that the set was made of, or None."""
+        return self.members
 
     def _registered(self) -> list[int]:
         from polyhvd import context
@@ -39,7 +46,7 @@ class ProcessSet:
                 f"{self} is not registered; pass it to init(process_sets=[...]) on every rank"
             )
         context.engine()
-        return list(range(context.config().size)) if self.ranks is None else self.ranks
+        return self.ranks or []
 
     def included(self) -> bool:
         """Whether this process is a member."""
@@ -64,20 +71,32 @@ class ProcessSet:
         return self
 
     def __reduce__(self) -> str | tuple[type[ProcessSet], tuple[list[int]]]:
-        """The set of all ranks comes back as itself; others come back unregistered."""
-        return "global_process_set" if self.ranks is None else (ProcessSet, (self.ranks,))
+        """A set comes back unregistered; that of all ranks as itself."""
+        return (ProcessSet, (self.ranks or [],))
 
     def __repr__(self) -> str:
-        ranks = self.ranks or ("all" if self.members is None else "those of MPI")
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
 
 
-def _make_global() -> ProcessSet:
-    world = ProcessSet([0])
-    world.ranks = None
-    world.process_set_id = 0
-    return world
+class _World(ProcessSet):
+    """The set of all ranks: those of the running job, whichever that is."""
+
+    def __init__(self) -> None:
+        self.members = None
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        """All ranks; None before ``init()``."""
+        from polyhvd import context
+
+        return list(range(context.config().size)) if context.is_initialized() else None
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
 
 
 #: All ranks.
-global_process_set = _make_global()
+global_process_set: ProcessSet = _World()
