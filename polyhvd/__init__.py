@@ -10,6 +10,13 @@ What all of them share is also here. Importing this package needs no framework.
 
 from __future__ import annotations
 
+from pathlib import Path as _Path
+
+from polyhvd import installed as _installed
+
+if not _installed.has_core(_Path(__file__).parent):
+    raise _installed.without_core(_Path(__file__).parent)
+
 from polyhvd import context as _context
 from polyhvd import tracing as _tracing
 from polyhvd.adapter import ReduceOp

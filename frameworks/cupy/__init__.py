@@ -10,6 +10,12 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.installed import is_installed as _is_installed
+from polyhvd.installed import missing as _missing
+
+if not _is_installed("cupy"):
+    raise _missing(__name__, "CuPy 13", "pip install cupy-cuda12x")
+
 from typing import Any
 
 import cupy  # type: ignore[import-untyped, import-not-found, unused-ignore]

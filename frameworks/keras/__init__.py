@@ -10,6 +10,12 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.installed import is_installed as _is_installed
+from polyhvd.installed import missing as _missing
+
+if not _is_installed("keras"):
+    raise _missing(__name__, "Keras 3 (or 2.13 and later, with TensorFlow)", "pip install keras tensorflow")
+
 import keras
 from polyhvd.keras import callbacks
 from polyhvd.keras.backend import on

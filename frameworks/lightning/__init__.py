@@ -9,6 +9,12 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.installed import is_installed as _is_installed
+from polyhvd.installed import missing as _missing
+
+if not (_is_installed("lightning") or _is_installed("pytorch_lightning")):
+    raise _missing(__name__, "Lightning 2", "pip install lightning")
+
 from polyhvd.lightning.environment import PolyhvdEnvironment
 from polyhvd.lightning.strategy import PolyhvdStrategy, register
 from polyhvd.torch import Compression, allgather, allreduce, broadcast

@@ -12,6 +12,12 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.installed import is_installed as _is_installed
+from polyhvd.installed import missing as _missing
+
+if not _is_installed("tensorflow"):
+    raise _missing(__name__, "TensorFlow 2.13 to 2.21", "pip install tensorflow")
+
 from typing import Any
 
 from polyhvd.tensorflow import derivatives as _derivatives  # noqa: F401

@@ -11,6 +11,12 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.installed import is_installed as _is_installed
+from polyhvd.installed import missing as _missing
+
+if not _is_installed("torch"):
+    raise _missing(__name__, "PyTorch 2.1 to 2.13", "pip install torch")
+
 from polyhvd.torch import library as _library  # noqa: F401 - registers the operators of graphs
 from polyhvd.torch.base import Compression, poll, synchronize
 from polyhvd.torch.exchange import (

@@ -1,0 +1,70 @@
+"""What an import says where polyhvd or a framework cannot be found, or is found in the wrong place."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FRAMEWORKS = {
+    "torch": ("PyTorch", "pip install torch"),
+    "tensorflow": ("TensorFlow", "pip install tensorflow"),
+    "mxnet": ("MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'"),
+    "cupy": ("CuPy", "pip install cupy-cuda12x"),
+    "keras": ("Keras 3", "pip install keras tensorflow"),
+    "lightning": ("Lightning 2", "pip install lightning"),
+}
+
+
+def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A script in a folder, started from there."""
+    (folder / "train.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_script_in_a_clone_that_hides_the_installed_package_says_so(tmp_path: Path) -> None:
+    sources = shutil.ignore_patterns("*.so", "__pycache__", "csrc")
+    shutil.copytree(ROOT / "polyhvd", tmp_path / "polyhvd", ignore=sources)
+    done = _run("import polyhvd.numpy", tmp_path)
+    assert done.returncode == 1
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("ImportError")]
+    assert f"polyhvd was found in {tmp_path / 'polyhvd'}" in told
+    assert "start the program from elsewhere" in told
+
+
+@pytest.mark.skipif(not list((ROOT / "polyhvd").glob("_core*.so")), reason="polyhvd is not built in place")
+def test_a_script_beside_a_clone_finds_the_package_in_it(tmp_path: Path) -> None:
+    (tmp_path / "polyhvd").symlink_to(ROOT)
+    program = "import polyhvd, polyhvd.numpy as hvd; hvd.init(); print(hvd.size(), polyhvd.__version__)"
+    done = _run(program, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("1 ")
+
+
+@pytest.mark.parametrize("module", FRAMEWORKS)
+def test_a_framework_that_is_missing_is_an_error_with_the_command_that_installs_it(module: str) -> None:
+    name, command = FRAMEWORKS[module]
+    hidden = [module, *(["pytorch_lightning"] if module == "lightning" else [])]
+    program = (
+        "import importlib.util\n"
+        "real = importlib.util.find_spec\n"
+        f"hidden = {hidden}\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name in hidden else real(name)\n"
+        f"import polyhvd.{module}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ModuleNotFoundError: polyhvd.{module} needs {name}"), done.stderr
+    assert last.endswith(command)
