@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge.set_defaults(run=lambda options: timeline.merge(options.out, options.files))
 
     compare = commands.add_parser("flight", help="say what differs between the ranks' last operations")
-    compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="polyhvd-flight.rank*.json")
+    compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="the ranks', or a folder")
     compare.set_defaults(run=lambda options: flight.explain(flight.load(options.files)))
 
     command = commands.add_parser("autotune", help="say what an autotuned job has tried and chosen")

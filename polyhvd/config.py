@@ -7,6 +7,7 @@ of Horovod that have nothing to set here stand in the table as well, with the re
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -306,7 +307,10 @@ class Config:
         "FLIGHT_RECORDER", _switch, True, "0: the last operations are not written to a file when a job fails."
     )
     flight_dir: str = _row(
-        "FLIGHT_DIR", str, "", "Folder of those files; empty: the system's for temporary files."
+        "FLIGHT_DIR",
+        str,
+        "",
+        "Folder of those files; empty: a private one in the system's for temporary files.",
     )
 
     @property
@@ -343,6 +347,17 @@ class Config:
             return tempfile.gettempdir()
         except OSError:
             return ""
+
+    @property
+    def flight_job(self) -> str:
+        """Name of this job's folder in the private one; empty where FLIGHT_DIR names the folder itself."""
+        if self.flight_dir:
+            return ""
+        if not self.rendezvous:
+            return f"process-{os.getpid()}"
+        # Nobody else may enter the folder that it lies in; still, a digest tells no secret.
+        told = f"{self.rendezvous} {self.secret} {self.secret_file}".encode(errors="surrogateescape")
+        return f"job-{hashlib.sha256(told).hexdigest()[:16]}"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,14 +106,14 @@ def _read(path: Path) -> Dump:
 
 
 def load(files: Iterable[Path]) -> list[Dump]:
-    """Read dumps, the newest of each rank, in order of rank.
+    """Read dumps, the newest of each rank, in order of rank; of a folder, all that lie in it.
 
     Raises:
         FlightError: a file is no dump, or they are of jobs of different sizes.
         OSError: a file cannot be read.
     """
     newest: dict[int, Dump] = {}
-    for dump in map(_read, files):
+    for dump in map(_read, _listed(files)):
         other = newest.get(dump.rank)
         if other is None or dump.unix_s > other.unix_s:
             newest[dump.rank] = dump
@@ -124,6 +124,17 @@ def load(files: Iterable[Path]) -> list[Dump]:
                 f"{dump.path} is of a job of {dump.size} ranks, {dumps[0].path} of one of {dumps[0].size}"
             )
     return dumps
+
+
+def _listed(files: Iterable[Path]) -> Iterator[Path]:
+    for path in files:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(path.glob("polyhvd-flight.*.json"))
+        if not found:
+            raise FlightError(f"{path}: there is no polyhvd-flight.*.json in this folder")
+        yield from found
 
 
 def explain(dumps: Sequence[Dump]) -> list[str]:

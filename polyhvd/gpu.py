@@ -5,6 +5,7 @@ core opens a library at the first operation on a GPU.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,9 @@ def nccl_libraries(settings: Config) -> list[str]:
     if settings.nccl_library:
         return [settings.nccl_library]
     # Of the packages nvidia-nccl-cu12, -cu13, ...: frameworks bring them along, and load no other one.
+    # A folder of sys.path that this user may not look into has none.
     wheels = [Path(folder) / "nvidia" / "nccl" / "lib" / _NCCL for folder in sys.path if folder]
-    return [*dict.fromkeys(str(path) for path in wheels if path.exists()), _NCCL]
+    return [*dict.fromkeys(str(path) for path in wheels if os.path.exists(path)), _NCCL]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       options_(std::move(options)),
       queue_(sets_, rank),
       timeline_(queue_.recorder(), rank, options_.log),
-      flight_(queue_.recorder(), rank, options_.flight_folder, options_.log),
+      flight_(queue_.recorder(), rank, options_.flights, options_.log),
       parking_(std::move(parking)),
       parts_(std::move(parts)),
       executor_(sets_, timeline_, *parking_, parts_.devices.get()),
@@ -375,13 +375,15 @@ void Engine::fail(const Error& error) noexcept {
     controller_->post_abort(error);
   }
   // One that leaves in good order is no failure for whom nothing was pending.
-  if (error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0) flight_.write(error.message);
+  const bool is_failure = error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0;
+  std::string states = is_failure ? flight_.look(error.message) : std::string();
   executor_.begin();
   for (const auto& [key, communicator] : communicators_) communicator->abort();
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));
   }
+  flight_.put_down(std::move(states));  // nobody waits for a disk
 }
 
 void Engine::claim_role() {
@@ -432,6 +434,7 @@ void Engine::shutdown() {
   notify_waiters();
   thread_.join();
   timeline_.stop();
+  flight_.settle(FlightDump::kPatience);
   if (options_.mailbox) options_.mailbox->set_on_stacks({});
   communicators_.clear();
   stall_watch_.reset();

@@ -50,7 +50,7 @@ struct EngineOptions {
   bool crowded = false;         // more ranks than cores on this host
   int core = -1;                // that the engine's thread is bound to
   int steps_per_sample = 0;     // of the speed, posted to the mailbox of the root; 0: none
-  std::string flight_folder;    // empty: no flight dumps
+  DumpPlace flights;            // of flight dumps
   std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
   std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
 };

@@ -1,6 +1,5 @@
 #include "flight.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -8,9 +7,11 @@
 
 #include <array>
 #include <cerrno>
-#include <cstdio>
+#include <condition_variable>
 #include <cstring>
 #include <ctime>
+#include <optional>
+#include <utility>
 
 #include "json.h"
 
@@ -39,23 +40,6 @@ void append(std::string& out, const Record& r, const TickScale& scale) {
   out += "}\n";
 }
 
-bool write_all(int fd, std::string_view text) noexcept {
-  while (!text.empty()) {
-    const ssize_t n = ::write(fd, text.data(), text.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
-    text.remove_prefix(static_cast<std::size_t>(n));
-  }
-  return true;
-}
-
-bool write_file(const std::string& path, std::string_view text) noexcept {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0644);
-  if (fd < 0) return false;
-  const bool written = write_all(fd, text);
-  return close(fd) == 0 && written;
-}
-
 }  // namespace
 
 void FlightDump::set_header(std::string json) {
@@ -78,27 +62,102 @@ std::string FlightDump::text(std::string_view reason) const {
   return out;
 }
 
-void FlightDump::write(std::string_view reason) noexcept try {
-  if (folder_.empty()) return;
-  std::lock_guard lock(mutex_);
-  const std::string path = folder_ + "/polyhvd-flight.rank" + std::to_string(rank_) + "." +
-                           std::to_string(getpid()) + ".json";
-  const std::string draft = path + ".new";
-  if (!write_file(draft, text(reason)) || std::rename(draft.c_str(), path.c_str()) != 0) {
-    const std::string why = std::strerror(errno);
-    unlink(draft.c_str());
-    if (!said_) log_("rank " + std::to_string(rank_) + ": cannot write " + path + ": " + why);
-  } else if (!said_) {
-    log_("rank " + std::to_string(rank_) + ": the last operations are in " + path +
-         "; `polyhvd flight` compares the ranks' files");
+// Writing, on a thread of its own ---------------------------------------------------
+
+// What FlightDump and its thread share. The thread may outlive the engine: a file system that
+// does not answer is not waited for.
+struct FlightDump::Desk {
+  Desk(int rank_, DumpPlace place_, Log log_)
+      : rank(rank_), place(std::move(place_)), log(std::move(log_)) {}
+
+  void run() noexcept;
+  void put_down(const std::string& text);
+
+  const int rank;
+  const DumpPlace place;
+  const Log log;
+  std::mutex mutex;
+  std::condition_variable news;
+  std::optional<std::string> text;  // to be written; guarded by mutex
+  bool running = false;             // likewise: there is a thread, which ends when it has no text
+  bool said = false;                // the thread's
+  bool swept = false;               // likewise
+};
+
+void FlightDump::Desk::run() noexcept {
+  for (;;) {
+    std::string next;
+    {
+      std::lock_guard lock(mutex);
+      if (!text) {
+        running = false;
+        news.notify_all();
+        return;
+      }
+      next = std::move(*text);
+      text.reset();
+    }
+    try {
+      put_down(next);
+    } catch (const std::exception&) {
+      // No memory: the dump is given up, not the job.
+    }
   }
-  said_ = true;
+}
+
+void FlightDump::Desk::put_down(const std::string& content) {
+  const std::string who = "rank " + std::to_string(rank);
+  const DumpFolder folder(place);
+  std::string path;
+  if (folder) {
+    path = folder.write(
+        "polyhvd-flight.rank" + std::to_string(rank) + "." + std::to_string(getpid()) + ".json",
+        content);
+  }
+  const std::string why = path.empty() ? std::strerror(errno) : "";
+  if (!std::exchange(said, true)) {
+    log(path.empty() ? who + ": cannot write a file of the last operations in " + place.root +
+                           ": " + why + "; POLYHVD_FLIGHT_DIR names another folder"
+                     : who + ": the last operations are in " + path +
+                           "; `polyhvd flight` compares the ranks' files");
+  }
+  if (folder && !std::exchange(swept, true)) folder.sweep();
+}
+
+FlightDump::FlightDump(const Recorder& recorder, int rank, DumpPlace place, const Log& log)
+    : recorder_(recorder),
+      rank_(rank),
+      desk_(place.root.empty() ? nullptr : std::make_shared<Desk>(rank, std::move(place), log)) {}
+
+FlightDump::~FlightDump() { settle(kPatience); }
+
+std::string FlightDump::look(std::string_view reason) noexcept try {
+  if (!desk_) return "";
+  std::lock_guard lock(mutex_);
+  return text(reason);
 } catch (const std::exception&) {
-  // No memory: the dump is given up, not the job.
+  return "";  // no memory: the dump is given up, not the job
+}
+
+void FlightDump::put_down(std::string content) noexcept try {
+  if (!desk_ || content.empty()) return;
+  std::lock_guard lock(desk_->mutex);
+  desk_->text = std::move(content);
+  if (desk_->running) return;
+  std::thread([desk = desk_] { desk->run(); }).detach();
+  desk_->running = true;  // before it can look, which takes the lock
+} catch (const std::exception&) {
+  // No thread: likewise.
+}
+
+bool FlightDump::settle(std::chrono::milliseconds patience) noexcept {
+  if (!desk_) return true;
+  std::unique_lock lock(desk_->mutex);
+  return desk_->news.wait_for(lock, patience, [this] { return !desk_->running; });
 }
 
 void FlightDump::check_stall(std::chrono::duration<double> limit) noexcept {
-  if (folder_.empty()) return;
+  if (!desk_) return;
   const TickScale scale = recorder_.scale();
   const auto ticks = static_cast<Ticks>(limit.count() * 1e9 / scale.ns_per_tick());
   const std::uint64_t sequence = recorder_.waiting_since(ticks_now() - ticks);

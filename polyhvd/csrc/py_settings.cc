@@ -49,7 +49,8 @@ EngineOptions read_options(const py::object& config, const std::shared_ptr<Mailb
   options.data_timeout = Seconds(number("data_timeout_s"));
   options.stalls.warn =
       Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
-  options.flight_folder = config.attr("flight_folder").cast<std::string>();
+  options.flights.root = config.attr("flight_folder").cast<std::string>();
+  options.flights.job = config.attr("flight_job").cast<std::string>();
   options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
   options.mailbox = mailbox;
   options.log = [mailbox](const std::string& text) { mailbox->log(text); };

@@ -175,7 +175,7 @@ TEST_CASE("the ring can be read while it is written") {
 TEST_CASE("timelines and dumps of a busy world are whole, and name batches alike") {
   Folder folder;
   ThreadWorld world(one_host(2), {},
-                    [&](EngineOptions& options) { options.flight_folder = folder.path.string(); });
+                    [&](EngineOptions& options) { options.flights.root = folder.path.string(); });
   std::array<std::vector<std::string>, 2> lines;
   world.run([&](int rank, Engine& engine) {
     TimelineOptions options;
@@ -199,6 +199,7 @@ TEST_CASE("timelines and dumps of a busy world are whole, and name batches alike
     }
     dumping.join();
     engine.flight().write("the end");
+    CHECK(engine.flight().settle(std::chrono::seconds(60)));
   });
   for (int rank = 0; rank < 2; ++rank) {
     const auto name = "polyhvd-flight.rank" + std::to_string(rank) + "." + std::to_string(getpid());
