@@ -7,6 +7,7 @@ Expensive Black-Box Functions", J. Global Optimization 13, 1998). No result depe
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import itertools
@@ -24,6 +25,7 @@ import numpy as np
 
 from polyhvd import _core
 from polyhvd.config import Config, ConfigError
+from polyhvd.files import FULL, opener
 
 __all__ = ["GRID", "Autotuner", "Search", "plot", "summary"]
 
@@ -118,7 +120,7 @@ class Autotuner:
 
     Raises:
         ConfigError: scikit-learn is missing.
-        OSError: the log cannot be written.
+        OSError: the log cannot be opened. A disk that is full is only warned of.
     """
 
     def __init__(self, config: Config, hosts: Sequence[str], tune: Callable[[_core.Tuning], None]) -> None:
@@ -145,7 +147,7 @@ class Autotuner:
         self._samples = 0
         self._file: TextIO | None = None
         if config.autotune_log:
-            self._file = open(config.autotune_log, "w", newline="", encoding="utf-8")  # noqa: SIM115
+            self._open_log()
             self._write(_COLUMNS)
         #: Whether the search has ended.
         self.done = False
@@ -154,7 +156,8 @@ class Autotuner:
     def close(self) -> None:
         """Close the log."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of what was not written, which was said
+                self._file.close()
             self._file = None
 
     def observe(self, sample: _core.StepSample) -> None:
@@ -198,9 +201,27 @@ class Autotuner:
         self._write(row)
 
     def _write(self, row: Sequence[Any]) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             csv.writer(self._file).writerow(row)
             self._file.flush()
+        except OSError as error:
+            self._give_log_up(error)
+
+    def _open_log(self) -> None:
+        path = self._config.autotune_log
+        try:
+            self._file = open(path, "w", newline="", encoding="utf-8", opener=opener)  # noqa: SIM115
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._give_log_up(error)
+
+    def _give_log_up(self, error: OSError) -> None:
+        path = self._config.autotune_log
+        _LOG.warning("autotune: the log %s ends here, and tuning goes on: %s", path, error)
+        self.close()
 
     # Results of earlier jobs ---------------------------------------------------
 
@@ -212,7 +233,8 @@ class Autotuner:
         if not path or not os.path.exists(path):
             return {}
         try:
-            rows = json.loads(Path(path).read_text(encoding="utf-8"))
+            with open(path, encoding="utf-8", opener=opener) as file:
+                rows = json.load(file)
             return {
                 key: tuple(_nearest(values, int(row[name])) for name, values in GRID.items())
                 for key, row in rows.items()

@@ -18,6 +18,7 @@ import numpy as np
 from polyhvd import _core
 from polyhvd.adapter import OpKind
 from polyhvd.config import Config
+from polyhvd.files import claimed
 
 __all__ = ["begin", "clock_offset", "path_of_rank", "start_timeline"]
 
@@ -49,9 +50,8 @@ def begin(engine: _core.Engine, config: Config, hosts: Sequence[str]) -> None:
 def start_timeline(engine: _core.Engine, config: Config, file_path: str, mark_cycles: bool) -> None:
     """See :func:`polyhvd.start_timeline`."""
     path = os.fspath(path_of_rank(Path(file_path), config.rank))
-    with open(path, "ab"):  # says what is wrong as Python does
-        pass
-    engine.start_timeline(path, mark_cycles, config.timeline_bytes_max)
+    with claimed(path):  # says what is wrong as Python does
+        engine.start_timeline(path, mark_cycles, config.timeline_bytes_max)
 
 
 def path_of_rank(path: Path, rank: int) -> Path:

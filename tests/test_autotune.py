@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +224,25 @@ def test_log_that_cannot_be_written_is_an_error_of_init(tmp_path: Path) -> None:
             np=2,
             env={"POLYHVD_AUTOTUNE": "1", "POLYHVD_AUTOTUNE_LOG": str(tmp_path / "missing" / "log.csv")},
         )
+
+
+def test_a_log_on_a_full_disk_is_warned_of_once_and_tuning_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "polyhvd"):
+        mine, tuned = tuner(tmp_path, autotune_log="/dev/full")
+        for i in range(9):
+            mine.observe(Sample(seconds=0.01 + 0.001 * i))
+    assert mine.done
+    assert len(tuned) == 10
+    (said,) = [text for text in caplog.messages if "/dev/full" in text]
+    assert "No space left on device" in said
+
+
+def test_a_fifo_in_the_place_of_the_log_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.csv")
+    with pytest.raises(OSError, match=r"log\.csv"):
+        tuner(tmp_path)
 
 
 def test_plot_needs_samples(tmp_path: Path) -> None:

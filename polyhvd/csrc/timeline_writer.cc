@@ -76,13 +76,15 @@ TimelineWriter::~TimelineWriter() { close(); }
 // The file ----------------------------------------------------------------------
 
 bool TimelineWriter::open() {
-  if (!open_file()) return false;
+  if (!open_file(O_TRUNC)) return false;
   unlink(old_path_.c_str());
   return true;
 }
 
-bool TimelineWriter::open_file() {
-  fd_ = ::open(path().c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+// A pipe without a reader is an error, and one whose reader sleeps ends the file: nothing is
+// waited for.
+bool TimelineWriter::open_file(int flags) {
+  fd_ = ::open(path().c_str(), O_WRONLY | O_CREAT | O_NONBLOCK | O_CLOEXEC | flags, 0644);
   if (fd_ < 0) return false;
   rows_.clear();
   bytes_ = events_ = 0;
@@ -103,7 +105,8 @@ void TimelineWriter::rotate() {
   old_events_ = events_;
   const bool kept = std::rename(path().c_str(), old_path_.c_str()) == 0;
   if (!kept) dropped_ += std::exchange(old_events_, 0);
-  if (!open_file()) problem_ = errno;
+  // Its name has just become free: what is there now is somebody else's.
+  if (!open_file(kept ? O_EXCL | O_NOFOLLOW : O_TRUNC)) problem_ = errno;
 }
 
 // Before an event: the newest ones are always in the newest file.

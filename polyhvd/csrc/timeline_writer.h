@@ -44,7 +44,7 @@ class TimelineWriter {
   enum Span : std::size_t { kNegotiate, kWait, kQueue, kOperation, kTransport, kSpans };
 
   static std::string name_of_span(OpKind kind, Span span);
-  bool open_file();
+  bool open_file(int flags);
   void rotate();
   void keep_within_limits();
   Row& row_of(const Record& record);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -153,6 +154,7 @@ def test_a_second_start_is_an_error_and_one_after_stop_overwrites(pools: Pools, 
     assert "one.json" in errors[0]
     assert "stop_timeline()" in errors[0]
     assert set(rows_of(events_of(tmp_path / "one.json"))) == {"allreduce.second"}
+    assert not list(tmp_path.glob("two*.json")), "a start that is refused leaves no file"
 
 
 def start_nowhere(path: str) -> str:
@@ -165,6 +167,15 @@ def start_nowhere(path: str) -> str:
 
 def test_a_path_that_cannot_be_written_is_an_error_that_names_it(pools: Pools, tmp_path: Path) -> None:
     answers = pools.get(TWO).run(start_nowhere, str(tmp_path / "no folder" / "t.json"))
+    assert [Path(answer).name for answer in answers] == ["t.json", "t.rank1.json"]
+
+
+def test_a_fifo_in_the_place_of_a_timeline_is_an_error_and_waited_for_by_nobody(
+    pools: Pools, tmp_path: Path
+) -> None:
+    for name in ("t.json", "t.rank1.json"):
+        os.mkfifo(tmp_path / name)
+    answers = pools.get(TWO).run(start_nowhere, str(tmp_path / "t.json"))
     assert [Path(answer).name for answer in answers] == ["t.json", "t.rank1.json"]
 
 
