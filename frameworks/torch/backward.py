@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from polyhvd.torch.base import collectives
+from polyhvd.torch.closures import joint_loss
 from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Board, Section
 from polyhvd.torch.sparse import check_sparse_op, start_sparse_allreduce
 from torch.utils.weak import WeakIdKeyDictionary
@@ -441,6 +442,12 @@ class Gradients(Section):
             return
         while not self.settled:
             self._board.hold_round(self)
+
+    def joint_loss(self, loss: Any) -> Any:
+        """The ranks' losses as one; see :func:`polyhvd.torch.closures.joint_loss`."""
+        if not self._is_member():
+            return loss
+        return joint_loss(loss, name=f"{self._prefix}.loss", op=self._op, process_set=self._process_set)
 
     def forget_passes(self) -> None:
         """The gradients were set to zero."""

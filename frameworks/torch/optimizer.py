@@ -123,7 +123,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for the gradients of all ranks, then step as the optimizer's own method does.
 
-        With a closure, each of its gradients is reduced; its loss stays that of this rank.
+        With a closure, each of its gradients is reduced, and so is its loss: the optimizer gets the average
+        of the ranks' losses (their sum with ``op=Sum``), the same on every rank. A rank whose closure returns
+        None counts as one whose loss is zero. Every rank of the process set passes a closure, or none does.
         """
         gradients = self._own_gradients()
         self._opt_called = True  # torch's schedulers look at it
@@ -152,7 +154,7 @@ def _reducing(closure: Callable[[], Any], gradients: Gradients) -> Callable[[], 
         loss = closure()
         gradients.synchronize()
         gradients.end_step()
-        return loss
+        return gradients.joint_loss(loss)
 
     return reduced
 
