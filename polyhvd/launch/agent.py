@@ -3,7 +3,8 @@
 Runs as a process of its own, started directly or through ssh, which sends it this very file: so it
 uses the standard library alone, and nothing newer than Python 3.8. It lives as long as its standard
 input: when the launcher dies, however it dies, every rank and every process that a rank has started
-is killed.
+is killed. It is two processes: the agent, and above it a guard that does the same when the agent is
+killed.
 
 Frames in both directions: kind, rank, size, payload. The agent writes MAGIC first, since a login
 shell may have printed something before.
@@ -16,6 +17,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import selectors
 import signal
 import struct
@@ -37,11 +39,25 @@ FAILED = 5  # the rank was not started; payload: exit status, reason
 JOB = 16  # payload: JSON
 SIGNAL = 17  # to all ranks that still run; payload: number
 
+#: They end a job: each rank gets any of them once.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: They tell a rank something: whoever catches them gets them.
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+INTERRUPT_GRACE_S = 5.0  # from SIGINT or SIGHUP to SIGTERM
+REPEAT_S = 1.0  # what comes again sooner is the same signal, sent by two who end the job
+
 _NUMBER = struct.Struct("!i")
 _READ_BYTES = 1 << 16
 _OUTBOX_BYTES_MAX = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PARENT_GONE = signal.SIGRTMIN
+#: How long to see whether a signal was sent to every process here, so that ranks have it already.
+_SETTLE_S = 0.05
+_LAUNCHER = 0
+#: Processes that tidy /dev/shm up once their clients are dead: of multiprocessing, and of PyTorch.
+_JANITOR = re.compile(rb"resource_tracker import main|torch_shm_manager")
+_JANITOR_S = 3.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -70,10 +86,10 @@ def parse_status(payload: bytes) -> tuple[int, str]:
 
 
 class Agent:
-    """The ranks of this host, their pipes, and the launcher's two pipes."""
+    """The ranks of this host, their pipes, the launcher's two pipes, and the guard's."""
 
-    def __init__(self, inlet: int, outlet: int) -> None:
-        self._inlet, self._outlet = inlet, outlet
+    def __init__(self, inlet: int, outlet: int, guard: int = -1) -> None:
+        self._inlet, self._outlet, self._guard = inlet, outlet, guard
         self._inbox = bytearray()
         self._outbox = bytearray(MAGIC)
         self._ranks: dict[int, int] = {}  # pid -> rank, while it runs
@@ -81,6 +97,13 @@ class Agent:
         self._started = False
         self._paused = False  # the launcher does not keep up; the ranks wait
         self._ended = False  # the launcher is gone
+        self._grace_s = 0.0
+        self._stopping = False  # by a signal to this process, whatever the launcher does
+        self._got: dict[tuple[int, int], float] = {}  # signal, of agent or guard -> when first
+        self._asked: dict[int, set[int]] = {}  # signal that waits to be passed on -> who has told us
+        self._expected: dict[int, float] = {}  # signal that the launcher will tell us, too -> since when
+        self._passed: set[int] = set()  # stop signals that ranks have got
+        self._steps: list[tuple[float, int]] = []  # when to send which signal next
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
@@ -88,20 +111,24 @@ class Agent:
         wake = self._watch_signals()
         os.set_blocking(self._inlet, False)
         os.set_blocking(self._outlet, False)
-        self._selector.register(self._inlet, selectors.EVENT_READ)
-        self._selector.register(wake, selectors.EVENT_READ)
+        for descriptor in filter(lambda fd: fd >= 0, (self._inlet, wake, self._guard)):
+            self._selector.register(descriptor, selectors.EVENT_READ)
         self._flush()
         while not self._ended and (self._ranks or not self._started):
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._timer_s()):
                 descriptor = key.fd
                 if descriptor == self._inlet:
                     self._listen()
                 elif descriptor == self._outlet:
                     self._flush()
                 elif descriptor == wake:
-                    self._reap(wake)
+                    self._heed_all(wake, os.getpid())
+                    self._reap()
+                elif descriptor == self._guard:
+                    self._heed_all(self._guard, os.getppid())
                 elif descriptor in self._pipes:
                     self._relay(descriptor)
+            self._take_steps(time.monotonic())
         kill_descendants()
         while self._pipes and not self._ended:
             self._drain(next(iter(self._pipes)))
@@ -109,18 +136,74 @@ class Agent:
         while self._outbox and not self._ended:
             self._flush()
 
+    # Signals to this process
+
     def _watch_signals(self) -> int:
         wake, alarm = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(alarm, False)
         signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, self._end)
+        signal.signal(signal.SIGCHLD, _leave_to_the_loop)
+        for number in (*STOP_SIGNALS, *USER_SIGNALS):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _leave_to_the_loop)
         return wake
 
-    def _end(self, *_: Any) -> None:
-        self._ended = True
+    def _heed_all(self, descriptor: int, process: int) -> None:
+        """Take the signals that the agent or its guard has got."""
+        try:
+            numbers = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not numbers:
+            self._ended = True  # the guard is dead
+        for number in numbers:
+            if number == _PARENT_GONE or not self._started:
+                self._ended = self._ended or number != signal.SIGCHLD
+            elif number != signal.SIGCHLD:
+                self._heed(number, process, time.monotonic())
+
+    def _heed(self, number: int, process: int, now: float) -> None:
+        """Do with a signal what the launcher does: pass it on gently, wait, then kill."""
+        before = self._got.setdefault((number, process), now)
+        if number in USER_SIGNALS:
+            self._pass_on(number, process)
+        elif not self._stopping:
+            self._stopping = True
+            self._pass_on(number, process)
+            if number != signal.SIGTERM:
+                now += INTERRUPT_GRACE_S
+                self._steps.append((now, signal.SIGTERM))
+            self._steps.append((now + self._grace_s, signal.SIGKILL))
+        elif now >= before + REPEAT_S:
+            self._signal(signal.SIGKILL)
+        else:
+            self._pass_on(number, process)
+
+    def _pass_on(self, number: int, who: int) -> None:
+        """Have the ranks get a signal, in a moment, unless they have it; ``who`` 0: the launcher says so."""
+        now = time.monotonic()
+        if who == _LAUNCHER and now < self._expected.pop(number, -REPEAT_S) + REPEAT_S:
+            return
+        if number in self._asked:
+            self._asked[number].add(who)
+        elif number not in self._passed:
+            self._asked[number] = {who}
+            self._steps.append((now + _SETTLE_S, number))
+            self._passed |= {number} & set(STOP_SIGNALS)
+
+    def _timer_s(self) -> float | None:
+        return max(0.0, min(self._steps)[0] - time.monotonic()) if self._steps else None
+
+    def _take_steps(self, now: float) -> None:
+        due = sorted(step for step in self._steps if step[0] <= now)
+        self._steps = [step for step in self._steps if step[0] > now]
+        for _, number in due:
+            asked = self._asked.pop(number, set())
+            if not asked >= {os.getpid(), os.getppid()}:
+                self._signal(number)
+            elif _LAUNCHER not in asked:  # every process got it: the ranks, and the launcher as well
+                self._expected[number] = now
 
     # The launcher
 
@@ -132,14 +215,19 @@ class Agent:
         except OSError:
             data = b""
         if not data:
-            self._ended = True
+            self._selector.unregister(self._inlet)
+            self._ended = not self._stopping
             return
         self._inbox += data
         for kind, _, payload in split_frames(self._inbox):
             if kind == JOB:
                 self._start(json.loads(payload))
             elif kind == SIGNAL:
-                self._signal(_NUMBER.unpack(payload)[0])
+                number = _NUMBER.unpack(payload)[0]
+                if number == signal.SIGKILL:
+                    self._signal(number)
+                else:
+                    self._pass_on(number, _LAUNCHER)
 
     def _send(self, kind: int, rank: int, payload: bytes) -> None:
         self._outbox += frame(kind, rank, payload)
@@ -152,7 +240,8 @@ class Agent:
         except BlockingIOError:
             pass
         except OSError:
-            self._ended = True
+            self._outbox.clear()
+            self._ended = not self._stopping
         waiting = self._outlet in self._selector.get_map()
         if self._outbox and not waiting:
             self._selector.register(self._outlet, selectors.EVENT_WRITE)
@@ -174,13 +263,17 @@ class Agent:
 
     def _start(self, job: dict[str, Any]) -> None:
         self._started = True
+        self._grace_s = float(job.get("grace_s", 0.0))
+        ignored = set(job.get("ignored", ()))
+        for number in (*STOP_SIGNALS, *USER_SIGNALS):
+            signal.signal(number, signal.SIG_IGN if number in ignored else _leave_to_the_loop)
         environment = {k: v for k, v in os.environ.items() if k not in job["unset"]}
         environment.update(job["env"])
         threads = max(1, len(os.sched_getaffinity(0)) // len(job["ranks"]))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         for rank, its_environment in job["ranks"]:
             try:
-                process = self._spawn(job["argv"], job["cwd"], {**environment, **its_environment})
+                process = self._spawn(job, {**environment, **its_environment}, ignored)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 self._send(FAILED, rank, _explain(error, job["argv"][0], job["cwd"]))
                 continue
@@ -195,7 +288,7 @@ class Agent:
             process.returncode = 0  # reaped here, not by subprocess
             self._send(STARTED, rank, _NUMBER.pack(process.pid))
 
-    def _spawn(self, argv: list[str], cwd: str, environment: dict[str, str]) -> Any:
+    def _spawn(self, job: dict[str, Any], environment: dict[str, str], ignored: set[int]) -> Any:
         agent = os.getpid()
 
         def leash() -> None:
@@ -203,12 +296,12 @@ class Agent:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != agent:
                 os._exit(1)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
+            for number in (*STOP_SIGNALS, *USER_SIGNALS, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
         return subprocess.Popen(
-            argv,
-            cwd=cwd,
+            job["argv"],
+            cwd=job["cwd"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -241,9 +334,7 @@ class Agent:
             if not self._relay(descriptor):
                 return
 
-    def _reap(self, wake: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(wake, _READ_BYTES)
+    def _reap(self) -> None:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -260,11 +351,19 @@ class Agent:
             self._send(EXITED, rank, _NUMBER.pack(code))
 
     def _signal(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            return kill_descendants(wait_s=0.0)
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, number)
-        if number == signal.SIGKILL:
-            kill_descendants(wait_s=0)
+                if number in USER_SIGNALS:
+                    _tell(pid, number)
+                else:
+                    os.killpg(pid, number)
+        return None
+
+
+def _leave_to_the_loop(*_: Any) -> None:
+    """Python's C handler has written the signal's number into a pipe, see set_wakeup_fd."""
 
 
 def _explain(error: Exception, program: str, cwd: str) -> bytes:
@@ -277,8 +376,8 @@ def _explain(error: Exception, program: str, cwd: str) -> bytes:
     return _NUMBER.pack(status) + reason.encode()
 
 
-def descendants() -> set[int]:
-    """All living processes below this one."""
+def _children() -> dict[int, list[int]]:
+    """All living processes by their parent."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -288,6 +387,12 @@ def descendants() -> set[int]:
             continue  # gone
         if fields[0] not in (b"Z", b"X"):
             children.setdefault(int(fields[1]), []).append(int(name))
+    return children
+
+
+def descendants() -> set[int]:
+    """All living processes below this one."""
+    children = _children()
     found: set[int] = set()
     queue = [os.getpid()]
     while queue:
@@ -297,34 +402,108 @@ def descendants() -> set[int]:
     return found
 
 
+def _tell(rank: int, number: int) -> None:
+    """Send a signal to a rank if it catches it, or else to those below it that do: it may be a shell."""
+    children = _children()
+    queue = [rank]
+    while queue:
+        pid = queue.pop()
+        if _catches(pid, number):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        else:
+            queue += children.get(pid, [])
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, or has blocked it to wait for it."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:
+            masks = re.findall(rb"Sig(?:Cgt|Blk):\s*([0-9a-f]+)", status.read())
+    except OSError:
+        return False
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def _is_janitor(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command:
+            return bool(_JANITOR.search(command.read()))
+    except OSError:
+        return False
+
+
 def kill_descendants(wait_s: float = 5.0) -> None:
-    """Kill everything below this process; orphans come to us, who are their subreaper."""
-    deadline = time.monotonic() + wait_s
+    """Kill everything below this process; orphans come to us, who are their subreaper.
+
+    Janitors end by themselves when their clients are dead, and get a moment for it.
+    """
+    begin = time.monotonic()
     while True:
         living = descendants()
+        now = time.monotonic()
+        spare = wait_s == 0.0 or now < begin + _JANITOR_S
         for pid in living:
+            if spare and _is_janitor(pid):
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not living or time.monotonic() >= deadline:
+        if not living or now >= begin + wait_s:
             return
         time.sleep(0.005)
+
+
+def _guard(agent: int, alarm: int) -> int:
+    """Wait for the end of the agent, and kill what it has left; returns its wait status.
+
+    What this process is signalled the agent hears through ``alarm``.
+    """
+    os.set_blocking(alarm, False)
+    signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+    for number in (*STOP_SIGNALS, *USER_SIGNALS, _PARENT_GONE):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _leave_to_the_loop)
+    while True:
+        pid, status = os.wait()
+        if pid == agent:
+            kill_descendants()
+            return status
+
+
+def _end_like(status: int) -> None:
+    """End this process as another one has ended."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
 
 
 def main(parent: int | None = None) -> None:
     """Run an agent on standard input and output; ``parent``: end with this process as well."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(_PARENT_GONE, _leave_to_the_loop)  # not ignored, and not yet deadly
+    if parent is not None:
+        # Standard input alone would do, were the launcher sure never to be forked.
+        _LIBC.prctl(_PR_SET_PDEATHSIG, _PARENT_GONE, 0, 0, 0)
+        if os.getppid() != parent:
+            return
     # Nothing but frames may reach the launcher, and no rank may hold its pipes.
     inlet, outlet = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    agent = Agent(inlet, outlet)
-    if parent is not None:
-        # Standard input alone would do, were the launcher sure never to be forked.
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            return
-    agent.run()
+    heard, alarm = os.pipe()
+    pid = os.fork()
+    if pid > 0:
+        for descriptor in (inlet, outlet, heard):
+            os.close(descriptor)
+        _end_like(_guard(pid, alarm))
+    os.close(alarm)
+    os.set_blocking(heard, False)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    Agent(inlet, outlet, heard).run()
 
 
 if __name__ == "__main__":

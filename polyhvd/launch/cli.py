@@ -84,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds for all ranks to start, and to meet in init()",
     )
+    add(
+        "--term-grace-s",
+        type=float,
+        metavar="S",
+        default=30.0,
+        help="seconds that ranks have from SIGTERM to SIGKILL, for a last checkpoint; default: 30",
+    )
     add("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     add("--ssh-option", action="append", default=[], metavar="OPTION", help="as ssh -o; may be repeated")
@@ -186,6 +193,8 @@ def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
         env["POLYHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
     if options.network_interface:
         env["POLYHVD_GLOO_IFACE"] = options.network_interface
+    if not 0 <= options.term_grace_s < float("inf"):
+        raise ValueError(f"--term-grace-s {options.term_grace_s:g}: must not be negative")
     env |= _settings(options)
     start_timeout_s = options.start_timeout or 30.0
     ssh = SshOptions(
@@ -203,6 +212,7 @@ def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
         interface=options.network_interface,
         ssh=ssh,
         start_timeout_s=start_timeout_s,
+        term_grace_s=options.term_grace_s,
         verbose=options.verbose,
     )
 

@@ -29,10 +29,9 @@ __all__ = ["Job", "JobSpec"]
 #: After the first failure: time for the cause to show up, when it looks like another rank's.
 _SETTLE_VICTIM_S = 1.0
 _SETTLE_S = 0.1
-_INTERRUPT_GRACE_S = 5.0
-_TERM_GRACE_S = 3.0
 _KILL_GRACE_S = 5.0
-_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: After a signal: how long a reader may leave our output where it is.
+_STUCK_OUTPUT_S = 2.0
 
 
 @dataclass
@@ -46,6 +45,7 @@ class JobSpec:
     interface: str = ""
     ssh: SshOptions = field(default_factory=SshOptions)
     start_timeout_s: float = 30.0
+    term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
     verbose: bool = False
 
 
@@ -67,7 +67,10 @@ class Job:
         self._stopping = False  # ranks end because we told them to
         self._stop_at: float | None = None  # when to look for the cause, and stop the others
         self._steps: list[tuple[float, int]] = []  # when to send which signal next
-        self._signals: list[int] = []  # that the launcher has received
+        self._signals: dict[int, float] = {}  # that end the job and the launcher has received: when first
+        self._killing = False  # somebody does not want to wait
+        signals = (*agent.STOP_SIGNALS, *agent.USER_SIGNALS)
+        self._ignored = [number for number in signals if signal.getsignal(number) == signal.SIG_IGN]
         # Python's C handler writes the number of each signal into it, see set_wakeup_fd.
         self._wake, self._alarm = os.pipe()
         os.set_blocking(self._wake, False)
@@ -136,6 +139,8 @@ class Job:
             "argv": self._spec.argv,
             "cwd": os.getcwd(),
             "env": common,
+            "grace_s": self._spec.term_grace_s,
+            "ignored": self._ignored,
             "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
             "ranks": [(item.rank, self._rank_environment(item, host)) for item in placements],
         }
@@ -194,12 +199,15 @@ class Job:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(descriptor, select.POLLOUT)
-        timer_s = self._timer_s()
+        give_up_at = time.monotonic() + _STUCK_OUTPUT_S
+        timer_s = self._timer_s(*([give_up_at] if self._signals else []))
         ready = poll.poll(None if timer_s is None else 1000 * timer_s)
-        if any(fd == self._wake for fd, _ in ready):
+        signalled = any(fd == self._wake for fd, _ in ready)
+        if signalled:
             self._forward_signals(say=False)
         self._take_steps(time.monotonic())
-        return len(self._signals) < 2
+        stuck = bool(self._signals) and not ready and time.monotonic() >= give_up_at
+        return not self._killing and not stuck
 
     def _take(self, process: AgentProcess) -> None:
         try:
@@ -258,9 +266,16 @@ class Job:
         """The job has failed: end the other ranks."""
         self._stop_at = None
         self._stopping = True
-        now = time.monotonic()
-        self._steps = [(now, signal.SIGTERM), (now + _TERM_GRACE_S, signal.SIGKILL)]
-        self._steps.append((now + _TERM_GRACE_S + _KILL_GRACE_S, 0))
+        self._end_gently(signal.SIGTERM, time.monotonic())
+
+    def _end_gently(self, number: int, now: float) -> None:
+        """Plan which signals the ranks get, and when."""
+        self._steps = [(now, number)]
+        if number != signal.SIGTERM:
+            now += agent.INTERRUPT_GRACE_S
+            self._steps.append((now, signal.SIGTERM))
+        now += self._spec.term_grace_s
+        self._steps += [(now, signal.SIGKILL), (now + _KILL_GRACE_S, 0)]
 
     def _send(self, number: int) -> None:
         for process in self._agents:
@@ -279,7 +294,12 @@ class Job:
             yield  # then the program around us handles signals
             return
         former_alarm = signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
-        former = {number: signal.signal(number, _leave_to_the_loop) for number in _FORWARDED_SIGNALS}
+        former = {}
+        for number in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS):
+            handler = signal.getsignal(number)
+            # What nohup has the launcher ignore stays ignored; signals for users' own ends may be in use.
+            if (number in agent.STOP_SIGNALS and handler != signal.SIG_IGN) or handler == signal.SIG_DFL:
+                former[number] = signal.signal(number, _leave_to_the_loop)
         try:
             yield
         finally:
@@ -289,29 +309,39 @@ class Job:
 
     def _forward_signals(self, *, say: bool = True) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._signals += os.read(self._wake, 4096)
-        now = time.monotonic()
-        if self._stopping or len(self._signals) > 1:
+            for number in os.read(self._wake, 4096):
+                if number in agent.USER_SIGNALS:
+                    self._send(number)
+                elif number in agent.STOP_SIGNALS:
+                    self._heed(number, time.monotonic(), say=say)
+
+    def _heed(self, number: int, now: float, *, say: bool) -> None:
+        """Somebody wants the job to end, or to end at once.
+
+        What tells every process of a job to end (Slurm, systemd, a closed terminal) may come twice,
+        or as two signals, and while ranks have begun to fail of it: none of that is impatience.
+        """
+        former = self._signals.setdefault(number, now)
+        first = len(self._signals) == 1 and former == now
+        again = former != now and (number == signal.SIGINT or now >= former + agent.REPEAT_S)
+        if again or (self._stopping and number == signal.SIGINT):
+            self._stopping = self._killing = True
             self._steps = [(now, signal.SIGKILL), (now + _KILL_GRACE_S, 0)]
-        else:
-            number = self._signals[0]
+        elif not self._stopping:
             self._stopping = True
             self._stop_at = None
-            self._steps = [(now, number)]
-            if number != signal.SIGTERM:
-                now += _INTERRUPT_GRACE_S
-                self._steps.append((now, signal.SIGTERM))
-            self._steps.append((now + _TERM_GRACE_S, signal.SIGKILL))
-            self._steps.append((now + _TERM_GRACE_S + _KILL_GRACE_S, 0))
+            self._end_gently(number, now)
             if say:
                 name = signal.Signals(number).name
                 self._output.say(f"{name}: stopping the ranks; once more to kill them")
+        elif number == signal.SIGTERM and former == now and not first and not self._killing:
+            self._end_gently(number, now)
 
     def _conclude(self) -> int:
         if self._endings:
             self.cause = first_cause(self._endings)
             return self._report(self.cause)
-        return 128 + self._signals[0] if self._signals else 0
+        return 128 + next(iter(self._signals)) if self._signals else 0
 
     def _report(self, ending: Ending) -> int:
         self._output.say(describe(ending), alarm=True)

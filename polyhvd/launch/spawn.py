@@ -60,8 +60,10 @@ def ssh_command(host: str, ssh: SshOptions, source_bytes: int) -> list[str]:
     if ssh.identity_file is not None:
         command += ["-i", ssh.identity_file]
     program = f"import sys;exec(compile(sys.stdin.buffer.read({source_bytes}),'polyhvd-agent','exec'))"
+    # What tells every process of this job to end must not end ssh, and with it the far ranks, at once.
+    shield = ["sh", "-c", 'trap "" HUP INT TERM; exec "$@"', "ssh"]
     remote = f"exec {shlex.quote(ssh.python)} -I -S -c {shlex.quote(program)}"
-    return [*command, "--", host, remote]
+    return [*shield, *command, "--", host, remote]
 
 
 def forwarded_environment() -> dict[str, str]:

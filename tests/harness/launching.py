@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,11 +66,15 @@ class Launcher:
         argv: list[str] | None = None,
         env: dict[str, str] | None = None,
         session: bool = False,
+        before: Sequence[str] = (),
     ) -> Launcher:
-        """Start polyhvdrun with options and, as its command, Python with `source` or else `argv`."""
+        """Start polyhvdrun with options and, as its command, Python with `source` or else `argv`.
+
+        `before` are words of another command that runs polyhvdrun.
+        """
         command = argv if argv is not None else [sys.executable, self.script(source)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "polyhvd.launch", *options, *command],
+            [*before, sys.executable, "-m", "polyhvd.launch", *options, *command],
             cwd=ROOT,
             env={**os.environ, "POLYHVD_FLIGHT_DIR": str(self._folder), **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -138,6 +142,25 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+def below(pid: int) -> list[int]:
+    """All living processes below one, parents before their children."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields[0] not in (b"Z", b"X"):
+            parents[int(name)] = int(fields[1])
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        children = [child for child, parent in parents.items() if parent == queue[0]]
+        found += children
+        queue = [*queue[1:], *children]
+    return found
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:

@@ -54,7 +54,7 @@ def test_everything_a_rank_wrote_comes_before_its_exit(pipes: tuple[int, int, in
     subject._start({**JOB, "argv": [sys.executable, "-c", source]})
     (pid,) = subject._ranks
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nothing has been read
-    subject._reap(inlet)
+    subject._reap()
     data = bytearray(os.read(frames, 1 << 20))
     assert data.startswith(agent.MAGIC)
     del data[: len(agent.MAGIC)]

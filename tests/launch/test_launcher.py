@@ -188,7 +188,7 @@ def test_rank_that_ignores_sigterm_is_killed(launcher: Launcher) -> None:
         "  while True: time.sleep(60)\n"
         "sys.exit(5)\n"
     )
-    status, out, _ = launcher.run("-np", "2", source=source)
+    status, out, _ = launcher.run("-np", "2", "--term-grace-s", "0.5", source=source)
     assert status == 5
     assert_gone(pids(out.encode()))
 
@@ -224,6 +224,8 @@ def test_command_that_does_not_exist_is_explained(launcher: Launcher) -> None:
         (["-H", "-oProxyCommand=x:1"], "expected one argument"),
         (["--hosts=-oProxyCommand=x:1"], "is not a host name"),
         (["--start-timeout", "-1"], "must be above 0"),
+        (["--term-grace-s", "-1"], "--term-grace-s -1: must not be negative"),
+        (["--term-grace-s", "nan"], "--term-grace-s nan: must not be negative"),
     ],
 )
 def test_wrong_options_are_explained(launcher: Launcher, options: list[str], message: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import FAMILY, RANK, WAITING, Launcher, assert_gone, pids
+from launching import FAMILY, RANK, WAITING, Launcher, assert_gone, below, pids
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or ""
 pytestmark = pytest.mark.skipif(not SSHD or shutil.which("ssh") is None, reason="needs openssh-server")
@@ -195,3 +195,23 @@ def test_noise_of_a_login_shell_is_skipped(launcher: Launcher, ssh: list[str], t
         "-H", "127.0.0.2:1", *ssh, "--remote-python", str(python), source="print('fine')"
     )
     assert (status, out) == (0, "[0] fine\n"), err
+
+
+def test_checkpoint_on_another_host_is_saved_when_every_process_of_this_one_gets_sigterm(
+    launcher: Launcher, ssh: list[str]
+) -> None:
+    source = RANK + (
+        "def save(*_): time.sleep(0.5); os.write(1, b'saved %d\\n' % rank); os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "os.write(1, b'pid %d\\n' % os.getpid())\n"
+        "while True: time.sleep(60)\n"
+    )
+    launcher.start(*ssh, "-H", "localhost:1,127.0.0.2:1", source=source)
+    launcher.wait_for("pid ", 2)
+    assert launcher.process is not None
+    for pid in [launcher.process.pid, *below(launcher.process.pid)]:  # ssh among them
+        os.kill(pid, signal.SIGTERM)
+    status, out, _ = launcher.finish()
+    assert status == 143
+    assert "[0] saved 0" in out
+    assert "[1] saved 1" in out

@@ -1,0 +1,209 @@
+"""Signals to a job: who gets them, how often, and how much time ranks have for a last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from launching import RANK, WAITING, Launcher, assert_gone, below, pids, wait_until
+
+#: Saves a checkpoint of `seconds` when it is told to end, and counts how often it was told.
+SAVING = RANK + (
+    "told = []\n"
+    "def save(number, _):\n"
+    "  told.append(number)\n"
+    "  time.sleep({seconds})\n"
+    "  os.write(1, b'saved %d %d\\n' % (rank, len(told)))\n"
+    "  os._exit(0)\n"
+    "signal.signal(signal.{name}, save)\n"
+    "os.write(1, b'pid %d\\n' % os.getpid())\n"
+    "while True: time.sleep(60)\n"
+)
+
+
+def saving(seconds: float, name: str = "SIGTERM") -> str:
+    return SAVING.format(seconds=seconds, name=name)
+
+
+def everyone(launcher: Launcher) -> list[int]:
+    """The launcher and all processes below it, parents first."""
+    assert launcher.process is not None
+    return [launcher.process.pid, *below(launcher.process.pid)]
+
+
+def send(processes: list[int], number: int) -> None:
+    for pid in processes:
+        os.kill(pid, number)
+
+
+@pytest.mark.parametrize("upwards", [False, True], ids=["parents-first", "children-first"])
+def test_checkpoint_is_saved_once_when_every_process_gets_sigterm(launcher: Launcher, upwards: bool) -> None:
+    launcher.start("-np", "3", source=saving(0.5))
+    ranks = pids(launcher.wait_for("pid ", 3))
+    processes = everyone(launcher)
+    send(processes[::-1] if upwards else processes, signal.SIGTERM)
+    status, out, _ = launcher.finish()
+    assert status == 143
+    assert sorted(line for line in out.splitlines() if "saved" in line) == [
+        f"[{r}] saved {r} 1" for r in range(3)
+    ]
+    assert_gone(ranks)
+
+
+def test_checkpoint_is_saved_although_another_rank_dies_of_the_signal(launcher: Launcher) -> None:
+    source = saving(0.5).replace("signal.signal(", "if rank: signal.signal(")
+    launcher.start("-np", "2", source=source)
+    launcher.wait_for("pid ", 2)
+    send(everyone(launcher)[::-1], signal.SIGTERM)
+    status, out, _ = launcher.finish()
+    assert status == 143
+    assert "[1] saved 1 1" in out
+
+
+def test_checkpoint_may_take_longer_than_three_seconds(launcher: Launcher) -> None:
+    launcher.start("-np", "1", source=saving(4))
+    launcher.wait_for("pid ", 1)
+    launcher.signal(signal.SIGTERM)
+    assert "[0] saved 0 1" in launcher.finish()[1]
+
+
+def test_sigterm_to_the_agent_alone_is_passed_on_gently(launcher: Launcher) -> None:
+    launcher.start("-np", "2", source=saving(0.5))
+    ranks = pids(launcher.wait_for("pid ", 2))
+    assert launcher.process is not None
+    agent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGTERM)
+    _, out, _ = launcher.finish()
+    assert "[0] saved 0 1" in out
+    assert "[1] saved 1 1" in out
+
+
+def test_agent_kills_when_its_own_grace_period_is_over(launcher: Launcher) -> None:
+    source = WAITING.replace("os.write", "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write")
+    launcher.start("-np", "2", "--term-grace-s", "0.3", source=source)
+    ranks = pids(launcher.wait_for("pid ", 2))
+    agent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGTERM)
+    assert launcher.finish()[0] == 137
+    assert_gone(ranks)
+
+
+def test_hangup_and_sigterm_together_are_no_impatience(launcher: Launcher) -> None:
+    # As a closed session sends them.
+    source = saving(0.5).replace("def save", "signal.signal(signal.SIGHUP, lambda *_: None)\ndef save")
+    launcher.start("-np", "2", source=source)
+    launcher.wait_for("pid ", 2)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+        launcher.signal(number)
+    _, out, _ = launcher.finish()
+    assert "[0] saved 0 1" in out
+    assert "[1] saved 1 1" in out
+
+
+def test_second_ctrl_c_kills_although_the_grace_period_is_long(launcher: Launcher) -> None:
+    source = RANK + (
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'asked\\n'))\n"
+        "os.write(1, b'pid %d\\n' % os.getpid())\n"
+        "while True: time.sleep(60)\n"
+    )
+    launcher.start("-np", "2", "--term-grace-s", "600", source=source)
+    ranks = pids(launcher.wait_for("pid ", 2))
+    launcher.signal(signal.SIGTERM)
+    launcher.wait_for("asked", 2)
+    launcher.signal(signal.SIGINT)
+    assert launcher.finish()[0] == 143
+    assert_gone(ranks)
+
+
+def test_job_below_nohup_outlives_its_terminal(launcher: Launcher, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    source = RANK + (
+        "os.write(1, b'pid %d\\n' % os.getpid())\n"
+        f"while not os.path.exists({str(flag)!r}): time.sleep(0.01)\n"
+        "print('hangup is', signal.getsignal(signal.SIGHUP).name)\n"
+    )
+    launcher.start("-np", "2", source=source, before=["sh", "-c", 'trap "" HUP; exec "$@"', "sh"])
+    launcher.wait_for("pid ", 2)
+    send(everyone(launcher), signal.SIGHUP)
+    flag.touch()
+    status, out, _ = launcher.finish()
+    assert status == 0
+    assert out.count("hangup is SIG_IGN") == 2
+
+
+#: Counts SIGUSR1 until SIGUSR2 comes.
+COUNTING = RANK + (
+    "count = 0\n"
+    "def up(*_):\n"
+    "  global count; count += 1; os.write(1, b'up %d\\n' % count)\n"
+    "signal.signal(signal.SIGUSR1, up)\n"
+    "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(f'{count} in all'))\n"
+    "os.write(1, b'pid %d\\n' % os.getpid())\n"
+    "while True: time.sleep(60)\n"
+)
+
+
+@pytest.mark.parametrize("shell", [False, True], ids=["python", "behind-a-shell"])
+def test_user_signals_to_the_launcher_reach_the_ranks_once(launcher: Launcher, shell: bool) -> None:
+    argv = [sys.executable, launcher.script(COUNTING)]
+    launcher.start("-np", "2", argv=["sh", "-c", '"$@"; exit $?', "sh", *argv] if shell else argv)
+    launcher.wait_for("pid ", 2)
+    for count in (1, 2):
+        launcher.signal(signal.SIGUSR1)
+        launcher.wait_for(f"up {count}", 2)
+    launcher.signal(signal.SIGUSR2)
+    assert "] 2 in all" in launcher.finish()[2]
+
+
+def test_user_signal_to_every_process_reaches_each_rank_once(launcher: Launcher) -> None:
+    launcher.start("-np", "2", source=COUNTING)
+    launcher.wait_for("pid ", 2)
+    send(everyone(launcher), signal.SIGUSR1)
+    launcher.wait_for("up 1", 2)
+    launcher.signal(signal.SIGUSR2)  # on the way that another SIGUSR1 would have taken
+    assert launcher.finish()[2].count("] 1 in all") > 0
+    assert b"up 2" not in launcher.out
+
+
+def test_user_signal_does_not_kill_ranks_or_children_that_do_not_catch_it(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    source = RANK + (
+        "if rank == 0: signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'got it\\n'))\n"
+        "child = os.fork()\n"
+        "if child == 0: signal.signal(signal.SIGUSR1, signal.SIG_DFL)\n"
+        "os.write(1, b'pid %d\\n' % os.getpid())\n"
+        f"while not os.path.exists({str(flag)!r}): time.sleep(0.01)\n"
+        "if child == 0: os._exit(0)\n"
+        "sys.exit(os.waitpid(child, 0)[1])\n"
+    )
+    launcher.start("-np", "2", source=source)
+    launcher.wait_for("pid ", 4)
+    launcher.signal(signal.SIGUSR1)
+    launcher.wait_for("got it", 1)
+    flag.touch()
+    assert launcher.finish()[0] == 0
+
+
+def test_sigusr2_to_the_launcher_has_ranks_write_flight_dumps(launcher: Launcher, tmp_path: Path) -> None:
+    source = RANK + (
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "os.write(1, b'pid %d\\n' % os.getpid())\n"
+        "while True: time.sleep(60)\n"
+    )
+    launcher.start("-np", "2", source=source)
+    ranks = pids(launcher.wait_for("pid ", 2))
+    launcher.signal(signal.SIGUSR2)
+
+    def dumped() -> bool:
+        names = [path.name for path in tmp_path.rglob("*.json")]
+        return all(any(str(pid) in name for name in names) for pid in ranks)
+
+    wait_until(dumped, "a flight dump of each rank")
+    launcher.signal(signal.SIGTERM)
+    assert launcher.finish()[0] == 143
