@@ -14,12 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from polyhvd import launchers
+from polyhvd.launchers import Foreign
+
 __all__ = [
     "Config",
     "ConfigError",
     "Ineffective",
     "MpiLaunch",
     "Variable",
+    "foreign_launch",
     "ineffective",
     "mpi_launch",
     "shares_gpus",
@@ -164,6 +168,13 @@ class Config:
     secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal; made by the launcher.")
     secret_file: str = _row("SECRET_FILE", str, "", "A file that holds the secret instead.")
     interface: str = _row("GLOO_IFACE", str, "", "Network interface or address to listen on; empty: chosen.")
+    alone: bool = _row(
+        "ALONE",
+        _switch,
+        False,
+        "1: a world of one rank on purpose, in a process that another launcher (torchrun, srun, ...) has "
+        "started as one of several; without it init() raises there.",
+    )
     start_timeout_s: float = _row("START_TIMEOUT", _number, 30.0, "Seconds to wait for all ranks at init().")
     shared_memory: bool = _row("SHARED_MEMORY", _switch, True, "0: ranks of one host use TCP as well.")
     backends: tuple[str, ...] = _row(
@@ -449,6 +460,11 @@ def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
             text = environ.get(size, "")
             return MpiLaunch(launcher, int(text) if text.isdigit() else 0)
     return None
+
+
+def foreign_launch(*, met_by_mpi: bool) -> Foreign | None:
+    """Another launcher's job that this process is one of several of, and that it has not joined."""
+    return launchers.foreign_launch(os.environ, met_by_mpi=met_by_mpi)
 
 
 def tell_mpi4py(path: str) -> None:

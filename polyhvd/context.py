@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -13,7 +14,7 @@ from dataclasses import replace
 from polyhvd import _core, bootstrap, gpu, log, mpi, tracing
 from polyhvd.attendant import Attendant
 from polyhvd.autotune import Autotuner
-from polyhvd.config import Config, shares_gpus
+from polyhvd.config import Config, ConfigError, foreign_launch, shares_gpus
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
@@ -32,6 +33,7 @@ __all__ = [
     "unregister",
 ]
 
+_LOG = logging.getLogger("polyhvd")
 _lock = threading.RLock()
 _engine: _core.Engine | None = None
 _attendant: Attendant | None = None
@@ -76,8 +78,9 @@ def init(
 ) -> None:
     """Connect this process to the other ranks of the job; does nothing when that is done already.
 
-    Without a launcher this is a world of one rank. After ``shutdown()`` it may be called again,
-    on every rank.
+    Without a launcher this is a world of one rank. A process that another launcher (torchrun, srun, ...)
+    has started as one of several raises, unless ``POLYHVD_ALONE=1`` says that this is meant. After
+    ``shutdown()`` it may be called again, on every rank.
 
     Args:
         comm: the ranks that form the world: a communicator of mpi4py, or a list of ranks of the
@@ -88,7 +91,8 @@ def init(
             ``POLYHVD_REPRODUCIBLE`` says.
 
     Raises:
-        ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot.
+        ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot; or another
+            launcher has started this process, and its job cannot be joined.
         InvalidArgumentError: a process set names a rank that does not exist, or the ranks of another one, or
             ``comm`` cannot be used.
         OSError: the file that TIMELINE names cannot be written.
@@ -111,7 +115,26 @@ def init(
         if _mpi_job is not None:
             _mpi_job.close()  # of an init() that failed: the others had to hear of it
         _mpi_job = job = _join_mpi(settings, comm)
+        if comm is None:
+            _refuse_to_be_alone(settings if job is None else job.settings, met_by_mpi=job is not None)
         _start(settings if job is None else job.settings, sets, job)
+
+
+def _refuse_to_be_alone(settings: Config, *, met_by_mpi: bool) -> None:
+    """Raise ConfigError in a world of one whose process another launcher has started as one of several."""
+    if settings.size > 1 or settings.rendezvous or settings.alone:
+        return
+    foreign = foreign_launch(met_by_mpi=met_by_mpi)
+    if foreign is None:
+        return
+    said = f"init(): {foreign}"
+    if not foreign.certain:
+        _LOG.warning("%s; it goes on as a world of one. If there are others, %s", said, foreign.cure)
+        return
+    raise ConfigError(
+        f"{said}, and polyhvd cannot join the others: it would train alone. Instead, {foreign.cure}. "
+        "For a world of one rank on purpose set POLYHVD_ALONE=1"
+    )
 
 
 def _join_mpi(settings: Config, comm: object) -> mpi.MpiJob | None:

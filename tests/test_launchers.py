@@ -1,0 +1,198 @@
+"""A process that another launcher has started never becomes a silent world of one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyhvd.launchers import foreign_launch
+
+#: What launchers set, shortened to what could matter.
+TORCHRUN = {
+    "GROUP_RANK": "0",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "RANK": "1",
+    "ROLE_RANK": "1",
+    "TORCHELASTIC_RUN_ID": "none",
+    "WORLD_SIZE": "2",
+}
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+}
+SRUN = {
+    **BATCH_SCRIPT,
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "8",
+}
+SRUN_OF_ONE = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
+SRUN_PMIX = {**SRUN, "PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.4711.0"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "PMIX_RANK": "0",
+}
+#: mpirun's daemons are tasks of a step, and what they start inherits that.
+OPEN_MPI_OF_ONE_IN_SLURM = {**SRUN, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}
+HYDRA = {"PMI_FD": "9", "PMI_RANK": "2", "PMI_SIZE": "3"}
+JSRUN = {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "6", "PMIX_RANK": "1"}
+TF_WORKERS = {
+    "TF_CONFIG": '{"cluster": {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1", "d:1"]}, '
+    '"task": {"type": "worker", "index": 1}}'
+}
+TF_EVALUATOR = {"TF_CONFIG": TF_WORKERS["TF_CONFIG"].replace('"type": "worker"', '"type": "evaluator"')}
+TF_ALONE = {"TF_CONFIG": '{"cluster": {"worker": ["c:1"]}, "task": {"type": "worker", "index": 0}}'}
+SAGEMAKER = {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-1","algo-2"]', "SM_NUM_GPUS": "0"}
+SAGEMAKER_ALONE = {"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1"]'}
+MXNET = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "size", "cure"),
+    [
+        (TORCHRUN, "torchrun", 2, "polyhvdrun -np 2"),
+        (SRUN, "srun", 8, "polyhvdrun -np 8 -H"),
+        (SRUN_PMIX, "srun", 8, "polyhvdrun -np 8 -H"),
+        ({**SRUN, **TORCHRUN}, "torchrun", 2, "polyhvdrun -np 2"),
+        (OPEN_MPI, "Open MPI", 4, "mpirun -np 4"),
+        (HYDRA, "MPI's launcher", 3, "mpirun -np 3"),
+        (JSRUN, "jsrun", 6, "mpirun -np 6"),
+        (TF_WORKERS, "cluster", 3, "polyhvdrun -np 3"),
+        (SAGEMAKER, "SageMaker", 2, "polyhvdrun -np 2"),
+        (MXNET, "MXNet", 2, "polyhvdrun -np 2"),
+        ({"PMIX_RANK": "3"}, "PMIx", 0, "mpirun -np N"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "Kubernetes", 0, "polyhvdrun -np N"),
+    ],
+)
+def test_one_of_several_is_recognised(environ: dict[str, str], launcher: str, size: int, cure: str) -> None:
+    found = foreign_launch(environ)
+    assert found is not None
+    assert found.certain
+    assert launcher in found.launcher
+    assert found.size == size
+    assert cure in found.cure
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH_SCRIPT,
+        SRUN_OF_ONE,
+        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
+        {**SRUN, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},  # eight searches, each with a torchrun
+        OPEN_MPI_OF_ONE_IN_SLURM,
+        {**HYDRA, "PMI_RANK": "0", "PMI_SIZE": "1"},
+        TF_EVALUATOR,
+        TF_ALONE,
+        SAGEMAKER_ALONE,
+        {"RANK": "7"},  # of something else
+        {"WORLD_SIZE": "7"},
+        {"RANK": "first", "WORLD_SIZE": "many"},
+        {"TF_CONFIG": "{"},
+        {"TF_CONFIG": "[1]"},
+        {"SM_HOSTS": "algo-1"},
+        {**MXNET, "DMLC_ROLE": "server"},
+    ],
+)
+def test_one_of_one_is_left_alone(environ: dict[str, str]) -> None:
+    assert foreign_launch(environ) is None
+
+
+@pytest.mark.parametrize("environ", [{"PMIX_RANK": "0"}, {"JOB_COMPLETION_INDEX": "0"}])
+def test_first_of_an_unknown_number_is_uncertain(environ: dict[str, str]) -> None:
+    found = foreign_launch(environ)
+    assert found is not None
+    assert not found.certain
+    assert foreign_launch(environ, met_by_mpi=True) is None
+
+
+def init(environ: dict[str, str], call: str = "polyhvd.init()") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"import polyhvd; {call}; print(polyhvd.size())"],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_init_says_what_was_seen_and_how_to_start() -> None:
+    result = init(SRUN)
+    assert result.returncode == 1
+    error = result.stderr.splitlines()[-1]
+    assert "ConfigError: init(): this process is one of 8 that srun has started" in error
+    assert "SLURM_PROCID=5, SLURM_STEP_NUM_TASKS=8" in error
+    assert "polyhvdrun -np 8" in error
+    assert "POLYHVD_ALONE=1" in error
+
+
+def test_world_of_one_on_purpose_is_possible_everywhere() -> None:
+    for name in ("POLYHVD_ALONE", "HOROVOD_ALONE"):
+        result = init({**TORCHRUN, name: "1"})
+        assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
+
+
+def test_batch_script_is_a_world_of_one() -> None:
+    result = init(BATCH_SCRIPT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "")
+
+
+def test_uncertain_first_of_several_says_so() -> None:
+    result = init({"JOB_COMPLETION_INDEX": "0"})
+    assert (result.returncode, result.stdout) == (0, "1\n")
+    assert "may be one of several that Kubernetes has started" in result.stderr
+
+
+def test_mpi_that_is_kept_out_makes_no_world_of_one() -> None:
+    result = init({**OPEN_MPI, "POLYHVD_CONTROLLER": "gloo"})
+    assert result.returncode == 1
+    assert "one of 4 that Open MPI has started" in result.stderr
+
+
+@pytest.mark.parametrize("environ", [SRUN, TORCHRUN, SAGEMAKER, TF_WORKERS, JSRUN])
+def test_polyhvdrun_starts_jobs_within_other_launchers(environ: dict[str, str]) -> None:
+    program = "import polyhvd; polyhvd.init(); print('size', polyhvd.size())"
+    result = subprocess.run(
+        [sys.executable, "-m", "polyhvd.launch", "-np", "2", sys.executable, "-c", program],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[0] size 2", "[1] size 2"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_torchrun_s_ranks_raise(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import polyhvd\npolyhvd.init()\nprint('silent')\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "silent" not in result.stdout
+    assert "one of 2 that torchrun, or a launcher like it, has started" in result.stderr
