@@ -137,6 +137,7 @@ def _version() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``polyhvdrun`` and return its exit status; the first failing rank's, if one fails."""
+    _open_standard_streams()
     parser = _parser()
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -231,6 +232,15 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
     env = {f"POLYHVD_{name}": value for name, value in given.items()}
     Config.from_environment(env)
     return env
+
+
+def _open_standard_streams() -> None:
+    """Where one is closed open the null device, lest a socket of ours get its number."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 def _raise_descriptor_limit() -> None:

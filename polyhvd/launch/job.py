@@ -20,7 +20,7 @@ from polyhvd.launch import agent, network
 from polyhvd.launch.auth import new_secret, parse_secret
 from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, traceback_lines
 from polyhvd.launch.hosts import Host, Placement
-from polyhvd.launch.output import Output
+from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.rendezvous import Server
 from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment
 
@@ -86,6 +86,7 @@ class Job:
 
     def close(self) -> None:
         """End what still runs, and the rendezvous."""
+        self._output.await_reader = await_reader
         for process in self._agents:
             process.cut()
         for process in self._agents:

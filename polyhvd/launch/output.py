@@ -1,7 +1,8 @@
 """Prints what the ranks write: whole lines, each with its rank, never two mixed into one.
 
 Works on bytes, since a rank may write anything. A progress bar of rank 0 moves on a terminal and
-leaves its last state elsewhere. A closed pipe (``| head``) ends the printing, not the job.
+leaves its last state elsewhere. A closed pipe (``| head``) ends the printing, not the job, and a full
+disk only the copies in files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["STDERR", "STDOUT", "Output"]
+__all__ = ["STDERR", "STDOUT", "Output", "await_reader"]
 
 STDOUT, STDERR = 1, 2
 _LINE_BYTES_MAX = 1 << 16
@@ -49,7 +50,8 @@ class Output:
     ) -> None:
         """Print to two descriptors, and to ``directory``/rank.N/ as well; ``colour`` None: find out."""
         self._streams = {STDOUT: stdout, STDERR: stderr}
-        self._closed: set[int] = set()
+        # Not asked again: another file may have got the number of a closed one.
+        self._closed = {stream for stream, descriptor in self._streams.items() if not _is_open(descriptor)}
         self._terminal = {stream: os.isatty(fd) for stream, fd in self._streams.items()}
         plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
         self._coloured = {
@@ -61,16 +63,17 @@ class Output:
             for rank in range(size)
         ]
         self._live: tuple[int, bytes] | None = None  # the unfinished line that a terminal shows
+        self._copying = True  # until a file could not be written
         #: Called with a descriptor that takes nothing for now; False: give its stream up.
-        self.await_reader: Callable[[int], bool] = _await_reader
+        self.await_reader: Callable[[int], bool] = await_reader
         if directory is not None:
             self._open_files(Path(directory))
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take what a rank has written; prints the lines that are complete."""
         state = self._ranks[rank]
-        if stream in state.files:
-            state.files[stream].write(data)
+        if stream in state.files and self._copying:
+            self._copy(state.files[stream], data)
         buffer = state.partial[stream]
         buffer += data
         *lines, rest = buffer.split(b"\n")
@@ -109,6 +112,15 @@ class Output:
         for state in self._ranks:
             for file in state.files.values():
                 file.close()
+
+    def _copy(self, file: BinaryIO, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[file.write(view) :]
+        except OSError as error:
+            self._copying = False
+            self.say(f"cannot write {file.name}: {error.strerror}; the job goes on, its output is here alone")
 
     def _open_files(self, directory: Path) -> None:
         width = len(str(len(self._ranks) - 1))
@@ -178,13 +190,22 @@ class Output:
                 self._closed.add(stream)  # nobody reads any more; the job goes on
 
 
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 def _ready(descriptor: int, timeout_ms: int | None) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(timeout_ms))
 
 
-def _await_reader(descriptor: int) -> bool:
+def await_reader(descriptor: int) -> bool:
+    """Wait until a descriptor can be written, however long that takes."""
     return _ready(descriptor, None)
 
 
