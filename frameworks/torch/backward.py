@@ -7,20 +7,17 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from polyhvd.torch.base import collectives
 from polyhvd.torch.closures import joint_loss
-from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Board, Section
+from polyhvd.torch.registry import Registry
+from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Section
 from polyhvd.torch.sparse import check_sparse_op, start_sparse_allreduce
-from torch.utils.weak import WeakIdKeyDictionary
+from polyhvd.torch.written import Leftovers, Submitted
 
-from polyhvd import context
-from polyhvd.adapter import Handle, OpKind, ReduceOp
-from polyhvd.api import process_set_id
+from polyhvd.adapter import Handle, ReduceOp
 from polyhvd.compression import Compressor
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
-from polyhvd.numbering import ObjectNumbers
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.reducer import GradientReducer
 
@@ -30,86 +27,7 @@ Tensor = torch.Tensor
 _PREFIX = "DistributedOptimizer"
 
 
-class _Registry:
-    """Which optimizer a parameter belongs to, and the rounds of each process set."""
-
-    def __init__(self) -> None:
-        self._numbers = ObjectNumbers()
-        self._boards: dict[ProcessSet, Board] = {}
-        self._owners: Any = WeakIdKeyDictionary()
-        # After the numbers have: they free what is gone.
-        context.on_engine_change(self._begin_anew)
-
-    def number(self, gradients: Gradients, process_set: ProcessSet) -> int:
-        """Of an optimizer, the same on every rank."""
-        return self._numbers.of(gradients, process_set)
-
-    def _begin_anew(self, _: int) -> None:
-        """The ranks of a new engine have made no optimizers but those that are in use."""
-        for board in self._boards.values():
-            board.forget_the_gone()
-
-    def board(self, process_set: ProcessSet) -> Board:
-        if process_set not in self._boards:
-
-            def agree(states: bytearray) -> None:
-                array = np.frombuffer(states, dtype=np.uint8)
-                context.engine().submit(
-                    OpKind.ALLREDUCE,
-                    f"{_PREFIX}.ready",
-                    (array,),
-                    (array,),
-                    ReduceOp.Max,
-                    process_set=process_set_id(process_set),
-                    priority=1,  # gradients have 0 and less
-                    blocking=True,
-                ).wait()
-
-            self._boards[process_set] = Board(agree)
-        return self._boards[process_set]
-
-    def keep_local(self, parameter: Tensor, scale: Callable[[Tensor], Tensor]) -> None:
-        """Let ``scale`` have each gradient of a parameter, before it is added up, instead of its owner."""
-        owner, hook = self._owners[parameter]
-        hook.remove()
-        self._owners[parameter] = owner, _hooked(parameter, parameter.register_hook, scale)
-
-    def take(self, parameter: Tensor, gradients: Gradients, position: int) -> None:
-        """Let ``gradients`` handle a parameter from now on; the optimizer that had it loses it."""
-        previous = self._owners.pop(parameter, None)
-        if previous is not None:
-            owner, hook = previous
-            hook.remove()
-            if owner() is not None:
-                owner().retired = (
-                    "a newer DistributedOptimizer has taken over parameters of this one; use that one"
-                )
-        self._owners[parameter] = (weakref.ref(gradients), _register(parameter, gradients, position))
-
-
-_registry = _Registry()
-
-
-def _register(parameter: Tensor, gradients: Gradients, position: int) -> Any:
-    owner = weakref.ref(gradients)
-
-    def hook(_: Tensor) -> None:
-        gradients = owner()
-        if gradients is not None:
-            gradients.on_gradient(position)
-
-    return _hooked(parameter, parameter.register_post_accumulate_grad_hook, hook)
-
-
-def _hooked(parameter: Tensor, register: Any, hook: Callable[..., Any]) -> Any:
-    """The handle of a hook. ``register`` is a method of the parameter, not typed by torch."""
-    if parameter.requires_grad:
-        return register(hook)
-    parameter.requires_grad_(True)  # a frozen one may be thawed later, and takes no hook as it is
-    try:
-        return register(hook)
-    finally:
-        parameter.requires_grad_(False)
+_registry = Registry(_PREFIX)
 
 
 class _Group:
@@ -139,7 +57,7 @@ class Gradients(Section):
         names: of parameters, by ``id()``.
         passes_per_step: gradients of as many backward passes are added up, then reduced.
         groups: positions of the parameters of each group.
-        sparse_as_dense: make sparse gradients dense.
+        sparse_as_dense: reduce sparse gradients as dense ones.
         scale_local: divide gradients that stay local by the number of ranks, if others are averaged.
         op, compression, gradient_predivide_factor, process_set: as in the optimizer.
     """
@@ -177,23 +95,29 @@ class Gradients(Section):
         self._op = op
         # Averaging twice changes nothing: mean(mean(a) + b) = mean(a) + mean(b). So do Min and Max.
         self._repeatable = op in (ReduceOp.Average, ReduceOp.Min, ReduceOp.Max)
+        #: A gradient that a step has used may still be there in the next one, and is to be added up once.
+        self.looks_before = op == ReduceOp.Sum
+        self._leftovers = Leftovers()
+        self._submitted = Submitted()
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._scale_local = scale_local and op == ReduceOp.Average
         self._process_set = process_set
         self._groups = [_Group(number, positions) for number, positions in enumerate(groups)]
         self._group_of = {position: group for group in self._groups for position in group.positions}
-        self._board = _registry.board(process_set)
+        #: Where the rounds of its process set are held.
+        self.board = _registry.board(process_set)
         self._parameters: list[Tensor] = []
         self._local: set[int] = set()  # those whose gradients stay on this rank
         self._passes: list[int] = []  # counted up to passes_per_step
         self._fresh: set[int] = set()  # written since their last reduction
         self._started: set[int] = set()  # held by their groups included
         self._sparse: dict[int, tuple[int, Handle]] = {}  # of those: the sparse dimensions
+        self._as_dense: dict[int, int] = {}  # of those, and meanwhile dense: likewise
         self._reduced: set[int] = set()  # in this step
         self._reported = b""  # in the last round
         self._backward = -1  # the graph task whose end we have asked to hear of
-        self._seat = self._board.add(self)
+        self._seat = self.board.add(self)
         self.adopt(parameters)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
@@ -265,14 +189,20 @@ class Gradients(Section):
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._backward = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+            _registry.hold_rounds_after(task, self)
         if self._passes[position] >= self.passes_per_step:
             self._start(position)
 
-    def _on_backward_end(self) -> None:
-        # A round of another optimizer, in the same backward, has served this one, too.
-        if self._started:
-            self._board.hold_round(None)
+    def before_gradient(self, position: int) -> None:
+        """Called by autograd before a gradient is added to ``grad`` of a parameter, if ``looks_before``.
+
+        What a step has left there, equal on all ranks, counts once in their sum: on the first of them.
+        """
+        if self.retired or not self._is_member() or self._process_set.rank() == 0:
+            return
+        parameter = self._parameters[position]
+        if self._leftovers.has(position, parameter.grad):
+            parameter.grad = None
 
     def _start(self, position: int, agreed: int = FROZEN) -> None:
         """Reduce a gradient; ``agreed`` is the state that decides its layout, where it is known."""
@@ -294,6 +224,8 @@ class Gradients(Section):
             self._reducer.start(position, str(position), gradient, priority=-position)
         else:
             group.held[position] = gradient
+        if position not in self._local:
+            self._submitted.add(position, gradient)
         self._started.add(position)
         self._fresh.discard(position)
         if group is not None:
@@ -307,7 +239,7 @@ class Gradients(Section):
         gradient = parameter.grad
         if position in self._local:  # but not on some other rank
             return _zeros(parameter, max(agreed - READY, 0))
-        if gradient is None:
+        if gradient is None or self._counts_elsewhere(position, gradient):
             gradient = parameter.grad = _zeros(parameter, max(agreed - READY, 0))
         if gradient.requires_grad:
             raise InvalidArgumentError(
@@ -321,10 +253,16 @@ class Gradients(Section):
             )
         is_sparse = gradient.layout is torch.sparse_coo
         if is_sparse and (self._sparse_as_dense or agreed == READY):
+            if self._sparse_as_dense:
+                self._as_dense[position] = gradient.sparse_dim()
             gradient = parameter.grad = gradient.to_dense()
-        elif not is_sparse and agreed > READY:
+        elif not is_sparse and agreed > READY and not self._sparse_as_dense:
             gradient = parameter.grad = gradient.to_sparse(agreed - READY)
         return gradient
+
+    def _counts_elsewhere(self, position: int, gradient: Tensor) -> bool:
+        """Whether another rank's sum has this gradient; see :meth:`before_gradient`."""
+        return self.looks_before and self._leftovers.has(position, gradient) and self._process_set.rank() != 0
 
     def _start_sparse(self, position: int, gradient: Tensor) -> Handle:
         try:
@@ -354,20 +292,21 @@ class Gradients(Section):
     def report(self, *, at_step: bool) -> bytes:
         """See :class:`Section`. In a step, gradients that the user has set by hand count as well."""
         count = len(self._parameters)
-        if len(self._started) == count and not self._sparse:
+        if len(self._started) == count and not self._sparse and not self._as_dense:
             self._reported = bytes((READY,)) * count
             return self._reported
         due = at_step or bool(self._started)
         states = bytearray(count)
         for position, parameter in enumerate(self._parameters):
             computed = due and position in self._fresh
-            by_hand = at_step and parameter.grad is not None and position not in self._reduced
             if position in self._local:
                 continue
-            if position not in self._started and (computed or by_hand):
+            if position not in self._started and (computed or (at_step and self._is_set_by_hand(position))):
                 self._start(position)
             if position in self._sparse:
                 states[position] = READY + self._sparse[position][0]
+            elif position in self._as_dense:
+                states[position] = READY + self._as_dense[position]
             elif position in self._started:
                 states[position] = READY
             elif position in self._reduced:
@@ -377,12 +316,22 @@ class Gradients(Section):
         self._reported = bytes(states)
         return self._reported
 
+    def _is_set_by_hand(self, position: int) -> bool:
+        """Whether there is a gradient that is not known to be reduced already."""
+        gradient = self._parameters[position].grad
+        if gradient is None or position in self._reduced:
+            return False
+        # Where reducing twice changes nothing, it is the safe side: not all writes are seen.
+        return self._repeatable or not self._leftovers.has(position, gradient)
+
     def start_missing(self, states: bytes) -> None:
         """See :class:`Section`. An absent gradient is zero."""
         if states != self._reported:
             for position, state in enumerate(states):
                 if state >= READY and position not in self._started:
                     self._start(position, state)
+                if state > READY and self._sparse_as_dense and position not in self._local:
+                    self._as_dense[position] = state - READY
         # Some of these lack gradients that no rank has.
         for group in self._groups:
             self._start_group(group)
@@ -392,7 +341,8 @@ class Gradients(Section):
         for position in self._started:
             self._passes[position] %= self.passes_per_step
         self._reduced |= self._started
-        sparse = self._sparse
+        sparse, as_dense = self._sparse, self._as_dense
+        touched = self._submitted.touched(self._parameters)
         self._forget_started()
         errors: list[Exception] = []
         for position, (_, handle) in sparse.items():
@@ -406,10 +356,26 @@ class Gradients(Section):
             self._reducer.finish()
         except Exception as error:
             errors.append(error)
+        for position, dimensions in as_dense.items():
+            gradient = self._parameters[position].grad
+            if gradient is not None and gradient.layout is torch.strided:
+                self._parameters[position].grad = gradient.to_sparse(dimensions)
+        if touched:
+            errors.append(InvalidArgumentError(self._why_touched(touched)))
         if errors and isinstance(errors[0], HorovodInternalError):
             raise type(errors[0])(self._with_names(str(errors[0]))) from errors[0]
         if errors:
             raise errors[0]
+
+    def _why_touched(self, positions: list[int]) -> str:
+        names = ", ".join(self.describe(position) for position in positions[:3])
+        more = f" and {len(positions) - 3} more" if len(positions) > 3 else ""
+        return (
+            f"the gradient of {names}{more} was changed or replaced while it was being reduced, so that it "
+            "is wrong now, and maybe on some ranks only; a hook that was registered after "
+            "DistributedOptimizer() does that: register hooks of gradients before it is made, or change "
+            "gradients when backward() has returned, which is when they are reduced"
+        )
 
     def drop(self) -> None:
         """See :class:`Section`."""
@@ -418,7 +384,8 @@ class Gradients(Section):
 
     def _forget_started(self) -> None:
         self._started.clear()
-        self._sparse = {}
+        self._submitted.clear()
+        self._sparse, self._as_dense = {}, {}
         for group in self._groups:
             group.clear()
 
@@ -441,7 +408,7 @@ class Gradients(Section):
         if not self._is_member():
             return
         while not self.settled:
-            self._board.hold_round(self)
+            self.board.hold_round(self)
 
     def joint_loss(self, loss: Any) -> Any:
         """The ranks' losses as one; see :func:`polyhvd.torch.closures.joint_loss`."""
@@ -457,6 +424,8 @@ class Gradients(Section):
 
     def end_step(self) -> None:
         """The gradients were used."""
+        if not self._repeatable:
+            self._leftovers.note(self._reduced, self._parameters)
         self.forget_passes()
         self.settled = False
         self.rounds = 0

@@ -52,7 +52,7 @@ def _value(loss: Any) -> tuple[float | None, bool]:
     if isinstance(loss, Tensor):
         if loss.numel() != 1 or loss.is_complex():
             return None, False
-        return float(loss), loss.dtype == torch.float64
+        return float(loss.detach()), loss.dtype == torch.float64
     if isinstance(loss, numbers.Real):
         return float(loss), True
     return None, False

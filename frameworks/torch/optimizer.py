@@ -223,7 +223,8 @@ def DistributedOptimizer(
         groups: a list of lists of parameters, or a number, which means ``num_groups``. The gradients of a
             group are reduced as one operation, when the last of them is ready: all or none. Parameters in
             no group, frozen ones and sparse gradients are reduced by themselves.
-        sparse_as_dense: make sparse gradients dense. Otherwise they stay sparse (COO), and cost what their
+        sparse_as_dense: reduce sparse gradients as dense ones, which are made sparse again before the step.
+            Otherwise they travel as they are (COO), and cost what their
             nonzeros do; Average and Sum only.
         process_set: the ranks that take part. On others, the optimizer works by itself.
         scale_local_gradients: divide gradients of parameters given to ``register_local_var()`` by the number

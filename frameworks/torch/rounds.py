@@ -7,18 +7,30 @@ A step that is not settled by then (some parameter might still get its gradient)
 until every rank has reached it, so ranks may differ in what and how often they compute.
 
 All optimizers of a process set share its rounds: whoever waits, for whichever optimizer, answers for
-all, and no order of waiting can deadlock.
+all, and no order of waiting can deadlock. At the end of a backward the rounds of all process sets are
+under way before one is waited for.
 """
 
 from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from polyhvd.errors import HorovodInternalError, RankMismatchError
 
-__all__ = ["EXPECTED", "FROZEN", "READY", "REDUCED", "Board", "Seat", "Section"]
+__all__ = [
+    "EXPECTED",
+    "FROZEN",
+    "GONE_BYTES_MAX",
+    "READY",
+    "REDUCED",
+    "Board",
+    "Seat",
+    "Section",
+    "hold_rounds",
+]
 
 # States of a parameter. The largest among the ranks is what holds for all of them.
 FROZEN = 0  # needs no gradient
@@ -28,6 +40,8 @@ READY = 3  # is being reduced; READY + n: as a sparse tensor of n sparse dimensi
 
 _HEADER_BYTES = 4  # alive, not at its step, rounds since the last step, 255 minus these
 _ROUNDS_MAX = 255
+#: Sections that are gone on every rank keep their places until these take more than this.
+GONE_BYTES_MAX = 8192
 
 
 def _any_ready(states: bytes | bytearray) -> bool:
@@ -86,22 +100,30 @@ class Board:
     """The rounds of one process set. Not thread-safe.
 
     Args:
-        agree: replaces each byte with the largest among the ranks; raises RankMismatchError when their
-            numbers differ.
+        agree: begins to replace each byte with the largest among the ranks, and returns what waits for it
+            and raises RankMismatchError when their numbers differ. Its second argument says that this
+            follows at once.
+        call_roll: begins to ask whether every rank takes part, none has joined, and returns what waits for
+            the answer; all ranks that do take part call it.
     """
 
-    def __init__(self, agree: Callable[[bytearray], None]) -> None:
-        self._agree = agree
-        self._seats: list[Seat] = []
+    def __init__(
+        self,
+        agree: Callable[[bytearray, bool], Callable[[], None]],
+        call_roll: Callable[[], Callable[[], bool]],
+    ) -> None:
+        self.agree = agree
+        self.call_roll = call_roll
+        self.seats: list[Seat] = []
 
     def add(self, section: Section) -> Seat:
         """Let a section take part; in the same order on every rank. It is held weakly."""
-        self._seats.append(Seat(section))
-        return self._seats[-1]
+        self.seats.append(Seat(section))
+        return self.seats[-1]
 
     def forget_the_gone(self) -> None:
         """Give up the seats of sections that take part no more, as every rank does at this point."""
-        self._seats = [seat for seat in self._seats if seat.occupant() is not None]
+        self.seats = [seat for seat in self.seats if seat.occupant() is not None]
 
     def hold_round(self, at_step: Section | None) -> None:
         """Reduce what any rank has ready; return when it is done on this one.
@@ -112,51 +134,108 @@ class Board:
         Raises:
             HorovodInternalError: a reduction failed, or the ranks are not in the same step.
         """
-        board = bytearray()
-        live: list[tuple[Section, int, bytes]] = []
-        for seat in self._seats:
+        hold_rounds([self], at_step)
+
+
+def hold_rounds(boards: Sequence[Board], at_step: Section | None = None) -> None:
+    """:meth:`Board.hold_round` on several boards, none of which waits for another.
+
+    Process sets may overlap in any way, in a ring of ranks, say: each thing is begun on all boards before
+    it is waited for on one.
+    """
+    rounds: list[_Round] = []
+    errors: list[Exception] = []
+
+    def on_each(act: Callable[[Any], Any], among: Sequence[Any]) -> list[Any]:
+        done = []
+        for item in among:
+            try:
+                act(item)
+                done.append(item)
+            except Exception as error:
+                errors.append(error)
+        return done
+
+    try:
+        on_each(lambda board: rounds.append(_Round(board, at_step, alone=len(boards) == 1)), boards)
+        agreed = on_each(_Round.conclude, rounds)
+        for held in agreed:
+            errors += held.finish()
+        on_each(_Round.clear, on_each(_Round.ask_who_is_there, agreed))
+    except BaseException:
+        for held in rounds:
+            held.drop()
+        raise
+    if errors:
+        raise errors[0]
+
+
+class _Round:
+    """One round of a board, which begins when this is made."""
+
+    def __init__(self, board: Board, at_step: Section | None, *, alone: bool) -> None:
+        self._board = board
+        self._states = states = bytearray()
+        self._live: list[tuple[Section, int, bytes]] = []
+        self._errors: list[Exception] = []
+        self._present: Callable[[], bool] | None = None
+        self._taken = list(board.seats)
+        for seat in self._taken:
             section = seat.occupant()
             if section is None:
-                board += bytes(_HEADER_BYTES + seat.size)
+                states += bytes(_HEADER_BYTES + seat.size)
                 continue
-            states = section.report(at_step=section is at_step)
+            reported = section.report(at_step=section is at_step)
             rounds = min(section.rounds, _ROUNDS_MAX)
-            live.append((section, len(board), states))
-            board += bytes((1, section is not at_step, rounds, _ROUNDS_MAX - rounds))
-            board += states
+            self._live.append((section, len(states), reported))
+            states += bytes((1, section is not at_step, rounds, _ROUNDS_MAX - rounds))
+            states += reported
         try:
-            self._agree(board)
-        except BaseException as error:
-            for section, _, _ in live:
-                section.drop()
-            if not isinstance(error, RankMismatchError):
-                raise
+            self._wait = board.agree(states, alone)
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Let all sections forget what was started."""
+        for section, _, _ in self._live:
+            section.drop()
+
+    def conclude(self) -> None:
+        """Wait for the other ranks, and start what any of them has ready."""
+        try:
+            self._wait()
+        except RankMismatchError as error:
+            self.drop()
             # Every rank is here: all begin anew.
-            self._seats.clear()
+            self._board.seats.clear()
             text = "the optimizers of the ranks do not have the same number of parameters"
-            for section, _, _ in live:
+            for section, _, _ in self._live:
                 section.retired = f"{text}; make them anew"
             raise RankMismatchError(f"{text}: {error}") from error
-        self._conclude(board, live)
-
-    def _conclude(self, board: bytearray, live: list[tuple[Section, int, bytes]]) -> None:
-        """Start what others have ready, wait for all, and note what is known to every rank now."""
-        errors: list[Exception] = []
-        for section, begin, states in live:
-            union = bytes(board[begin + _HEADER_BYTES :][: len(states)])
-            section.settled = EXPECTED not in union or not board[begin + 1]
+        except BaseException:
+            self.drop()
+            raise
+        states = self._states
+        for section, begin, reported in self._live:
+            union = bytes(states[begin + _HEADER_BYTES :][: len(reported)])
+            section.settled = EXPECTED not in union or not states[begin + 1]
             try:
                 section.start_missing(union)
             except Exception as error:
-                errors.append(error)
-        for section, begin, states in live:
+                self._errors.append(error)
+
+    def finish(self) -> list[Exception]:
+        """Wait for what was started, and note what is known to every rank now; what went wrong."""
+        errors, states = self._errors, self._states
+        for section, begin, reported in self._live:
             try:
                 section.finish()
             except Exception as error:
                 errors.append(error)
-            most, least = board[begin + 2], _ROUNDS_MAX - board[begin + 3]
+            most, least = states[begin + 2], _ROUNDS_MAX - states[begin + 3]
             section.rounds = most + 1
-            if most != least and _any_ready(board[begin + _HEADER_BYTES :][: len(states)]):
+            if most != least and _any_ready(states[begin + _HEADER_BYTES :][: len(reported)]):
                 errors.append(
                     RankMismatchError(
                         "the ranks are not in the same step: since the last one, some have made "
@@ -164,23 +243,29 @@ class Board:
                         "on every rank before step(), or accumulate with backward_passes_per_step"
                     )
                 )
-        errors += self._clear(board)
-        if errors:
-            raise errors[0]
-
-    def _clear(self, board: bytearray) -> list[Exception]:
-        """Drop the sections that are gone on every rank."""
-        errors: list[Exception] = []
-        kept: list[Seat] = []
-        begin = 0
-        for seat in self._seats:
-            end = begin + _HEADER_BYTES + seat.size
-            if seat.occupant() is None and _any_ready(board[begin + _HEADER_BYTES : end]):
+        for begin, seat in self._seats():
+            if seat.occupant() is None and _any_ready(states[begin + _HEADER_BYTES :][: seat.size]):
                 errors.append(
                     HorovodInternalError("an optimizer that other ranks still use was deleted on this rank")
                 )
-            if board[begin]:
-                kept.append(seat)
-            begin = end
-        self._seats = kept
         return errors
+
+    def _seats(self) -> list[tuple[int, Seat]]:
+        """The seats, and where in the states each begins."""
+        found, begin = [], 0
+        for seat in self._taken:
+            found.append((begin, seat))
+            begin += _HEADER_BYTES + seat.size
+        return found
+
+    def ask_who_is_there(self) -> None:
+        """Begin to ask, if many sections are gone on every rank; one that has joined would not hear of it."""
+        gone = (seat for begin, seat in self._seats() if not self._states[begin])
+        if sum(_HEADER_BYTES + seat.size for seat in gone) > GONE_BYTES_MAX:
+            self._present = self._board.call_roll()
+
+    def clear(self) -> None:
+        """Give up the seats of sections that are gone on every rank, if every rank knows."""
+        if self._present is not None and self._present():
+            gone = {id(seat) for begin, seat in self._seats() if not self._states[begin]}
+            self._board.seats = [seat for seat in self._board.seats if id(seat) not in gone]

@@ -21,3 +21,41 @@ def test_a_closure_returns_the_joint_loss(ranks: Pool, kind: str) -> None:
 
 def test_a_closure_outside_of_the_process_set_keeps_its_loss(ranks: Pool) -> None:
     ranks.run(cases.closures_outside_of_the_process_set_keep_their_loss)
+
+
+@pytest.mark.parametrize("kind", ["in place", "replaced", "removed", "grouped", "compressed", "on one rank"])
+def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.hooks_registered_later_are_seen, kind)
+
+
+def test_hooks_that_were_there_before_take_part_in_the_reduction(ranks: Pool) -> None:
+    ranks.run(cases.hooks_registered_before_are_reduced)
+
+
+def test_gradients_may_be_parts_of_one_buffer(ranks: Pool) -> None:
+    ranks.run(cases.gradients_may_lie_in_one_buffer)
+
+
+@pytest.mark.parametrize("used_by", ["nobody", "the first", "the last", "all but the first", "everyone"])
+@pytest.mark.parametrize("kind", ["sum", "average", "two passes", "grouped", "compressed"])
+def test_a_gradient_that_is_left_over_counts_once(ranks: Pool, kind: str, used_by: str) -> None:
+    ranks.run(cases.gradients_are_left_over, kind, used_by)
+
+
+@pytest.mark.parametrize("how", ["replaced", "overwritten"])
+def test_a_gradient_that_is_written_by_hand_in_each_step_is_added_up(ranks: Pool, how: str) -> None:
+    ranks.run(cases.gradients_written_by_hand_are_sums, how)
+
+
+def test_leftovers_count_once_in_a_process_set(ranks: Pool) -> None:
+    ranks.run(cases.leftovers_in_a_process_set)
+
+
+def test_sparse_leftovers_count_once(ranks: Pool) -> None:
+    ranks.run(cases.sparse_leftovers)
+
+
+@pytest.mark.sizes(3, 4)
+@pytest.mark.parametrize("kind", ["average", "sum", "grouped"])
+def test_process_sets_may_overlap_in_a_ring(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.process_sets_in_a_ring, kind)

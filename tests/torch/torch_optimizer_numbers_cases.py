@@ -8,12 +8,14 @@ import polyhvd.torch as hvd
 import torch
 from torch_common import (
     Tensor,
+    assert_close,
     assert_same_bits,
     assert_usable,
     batches,
     loss_of,
     model,
     own,
+    raises,
 )
 
 
@@ -100,3 +102,224 @@ def closures_outside_of_the_process_set_keep_their_loss() -> None:
     expected = sum(range(members.size())) / members.size() if members.included() else hvd.rank()
     assert float(result) == expected
     hvd.remove_process_set(members)
+
+
+def hooks_registered_later_are_seen(kind: str) -> None:
+    """The hook is rank 0's alone in some kinds; it comes after the one that submits the gradient."""
+    module = model()
+    options: dict[str, Any] = {
+        "grouped": {"num_groups": 1},
+        "compressed": {"compression": hvd.Compression.fp16},
+    }
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(module.named_parameters(), lr=0.1), module.named_parameters(), **options.get(kind, {})
+    )
+
+    def change(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if kind == "replaced":
+            parameter.grad = parameter.grad * 2
+        elif kind == "removed":
+            parameter.grad = None
+        else:
+            parameter.grad.clamp_(-0.1, 0.1)
+
+    if kind != "on one rank" or hvd.rank() == 0:
+        hook = module[2].weight.register_post_accumulate_grad_hook(change)
+    ((x, y),) = batches(1)
+    if kind != "on one rank" or hvd.rank() == 0:
+        with raises(hvd.InvalidArgumentError, "parameter '2.weight'", "register hooks", "backward()"):
+            loss_of(module, own(x), own(y)).backward()
+        hook.remove()
+    else:
+        loss_of(module, own(x), own(y)).backward()
+    optimizer.zero_grad()
+    loss_of(module, own(x), own(y)).backward()
+    optimizer.step()
+    assert_same_bits(module)
+
+
+def hooks_registered_before_are_reduced() -> None:
+    """And what changes gradients after backward, or looks at them, is nobody's business."""
+    module, oracle = model(), model()
+    seen: list[Any] = []
+
+    def halve(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    hooks = [p.register_post_accumulate_grad_hook(halve) for p in module.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    hooks += [
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape)) for p in module.parameters()
+    ]
+    hooks += [p.register_hook(lambda gradient: gradient * 4) for p in module.parameters()]
+    plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for x, y in batches(2):
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+            found.grad.mul_(0.5)
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-6)
+        for some in (optimizer, plain):
+            some.step()
+            some.zero_grad(set_to_none=False)
+    assert len(seen) == 8
+    assert_close(module, oracle)
+
+
+def gradients_may_lie_in_one_buffer() -> None:
+    """What is written to one of them raises the version of all."""
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    buffer = torch.zeros(sum(p.numel() for p in module.parameters()))
+    begin = 0
+    for parameter in module.parameters():
+        parameter.grad = buffer[begin : begin + parameter.numel()].view_as(parameter)
+        begin += parameter.numel()
+    for x, y in batches(2):
+        buffer.zero_()
+        plain.zero_grad()
+        loss_of(module, own(x), own(y)).backward()
+        loss_of(oracle, x, y).backward()
+        optimizer.step()
+        plain.step()
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sum": {"op": hvd.Sum},
+    "average": {"op": hvd.Average},
+    "two passes": {"op": hvd.Sum, "backward_passes_per_step": 2},
+    "grouped": {"op": hvd.Sum, "num_groups": 2},
+    "compressed": {"op": hvd.Sum, "compression": hvd.Compression.bf16},
+}
+
+
+def gradients_are_left_over(kind: str, used_by: str) -> None:
+    """Nobody sets gradients to zero; in the second step and the third, some ranks do not use some layers.
+
+    Values are small whole numbers, times powers of two, so that all results are exact.
+    """
+    options = OPTIONS[kind]
+    passes = options.get("backward_passes_per_step", 1)
+    divisor = hvd.size() if kind == "average" else 1
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    mirror = [torch.nn.Parameter(torch.zeros(3)) for _ in weights]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), **options)
+    plain = torch.optim.SGD(mirror, lr=1.0)
+
+    def users(step: int, number: int) -> list[int]:
+        everyone = list(range(hvd.size()))
+        if step == 0 or number == 0:
+            return everyone
+        some = {
+            "nobody": [],
+            "the first": [0],
+            "the last": [hvd.size() - 1],
+            "all but the first": everyone[1:],
+        }
+        return everyone if used_by == "everyone" else some[used_by]
+
+    for step in range(3):
+        for pass_number in range(passes):
+            terms = []
+            for number, weight in enumerate(weights):
+                for rank in users(step, number):
+                    factor = float(6 * (1 + rank + number + pass_number))
+                    (mirror[number].sum() * factor / divisor).backward()
+                    if rank == hvd.rank():
+                        terms.append(weight.sum() * factor)
+            sum(terms).backward()
+        optimizer.step()
+        plain.step()
+        for weight, expected in zip(weights, mirror, strict=True):
+            torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-6, atol=0)
+            torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0)
+    assert_same_bits([t for w in weights for t in (w, w.grad)])
+
+
+def gradients_written_by_hand_are_sums(how: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+    total = sum(range(1, hvd.size() + 1))
+    for step in range(1, 4):
+        gradient = torch.full((3,), float(step * (hvd.rank() + 1)))
+        if how == "replaced" or step == 1:
+            weight.grad = gradient
+        else:
+            weight.grad.copy_(gradient)
+        optimizer.step()
+        assert weight.grad.tolist() == [step * total] * 3
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert weight.grad.tolist() == [0.0] * 3
+    assert weight.tolist() == [-6.0 * total] * 3
+
+
+def leftovers_in_a_process_set() -> None:
+    """Of which rank 0 is no member."""
+    members = hvd.add_process_set(range(1, hvd.size()))
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), op=hvd.Sum, process_set=members)
+    total = sum(range(1, hvd.size())) if members.included() else hvd.rank()
+    for step in range(3):
+        loss = weights[0].sum() * hvd.rank()
+        if step == 0 or hvd.rank() == hvd.size() - 1:
+            loss = loss + weights[1].sum() * hvd.rank()
+        loss.backward()
+        optimizer.step()
+        assert weights[0].grad.tolist() == [total * (step + 1)] * 2
+        if members.included():
+            assert weights[1].grad.tolist() == [total + step * (hvd.size() - 1)] * 2
+    hvd.remove_process_set(members)
+
+
+def sparse_leftovers() -> None:
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    other = torch.nn.Parameter(torch.zeros(1))
+    torch.nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, other], lr=1.0), op=hvd.Sum)
+    expected = torch.zeros(6, 2)
+    for step in range(3):
+        loss = other.sum()
+        used = [list(range(hvd.size())), [], [hvd.size() - 1]][step]
+        for rank in used:
+            expected[rank] += rank + 1
+            expected[5] += rank + 1
+        if hvd.rank() in used:
+            loss = loss + table(torch.tensor([hvd.rank(), 5])).sum() * (hvd.rank() + 1)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(table.weight.grad.to_dense(), expected)
+    assert other.grad.tolist() == [3.0 * hvd.size()]
+
+
+def process_sets_in_a_ring(kind: str) -> None:
+    """Each rank shares one layer with its left neighbour and another with its right one.
+
+    A rank that waited for its right neighbour before it has told its left one would wait for all of them.
+    """
+    size, me = hvd.size(), hvd.rank()
+    sets = [hvd.add_process_set([r, (r + 1) % size]) for r in range(size)]
+    mine = [sets[me], sets[me - 1]]
+    layers = [torch.nn.Linear(3, 2, bias=False) for _ in mine]
+    optimizers = []
+    for layer, members in zip(layers, mine, strict=True):
+        torch.nn.init.zeros_(layer.weight)
+        options = {"grouped": {"num_groups": 1}, "sum": {"op": hvd.Sum}}.get(kind, {})
+        made = torch.optim.SGD(layer.parameters(), lr=1.0)
+        optimizers.append(hvd.DistributedOptimizer(made, process_set=members, **options))
+    divisor = 1 if kind == "sum" else 2
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(layer(torch.full((1, 3), me + step + 1.0)).sum() for layer in layers).backward()
+        for layer, neighbour in zip(layers, ((me + 1) % size, (me - 1) % size), strict=True):
+            expected = (me + neighbour + 2 * (step + 1)) / divisor
+            assert layer.weight.grad.tolist() == [[expected] * 3] * 2
+        for optimizer in optimizers:
+            optimizer.step()
+    for members in sets:
+        hvd.remove_process_set(members)

@@ -1,0 +1,172 @@
+"""Which optimizer each parameter belongs to, and where the rounds of each process set are held."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from polyhvd.torch.rounds import Board, hold_rounds
+from torch.utils.weak import WeakIdKeyDictionary
+
+from polyhvd import context
+from polyhvd.adapter import OpKind, ReduceOp
+from polyhvd.api import process_set_id
+from polyhvd.numbering import ObjectNumbers
+from polyhvd.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from polyhvd.torch.backward import Gradients
+
+__all__ = ["Registry"]
+
+Tensor = torch.Tensor
+
+
+class _Ending(threading.local):
+    """The backward that runs in a thread, and the optimizers that it has gradients for."""
+
+    task = -1
+
+    def __init__(self) -> None:
+        self.among: list[Gradients] = []
+
+
+class Registry:
+    """Parameters have one owner at a time, and process sets one board.
+
+    Args:
+        prefix: begins the names of operations.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._numbers = ObjectNumbers()
+        self._boards: dict[ProcessSet, Board] = {}
+        self._owners: Any = WeakIdKeyDictionary()
+        self._ending = _Ending()
+        # After the numbers have: they free what is gone.
+        context.on_engine_change(self._begin_anew)
+
+    def number(self, gradients: Gradients, process_set: ProcessSet) -> int:
+        """Of an optimizer, the same on every rank."""
+        return self._numbers.of(gradients, process_set)
+
+    def _begin_anew(self, _: int) -> None:
+        """The ranks of a new engine have made no optimizers but those that are in use."""
+        for board in self._boards.values():
+            board.forget_the_gone()
+
+    def board(self, process_set: ProcessSet) -> Board:
+        """Where the rounds of a process set are held."""
+        if process_set not in self._boards:
+
+            def start(name: str, array: Any, op: int, blocking: bool) -> Any:
+                return context.engine().submit(
+                    OpKind.ALLREDUCE,
+                    f"{self._prefix}.{name}",
+                    (array,),
+                    (array,),
+                    op,
+                    process_set=process_set_id(process_set),
+                    priority=1,  # gradients have 0 and less
+                    blocking=blocking,
+                )
+
+            def agree(states: bytearray, blocking: bool) -> Callable[[], None]:
+                array = np.frombuffer(states, dtype=np.uint8)
+                wait: Callable[[], None] = start("ready", array, ReduceOp.Max, blocking).wait
+                return wait
+
+            def call_roll() -> Callable[[], bool]:
+                count = np.ones(1, dtype=np.int64)
+                handle = start("present", count, ReduceOp.Sum, False)
+
+                def are_all_there() -> bool:
+                    handle.wait()
+                    return int(count[0]) == process_set.size()
+
+                return are_all_there
+
+            self._boards[process_set] = Board(agree, call_roll)
+        return self._boards[process_set]
+
+    def hold_rounds_after(self, task: int, gradients: Gradients) -> None:
+        """Reduce what an optimizer has ready, and all others in this backward, at the end of it.
+
+        Args:
+            task: torch's number of the backward that calls this.
+            gradients: of the optimizer.
+        """
+        ending = self._ending
+        if task != ending.task:
+            ending.task, ending.among = task, []
+            among = ending.among
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _hold_rounds(among))
+        ending.among.append(gradients)
+
+    def keep_local(self, parameter: Tensor, scale: Callable[[Tensor], Tensor]) -> None:
+        """Let ``scale`` have each gradient of a parameter, before it is added up, instead of its owner."""
+        owner, hooks = self._owners[parameter]
+        _remove(hooks)
+        self._owners[parameter] = owner, _hooked(parameter, {"register_hook": scale})
+
+    def take(self, parameter: Tensor, gradients: Gradients, position: int) -> None:
+        """Let ``gradients`` handle a parameter from now on; the optimizer that had it loses it."""
+        previous = self._owners.pop(parameter, None)
+        if previous is not None:
+            owner, hooks = previous
+            _remove(hooks)
+            if owner() is not None:
+                owner().retired = (
+                    "a newer DistributedOptimizer has taken over parameters of this one; use that one"
+                )
+        self._owners[parameter] = (weakref.ref(gradients), _register(parameter, gradients, position))
+
+
+def _hold_rounds(among: list[Gradients]) -> None:
+    # A round of another optimizer's backward, within this one, may have served one already.
+    boards = {id(gradients.board): gradients.board for gradients in among if gradients.in_flight}
+    among.clear()
+    hold_rounds(list(boards.values()))
+
+
+def _register(parameter: Tensor, gradients: Gradients, position: int) -> list[Any]:
+    owner = weakref.ref(gradients)
+
+    def after(_: Tensor) -> None:
+        gradients = owner()
+        if gradients is not None:
+            gradients.on_gradient(position)
+
+    def before(_: Tensor) -> None:
+        gradients = owner()
+        if gradients is not None:
+            gradients.before_gradient(position)
+
+    hooks: dict[str, Any] = {"register_post_accumulate_grad_hook": after}
+    if gradients.looks_before:
+        hooks["register_hook"] = before
+    return _hooked(parameter, hooks)
+
+
+def _hooked(parameter: Tensor, hooks: dict[str, Any]) -> list[Any]:
+    """The handles of hooks, which are given by the parameter's methods that register them."""
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return []  # can have no gradient, ever
+    was_frozen = not parameter.requires_grad
+    if was_frozen:
+        parameter.requires_grad_(True)  # it may be thawed later, and takes no hook as it is
+    try:
+        return [getattr(parameter, register)(hook) for register, hook in hooks.items()]
+    finally:
+        if was_frozen:
+            parameter.requires_grad_(False)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -1,0 +1,72 @@
+"""Which gradients have been written to, or replaced, since somebody looked. Keeps none of them alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+__all__ = ["Leftovers", "Submitted"]
+
+Tensor = torch.Tensor
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch has seen the tensor written to; writes through ``.data`` are unseen."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_neighbours(tensor: Tensor) -> bool:
+    """Whether the tensor is a part of a larger one, whose other parts' writes count for it, too."""
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+class Submitted:
+    """Gradients that are being reduced: nobody may write to them, or put others in their place."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int]] = {}
+
+    def add(self, position: int, gradient: Tensor) -> None:
+        """From now on."""
+        self._known[position] = gradient, _version(gradient)
+
+    def clear(self) -> None:
+        """They may be written to."""
+        self._known.clear()
+
+    def touched(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Positions of those that are not what they were."""
+        return [
+            position
+            for position, (gradient, version) in self._known.items()
+            if parameters[position].grad is not gradient
+            or (_version(gradient) != version and not _has_neighbours(gradient))
+        ]
+
+
+class Leftovers:
+    """Reduced gradients that a step has used, until they are written to."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def note(self, positions: Iterable[int], parameters: Sequence[Tensor]) -> None:
+        """The gradients at these positions have been used."""
+        for position in positions:
+            gradient = parameters[position].grad
+            if gradient is not None:
+                self._known[position] = weakref.ref(gradient), _version(gradient)
+
+    def has(self, position: int, gradient: Tensor | None) -> bool:
+        """Whether this gradient is one of them."""
+        known = self._known.get(position)
+        return (
+            known is not None
+            and gradient is not None
+            and known[0]() is gradient
+            and known[1] == _version(gradient)
+        )
