@@ -22,7 +22,7 @@ from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, tra
 from polyhvd.launch.hosts import Host, Placement
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.rendezvous import Server
-from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment
+from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment, kill_strays
 
 __all__ = ["Job", "JobSpec"]
 
@@ -243,6 +243,8 @@ class Job:
         program = "ssh" if process.remote else "the agent"
         what = "was lost" if process.ready else "was not started"
         reason = f"{what}: {program} ended with status {process.close()}"
+        if not process.remote:
+            kill_strays(self.secret)
         if process.complaints:
             reason += ": " + "; ".join(process.complaints)
         for rank in lost:

@@ -10,8 +10,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 from polyhvd.launch import agent
 
-__all__ = ["AgentProcess", "SshOptions", "local_command", "ssh_command"]
+__all__ = ["AgentProcess", "SshOptions", "kill_strays", "local_command", "ssh_command"]
 
 _SOURCE = Path(agent.__file__)
 _NOISE_BYTES_MAX = 1 << 16  # printed by a login shell before the agent speaks
@@ -69,6 +71,32 @@ def ssh_command(host: str, ssh: SshOptions, source_bytes: int) -> list[str]:
 def forwarded_environment() -> dict[str, str]:
     """What ranks on other hosts get of the launcher's environment."""
     return {name: value for name, value in os.environ.items() if not _NOT_FORWARDED.fullmatch(name)}
+
+
+def kill_strays(secret: str, wait_s: float = 2.0) -> None:
+    """Kill processes of a job on this host that have outlived its agent and the agent's guard.
+
+    They are known by the job's secret in their environment.
+    """
+    mark = f"POLYHVD_SECRET={secret}".encode()
+    deadline = time.monotonic() + wait_s
+    while True:
+        strays = [
+            int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, mark)
+        ]
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not strays or time.monotonic() >= deadline:
+            return
+        time.sleep(0.01)
+
+
+def _holds(environ: Path, mark: bytes) -> bool:
+    try:
+        return mark in environ.read_bytes().split(b"\0")
+    except OSError:
+        return False  # gone, or somebody else's
 
 
 class AgentProcess:

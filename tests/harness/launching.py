@@ -67,14 +67,15 @@ class Launcher:
         env: dict[str, str] | None = None,
         session: bool = False,
         before: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> Launcher:
         """Start polyhvdrun with options and, as its command, Python with `source` or else `argv`.
 
-        `before` are words of another command that runs polyhvdrun.
+        `before` are words of another command that runs polyhvdrun, with `python`.
         """
         command = argv if argv is not None else [sys.executable, self.script(source)]
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", "polyhvd.launch", *options, *command],
+            [*before, python, "-m", "polyhvd.launch", *options, *command],
             cwd=ROOT,
             env={**os.environ, "POLYHVD_FLIGHT_DIR": str(self._folder), **(env or {})},
             stdin=subprocess.DEVNULL,
