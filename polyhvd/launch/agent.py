@@ -372,8 +372,19 @@ def _explain(error: Exception, program: str, cwd: str) -> bytes:
     if isinstance(error, OSError):
         what = f"cannot enter {cwd}" if error.filename == cwd else f"cannot run {program!r}"
         reason = f"{what}: {error.strerror}"
+        if error.filename != cwd and _is_script(os.path.join(cwd, program)):
+            reason += f". Was `python {program}` meant?"
         status = 127 if error.errno == errno.ENOENT else 126
-    return _NUMBER.pack(status) + reason.encode()
+    return _NUMBER.pack(status) + reason.encode("utf-8", "surrogateescape")
+
+
+def _is_script(path: str) -> bool:
+    """Whether a file that cannot be run is rather for Python to read."""
+    try:
+        with open(path, "rb") as file:
+            return path.endswith(".py") or b"python" in file.readline(200)
+    except OSError:
+        return False
 
 
 def _children() -> dict[int, list[int]]:

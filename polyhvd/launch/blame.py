@@ -11,10 +11,13 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Ending", "describe", "exit_status", "first_cause", "traceback_lines"]
+__all__ = ["Ending", "describe", "exit_status", "first_cause", "others", "traceback_lines"]
 
-_LINES_MAX = 60
+_OTHERS_MAX = 8
+_ERROR_CHARACTERS_MAX = 300
 _TRACEBACK = b"Traceback (most recent call last)"
+#: Between the tracebacks of an exception and of what it has led to.
+_CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 #: A rank that ends with one of these suffered from another one.
 _VICTIM = re.compile(
     rb"\b(PeerLostError|PeerDepartedError|HorovodInternalError|ShutdownError|TransferTimeoutError)\b"
@@ -59,15 +62,44 @@ def exit_status(ending: Ending) -> int:
     return 128 - ending.status if ending.status < 0 else ending.status
 
 
+def others(endings: Sequence[Ending], cause: Ending) -> list[str]:
+    """One line for each rank that has failed besides the cause, a few at most; no line repeats the cause."""
+    lines = []
+    for ending in endings:
+        if ending is cause or (ending.reason and ending.reason == cause.reason):
+            continue
+        error = _error_line(ending.tail)
+        lines.append(f"{describe(ending)}: {error}" if error else describe(ending))
+    if len(lines) > _OTHERS_MAX + 1:
+        lines[_OTHERS_MAX:] = [f"{len(lines) - _OTHERS_MAX} more ranks failed"]
+    return lines
+
+
 def traceback_lines(tail: Sequence[bytes]) -> list[bytes]:
-    """What to show of a rank's last words: its last traceback, or the last few lines."""
+    """A rank's last words: its last traceback, with those that led to it, or the last few lines."""
     starts = [i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)]
-    return list(tail[starts[-1] :] if starts else tail[-20:])[-_LINES_MAX:]
+    if not starts:
+        return list(tail[-20:])
+    while len(starts) > 1 and any(line.startswith(_CHAINED) for line in tail[starts[-2] : starts[-1]]):
+        starts.pop()
+    return list(tail[starts[-1] :])
 
 
 def _last_error(tail: Sequence[bytes]) -> list[bytes]:
     """The lines that name the exception: below the stack of the last traceback, which is indented."""
-    return [line for line in traceback_lines(tail) if line[:1] not in (b" ", b"")]
+    starts = [i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)]
+    lines = tail[starts[-1] + 1 :] if starts else tail[-20:]
+    return [line for line in lines if line[:1] not in (b" ", b"")]
+
+
+def _error_line(tail: Sequence[bytes]) -> str:
+    """The exception of the last traceback; without one the last line."""
+    named = _last_error(tail)
+    if not named:
+        return ""
+    has_traceback = any(line.startswith(_TRACEBACK) for line in tail)
+    text = named[0 if has_traceback else -1].decode("utf-8", "surrogateescape").strip()
+    return text if len(text) <= _ERROR_CHARACTERS_MAX else f"{text[:_ERROR_CHARACTERS_MAX]} ..."
 
 
 def _signal_name(number: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from polyhvd.launch import agent, network
 from polyhvd.launch.auth import new_secret, parse_secret
-from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, traceback_lines
+from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, others, traceback_lines
 from polyhvd.launch.hosts import Host, Placement
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.rendezvous import Server
@@ -64,6 +64,7 @@ class Job:
         self._agents: list[AgentProcess] = []
         self._running = {placement.rank for placement in spec.placements}
         self._endings: list[Ending] = []
+        self._later: list[Ending] = []  # of ranks that failed while they were to end anyway
         self._stopping = False  # ranks end because we told them to
         self._stop_at: float | None = None  # when to look for the cause, and stop the others
         self._steps: list[tuple[float, int]] = []  # when to send which signal next
@@ -255,9 +256,13 @@ class Job:
             return
         self._running.discard(rank)
         self._output.finish(rank)
-        if self._stopping or (status == 0 and not reason):
+        if status == 0 and not reason:
             return
         ending = Ending(rank, process.host, status, self._output.tail(rank), reason)
+        if self._stopping:
+            if status > 0:  # else it died of our signal
+                self._later.append(ending)
+            return
         self._endings.append(ending)
         settle_s = (0.0, _SETTLE_S, _SETTLE_VICTIM_S)[ending.certainty]
         stop_at = time.monotonic() + settle_s
@@ -347,6 +352,8 @@ class Job:
         return 128 + next(iter(self._signals)) if self._signals else 0
 
     def _report(self, ending: Ending) -> int:
+        for line in others([*self._endings, *self._later], ending):
+            self._output.say(line)
         self._output.say(describe(ending), alarm=True)
         self._output.quote(ending.rank, _trim(traceback_lines(ending.tail)))
         return exit_status(ending)

@@ -1,0 +1,107 @@
+"""The last things that polyhvdrun says of a job that has failed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launching import RANK, Launcher
+
+from polyhvd.launch.blame import Ending, others, traceback_lines
+
+
+def closing(err: str) -> list[str]:
+    """From polyhvdrun's own first line on."""
+    lines = err.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.startswith("polyhvdrun: ")) :]
+
+
+def test_first_cause_is_told_in_full_and_the_others_in_a_line_each(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    # Ranks 0 and 1 fail of rank 2, which waits for them with its own end.
+    source = RANK + (
+        f"folder = {str(tmp_path)!r}\n"
+        "class PeerLostError(RuntimeError): pass\n"
+        "def deep(n):\n"
+        "  if n: deep(n - 1)\n"
+        "  elif rank == 2: raise ValueError('bad weather')\n"
+        "  else: raise PeerLostError(f'rank {rank} lost rank 2')\n"
+        "if rank == 2:\n"
+        "  while len(os.listdir(folder)) < 3: time.sleep(0.001)\n"  # with the script
+        "else: open(f'{folder}/{rank}', 'w').close()\n"
+        "deep(3)\n"
+    )
+    status, _, err = launcher.run("-np", "3", source=source)
+    assert status == 1
+    lines = closing(err)
+    assert sorted(lines[:2]) == [
+        f"polyhvdrun: rank {rank} on localhost exited with status 1: PeerLostError: rank {rank} lost rank 2"
+        for rank in (0, 1)
+    ]
+    assert lines[2] == "polyhvdrun: rank 2 on localhost exited with status 1"
+    assert lines[3] == "[2] Traceback (most recent call last):"
+    assert all(line.startswith("[2] ") for line in lines[3:])
+    assert lines[-1] == "[2] ValueError: bad weather"
+
+
+def test_exception_that_led_to_another_is_part_of_the_cause(launcher: Launcher) -> None:
+    source = "try: open('/no/such/file')\nexcept OSError as e: raise RuntimeError('no data') from e\n"
+    _, _, err = launcher.run("-np", "1", source=source)
+    lines = closing(err)
+    assert "[0] FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'" in lines
+    assert lines[-1] == "[0] RuntimeError: no data"
+
+
+def test_earlier_traceback_that_was_caught_is_not_part_of_the_cause() -> None:
+    tail = [b"Traceback (most recent call last):", b"  caught", b"ValueError: 1", b"going on"]
+    last = [b"Traceback (most recent call last):", b"  raised", b"ValueError: 2"]
+    assert traceback_lines([*tail, *last]) == last
+
+
+def test_long_traceback_is_told_from_its_beginning() -> None:
+    lines = [b"Traceback (most recent call last):", *[b"  frame"] * 150, b"ValueError: deep"]
+    assert traceback_lines([b"before", *lines]) == lines
+
+
+def test_lines_about_other_ranks_are_bounded() -> None:
+    endings = [Ending(rank, "h", 1, [b"Traceback (most recent call last):", b"E: x"]) for rank in range(100)]
+    lines = others(endings, endings[7])
+    assert lines[:2] == ["rank 0 on h exited with status 1: E: x", "rank 1 on h exited with status 1: E: x"]
+    assert len(lines) == 9
+    assert lines[-1] == "91 more ranks failed"
+
+
+def test_all_lines_of_a_multiline_error_are_of_the_cause_alone() -> None:
+    tail = [b"Traceback (most recent call last):", b"  frame", b"E: first", b"second"]
+    assert others([Ending(0, "h", 1, tail), cause := Ending(1, "h", -9)], cause) == [
+        "rank 0 on h exited with status 1: E: first"
+    ]
+
+
+@pytest.mark.parametrize("path", ["train.py", "./train.py", "{folder}/train.py"])
+def test_script_that_is_no_program_is_recognised(launcher: Launcher, tmp_path: Path, path: str) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    path = path.format(folder=tmp_path)
+    status, _, err = launcher.start("-np", "2", argv=[path], before=["env", "-C", str(tmp_path)]).finish()
+    assert status in (126, 127)
+    assert f"Was `python {path}` meant?" in err
+    assert err.count("meant?") == 1
+
+
+def test_script_without_a_first_line_is_recognised(launcher: Launcher, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('hello')\n")
+    script.chmod(0o755)
+    assert "Was `python " in launcher.run("-np", "1", argv=[str(script)])[2]
+
+
+def test_program_that_does_not_exist_is_no_script(launcher: Launcher) -> None:
+    assert "meant" not in launcher.run("-np", "1", argv=["no-such-program.py"])[2]
+
+
+def test_python_with_a_script_runs(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    argv = [sys.executable, str(tmp_path / "train.py")]
+    assert launcher.run("-np", "1", argv=argv) == (0, "[0] hello\n", "")
