@@ -21,6 +21,7 @@ if not _is_installed("tensorflow"):
 from typing import Any
 
 from polyhvd.tensorflow import derivatives as _derivatives  # noqa: F401
+from polyhvd.tensorflow import vectorized as _vectorized  # noqa: F401
 from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.functions import (
     allgather,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from polyhvd.tensorflow.call_order import keep_calls_in_order
 
 from polyhvd import context
 from polyhvd.errors import HorovodVersionMismatchError
@@ -47,6 +48,7 @@ def _load() -> Any:
             f"{problem.decode()}; TensorFlow 2.13 and later are supported"
         )
     _exempt_from_ordering()
+    keep_calls_in_order(tf.__version__)
 
     def follow(address: int) -> None:
         if not native.polyhvd_tensorflow_set_engine(address or None):
@@ -64,7 +66,7 @@ def _exempt_from_ordering() -> None:
 
     TensorFlow serialises stateful ops in program order. Ours may start in any order, as ranks match
     them by name; but they must run even if this rank does not use the result, since others may, and
-    one call of a function must end before the next one, as both have the same names. Without
+    a call of a function must not end before them (see call_order.py). Without
     the list, in a TensorFlow that has none, they are merely slower.
     """
     from tensorflow.python.framework import auto_control_deps

@@ -1,0 +1,81 @@
+"""What ``tf.vectorized_map`` makes of a collective: one on the rows of all iterations together.
+
+TensorFlow's own way out, a loop for each collective, would run the loops in an order that each rank decides
+for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow.errors import invalid
+
+from polyhvd.adapter import ReduceOp
+
+__all__ = []  # TensorFlow finds them by the names of ops
+
+_INSTEAD = "; call it outside of tf.vectorized_map(), on all rows, or use tf.map_fn()"
+
+
+def _iterations_second(tensor: tf.Tensor) -> tf.Tensor:
+    """The iterations' tensors, stacked along the first dimension, along the second one; and back."""
+    rank = tf.rank(tensor)
+    return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank)], axis=0))
+
+
+def _run(pfor_input: Any, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    from tensorflow.python.ops.parallel_for import pfor
+
+    dtypes = [output.dtype for output in pfor_input.outputs]
+    created = pfor._create_op(pfor_input.op_type, list(inputs), dtypes, attrs=pfor_input.op.node_def.attr)
+    return list(created.outputs)
+
+
+def _name(pfor_input: Any) -> str:
+    verb = pfor_input.op_type.removeprefix("Polyhvd").lower()
+    return f"{verb} {pfor_input.get_attr('tensor_name').decode()!r}"
+
+
+def _elementwise(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
+    """Every element by itself, so that stacking changes nothing."""
+    is_reduction = pfor_input.op_type == "PolyhvdAllreduce"
+    if is_reduction and pfor_input.get_attr("reduce_op") == ReduceOp.Adasum:
+        raise invalid(f"{_name(pfor_input)} with op=Adasum depends on the tensor as a whole{_INSTEAD}")
+    pfor_input.stack_inputs()
+    return [wrap(output, True) for output in _run(pfor_input, [each.t for each in pfor_input.inputs])]
+
+
+def _by_rows(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
+    """Rows of each iteration are exchanged or concatenated alike."""
+    pfor_input.stack_inputs()
+    inputs = [_iterations_second(each.t) for each in pfor_input.inputs]
+    return [wrap(_iterations_second(output), True) for output in _run(pfor_input, inputs)]
+
+
+def _exchanged(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
+    if pfor_input.input(1).is_stacked:
+        raise invalid(f"{_name(pfor_input)}: splits that differ between iterations{_INSTEAD}")
+    tensor = _iterations_second(pfor_input.stacked_input(0))
+    output, received = _run(pfor_input, [tensor, pfor_input.unstacked_input(1)])
+    return [wrap(_iterations_second(output), True), wrap(received, False)]
+
+
+_CONVERTERS = {
+    "PolyhvdAllreduce": _elementwise,
+    "PolyhvdBroadcast": _elementwise,
+    "PolyhvdAllgather": _by_rows,
+    "PolyhvdReducescatter": _by_rows,
+    "PolyhvdAlltoall": _exchanged,
+}
+
+
+def _register() -> None:
+    from tensorflow.python.ops.parallel_for import pfor
+
+    for op_type, convert in _CONVERTERS.items():
+        pfor.RegisterPFor(op_type)(lambda pfor_input, convert=convert: convert(pfor_input, pfor.wrap))
+
+
+_register()
