@@ -61,7 +61,7 @@ def DistributedGradientTape(
         groups: how to split the gradients of a step into operations: into this many, or one for each list
             of variables and one for each variable in none; None: one for all.
         num_groups: the number alone.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part. Others keep their gradients as they are.
         scale_local_gradients: divide those of :meth:`register_local_source` by the number of ranks.
 
     Raises:

@@ -155,6 +155,10 @@ class Reduction:
         """Also of layers that were not built when they were listed."""
         return self.local.union(_reference(v) for layer in self.local_layers for v in layer.weights)
 
+    def takes_part(self) -> bool:
+        """Whether this rank is in the process set; another one keeps its gradients as they are."""
+        return self.process_set is global_process_set or self.process_set.included()
+
     def name_of_step(self) -> str:
         """A prefix for what a branch of the graph that is being traced does, where names begin anew."""
         if tf.executing_eagerly():
@@ -164,13 +168,15 @@ class Reduction:
     def __call__(
         self, gradients: Sequence[Any], sources: Sequence[Any] | None = None, prefix: str | None = None
     ) -> list[Any]:
-        """The reduced gradients, None where there was none.
+        """The reduced gradients, None where there was none; outside of the process set this rank's own.
 
         Args:
             gradients: tensors, slices or None.
             sources: the variables they belong to.
             prefix: for this call.
         """
+        if not self.takes_part():
+            return list(gradients)
         prefix = prefix or self.prefix
         results = list(gradients)
         positions = [i for i, g in enumerate(results) if g is not None]

@@ -44,7 +44,7 @@ def checks_in(script: str) -> list[str]:
 
 #: Scripts that share the processes of a job: those of as many ranks and of the same Keras.
 TOGETHER = {
-    (3, False): ("ranks_ops.py", "ranks_collectives.py", "ranks_calls.py"),
+    (3, False): ("ranks_ops.py", "ranks_collectives.py", "ranks_calls.py", "ranks_process_sets.py"),
     (2, False): (
         "ranks_norm.py",
         "ranks_keras.py",
