@@ -22,6 +22,7 @@ __all__ = [
     "PeerLostError",
     "ShutdownError",
     "TransferTimeoutError",
+    "UnsupportedSlicesError",
     "as_tensorflow",
     "invalid",
 ]
@@ -36,6 +37,10 @@ class _Both:
 
 class InvalidArgumentError(_Both, tf.errors.InvalidArgumentError, errors.InvalidArgumentError):
     """A bad call: nothing was sent, and the job goes on."""
+
+
+class UnsupportedSlicesError(InvalidArgumentError, NotImplementedError):
+    """A reduction that tf.IndexedSlices do not have; Horovod raises NotImplementedError."""
 
 
 def invalid(message: str) -> InvalidArgumentError:

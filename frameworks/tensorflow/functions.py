@@ -49,7 +49,8 @@ def allreduce(
 
     Args:
         tensor: any shape; the same shape and dtype on every rank. Of a tf.IndexedSlices, whose rows may
-            differ in number, the result has the rows of all ranks.
+            differ in number, the result has the rows of all ranks; scaled integers, an average too, are
+            added up first, and have each index once.
         average: older form of ``op``.
         device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
         compression: of the tensor on the wire.
@@ -60,7 +61,8 @@ def allreduce(
         ignore_name_scope: accepted for Horovod's sake; name scopes are never part of names.
 
     Raises:
-        tf.errors.InvalidArgumentError: a bad call; nothing was sent.
+        tf.errors.InvalidArgumentError: a bad call; nothing was sent. Of an ``op`` that tf.IndexedSlices do
+            not have, it is a NotImplementedError as well.
         tf.errors.FailedPreconditionError: the ranks' tensors or arguments differ.
         tf.errors.AbortedError: a rank was lost, or the engine was shut down. Outside of a ``tf.function``
             it is a HorovodInternalError as well.

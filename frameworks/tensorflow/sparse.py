@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow import ops
-from polyhvd.tensorflow.errors import invalid
+from polyhvd.tensorflow.errors import UnsupportedSlicesError
 
 from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
@@ -37,6 +37,8 @@ def allreduce(
 ) -> list[tf.IndexedSlices]:
     """Gather the slices of all ranks, as one operation: an index then stands for the sum of its slices.
 
+    Scaled integers come back with each index once, as they are to be added up before they are truncated.
+
     Args:
         slices: of any number of rows, which may differ between ranks.
         name: matches the calls of the ranks.
@@ -46,24 +48,37 @@ def allreduce(
         process_set: the ranks that take part.
 
     Raises:
-        InvalidArgumentError: another ``op``.
+        UnsupportedSlicesError: another ``op``.
     """
     if op not in (ReduceOp.Average, ReduceOp.Sum):
-        raise invalid(
+        raise UnsupportedSlicesError(
+            None,
+            None,
             f"op={ReduceOp(op).name}: tf.IndexedSlices are reduced with Average or Sum; for others convert "
-            "them with tf.convert_to_tensor(), or pass sparse_as_dense=True to the optimizer or tape"
+            "them with tf.convert_to_tensor(), or pass sparse_as_dense=True to the optimizer or tape",
         )
-    pairs = [compression.compress(each.values) for each in slices]
-    sent = [*(values for values, _ in pairs), *(each.indices for each in slices)]
+    post = postscale_factor / process_set.size() if op == ReduceOp.Average else postscale_factor
+    is_scaled = (prescale_factor, post) != (1.0, 1.0)
+    exact = [is_scaled and not each.dtype.is_floating for each in slices]
+    parts = [
+        _with_values(merged(each), lambda values: _scaled(values, prescale_factor)) if is_exact else each
+        for each, is_exact in zip(slices, exact, strict=True)
+    ]
+    pairs = [compression.compress(each.values) for each in parts]
+    sent = [*(values for values, _ in pairs), *(each.indices for each in parts)]
     gathered = ops.allgather(sent, name=name, process_set=process_set)
-    factor = prescale_factor * postscale_factor
-    if op == ReduceOp.Average:
-        factor /= process_set.size()
     results = []
     for i, each in enumerate(slices):
         values: Any = compression.decompress(gathered[i], pairs[i][1])
-        results.append(tf.IndexedSlices(_scaled(values, factor), gathered[len(slices) + i], each.dense_shape))
+        result = tf.IndexedSlices(values, gathered[len(slices) + i], each.dense_shape)
+        factor = post if exact[i] else prescale_factor * post
+        result = merged(result) if exact[i] else result
+        results.append(_with_values(result, lambda values, factor=factor: _scaled(values, factor)))
     return results
+
+
+def _with_values(slices: tf.IndexedSlices, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.IndexedSlices:
+    return tf.IndexedSlices(change(slices.values), slices.indices, slices.dense_shape)
 
 
 def divided(gradient: Any, divisor: float) -> Any:

@@ -473,15 +473,40 @@ def slices_are_gathered_and_scaled() -> None:
             assert result.values.dtype == tf.float32
             assert result.indices.shape[0] == 3 * SIZE
             equal(tf.convert_to_tensor(result), dense * scale, rtol=1e-6)
-        integers = mode(lambda: hvd.allreduce(my_slices(RANK, tf.int32)))()
-        assert integers.values.dtype == tf.int32
         tensor, slices = mode(
             lambda: hvd.grouped_allreduce([tf.ones([2]), my_slices(RANK)], op=hvd.Sum, name="both")
         )()
         equal(tensor, [SIZE] * 2)
         equal(tf.convert_to_tensor(slices), dense)
-    for op in (hvd.Max, hvd.Adasum):
-        assert "op=" in raises(ValueError, lambda op=op: hvd.allreduce(my_slices(RANK), op=op))
+
+
+@check
+def scaled_slices_of_integers_equal_the_dense_reduction() -> None:
+    for dtype in (tf.int32, tf.int64, tf.uint8):
+        terms = [tf.convert_to_tensor(my_slices(r, dtype)).numpy().astype(np.float64) for r in range(SIZE)]
+        # A term and the sum are truncated, and nothing before.
+        cases = [
+            ({}, np.trunc(sum(terms) / SIZE)),
+            ({"op": hvd.Sum, "postscale_factor": 0.3}, np.trunc(sum(terms) * 0.3)),
+            ({"op": hvd.Sum, "prescale_factor": 0.5}, sum(np.trunc(term * 0.5) for term in terms)),
+        ]
+        for mode in MODES:
+            for arguments, expected in cases:
+                slices = my_slices(RANK, dtype)
+                result = mode(lambda s=slices, a=arguments: hvd.allreduce(s, **a))()
+                assert result.dtype == dtype
+                equal(tf.convert_to_tensor(result), expected)
+                dense = mode(lambda s=slices, a=arguments: hvd.allreduce(tf.convert_to_tensor(s), **a))()
+                equal(dense, expected)
+
+
+@check
+def reductions_that_slices_lack_raise_what_users_of_either_library_catch() -> None:
+    for op in (hvd.Max, hvd.Min, hvd.Product, hvd.Adasum):
+        for error in (ValueError, NotImplementedError, tf.errors.InvalidArgumentError):
+            for mode in MODES:
+                run = mode(lambda op=op: hvd.allreduce(my_slices(RANK), op=op))
+                assert f"op={op.name}" in raises(error, run)
 
 
 @check
