@@ -68,6 +68,7 @@ class Operation(Protocol):
     priority: int
     blocking: bool
     numbers: Sequence[int]  # alltoall: rows for each member; empty: equal parts
+    exact_gradient: bool | None  # for adapters that record gradients; see polyhvd.adjoints
 
 
 class Handle(Protocol):

@@ -96,6 +96,7 @@ class Collectives(Generic[T]):
         prescale: float = 1.0,
         postscale: float = 1.0,
         numbers: Sequence[int] = (),
+        exact_gradient: bool | None = None,
     ) -> Handle:
         context.engine()
         set_id = 0 if process_set is global_process_set else process_set_id(process_set)
@@ -114,6 +115,7 @@ class Collectives(Generic[T]):
             priority,
             blocking,
             numbers,
+            exact_gradient,
         )
         try:
             handle = self.adapter.submit(call, tensors, out)
@@ -286,9 +288,19 @@ class Collectives(Generic[T]):
         process_set: ProcessSet = global_process_set,
         priority: int = 0,
         blocking: bool = False,
+        exact_gradient: bool | None = None,
     ) -> Handle:
         """Start the concatenation of the ranks' tensors; see :meth:`allgather`."""
-        return self._start(OpKind.ALLGATHER, (tensor,), name, process_set, priority, blocking, _single)
+        return self._start(
+            OpKind.ALLGATHER,
+            (tensor,),
+            name,
+            process_set,
+            priority,
+            blocking,
+            _single,
+            exact_gradient=exact_gradient,
+        )
 
     def allgather(
         self,
@@ -325,6 +337,7 @@ class Collectives(Generic[T]):
         priority: int = 0,
         in_place: bool = False,
         blocking: bool = False,
+        exact_gradient: bool | None = None,
     ) -> Handle:
         """Start copying the root's tensor to all ranks; see :meth:`broadcast`."""
         tensors = (tensor,)
@@ -338,6 +351,7 @@ class Collectives(Generic[T]):
             _single,
             out=tensors if in_place else None,
             root=root_rank,
+            exact_gradient=exact_gradient,
         )
 
     def broadcast(
@@ -401,9 +415,19 @@ class Collectives(Generic[T]):
         process_set: ProcessSet = global_process_set,
         priority: int = 0,
         blocking: bool = False,
+        exact_gradient: bool | None = None,
     ) -> Handle:
         """Start gathering several tensors as one operation: all or none."""
-        return self._start(OpKind.ALLGATHER, tensors, name, process_set, priority, blocking, _list)
+        return self._start(
+            OpKind.ALLGATHER,
+            tensors,
+            name,
+            process_set,
+            priority,
+            blocking,
+            _list,
+            exact_gradient=exact_gradient,
+        )
 
     def grouped_allgather(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
         """Gather several tensors as one operation; arguments as :meth:`allgather`."""
@@ -462,6 +486,7 @@ class Collectives(Generic[T]):
         process_set: ProcessSet = global_process_set,
         priority: int = 0,
         blocking: bool = False,
+        exact_gradient: bool | None = None,
     ) -> Handle:
         """Start the reduction and scattering of several tensors as one operation: all or none."""
         return self._start(
@@ -475,6 +500,7 @@ class Collectives(Generic[T]):
             op=op,
             prescale=prescale_factor,
             postscale=postscale_factor,
+            exact_gradient=exact_gradient,
         )
 
     def grouped_reducescatter(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
@@ -493,6 +519,7 @@ class Collectives(Generic[T]):
         process_set: ProcessSet = global_process_set,
         priority: int = 0,
         blocking: bool = False,
+        exact_gradient: bool | None = None,
     ) -> Handle:
         """Start the reduction of ``tensor``, of which each rank keeps its rows; see :meth:`reducescatter`."""
         return self._start(
@@ -506,6 +533,7 @@ class Collectives(Generic[T]):
             op=op,
             prescale=prescale_factor,
             postscale=postscale_factor,
+            exact_gradient=exact_gradient,
         )
 
     def reducescatter(self, tensor: T, **arguments: Any) -> T:

@@ -77,6 +77,7 @@ class Call:
 
     __slots__ = (
         "blocking",
+        "exact_gradient",
         "kind",
         "name",
         "numbers",
@@ -100,6 +101,7 @@ class Call:
         priority: int = 0,
         blocking: bool = False,
         numbers: Sequence[int] = (),
+        exact_gradient: bool | None = None,
     ) -> None:
         self.kind = kind
         self.name = name
@@ -111,6 +113,7 @@ class Call:
         self.priority = priority
         self.blocking = blocking
         self.numbers = numbers
+        self.exact_gradient = exact_gradient
 
 
 class Slots:

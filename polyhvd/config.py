@@ -233,6 +233,13 @@ class Config:
         "allowed and was measured to be faster; 0: never, they hand tensors over in shared memory; 1: "
         "wherever it is allowed.",
     )
+    exact_gradients: bool = _row(
+        "EXACT_GRADIENTS",
+        _switch,
+        False,
+        "1: gradients of allgather, broadcast and reducescatter are exact, those of the sum of all ranks' "
+        "losses; 0: scaled as Horovod's, see docs/migrating-from-horovod.md. The same on every rank.",
+    )
     hierarchical_allreduce: bool = _row(
         "HIERARCHICAL_ALLREDUCE",
         _switch,

@@ -223,7 +223,8 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, stacked: ``[...]`` to ``[ranks, ...]``; with ``sync_grads`` differentiable."""
         rows = (tensor if sync_grads else tensor.detach()).unsqueeze(0)
-        return hvd.allgather(rows, process_set=_process_set(group))
+        # Lightning's own strategies add up the ranks' gradients.
+        return hvd.allgather(rows, process_set=_process_set(group), exact_gradient=True)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s object."""

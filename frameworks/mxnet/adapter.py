@@ -152,6 +152,7 @@ class MxnetAdapter:
             Capability.BFLOAT16,
             Capability.BOOL,
             Capability.EMPTY,
+            Capability.AUTOGRAD,
         }
     )
 
@@ -211,7 +212,8 @@ class MxnetAdapter:
         received = [told.get(position, nothing)[members.position] for position in range(members.count)]
         out = _with_rows(sum(received), tensor)
         handle = native.push(operation, (tensor,), (out,))
-        (out,) = record(operation, (tensor,), (out,), received)
+        rows = [(received[p], splits[p], p in told) for p in range(members.count)]
+        (out,) = record(operation, (tensor,), (out,), rows)
         make = mx.np.array if isinstance(tensor, mx.np.ndarray) else mx.nd.array
         handle.result = [out, make(received, dtype="int32", ctx=tensor.ctx)]
         return handle

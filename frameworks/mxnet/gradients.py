@@ -1,4 +1,4 @@
-"""The derivatives of the collectives, for MXNet's autograd.
+"""The derivatives of the collectives, for MXNet's autograd, scaled as polyhvd.adjoints says.
 
 They are collectives too, under the name of the forward one with ``.gradient``; every rank runs the
 same backward. Nothing here waits for a collective.
@@ -20,6 +20,7 @@ from polyhvd.mxnet.errors import InvalidArgumentError
 
 from polyhvd import context
 from polyhvd.adapter import Operation, OpKind, ReduceOp
+from polyhvd.adjoints import gradient_factor, rows_kept
 from polyhvd.calls import Call
 
 __all__ = ["record"]
@@ -49,6 +50,11 @@ def _sum(forward: Operation, gradients: Arrays, **changes: Any) -> Arrays:
     return _run(forward, OpKind.ALLREDUCE, gradients, [g.shape for g in gradients], **changes)
 
 
+def _factor(forward: Operation) -> float:
+    size = len(context.registered()[forward.process_set])
+    return gradient_factor(forward.kind, size, forward.exact_gradient, forward.op)
+
+
 def _require_linear(forward: Operation) -> None:
     if forward.op not in (ReduceOp.Average, ReduceOp.Sum):
         raise InvalidArgumentError(
@@ -65,7 +71,7 @@ def _of_allreduce(forward: Operation, shapes: Any, rows: Any, gradients: Arrays)
 
 def _of_broadcast(forward: Operation, shapes: Any, rows: Any, gradients: Arrays) -> Arrays:
     """The sum of the ranks' gradients on the root, zero elsewhere."""
-    totals = _sum(forward, gradients)
+    totals = _sum(forward, gradients, postscale=_factor(forward))
     if context.config().rank == forward.root:
         return totals
     return [mx.nd.zeros_like(total) for total in totals]  # MXNet orders it after the reduction
@@ -75,7 +81,7 @@ def _of_allgather(
     forward: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[int], gradients: Arrays
 ) -> Arrays:
     """This rank's rows of the sum of the ranks' gradients; ``rows`` says how many come before them."""
-    totals = _sum(forward, gradients)
+    totals = _sum(forward, gradients, postscale=_factor(forward))
     return [
         total.slice_axis(0, first, first + shape[0]) if shape[0] else mx.nd.empty(shape, dtype=total.dtype)
         for total, first, shape in zip(totals, rows, shapes, strict=True)
@@ -85,26 +91,50 @@ def _of_allgather(
 def _of_reducescatter(
     forward: Operation, shapes: Sequence[Sequence[int]], rows: Any, gradients: Arrays
 ) -> Arrays:
-    """The gradients of all ranks' rows, scaled alike."""
+    """The gradients of all ranks' rows, scaled alike.
+
+    A sum, to which each rank brings its own rows and zeros: those of ranks that have joined are then zero,
+    where a concatenation would be short of them, and have another shape than was told to MXNet.
+    """
     _require_linear(forward)
-    factor = forward.prescale * forward.postscale
-    if forward.op == ReduceOp.Average:
-        factor /= len(context.registered()[forward.process_set])
-    scaled = gradients if factor == 1.0 else [gradient * factor for gradient in gradients]
-    return _run(forward, OpKind.ALLGATHER, scaled, shapes)
+    members = context.registered()[forward.process_set]
+    position = members.index(context.config().rank)
+    spread = []
+    for gradient, shape in zip(gradients, shapes, strict=True):
+        counts = rows_kept(shape[0], len(members))
+        spread.append(mx.nd.zeros(shape, dtype=gradient.dtype, ctx=gradient.ctx))
+        _assign_rows(spread[-1], sum(counts[:position]), gradient, 0, counts[position])
+    return _sum(forward, spread, postscale=forward.prescale * forward.postscale * _factor(forward))
+
+
+def _assign_rows(target: NDArray, place: int, source: NDArray, first: int, count: int) -> None:
+    if source.size and count:  # MXNet assigns nothing else
+        target[place : place + count] = source[first : first + count]
 
 
 def _of_alltoall(
-    forward: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[int], gradients: Arrays
+    forward: Operation,
+    shapes: Sequence[Sequence[int]],
+    rows: Sequence[tuple[int, int, bool]],
+    gradients: Arrays,
 ) -> Arrays:
-    """The gradients sent back; ``rows`` says how many came from each rank. Rows that stayed have none."""
-    (count, *tail), (gradient,) = shapes[0], gradients
-    sent = sum(forward.numbers) if forward.numbers else count
-    (back,) = _run(forward, OpKind.ALLTOALL, (gradient,), [(sent, *tail)], numbers=rows)
-    if sent == count:
+    """The gradients sent back; ``rows`` says for each rank how many came, how many went, and whether it
+    was there. Rows that stayed here have none, nor have those that went to a rank that had joined.
+    """
+    shape, (gradient,) = shapes[0], gradients
+    sent = sum(went for _, went, there in rows if there)
+    numbers = [came for came, _, _ in rows]
+    (back,) = _run(forward, OpKind.ALLTOALL, (gradient,), [(sent, *shape[1:])], numbers=numbers)
+    if sent == shape[0]:
         return (back,)
-    rest = mx.nd.zeros((count - sent, *tail), dtype=gradient.dtype, ctx=gradient.ctx)
-    return (mx.nd.concat(back, rest, dim=0),)
+    result = mx.nd.zeros(shape, dtype=gradient.dtype, ctx=gradient.ctx)
+    first = place = 0
+    for _, went, there in rows:
+        if there:
+            _assign_rows(result, place, back, first, went)
+            first += went
+        place += went
+    return (result,)
 
 
 _GRADIENTS: dict[int, Callable[..., Arrays]] = {
@@ -128,7 +158,7 @@ def _kept(gradients: Arrays) -> Arrays:
 class _Node:
     """What autograd keeps of a collective. MXNet holds a reference from ``record`` to ``_drop``."""
 
-    def __init__(self, operation: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+    def __init__(self, operation: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[Any]) -> None:
         self._operation = operation
         self._shapes = shapes
         self._rows = rows
@@ -191,12 +221,12 @@ def _in_plain_layout(output: NDArray) -> NDArray:
     return output * 1 if np.dtype(output.dtype).kind == "f" else output
 
 
-def record(operation: Operation, inputs: Arrays, outputs: Arrays, rows: Sequence[int]) -> Arrays:
+def record(operation: Operation, inputs: Arrays, outputs: Arrays, rows: Sequence[Any]) -> Arrays:
     """Let autograd know how the outputs come from the inputs, if it records.
 
     Args:
         rows: of an allgather, for each input, the rows of it that come before this rank's; of an
-            alltoall the rows received from each rank.
+            alltoall, for each rank, the rows received from it, those meant for it, and whether it was there.
 
     Returns:
         what to give to the program instead of the outputs.

@@ -251,9 +251,11 @@ def allgather_async(
     name: str | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> Handle:
     """Start :func:`allgather`; ``synchronize(handle)`` returns the new array, or raises."""
-    return collectives.allgather_async(tensor, **_common(OpKind.ALLGATHER, name, priority, process_set))
+    arguments = _common(OpKind.ALLGATHER, name, priority, process_set)
+    return collectives.allgather_async(tensor, exact_gradient=exact_gradient, **arguments)
 
 
 def grouped_allgather_async(
@@ -261,10 +263,11 @@ def grouped_allgather_async(
     name: str | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> Handle:
     """Start :func:`grouped_allgather`; ``synchronize(handle)`` returns the list of new arrays."""
     arguments = _common(OpKind.ALLGATHER, name, priority, process_set)
-    return collectives.grouped_allgather_async(list(tensors), **arguments)
+    return collectives.grouped_allgather_async(list(tensors), exact_gradient=exact_gradient, **arguments)
 
 
 def broadcast_async(
@@ -273,10 +276,13 @@ def broadcast_async(
     name: str | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> Handle:
     """Start :func:`broadcast`; ``synchronize(handle)`` returns the new array, or raises."""
     arguments = _common(OpKind.BROADCAST, name, priority, process_set, root_rank)
-    return collectives.broadcast_async(_as_array(tensor), root_rank, **arguments)
+    return collectives.broadcast_async(
+        _as_array(tensor), root_rank, exact_gradient=exact_gradient, **arguments
+    )
 
 
 def broadcast_async_(
@@ -311,6 +317,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
 ) -> Handle:
     """Start :func:`reducescatter`; ``synchronize(handle)`` returns the new array, or raises."""
     arguments = _reducing(
@@ -322,7 +329,7 @@ def reducescatter_async(
         prescale_factor,
         postscale_factor,
     )
-    return collectives.reducescatter_async(tensor, **arguments)
+    return collectives.reducescatter_async(tensor, exact_gradient=exact_gradient, **arguments)
 
 
 def grouped_reducescatter_async(
@@ -333,6 +340,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
 ) -> Handle:
     """Start :func:`grouped_reducescatter`; ``synchronize(handle)`` returns the list of new arrays."""
     arguments = _reducing(
@@ -344,7 +352,7 @@ def grouped_reducescatter_async(
         prescale_factor,
         postscale_factor,
     )
-    return collectives.grouped_reducescatter_async(list(tensors), **arguments)
+    return collectives.grouped_reducescatter_async(list(tensors), exact_gradient=exact_gradient, **arguments)
 
 
 def join() -> int:
@@ -388,6 +396,9 @@ allgather = _returning(
     """Concatenate the ranks' arrays along the first dimension, in order of rank, into a new array.
 
     First dimensions may differ: the call waits until all ranks have told theirs, not for the data.
+    ``exact_gradient``: True: the gradient is that of the sum of all ranks' losses; False: divided by the
+    number of ranks, like Horovod's elsewhere; None: as ``POLYHVD_EXACT_GRADIENTS`` says, which is False by
+    default. The same on every rank.
     """,
     allgather_async,
 )
@@ -398,7 +409,10 @@ grouped_allgather = _returning(
 )
 broadcast = _returning(
     "broadcast",
-    "Return the root's array as a new array on every rank; reads of it wait.",
+    """Return the root's array as a new array on every rank; reads of it wait.
+
+    ``exact_gradient``: as for :func:`allgather`.
+    """,
     broadcast_async,
 )
 broadcast_ = _returning(
@@ -420,7 +434,8 @@ reducescatter = _returning(
     "reducescatter",
     """Reduce an array over the ranks; return this rank's rows, one more on the first ranks if need be.
 
-    See :meth:`polyhvd.api.Collectives.reducescatter`. Sums and averages have a gradient.
+    See :meth:`polyhvd.api.Collectives.reducescatter`. Sums and averages have a gradient;
+    ``exact_gradient``: as for :func:`allgather`.
     """,
     reducescatter_async,
 )

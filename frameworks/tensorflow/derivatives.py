@@ -1,4 +1,4 @@
-"""The gradients of the collectives: derivatives of the sum of all ranks' losses.
+"""The gradients of the collectives, scaled as polyhvd.adjoints says.
 
 Each is a collective itself, named after the one it belongs to, and runs on every rank of the set.
 """
@@ -15,6 +15,7 @@ from polyhvd.tensorflow.ops import bits, number, run_op
 
 from polyhvd import context
 from polyhvd.adapter import OpKind, ReduceOp
+from polyhvd.adjoints import gradient_factor, rows_kept
 
 __all__ = []  # TensorFlow finds them by the names of ops
 
@@ -38,9 +39,14 @@ def _differentiable(op: Any) -> list[int]:
 
 
 def _dense(op: Any, gradients: Gradients, positions: Sequence[int]) -> list[tf.Tensor]:
-    """The gradients at some positions; zeros for results that the loss does not depend on."""
+    """The gradients at some positions; zeros for results that the loss does not depend on.
+
+    A tape takes ``output_gradients`` of any type: they are cast to that of the results.
+    """
     return [
-        tf.zeros_like(op.outputs[i]) if gradients[i] is None else tf.convert_to_tensor(gradients[i])
+        tf.zeros_like(op.outputs[i])
+        if gradients[i] is None
+        else tf.cast(tf.convert_to_tensor(gradients[i]), op.outputs[i].dtype)
         for i in positions
     ]
 
@@ -62,7 +68,39 @@ def _linear_reduction(op: Any) -> int:
     return reduction
 
 
-def _sum(op: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _members(op: Any) -> list[int]:
+    """World ranks of the process set."""
+    found: list[int] = context.registered()[_attribute(op, "process_set")]
+    return found
+
+
+def _factor(op: Any, kind: OpKind, reduction: int = ReduceOp.Sum) -> float:
+    exact = _attribute(op, "exact_gradient")
+    return gradient_factor(kind, len(_members(op)), None if exact < 0 else bool(exact), reduction)
+
+
+def _in_their_places(values: tf.Tensor, counts: tf.Tensor, present: tf.Tensor, rows: Any) -> tf.Tensor:
+    """``rows`` rows, of which those of some ranks are given; zeros for all others, and at the end.
+
+    Args:
+        values: the rows of those ranks, one after the other.
+        counts: int32 rows of each rank.
+        present: bool for each rank, whether its rows are given.
+        rows: int32, at least the sum of ``counts``.
+    """
+
+    def placed() -> tf.Tensor:
+        given = tf.repeat(present, counts)
+        given = tf.concat([given, tf.zeros([rows - tf.size(given)], tf.bool)], axis=0)
+        # After the last row comes one of zeros for all that are missing.
+        places = tf.where(given, tf.cumsum(tf.cast(given, tf.int32)) - 1, tf.shape(values)[0])
+        nothing = tf.zeros(tf.concat([[1], tf.shape(values)[1:]], axis=0), values.dtype)
+        return tf.gather(tf.concat([values, nothing], axis=0), places)
+
+    return tf.cond(tf.equal(tf.shape(values)[0], rows), lambda: tf.identity(values), placed)
+
+
+def _sum(op: Any, tensors: Sequence[tf.Tensor], factor: float) -> list[tf.Tensor]:
     return list(
         _run(
             library.polyhvd_allreduce,
@@ -72,7 +110,7 @@ def _sum(op: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             tensors=tensors,
             reduce_op=int(ReduceOp.Sum),
             prescale_bits=bits(1.0),
-            postscale_bits=bits(1.0),
+            postscale_bits=bits(factor),
         )
     )
 
@@ -103,14 +141,34 @@ def _reducescatter_gradient(op: Any, *gradients: Any) -> list[Any]:
     if not positions:
         return [None] * len(op.outputs)
     scale = number(_attribute(op, "prescale_bits")) * number(_attribute(op, "postscale_bits"))
-    if reduction == ReduceOp.Average:
-        scale /= len(context.registered()[_attribute(op, "process_set")])
-    tensors = _dense(op, gradients, positions)
-    gathered = _run(library.polyhvd_allgather, OpKind.ALLGATHER, op, "grad", tensors=tensors)
-    results = [value * tf.cast(scale, value.dtype) for value in gathered]
-    for i, result in zip(positions, results, strict=True):
+    scale *= _factor(op, OpKind.REDUCESCATTER, reduction)
+    members = _members(op)
+    *gathered, ranks = _run(
+        library.polyhvd_allgather,
+        OpKind.ALLGATHER,
+        op,
+        "grad",
+        # With the rank, since those that have joined are missing.
+        tensors=[*_dense(op, gradients, positions), tf.constant([context.config().rank])],
+        exact_gradient=_attribute(op, "exact_gradient"),
+    )
+    present = tf.reduce_any(tf.equal(ranks[:, None], tf.constant(members)), axis=0)
+    results = []
+    for i, value in zip(positions, gathered, strict=True):
+        rows = tf.shape(op.inputs[i])[0]
+        counts = _rows_kept(rows, len(members))
+        result = _in_their_places(value, counts, present, rows) * tf.cast(scale, value.dtype)
         result.set_shape(op.inputs[i].shape)
+        results.append(result)
     return _at(positions, results, op)
+
+
+def _rows_kept(rows: tf.Tensor, size: int) -> tf.Tensor:
+    """:func:`polyhvd.adjoints.rows_kept` of a number that a graph will know."""
+    known = tf.get_static_value(rows)
+    if known is not None:
+        return tf.constant(rows_kept(int(known), size))
+    return rows // size + tf.cast(tf.range(size) < rows % size, tf.int32)
 
 
 @tf.RegisterGradient("PolyhvdBroadcast")
@@ -119,7 +177,7 @@ def _broadcast_gradient(op: Any, *gradients: Any) -> list[Any]:
     positions = _differentiable(op)
     if not positions:
         return [None] * len(op.outputs)
-    reduced = _sum(op, _dense(op, gradients, positions))
+    reduced = _sum(op, _dense(op, gradients, positions), _factor(op, OpKind.BROADCAST))
     if context.config().rank != _attribute(op, "root_rank"):
         reduced = [tf.zeros_like(gradient) for gradient in reduced]
     return _at(positions, reduced, op)
@@ -131,22 +189,53 @@ def _allgather_gradient(op: Any, *gradients: Any) -> list[Any]:
     positions = _differentiable(op)
     if not positions:
         return [None] * len(op.outputs)
-    rank = context.config().rank
+    own = _members(op).index(context.config().rank)
     rows = [tf.shape(op.inputs[i], out_type=tf.int64)[0] for i in positions]
     (table,) = _run(
         library.polyhvd_allgather,
         OpKind.ALLGATHER,
         op,
         "rows",
-        tensors=[tf.stack([[tf.constant(rank, tf.int64), *rows]])],
+        tensors=[tf.stack([[tf.constant(own, tf.int64), *rows]])],
     )
-    before = tf.reduce_sum(tf.where(table[:, :1] < rank, table[:, 1:], 0), axis=0)
+    sums = _sum(op, _dense(op, gradients, positions), _factor(op, OpKind.ALLGATHER))
+    totals = tf.stack([tf.shape(op.outputs[i], out_type=tf.int64)[0] for i in positions])
+    with tf.control_dependencies(sums):  # where this step fails now, no other rank waits for it
+        table = tf.identity(table)
+    before = _rows_before(op, table, own, totals)
     results = []
-    for k, reduced in enumerate(_sum(op, _dense(op, gradients, positions))):
+    for k, reduced in enumerate(sums):
         mine = reduced[before[k] : before[k] + rows[k]]
         mine.set_shape(op.inputs[positions[k]].shape)
         results.append(mine)
     return _at(positions, results, op)
+
+
+def _rows_before(op: Any, table: tf.Tensor, own: int, totals: tf.Tensor) -> tf.Tensor:
+    """:func:`polyhvd.adjoints.rows_before` of a table that a graph will know."""
+    size = len(_members(op))
+    told, rows = table[:, 0], table[:, 1:]
+    before = tf.reduce_sum(tf.where(table[:, :1] < own, rows, 0), axis=0)
+
+    def without_joined() -> tf.Tensor:
+        missing = totals - tf.reduce_sum(rows, axis=0)
+        everybody = tf.range(size, dtype=tf.int64)
+        is_joined = tf.reduce_all(tf.not_equal(everybody[:, None], told), axis=1)
+        joined = tf.boolean_mask(everybody, is_joined)
+        together = joined[-1] - joined[0] + 1 == tf.size(joined, tf.int64)
+        known = tf.debugging.Assert(
+            together | tf.reduce_all(missing == 0),
+            [
+                f"allgather {_attribute(op, 'tensor_name')!r}: ranks have joined between it and its "
+                "gradient, of those at",
+                joined,
+                "in the process set, so nobody knows whose rows are whose; call join() after the gradients",
+            ],
+        )
+        with tf.control_dependencies([known]):
+            return before + tf.where(joined[0] < own, missing, tf.zeros_like(missing))
+
+    return tf.cond(tf.equal(tf.shape(table)[0], size), lambda: tf.identity(before), without_joined)
 
 
 @tf.RegisterGradient("PolyhvdAlltoall")
@@ -155,7 +244,7 @@ def _alltoall_gradient(op: Any, gradient: Any, _: Any) -> list[Any]:
     source = op.inputs[0]
     if not source.dtype.is_floating:
         return [None, None]
-    returned, _ = _run(
+    returned, received = _run(
         library.polyhvd_alltoall,
         OpKind.ALLTOALL,
         op,
@@ -164,10 +253,10 @@ def _alltoall_gradient(op: Any, gradient: Any, _: Any) -> list[Any]:
         splits=op.outputs[1],
         has_splits=1,
     )
-    if _attribute(op, "has_splits"):
-        kept = tf.shape(source)[0] - tf.shape(returned)[0]
-        rest = tf.zeros(tf.concat([[kept], tf.shape(source)[1:]], axis=0), source.dtype)
-        returned = tf.concat([returned, rest], axis=0)
+    rows, size = tf.shape(source)[0], len(_members(op))
+    has_splits = _attribute(op, "has_splits")
+    splits = tf.cast(op.inputs[1], tf.int32) if has_splits else tf.repeat(rows // size, size)
+    returned = _in_their_places(returned, splits, received > 0, rows)
     returned.set_shape(source.shape)
     return [returned, None]
 

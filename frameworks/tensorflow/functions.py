@@ -130,9 +130,24 @@ def allgather(
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> tf.Tensor:
-    """Concatenate the ranks' tensors along the first dimension, whose size may differ between ranks."""
-    return ops.allgather([as_dense(tensor, _THE_TENSOR)], name=name, process_set=process_set)[0]
+    """Concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
+
+    Args:
+        tensor: at least one dimension; all but the first are the same on every rank.
+        name: matches the calls of the ranks.
+        ignore_name_scope: accepted for Horovod's sake.
+        process_set: the ranks that take part.
+        exact_gradient: True: the gradient is that of the sum of all ranks' losses; False: divided by the
+            number of ranks, as in Horovod; None: as ``POLYHVD_EXACT_GRADIENTS`` says, which is False by
+            default. The same on every rank.
+
+    Raises:
+        tf.errors.InvalidArgumentError, FailedPreconditionError, AbortedError: as :func:`allreduce`.
+    """
+    dense = [as_dense(tensor, _THE_TENSOR)]
+    return ops.allgather(dense, name=name, process_set=process_set, exact_gradient=exact_gradient)[0]
 
 
 @do_not_convert
@@ -141,10 +156,11 @@ def grouped_allgather(
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> list[tf.Tensor]:
     """Gather several tensors, of any dtypes, as one operation: all or none; see :func:`allgather`."""
     dense = [as_dense(tensor, "a tensor") for tensor in tensors]
-    return ops.allgather(dense, name=name, process_set=process_set)
+    return ops.allgather(dense, name=name, process_set=process_set, exact_gradient=exact_gradient)
 
 
 @do_not_convert
@@ -154,9 +170,13 @@ def broadcast(
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> tf.Tensor:
-    """The root's tensor, on every rank."""
-    return ops.broadcast([as_dense(tensor, _THE_TENSOR)], root_rank, name=name, process_set=process_set)[0]
+    """The root's tensor, on every rank. ``exact_gradient``: as for :func:`allgather`."""
+    dense = [as_dense(tensor, _THE_TENSOR)]
+    return ops.broadcast(dense, root_rank, name=name, process_set=process_set, exact_gradient=exact_gradient)[
+        0
+    ]
 
 
 @do_not_convert
@@ -198,10 +218,12 @@ def reducescatter(
     ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
 ) -> tf.Tensor:
     """Reduce a tensor and keep this rank's rows; see :meth:`polyhvd.api.Collectives.reducescatter`.
 
-    Arguments and errors are those of :func:`allreduce`; Adasum is not possible.
+    Arguments and errors are those of :func:`allreduce`; Adasum is not possible. ``exact_gradient``: as for
+    :func:`allgather`.
     """
     result: tf.Tensor = grouped_reducescatter(
         [tensor],
@@ -213,6 +235,7 @@ def reducescatter(
         ignore_name_scope,
         prescale_factor,
         postscale_factor,
+        exact_gradient,
     )[0]
     return result
 
@@ -228,6 +251,7 @@ def grouped_reducescatter(
     ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
 ) -> list[tf.Tensor]:
     """Reduce several tensors, of any dtypes, and keep this rank's rows, as one operation: all or none."""
     accept_device("reducescatter", device_dense=device_dense)
@@ -239,6 +263,7 @@ def grouped_reducescatter(
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
         process_set=process_set,
+        exact_gradient=exact_gradient,
     )
     return [
         compression.decompress(value, context) for value, (_, context) in zip(reduced, pairs, strict=True)

@@ -62,6 +62,11 @@ def number(integer: int) -> float:
     return value
 
 
+def _switch(exact_gradient: bool | None) -> int:
+    """An argument as the attribute of ops, which derivatives.py reads."""
+    return -1 if exact_gradient is None else int(exact_gradient)
+
+
 def _may_record() -> bool:
     """Whether a gradient tape or forward accumulator watches this thread."""
     try:
@@ -193,6 +198,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     priority: int = 0,
+    exact_gradient: bool | None = None,
 ) -> list[tf.Tensor]:
     """Reduce tensors as one operation and keep this rank's rows of each."""
     number = _number_of(process_set)
@@ -219,6 +225,7 @@ def reducescatter(
             reduce_op=int(op),
             prescale_bits=bits(prescale_factor),
             postscale_bits=bits(postscale_factor),
+            exact_gradient=_switch(exact_gradient),
         )
     )
 
@@ -229,6 +236,7 @@ def allgather(
     name: str | None,
     process_set: ProcessSet = global_process_set,
     priority: int = 0,
+    exact_gradient: bool | None = None,
 ) -> list[tf.Tensor]:
     """Concatenate the ranks' tensors along their first dimensions, as one operation."""
     number = _number_of(process_set)
@@ -241,7 +249,17 @@ def allgather(
             priority=priority,
         )
         return results
-    return list(run_op(library.polyhvd_allgather, OpKind.ALLGATHER, name, number, priority, tensors=tensors))
+    return list(
+        run_op(
+            library.polyhvd_allgather,
+            OpKind.ALLGATHER,
+            name,
+            number,
+            priority,
+            tensors=tensors,
+            exact_gradient=_switch(exact_gradient),
+        )
+    )
 
 
 def broadcast(
@@ -251,6 +269,7 @@ def broadcast(
     name: str | None,
     process_set: ProcessSet = global_process_set,
     priority: int = 0,
+    exact_gradient: bool | None = None,
 ) -> list[tf.Tensor]:
     """The root's tensors on every rank, as one operation."""
     number = _number_of(process_set)
@@ -273,6 +292,7 @@ def broadcast(
             priority,
             tensors=tensors,
             root_rank=int(root_rank),
+            exact_gradient=_switch(exact_gradient),
         )
     )
 

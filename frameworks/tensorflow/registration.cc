@@ -111,6 +111,8 @@ bool define(const OpSpec& spec) {
 const char* register_ops() {
   static constexpr const char* kReducible = "T: list(" POLYHVD_REDUCIBLE ") >= 1";
   static constexpr const char* kMovable = "T: list(" POLYHVD_MOVABLE ") >= 1";
+  // 1 or 0 for derivatives.py, where the call has said so.
+  static constexpr const char* kExactGradient = "exact_gradient: int = -1";
   const OpSpec specs[] = {
       {"PolyhvdAllreduce",
        OpKind::kAllreduce,
@@ -121,19 +123,19 @@ const char* register_ops() {
       {"PolyhvdReducescatter",
        OpKind::kReducescatter,
        &infer_all_other_rows,
-       {kReducible, "reduce_op: int", "prescale_bits: int", "postscale_bits: int"},
+       {kReducible, "reduce_op: int", "prescale_bits: int", "postscale_bits: int", kExactGradient},
        {"tensors: T"},
        {"outputs: T"}},
       {"PolyhvdAllgather",
        OpKind::kAllgather,
        &infer_all_other_rows,
-       {kMovable},
+       {kMovable, kExactGradient},
        {"tensors: T"},
        {"outputs: T"}},
       {"PolyhvdBroadcast",
        OpKind::kBroadcast,
        &infer_same,
-       {kMovable, "root_rank: int"},
+       {kMovable, "root_rank: int", kExactGradient},
        {"tensors: T"},
        {"outputs: T"}},
       {"PolyhvdAlltoall",

@@ -66,7 +66,8 @@ def allreduce(
     ]
     pairs = [compression.compress(each.values) for each in parts]
     sent = [*(values for values, _ in pairs), *(each.indices for each in parts)]
-    gathered = ops.allgather(sent, name=name, process_set=process_set)
+    # A reduction, whose gradient is never scaled like an allgather's.
+    gathered = ops.allgather(sent, name=name, process_set=process_set, exact_gradient=True)
     results = []
     for i, each in enumerate(slices):
         values: Any = compression.decompress(gathered[i], pairs[i][1])

@@ -1,4 +1,4 @@
-"""The derivatives of the collectives: of the sum of all ranks' losses, by what is on each rank.
+"""The derivatives of the collectives, scaled as polyhvd.adjoints says.
 
 A backward is a collective, too: every rank that takes part in the forward runs it, in the same order.
 What it is called follows from the forward's name, so names agree between ranks and recur.
@@ -6,14 +6,16 @@ What it is called follows from the forward's name, so names agree between ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from polyhvd.torch import compiled
 from polyhvd.torch.base import collectives
 
-from polyhvd.adapter import ReduceOp
+from polyhvd.adapter import OpKind, ReduceOp
+from polyhvd.adjoints import gradient_factor, rows_before, rows_kept
+from polyhvd.api import splits_of
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
@@ -86,59 +88,106 @@ def allreduce_gradients(gradients: Sequence[Tensor], arguments: dict[str, Any]) 
     return allreduce_group(gradients, **{**arguments, "name": _gradient_name(arguments["name"])})
 
 
-def reducescatter_gradients(gradients: Sequence[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
-    """The gradient of a term is that of its sum: every rank gathers the gradients of all rows."""
+def reducescatter_gradients(
+    gradients: Sequence[Tensor], rows: Sequence[int], exact: bool | None, arguments: dict[str, Any]
+) -> list[Tensor]:
+    """The gradient of a term is that of its sum: every rank gathers the gradients of all ``rows``."""
     op, process_set = arguments["op"], arguments["process_set"]
     _check_linear("reducescatter", op)
+    size = process_set.size()
     factor = arguments["prescale_factor"] * arguments["postscale_factor"]
-    if op == ReduceOp.Average:
-        factor /= process_set.size()
+    factor *= gradient_factor(OpKind.REDUCESCATTER, size, exact, op)
     scaled = [gradient if factor == 1 else gradient * factor for gradient in gradients]
-    return allgather_group(scaled, name=_gradient_name(arguments["name"]), process_set=process_set)
+    # With the rank, since those that have joined are missing.
+    scaled.append(torch.tensor([process_set.rank()], device=scaled[0].device))
+    *gathered, present = allgather_group(
+        scaled, name=_gradient_name(arguments["name"]), process_set=process_set, exact_gradient=exact
+    )
+    if present.shape[0] == size:
+        return gathered
+    members = present.tolist()
+    return [
+        _in_their_places(t, rows_kept(count, size), members, count)
+        for t, count in zip(gathered, rows, strict=True)
+    ]
 
 
 def allgather_gradients(
-    gradients: Sequence[Tensor], rows: Sequence[int], name: str | None, process_set: ProcessSet
+    gradients: Sequence[Tensor],
+    rows: Sequence[int],
+    name: str | None,
+    process_set: ProcessSet,
+    exact: bool | None,
 ) -> list[Tensor]:
     """The gradient of a rank's rows is the sum of all ranks' gradients of these rows."""
     label = _gradient_name(name)
-    own = process_set.rank()
+    own, size = process_set.rank(), process_set.size()
     # With the rank, since those that have joined are missing from it.
     table = collectives.allgather(
         torch.tensor([[own, *rows]]), name=label and f"{label}.rows", process_set=process_set
     )
-    before = table[table[:, 0] < own].sum(0).tolist()[1:]
-    totals = _sums(gradients, label, process_set)
+    before = rows_before(table.tolist(), own, size, [g.shape[0] for g in gradients], name or "without a name")
+    totals = _sums(gradients, label, process_set, gradient_factor(OpKind.ALLGATHER, size, exact))
     return [t.narrow(0, begin, count) for t, begin, count in zip(totals, before, rows, strict=True)]
 
 
-def broadcast_gradient(gradient: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+def broadcast_gradient(
+    gradient: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, exact: bool | None
+) -> Tensor:
     """The gradient of the root's tensor is the sum of all ranks' gradients; of others, zero."""
-    (total,) = _sums([gradient], _gradient_name(name), process_set)
+    factor = gradient_factor(OpKind.BROADCAST, process_set.size(), exact)
+    (total,) = _sums([gradient], _gradient_name(name), process_set, factor)
     is_root = torch.tensor(global_process_set.rank() == root_rank)
     # Zeros with a graph: the second derivative is a collective of every rank.
     return torch.where(is_root, total, torch.zeros_like(total))
 
 
 def alltoall_gradient(
-    gradient: Tensor, rows: int, received: Sequence[int], name: str | None, process_set: ProcessSet
+    gradient: Tensor,
+    rows: int,
+    splits: Any,
+    received: Sequence[int],
+    name: str | None,
+    process_set: ProcessSet,
 ) -> Tensor:
-    """The gradients of rows travel back to the rank that has sent them."""
-    returned, _ = alltoall_parts(gradient, received, name=_gradient_name(name), process_set=process_set)
-    kept = rows - returned.shape[0]  # rows beyond the splits, which were not sent
-    if kept > 0:
-        returned = torch.cat((returned, returned.new_zeros(kept, *returned.shape[1:])))
-    result: Tensor = returned
-    return result
+    """The gradients of rows travel back to the rank that has sent them.
+
+    Args:
+        rows: of the tensor that was sent.
+        splits: its rows for each rank; None: equal parts.
+        received: rows that came from each rank; none from those that had joined.
+    """
+    returned, counts = alltoall_parts(gradient, received, name=_gradient_name(name), process_set=process_set)
+    if returned.shape[0] == rows:
+        whole: Tensor = returned
+        return whole
+    members = [position for position, count in enumerate(counts.tolist()) if count]
+    parts = splits_of(splits) or [rows // len(counts)] * len(counts)
+    return _in_their_places(returned, parts, members, rows)
 
 
-def _sums(gradients: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+def _in_their_places(values: Tensor, counts: Sequence[int], members: Container[int], rows: int) -> Tensor:
+    """``rows`` rows, of which those of ``members`` are given; zeros for all others, and at the end."""
+    parts, begin = [], 0
+    for position, count in enumerate(counts):
+        if position in members:
+            parts.append(values.narrow(0, begin, count))
+            begin += count
+        else:
+            parts.append(values.new_zeros(count, *values.shape[1:]))
+    parts.append(values.new_zeros(rows - sum(counts), *values.shape[1:]))
+    return torch.cat(parts)
+
+
+def _sums(
+    gradients: Sequence[Tensor], name: str | None, process_set: ProcessSet, factor: float
+) -> list[Tensor]:
     return allreduce_group(
         gradients,
         name=name,
         op=ReduceOp.Sum,
         prescale_factor=1.0,
-        postscale_factor=1.0,
+        postscale_factor=factor,
         process_set=process_set,
     )
 
@@ -161,8 +210,10 @@ class _Allreduce(torch.autograd.Function):
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arguments: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.arguments = arguments
+    def forward(
+        ctx: Any, exact: bool | None, arguments: dict[str, Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.rows, ctx.exact, ctx.arguments = [tensor.shape[0] for tensor in tensors], exact, arguments
         results = tuple(collectives.grouped_reducescatter(tensors, **arguments))
         _mark_integers(ctx, results)
         return results
@@ -170,40 +221,46 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         chosen = floating(gradients)
-        return None, *spread(
-            len(gradients), chosen, reducescatter_gradients([gradients[i] for i in chosen], ctx.arguments)
+        own = reducescatter_gradients(
+            [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], ctx.exact, ctx.arguments
         )
+        return None, None, *spread(len(gradients), chosen, own)
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, exact: bool | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         results = tuple(collectives.grouped_allgather(tensors, name=name, process_set=process_set))
-        ctx.arguments = [tensor.shape[0] for tensor in tensors], name, process_set
+        ctx.arguments = [tensor.shape[0] for tensor in tensors], name, process_set, exact
         _mark_integers(ctx, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows, name, process_set = ctx.arguments
+        rows, *rest = ctx.arguments
         chosen = floating(gradients)
-        own = allgather_gradients(
-            [gradients[i] for i in chosen], [rows[i] for i in chosen], name, process_set
-        )
-        return None, None, *spread(len(gradients), chosen, own)
+        own = allgather_gradients([gradients[i] for i in chosen], [rows[i] for i in chosen], *rest)
+        return None, None, None, *spread(len(gradients), chosen, own)
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+        ctx: Any,
+        tensor: Tensor,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+        exact: bool | None,
     ) -> Tensor:
-        ctx.arguments = root_rank, name, process_set
+        ctx.arguments = root_rank, name, process_set, exact
         return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return broadcast_gradient(gradient, *ctx.arguments), None, None, None
+        return broadcast_gradient(gradient, *ctx.arguments), None, None, None, None
 
 
 class _Alltoall(torch.autograd.Function):
@@ -212,7 +269,7 @@ class _Alltoall(torch.autograd.Function):
         ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
         output, received = collectives.alltoall(tensor, splits, name=name, process_set=process_set)
-        ctx.arguments = tensor.shape[0], received.tolist(), name, process_set
+        ctx.arguments = tensor.shape[0], splits_of(splits), received.tolist(), name, process_set
         ctx.mark_non_differentiable(received)
         return output, received
 
@@ -238,30 +295,45 @@ def allreduce_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]
     return collectives.grouped_allreduce(tensors, **arguments)
 
 
-def reducescatter_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
+def reducescatter_group(
+    tensors: Sequence[Tensor], *, exact_gradient: bool | None, **arguments: Any
+) -> list[Tensor]:
     """``Collectives.grouped_reducescatter`` with all its arguments named, differentiable."""
     if compiled.is_compiling():
-        return compiled.reducescatter(tensors, **arguments)
+        return compiled.reducescatter(tensors, exact_gradient, **arguments)
     if _any_wants_gradient(tensors):
-        return list(_apply_reducescatter(arguments, *tensors))
+        return list(_apply_reducescatter(exact_gradient, arguments, *tensors))
     return collectives.grouped_reducescatter(tensors, **arguments)
 
 
-def allgather_group(tensors: Sequence[Tensor], *, name: str | None, process_set: ProcessSet) -> list[Tensor]:
+def allgather_group(
+    tensors: Sequence[Tensor],
+    *,
+    name: str | None,
+    process_set: ProcessSet,
+    exact_gradient: bool | None = None,
+) -> list[Tensor]:
     """``Collectives.grouped_allgather``, differentiable."""
     if compiled.is_compiling():
-        return compiled.allgather(tensors, name, process_set)
+        return compiled.allgather(tensors, name, process_set, exact_gradient)
     if _any_wants_gradient(tensors):
-        return list(_apply_allgather(name, process_set, *tensors))
+        return list(_apply_allgather(name, process_set, exact_gradient, *tensors))
     return collectives.grouped_allgather(tensors, name=name, process_set=process_set)
 
 
-def broadcast_one(tensor: Tensor, root_rank: int, *, name: str | None, process_set: ProcessSet) -> Tensor:
+def broadcast_one(
+    tensor: Tensor,
+    root_rank: int,
+    *,
+    name: str | None,
+    process_set: ProcessSet,
+    exact_gradient: bool | None,
+) -> Tensor:
     """``Collectives.broadcast``, differentiable."""
     if compiled.is_compiling():
-        return compiled.broadcast(tensor, root_rank, name, process_set)
+        return compiled.broadcast(tensor, root_rank, name, process_set, exact_gradient)
     if wants_gradient(tensor):
-        result: Tensor = _apply_broadcast(tensor, root_rank, name, process_set)
+        result: Tensor = _apply_broadcast(tensor, root_rank, name, process_set, exact_gradient)
         return result
     return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
 

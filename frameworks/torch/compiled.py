@@ -47,25 +47,35 @@ def allreduce(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
     return results
 
 
-def reducescatter(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
+def reducescatter(tensors: Sequence[Tensor], exact_gradient: bool | None, **arguments: Any) -> list[Tensor]:
     """``Collectives.grouped_reducescatter`` with all its arguments named."""
     process_set = arguments["process_set"]
     size, rank = process_set.size(), process_set.rank()
     # The first ranks get one row more; without a comparison, which sizes that are not known do not allow.
     rows = [(t.shape[0] + size - 1 - rank) // size for t in tensors]
-    results: list[Tensor] = _ops.reducescatter(list(tensors), rows, *_reduction(**arguments))
+    results: list[Tensor] = _ops.reducescatter(list(tensors), rows, *_reduction(**arguments), exact_gradient)
     return results
 
 
-def allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+def allgather(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, exact_gradient: bool | None
+) -> list[Tensor]:
     """``Collectives.grouped_allgather``; the number of rows is known when it has run."""
-    results: list[Tensor] = _ops.allgather(list(tensors), name, process_set.process_set_id)
+    number = process_set.process_set_id
+    results: list[Tensor] = _ops.allgather(list(tensors), name, number, exact_gradient)
     return results
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    exact_gradient: bool | None,
+) -> Tensor:
     """``Collectives.broadcast``."""
-    result: Tensor = _ops.broadcast(tensor, root_rank, name, process_set.process_set_id)
+    number = process_set.process_set_id
+    result: Tensor = _ops.broadcast(tensor, root_rank, name, number, exact_gradient)
     return result
 
 

@@ -37,12 +37,21 @@ Tensor = torch.Tensor
 
 
 def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> Tensor:
-    """Concatenate the ranks' tensors; see :meth:`polyhvd.api.Collectives.allgather`. Differentiable."""
+    """Concatenate the ranks' tensors; see :meth:`polyhvd.api.Collectives.allgather`. Differentiable.
+
+    Args:
+        exact_gradient: True: the gradient is that of the sum of all ranks' losses; False: divided by the
+            number of ranks, as in Horovod; None: as ``POLYHVD_EXACT_GRADIENTS`` says, which is False by
+            default. The same on every rank.
+    """
     if not (is_compiling() or wants_gradient(tensor)):
         return collectives.allgather(tensor, name=name, process_set=process_set)
-    (result,) = allgather_group((tensor,), name=name, process_set=process_set)
+    (result,) = allgather_group((tensor,), name=name, process_set=process_set, exact_gradient=exact_gradient)
     return result
 
 
@@ -54,10 +63,16 @@ def allgather_async(
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> list[Tensor]:
-    """Gather several tensors, of any dtypes, as one operation: all or none. Differentiable."""
-    return allgather_group(tensors, name=name, process_set=process_set)
+    """Gather several tensors, of any dtypes, as one operation: all or none. Differentiable.
+
+    ``exact_gradient``: as for :func:`allgather`.
+    """
+    return allgather_group(tensors, name=name, process_set=process_set, exact_gradient=exact_gradient)
 
 
 def grouped_allgather_async(
@@ -72,12 +87,16 @@ def broadcast(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
 ) -> Tensor:
     """Return the root's tensor as a new one; see :meth:`polyhvd.api.Collectives.broadcast`.
 
-    Differentiable: pass tensors that require gradients on every rank, or on none.
+    Differentiable: pass tensors that require gradients on every rank, or on none. ``exact_gradient``: as for
+    :func:`allgather`.
     """
-    return broadcast_one(as_tensor(tensor), root_rank, name=name, process_set=process_set)
+    return broadcast_one(
+        as_tensor(tensor), root_rank, name=name, process_set=process_set, exact_gradient=exact_gradient
+    )
 
 
 def broadcast_(

@@ -24,6 +24,7 @@ __all__ = ["LIBRARY"]
 
 Tensor = torch.Tensor
 _REDUCTION = "str? name, int op, float prescale, float postscale, int process_set"
+_EXACT = "bool? exact_gradient"
 
 #: Holds the operators; None where torch is too old for them.
 LIBRARY: Any = torch.library.Library("polyhvd", "DEF") if AVAILABLE else None
@@ -164,32 +165,37 @@ def _allreduce_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
 _gradient("allreduce", _keep_reduction, _allreduce_backward)
 
 
-@_operator(f"reducescatter(Tensor[] tensors, SymInt[] rows, {_REDUCTION}) -> Tensor[]", _with_rows)
-def _reducescatter(tensors: Sequence[Tensor], rows: Sequence[int], *reduction: Any) -> list[Tensor]:
+@_operator(f"reducescatter(Tensor[] tensors, SymInt[] rows, {_REDUCTION}, {_EXACT}) -> Tensor[]", _with_rows)
+def _reducescatter(tensors: Sequence[Tensor], rows: Sequence[int], *arguments: Any) -> list[Tensor]:
+    *reduction, _ = arguments
     return _checked(collectives.grouped_reducescatter(tensors, **_reduction(*reduction)), rows)
 
 
-@_operator(f"reducescatter_gradient(Tensor[] gradients, SymInt[] rows, {_REDUCTION}) -> Tensor[]", _with_rows)
+@_operator(
+    f"reducescatter_gradient(Tensor[] gradients, SymInt[] rows, {_REDUCTION}, {_EXACT}) -> Tensor[]",
+    _with_rows,
+)
 def _reducescatter_gradient(
-    gradients: Sequence[Tensor], rows: Sequence[int], *reduction: Any
+    gradients: Sequence[Tensor], rows: Sequence[int], *arguments: Any
 ) -> list[Tensor]:
-    return _checked(autograd.reducescatter_gradients(gradients, _reduction(*reduction)), rows)
+    *reduction, exact = arguments
+    return _checked(autograd.reducescatter_gradients(gradients, rows, exact, _reduction(*reduction)), rows)
 
 
-def _keep_rows_and_reduction(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_rows_and_arguments(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.rows = [tensor.shape[0] for tensor in inputs[0]]
-    ctx.reduction = inputs[2:]
+    ctx.arguments = inputs[2:]
 
 
 def _reducescatter_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     chosen = autograd.floating(gradients)
     own = torch.ops.polyhvd.reducescatter_gradient(
-        [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], *ctx.reduction
+        [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], *ctx.arguments
     )
-    return autograd.spread(len(gradients), chosen, own), None, *[None] * len(ctx.reduction)
+    return autograd.spread(len(gradients), chosen, own), None, *[None] * len(ctx.arguments)
 
 
-_gradient("reducescatter", _keep_rows_and_reduction, _reducescatter_backward)
+_gradient("reducescatter", _keep_rows_and_arguments, _reducescatter_backward)
 
 
 # What moves tensors ------------------------------------------------------------
@@ -200,32 +206,33 @@ def _any_rows(tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
     return _with_rows(tensors, counts)
 
 
-@_operator("allgather(Tensor[] tensors, str? name, int process_set) -> Tensor[]", _any_rows)
-def _allgather(tensors: Sequence[Tensor], name: str | None, number: int) -> list[Tensor]:
+@_operator(f"allgather(Tensor[] tensors, str? name, int process_set, {_EXACT}) -> Tensor[]", _any_rows)
+def _allgather(tensors: Sequence[Tensor], name: str | None, number: int, _exact: bool | None) -> list[Tensor]:
     return collectives.grouped_allgather(tensors, name=name, process_set=_process_set(number))
 
 
 @_operator(
-    "allgather_gradient(Tensor[] gradients, SymInt[] rows, str? name, int process_set) -> Tensor[]",
+    "allgather_gradient(Tensor[] gradients, SymInt[] rows, str? name, int process_set, "
+    f"{_EXACT}) -> Tensor[]",
     _with_rows,
 )
 def _allgather_gradient(
-    gradients: Sequence[Tensor], rows: Sequence[int], name: str | None, number: int
+    gradients: Sequence[Tensor], rows: Sequence[int], name: str | None, number: int, exact: bool | None
 ) -> list[Tensor]:
-    return _dense(autograd.allgather_gradients(gradients, rows, name, _process_set(number)))
+    return _dense(autograd.allgather_gradients(gradients, rows, name, _process_set(number), exact))
 
 
 def _keep_rows(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, ctx.name, ctx.process_set = inputs
+    tensors, *ctx.arguments = inputs
     ctx.rows = [tensor.shape[0] for tensor in tensors]
 
 
 def _allgather_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     chosen = autograd.floating(gradients)
     own = torch.ops.polyhvd.allgather_gradient(
-        [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], ctx.name, ctx.process_set
+        [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], *ctx.arguments
     )
-    return autograd.spread(len(gradients), chosen, own), None, None
+    return autograd.spread(len(gradients), chosen, own), *[None] * len(ctx.arguments)
 
 
 _gradient("allgather", _keep_rows, _allgather_backward)
@@ -235,16 +242,21 @@ def _one_like(tensor: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-@_operator("broadcast(Tensor tensor, int root_rank, str? name, int process_set) -> Tensor", _one_like)
-def _broadcast(tensor: Tensor, root_rank: int, name: str | None, number: int) -> Tensor:
+@_operator(
+    f"broadcast(Tensor tensor, int root_rank, str? name, int process_set, {_EXACT}) -> Tensor", _one_like
+)
+def _broadcast(tensor: Tensor, root_rank: int, name: str | None, number: int, _exact: bool | None) -> Tensor:
     return collectives.broadcast(tensor, root_rank, name=name, process_set=_process_set(number))
 
 
 @_operator(
-    "broadcast_gradient(Tensor gradient, int root_rank, str? name, int process_set) -> Tensor", _one_like
+    f"broadcast_gradient(Tensor gradient, int root_rank, str? name, int process_set, {_EXACT}) -> Tensor",
+    _one_like,
 )
-def _broadcast_gradient(gradient: Tensor, root_rank: int, name: str | None, number: int) -> Tensor:
-    return autograd.broadcast_gradient(gradient, root_rank, name, _process_set(number))
+def _broadcast_gradient(
+    gradient: Tensor, root_rank: int, name: str | None, number: int, exact: bool | None
+) -> Tensor:
+    return autograd.broadcast_gradient(gradient, root_rank, name, _process_set(number), exact)
 
 
 def _keep_root(ctx: Any, inputs: Any, output: Any) -> None:
@@ -252,7 +264,7 @@ def _keep_root(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _broadcast_backward(ctx: Any, gradient: Tensor) -> Any:
-    return torch.ops.polyhvd.broadcast_gradient(gradient, *ctx.arguments), None, None, None
+    return torch.ops.polyhvd.broadcast_gradient(gradient, *ctx.arguments), None, None, None, None
 
 
 _gradient("broadcast", _keep_root, _broadcast_backward)
@@ -279,25 +291,26 @@ def _alltoall(
 
 
 @_operator(
-    "alltoall_gradient(Tensor gradient, Tensor received, SymInt rows, str? name, int process_set) -> Tensor",
-    lambda gradient, received, rows, *_: gradient.new_empty((rows, *gradient.shape[1:])),
+    "alltoall_gradient(Tensor gradient, Tensor? splits, Tensor received, SymInt rows, str? name, "
+    "int process_set) -> Tensor",
+    lambda gradient, splits, received, rows, *_: gradient.new_empty((rows, *gradient.shape[1:])),
 )
 def _alltoall_gradient(
-    gradient: Tensor, received: Tensor, rows: int, name: str | None, number: int
+    gradient: Tensor, splits: Tensor | None, received: Tensor, rows: int, name: str | None, number: int
 ) -> Tensor:
-    return autograd.alltoall_gradient(gradient, rows, received.tolist(), name, _process_set(number))
+    return autograd.alltoall_gradient(gradient, rows, splits, received.tolist(), name, _process_set(number))
 
 
-def _keep_received(ctx: Any, inputs: Any, output: Any) -> None:
-    tensor, _, _, ctx.name, ctx.process_set = inputs
+def _keep_splits(ctx: Any, inputs: Any, output: Any) -> None:
+    tensor, splits, _, *ctx.arguments = inputs
     ctx.rows = tensor.shape[0]
-    ctx.save_for_backward(output[1])
+    ctx.save_for_backward(splits, output[1])
 
 
 def _alltoall_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
-    (received,) = ctx.saved_tensors
-    own = torch.ops.polyhvd.alltoall_gradient(gradients[0], received, ctx.rows, ctx.name, ctx.process_set)
+    splits, received = ctx.saved_tensors
+    own = torch.ops.polyhvd.alltoall_gradient(gradients[0], splits, received, ctx.rows, *ctx.arguments)
     return own, None, None, None, None
 
 
-_gradient("alltoall", _keep_received, _alltoall_backward)
+_gradient("alltoall", _keep_splits, _alltoall_backward)

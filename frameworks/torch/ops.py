@@ -283,13 +283,15 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
 ) -> Tensor:
     """Reduce a tensor and keep this rank's rows; see :meth:`polyhvd.api.Collectives.reducescatter`.
 
-    Differentiable for Average and Sum, where every rank runs the same backward.
+    Differentiable for Average and Sum, where every rank runs the same backward. ``exact_gradient``: as for
+    :func:`allgather`.
     """
     (result,) = grouped_reducescatter(
-        (tensor,), name, compression, op, process_set, prescale_factor, postscale_factor
+        (tensor,), name, compression, op, process_set, prescale_factor, postscale_factor, exact_gradient
     )
     return result
 
@@ -321,8 +323,12 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
 ) -> list[Tensor]:
-    """Reduce several tensors and keep this rank's rows, as one operation: all or none. Differentiable."""
+    """Reduce several tensors and keep this rank's rows, as one operation: all or none.
+
+    Differentiable; see :func:`reducescatter`.
+    """
     pairs = [compression.compress(tensor) for tensor in tensors]
     results = reducescatter_group(
         [tensor for tensor, _ in pairs],
@@ -331,6 +337,7 @@ def grouped_reducescatter(
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
         process_set=process_set,
+        exact_gradient=exact_gradient,
     )
     return [compression.decompress(t, context) for t, (_, context) in zip(results, pairs, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Autograd through collectives: the gradient of the sum of all ranks' losses."""
+"""Autograd through collectives, with Horovod's factors where calls do not say otherwise."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reductions(hvd, mx, np):
 
             (got,) = gradient_of(mx, scattered, mx.nd.ones((5, 2)))
             rows = [weights_of(np, r, (n, 2)) for r, n in enumerate((2, 2, 1))]
-            np.testing.assert_allclose(got, np.concatenate(rows) * scale_all, rtol=1e-5)
+            np.testing.assert_allclose(got, np.concatenate(rows) * scale_all * SIZE, rtol=1e-5)
 
 
 def test_reductions(ranks):
@@ -59,10 +59,10 @@ def movements(hvd, mx, np):
     rank = hvd.rank()
     (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.allgather(x)), mx.nd.ones((rank + 1, 2)))
     total = sum(weights_of(np, r, (6, 2)) for r in range(SIZE))
-    np.testing.assert_allclose(got, total[(0, 1, 3)[rank] :][: rank + 1])
+    np.testing.assert_allclose(got, total[(0, 1, 3)[rank] :][: rank + 1] / SIZE, rtol=1e-6)
 
     (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.broadcast(x, 1)), mx.nd.ones(4))
-    np.testing.assert_allclose(got, sum(weights_of(np, r, 4) for r in range(SIZE)) * (rank == 1))
+    np.testing.assert_allclose(got, sum(weights_of(np, r, 4) for r in range(SIZE)) / SIZE * (rank == 1))
 
     x = mx.nd.ones((SIZE, 2))
     (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.alltoall(x)), x)
@@ -100,17 +100,17 @@ def grouped(hvd, mx, np):
         return weighted(hvd, mx, a) + weighted(hvd, mx, b) * 2
 
     a, b = gradient_of(mx, gathered, mx.nd.ones(1), mx.nd.ones(rank + 1))
-    np.testing.assert_allclose(a, total[rank : rank + 1])
+    np.testing.assert_allclose(a, total[rank : rank + 1] / SIZE, rtol=1e-6)
     whole = sum(weights_of(np, r, 6) for r in range(SIZE)) * 2
-    np.testing.assert_allclose(b, whole[(0, 1, 3)[rank] :][: rank + 1])
+    np.testing.assert_allclose(b, whole[(0, 1, 3)[rank] :][: rank + 1] / SIZE, rtol=1e-6)
 
     def scattered(x, y):
         a, b = hvd.grouped_reducescatter([x, y], op=hvd.Sum)
         return weighted(hvd, mx, a) + weighted(hvd, mx, b) * 2
 
     a, b = gradient_of(mx, scattered, mx.nd.ones(3), mx.nd.ones(6))
-    np.testing.assert_allclose(a, [1.0, 1.0, 1.0])
-    np.testing.assert_allclose(b, np.concatenate([weights_of(np, r, 2) for r in range(SIZE)]) * 2)
+    np.testing.assert_allclose(a, [SIZE] * 3)
+    np.testing.assert_allclose(b, np.concatenate([weights_of(np, r, 2) for r in range(SIZE)]) * 2 * SIZE)
 
 
 def test_grouped_forms(ranks):
@@ -202,7 +202,7 @@ def many(hvd, mx, np):
             parts += [hvd.allgather(x * i)[:4] for i in range(40)]
             loss = mx.nd.add_n(*parts).sum()
         loss.backward()
-        want = 3.0 * sum(range(60)) + 2.0 * sum(range(40)) * (hvd.rank() == 0)
+        want = 3.0 * sum(range(60)) + 1.0 * sum(range(40)) * (hvd.rank() == 0)
         assert x.grad.asnumpy().tolist() == [want] * 4
 
 
@@ -222,7 +222,7 @@ def late_root(hvd, mx, np):
         del loss
         junk = [mx.nd.ones(50000) * -1 for _ in range(5)]  # would take the memory
         grad = x.grad.asnumpy()
-        assert grad.tolist() == [(2.0 * step + 1) * (hvd.rank() == 0)] * 50000
+        assert grad.tolist() == [(step + 0.5) * (hvd.rank() == 0)] * 50000
         del junk
 
 
@@ -245,7 +245,7 @@ def without_rows(hvd, mx, np):
         del loss, y, z
         junk = [mx.np.ones((20000, 2)) * -1 for _ in range(5)]  # would take the memory
         if rank == 1:
-            want = np.full((20000, 2), 2.0 * step + 1 + 5)
+            want = np.full((20000, 2), step + 0.5 + 5)
             want[10000:] += 1
             np.testing.assert_array_equal(x.grad.asnumpy(), want)
         assert x.grad.shape == (20000 * rank, 2)
@@ -284,6 +284,38 @@ def training(hvd, mx, np):
 
 def test_a_loss_over_all_ranks_trains_as_one_process(ranks):
     ranks(2, training)
+
+
+def hybrid(hvd, mx, np):
+    hvd.init()
+    rank = hvd.rank()
+    net = mx.gluon.nn.Dense(1, use_bias=False, in_units=1, weight_initializer=mx.init.One())
+    net.initialize()
+    net.hybridize()
+    x = mx.nd.array([[rank + 1.0]] * (rank + 1))  # uneven rows
+    verbs = {
+        "allgather": lambda z, exact: hvd.allgather(z, exact_gradient=exact),
+        "grouped": lambda z, exact: hvd.grouped_allgather([z], exact_gradient=exact)[0],
+        "broadcast": lambda z, exact: hvd.broadcast(z.sum(), 1, exact_gradient=exact),
+        "reducescatter": lambda z, exact: hvd.reducescatter(
+            z.sum().reshape((1,)).tile(3), op=hvd.Sum, exact_gradient=exact
+        ),
+    }
+    for name, verb in verbs.items():
+        for exact in (True, False, None):
+            for _ in range(2):
+                with mx.autograd.record():
+                    loss = (verb(net(x), exact) * (rank + 1)).sum()
+                loss.backward()
+            # The sum of all ranks' weights is 6, that of a rank's samples (rank + 1)^2.
+            wanted = 6.0 * (rank + 1) ** 2 * (name != "broadcast" or rank == 1)
+            if not exact:
+                wanted = wanted * SIZE if name == "reducescatter" else wanted / SIZE
+            assert net.weight.grad().asscalar() == wanted, (name, exact)
+
+
+def test_a_hybridized_block_gets_gradients_through_collectives(ranks):
+    ranks(SIZE, hybrid)
 
 
 def layouts(hvd, mx, np):

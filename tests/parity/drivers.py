@@ -86,6 +86,12 @@ class Driver(abc.ABC):
         """``function(*tensors)``, in a compiled graph where that is what the driver tests."""
         return function(*tensors)
 
+    def gradients(
+        self, function: Callable[..., Sequence[Any]], arrays: Sequence[Array], weights: Sequence[Array]
+    ) -> list[Array]:
+        """Of the sum of the results of ``function(*tensors)``, each weighted, by every tensor."""
+        raise NotImplementedError(f"{self.name} has no gradients")
+
     def parameter(self, array: Array) -> Any:
         """A trainable tensor, as models hold them."""
         return self.from_numpy(array)
@@ -189,6 +195,15 @@ class _Torch(Driver):
     def transposed(self, tensor: Any) -> Any:
         return tensor.permute(*reversed(range(tensor.dim())))
 
+    def gradients(
+        self, function: Callable[..., Sequence[Any]], arrays: Sequence[Array], weights: Sequence[Array]
+    ) -> list[Array]:
+        tensors = [self.from_numpy(array).requires_grad_() for array in arrays]
+        results = self.call(function, *tensors)
+        sums = [(r * self.from_numpy(w)).sum() for r, w in zip(results, weights, strict=True)]
+        sum(sums).backward()  # type: ignore[union-attr]
+        return [self.to_numpy(tensor.grad) for tensor in tensors]
+
     def parameter(self, array: Array) -> Any:
         import torch
 
@@ -222,6 +237,21 @@ class _MXNet(Driver):
         values: Array = tensor.asnumpy()
         return values.view(BFLOAT16) if values.dtype == self._BFLOAT16 else values
 
+    def gradients(
+        self, function: Callable[..., Sequence[Any]], arrays: Sequence[Array], weights: Sequence[Array]
+    ) -> list[Array]:
+        import mxnet as mx
+
+        tensors, factors = [self.from_numpy(a) for a in arrays], [self.from_numpy(w) for w in weights]
+        for tensor in tensors:
+            tensor.attach_grad()
+        with mx.autograd.record():
+            results = function(*tensors)
+            sums = [(r * w).sum().astype("float32") for r, w in zip(results, factors, strict=True)]
+            loss = mx.nd.add_n(*sums)
+        loss.backward()
+        return [self.to_numpy(tensor.grad) for tensor in tensors]
+
     def unsupported(self) -> Sequence[Any]:
         import mxnet as mx
 
@@ -249,6 +279,24 @@ class _TensorFlow(Driver):
             return np.asarray(tf.cast(tensor, tf.float32).numpy()).astype(BFLOAT16)
         values: Array = np.asarray(tensor.numpy())
         return values
+
+    def gradients(
+        self, function: Callable[..., Sequence[Any]], arrays: Sequence[Array], weights: Sequence[Array]
+    ) -> list[Array]:
+        import tensorflow as tf
+
+        factors = [self.from_numpy(w) for w in weights]
+
+        def of_sum(*tensors: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                results = function(*tensors)
+                sums = [tf.reduce_sum(r * w) for r, w in zip(results, factors, strict=True)]
+                loss = tf.add_n([tf.cast(each, tf.float64) for each in sums])
+            return tape.gradient(loss, tensors)
+
+        found = self.call(of_sum, *map(self.from_numpy, arrays))
+        return [self.to_numpy(gradient) for gradient in found]
 
     def parameter(self, array: Array) -> Any:
         import tensorflow as tf

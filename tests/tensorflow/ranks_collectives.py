@@ -370,7 +370,7 @@ def gradients_go_through_scattered_sums() -> None:
         )
         for mode in DIFFERENTIABLE:
             dx, dy = mode(gradients)(tf.range(float(rows)), tf.ones([4, 2]))
-            equal(dx, 2 * np.arange(rows) * weights * 1.5 * scale, rtol=1e-6)
+            equal(dx, 2 * np.arange(rows) * weights * 1.5 * scale * SIZE, rtol=1e-6)
             equal(dy, np.zeros((4, 2)))
 
 
@@ -397,11 +397,68 @@ def gradients_go_through_groups_of_several_dtypes() -> None:
     before = sum(r + 1 for r in range(RANK))
     for mode in DIFFERENTIABLE:
         dx, dy = mode(gathered)(tf.ones([RANK + 1]), tf.ones([2], tf.float64))
-        equal(dx, np.arange(before + 1, before + RANK + 2) * total)
-        equal(dy, np.full(2, total))
+        equal(dx, np.arange(before + 1, before + RANK + 2) * total / SIZE)
+        equal(dy, np.full(2, total / SIZE))
         dx, dy = mode(reduced)(tf.ones([2]), tf.ones([3], tf.float64))
         equal(dx, np.full(2, total))
         equal(dy, np.full(3, 2 * total))
+
+
+@check
+def gradients_of_another_type_are_cast_to_that_of_the_results() -> None:
+    verbs: dict[str, Callable[[Any], Any]] = {
+        "alltoall": hvd.alltoall,
+        "alltoall with splits": lambda x: hvd.alltoall(x, [1] * SIZE)[0],
+        "allreduce": lambda x: hvd.allreduce(x, op=hvd.Sum),
+        "allgather": lambda x: hvd.allgather(x, exact_gradient=True)[:SIZE],
+        "broadcast": lambda x: hvd.broadcast(x, RANK * 0, exact_gradient=True),
+        "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, exact_gradient=True),
+    }
+    everywhere = {"alltoall": 1, "alltoall with splits": 1, "allreduce": SIZE, "reducescatter": 1}
+    for dtype in (tf.float16, tf.bfloat16, tf.float64):
+        for name, verb in verbs.items():
+
+            def gradient(x: Any, verb: Any = verb) -> Any:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    result = verb(x)
+                return tape.gradient(result, x, output_gradients=tf.ones_like(result, tf.float32))
+
+            for mode in DIFFERENTIABLE:
+                found = mode(gradient)(tf.ones([SIZE], dtype))
+                assert found.dtype == dtype, (name, found.dtype)
+                equal(found, np.full(SIZE, everywhere.get(name, SIZE if RANK == 0 else 0)))
+
+
+@check
+def exchanged_integers_have_no_gradient_and_are_exchanged() -> None:
+    for mode in DIFFERENTIABLE:
+
+        def exchange(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                whole, counts = hvd.alltoall(tf.cast(x, tf.int32), [1] * SIZE)
+                loss = tf.reduce_sum(x) + tf.reduce_sum(tf.cast(whole + counts, tf.float32))
+            return whole, tape.gradient(loss, x)
+
+        whole, gradient = mode(exchange)(tf.fill([SIZE], RANK + 1.0))
+        equal(whole, np.arange(SIZE) + 1)
+        equal(gradient, np.ones(SIZE))
+
+
+@check
+def the_gradient_of_reduced_slices_is_that_of_a_reduction() -> None:
+    """However they travel, it is not scaled as an allgather's."""
+
+    def gradient(values: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            slices = tf.IndexedSlices(values, tf.constant([RANK]), tf.constant([SIZE, 2]))
+            loss = tf.reduce_sum(hvd.allreduce(slices, op=hvd.Sum).values) * (RANK + 1.0)
+        return tape.gradient(loss, values)
+
+    for mode in DIFFERENTIABLE:
+        equal(mode(gradient)(tf.ones([1, 2])), np.full((1, 2), sum(range(1, SIZE + 1))))
 
 
 @check

@@ -272,9 +272,9 @@ def operators_are_sound() -> None:
     ops = torch.ops.polyhvd
     for op, arguments in (
         (ops.allreduce, ([x, x.detach() + 1], *reduction)),
-        (ops.reducescatter, ([x], [2], *reduction)),
-        (ops.allgather, ([x, x * 2], None, 0)),
-        (ops.broadcast, (x, 1, None, 0)),
+        (ops.reducescatter, ([x], [2], *reduction, None)),
+        (ops.allgather, ([x, x * 2], None, 0, True)),
+        (ops.broadcast, (x, 1, None, 0, False)),
         (ops.alltoall, (x, None, hvd.size(), None, 0)),
     ):
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
