@@ -22,7 +22,7 @@ __all__ = [
     "PeerLostError",
     "ShutdownError",
     "TransferTimeoutError",
-    "UnsupportedSlicesError",
+    "UnsupportedError",
     "as_tensorflow",
     "invalid",
 ]
@@ -39,8 +39,8 @@ class InvalidArgumentError(_Both, tf.errors.InvalidArgumentError, errors.Invalid
     """A bad call: nothing was sent, and the job goes on."""
 
 
-class UnsupportedSlicesError(InvalidArgumentError, NotImplementedError):
-    """A reduction that tf.IndexedSlices do not have; Horovod raises NotImplementedError."""
+class UnsupportedError(InvalidArgumentError, errors.UnsupportedError):
+    """What cannot be had in this way, such as Max of tf.IndexedSlices; Horovod raises NotImplementedError."""
 
 
 def invalid(message: str) -> InvalidArgumentError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow import ops
-from polyhvd.tensorflow.errors import UnsupportedSlicesError
+from polyhvd.tensorflow.errors import UnsupportedError
 
 from polyhvd.adapter import ReduceOp
 from polyhvd.compression import Compressor
@@ -48,10 +48,10 @@ def allreduce(
         process_set: the ranks that take part.
 
     Raises:
-        UnsupportedSlicesError: another ``op``.
+        UnsupportedError: another ``op``.
     """
     if op not in (ReduceOp.Average, ReduceOp.Sum):
-        raise UnsupportedSlicesError(
+        raise UnsupportedError(
             None,
             None,
             f"op={ReduceOp(op).name}: tf.IndexedSlices are reduced with Average or Sum; for others convert "
