@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -27,7 +28,9 @@ class Attendant:
         # For stacks while C code holds the interpreter's lock; not if the program uses the signal.
         self._dumps = -1
         if signal.getsignal(_SIGNAL) == signal.SIG_DFL:
-            self._dumps = os.memfd_create("polyhvd-stacks")
+            with contextlib.suppress(OSError, AttributeError):  # forbidden, or not there
+                self._dumps = os.memfd_create("polyhvd-stacks")
+        if self._dumps >= 0:
             faulthandler.register(_SIGNAL, file=self._dumps)
         self.mailbox = _core.Mailbox(0 if self._dumps < 0 else int(_SIGNAL), self._dumps)
         # A daemon, since others are joined before the functions of atexit, and so before shutdown().
@@ -62,6 +65,7 @@ class Attendant:
 
 def _stacks() -> str:
     try:
-        return stacks(without=[threading.get_ident()])
+        text = stacks(without=[threading.get_ident()])
+        return text.encode("utf-8", "backslashreplace").decode()  # of files with names in other encodings
     except Exception as error:  # a stall report is no reason to fail
         return f"but its stacks cannot be read: {error!r}"

@@ -164,7 +164,7 @@ def _manner(kind: int, op: int, root: int, process_set: int, prescale: float, po
 
 @functools.lru_cache(maxsize=256)
 def _place(path: str, line: int) -> bytes:
-    return f"{path.rpartition('/')[2]}:{line}".encode()
+    return f"{path.rpartition('/')[2]}:{line}".encode("utf-8", "backslashreplace")
 
 
 def _caller() -> bytes:

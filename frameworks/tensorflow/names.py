@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,7 +98,8 @@ def unnamed_in_graph(kind: str, process_set: int) -> str:
 def caller_line() -> str:
     """``train.py:88``: the innermost line outside polyhvd, TensorFlow and Keras."""
     if not tf.executing_eagerly():
-        return _traced_line()
+        with suppress(RuntimeError, ValueError):  # TensorFlow reads names of files as UTF-8
+            return _traced_line()
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_CALLERS:
@@ -108,7 +109,9 @@ def caller_line() -> str:
 
 
 def _line(path: str, number: int) -> str:
-    return f"{path.rpartition('/')[2]}:{number}"
+    """As UTF-8 has it: a file name in another encoding stands escaped."""
+    name = path.rpartition("/")[2].encode("utf-8", "backslashreplace").decode()
+    return f"{name}:{number}"
 
 
 def _traced_line() -> str:
