@@ -300,7 +300,7 @@ def _address(settings: Config, hosts: Sequence[int], names: Sequence[str]) -> st
     if settings.interface:
         return network.address_of(settings.interface)
     others = [name for host, name in zip(hosts, names, strict=True) if host != hosts[0]]
-    return network.address_towards(others[0]) if others else "127.0.0.1"
+    return network.address_towards(others[0]) if others else network.loopback()
 
 
 def _placed(settings: Config, rank: int, hosts: Sequence[int]) -> Config:

@@ -112,7 +112,7 @@ class Job:
         if self._spec.interface:
             return network.address_of(self._spec.interface)
         others = [host.name for host, local in zip(self._spec.hosts, self._local, strict=True) if not local]
-        return network.address_towards(others[0].rpartition("@")[2]) if others else "127.0.0.1"
+        return network.address_towards(others[0].rpartition("@")[2]) if others else network.loopback()
 
     def _start(self) -> None:
         for number, host in enumerate(self._spec.hosts):

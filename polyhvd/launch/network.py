@@ -7,10 +7,12 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from pathlib import Path
 
-__all__ = ["address_of", "address_towards", "endpoint_text", "is_local", "parse_endpoint", "tune"]
+__all__ = ["address_of", "address_towards", "endpoint_text", "is_local", "loopback", "parse_endpoint", "tune"]
 
 _SIOCGIFADDR = 0x8915
+_IFA_F_UNUSABLE = 0x40 | 0x08  # tentative, or somebody else has it; see linux/if_addr.h
 _KEEPALIVE_IDLE_S = 5
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_COUNT = 3
@@ -50,35 +52,59 @@ def address_of(interface: str) -> str:
     ``interface`` is a name (``eth0``), an address, a network (``10.0.0.0/16``), or several of them
     with commas, of which the first that exists here counts. Raises ValueError when none does.
     """
-    own = _interface_addresses()
+    own = [*_addresses_v4(), *_addresses_v6()]
     for item in filter(None, (part.strip() for part in interface.split(","))):
-        if item in own:
-            return own[item]
+        for name, address in own:
+            if item == name:
+                return address
         try:
             network = ipaddress.ip_network(item, strict=False)
         except ValueError:
             continue
-        for address in own.values():
+        for _, address in own:
             if ipaddress.ip_address(address) in network:
                 return address
         if "/" not in item and _is_own_address(item):
             return item
-    known = ", ".join(f"{name} {address}" for name, address in own.items())
+    known = ", ".join(f"{name} {address}" for name, address in own)
     raise ValueError(
         f"there is no network interface {interface!r} on {socket.gethostname()} (it has: {known})"
     )
 
 
-def _interface_addresses() -> dict[str, str]:
-    addresses = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # the interface has no IPv4 address
-            addresses[name] = socket.inet_ntoa(reply[20:24])
+def loopback() -> str:
+    """The address under which processes of this host reach each other: 127.0.0.1, or without IPv4 ::1."""
+    return next(filter(_is_own_address, ("127.0.0.1", "::1")), "127.0.0.1")
+
+
+def _addresses_v4() -> list[tuple[str, str]]:
+    """An IPv4 address of each interface that has one."""
+    addresses = []
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                except OSError:
+                    continue  # the interface has no IPv4 address
+                addresses.append((name, socket.inet_ntoa(reply[20:24])))
+    except OSError:
+        pass  # the kernel has no IPv4
+    return addresses
+
+
+def _addresses_v6() -> list[tuple[str, str]]:
+    """The IPv6 addresses of the interfaces, but those that only mean something on one link."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text("ascii").splitlines()
+    except OSError:
+        return []  # the kernel has no IPv6
+    addresses = []
+    for digits, _, _, _, flags, name in (line.split() for line in lines):
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if not address.is_link_local and not int(flags, 16) & _IFA_F_UNUSABLE:
+            addresses.append((name, str(address)))
     return addresses
 
 
@@ -100,7 +126,10 @@ def address_towards(host: str) -> str:
         targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         # An alias that only ssh knows: take the way to the outside.
-        targets = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("192.0.2.1", 9))]
+        targets = [
+            (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("192.0.2.1", 9)),
+            (socket.AF_INET6, socket.SOCK_DGRAM, 0, "", ("2001:db8::1", 9, 0, 0)),
+        ]
     for family, kind, protocol, _, target in targets:
         try:
             with socket.socket(family, kind, protocol) as probe:

@@ -5,6 +5,7 @@ It has no name, so nothing is left of it after a crash, and no size limit of /de
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -18,7 +19,9 @@ _HERE, _NONE = b"M", b"-"
 
 
 def make_segment(size: int) -> int:
-    """A zeroed memfd of ``size`` bytes that nobody can resize any more."""
+    """A zeroed memfd of ``size`` bytes that nobody can resize any more; raises OSError."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     descriptor = os.memfd_create("polyhvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Namespace", "available", "two_hosts"]
+__all__ = ["Namespace", "available", "host_without_ipv4", "two_hosts"]
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,32 @@ def two_hosts() -> Iterator[tuple[Namespace, Namespace]]:
         yield hosts[0], hosts[1]
     finally:
         for host in hosts:
-            pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout
-            for pid in pids.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), 9)
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+            _remove(host)
+
+
+@contextlib.contextmanager
+def host_without_ipv4() -> Iterator[Namespace]:
+    """Make a namespace that has IPv6 alone: ::1, and an address on eth0; removed as in two_hosts()."""
+    host = Namespace(f"hvd{os.getpid()}v6", "fd00:213::1")
+    try:
+        _ip("netns", "add", host.name)
+        _ip("-n", host.name, "link", "set", "lo", "up")
+        _ip("-n", host.name, "-4", "addr", "flush", "dev", "lo")
+        _ip("-n", host.name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+        for interface in ("eth0", "eth1"):
+            _ip("-n", host.name, "link", "set", interface, "up")
+        _ip("-n", host.name, "-6", "addr", "add", f"{host.address}/64", "dev", "eth0", "nodad")
+        yield host
+    finally:
+        _remove(host)
+
+
+def _remove(host: Namespace) -> None:
+    pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout
+    for pid in pids.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), 9)
+    subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
 
 
 def _ip(*arguments: str) -> None:
