@@ -24,8 +24,8 @@ _WITH_VELOCITY = frozenset({"SGD", "RMSprop"})
 class BroadcastGlobalVariables(abc.ABC):
     """Starts all ranks with the root's weights and optimizer state.
 
-    Before the first step if the model is built by then, else after it. Seeds of random layers stay
-    as they are, so that ranks drop out different units.
+    Before the first step if the model and its layers are built by then, else after it. Seeds of random
+    layers stay as they are, so that ranks drop out different units.
 
     Args:
         root_rank: world rank of the sender.
@@ -60,7 +60,7 @@ class BroadcastGlobalVariables(abc.ABC):
         """Broadcast, if there is something to broadcast."""
         model, optimizer = self.model, self.model.optimizer
         build = getattr(optimizer, "build", None)
-        if self.broadcast_done or not model.built or build is None:
+        if self.broadcast_done or not _is_built(model) or build is None:
             return
         if not getattr(optimizer, "built", False):
             build(model.trainable_variables)
@@ -299,6 +299,12 @@ class BestModel:
         """As of the base class, on rank 0."""
         if context.config().rank == 0:
             super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+
+
+def _is_built(model: Any) -> bool:
+    """Whether all variables are there: a model may say so of itself while a layer has none yet."""
+    layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else model.layers
+    return bool(model.built) and all(getattr(layer, "built", True) for layer in layers)
 
 
 def _number(variable: Any) -> float:

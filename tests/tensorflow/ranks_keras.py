@@ -415,6 +415,26 @@ def a_model_that_is_built_by_its_first_batch_is_broadcast_too() -> None:
 
 
 @check
+def a_model_that_says_that_it_is_built_while_a_layer_is_not_is_broadcast_too() -> None:
+    class Premature(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = keras.layers.Dense(3), keras.layers.Dense(1)
+            self.first.build((None, FEATURES))
+            self.built = True
+
+        def call(self, inputs: Any) -> Any:
+            return self.last(self.first(inputs))
+
+    keras.utils.set_random_seed(10 + RANK)
+    model = Premature()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+    train_together(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert len(model.get_weights()) == 4
+    assert_same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
+
+
+@check
 def local_variables_stay() -> None:
     model = make_model(seed=1 + RANK)
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
