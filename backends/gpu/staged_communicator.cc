@@ -133,7 +133,12 @@ void StagedCommunicator::broadcast(Segments in, Segments out, int root, Deadline
       });
 }
 
-void StagedCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
+void StagedCommunicator::allgather(Segments in, Segments out, Counts counts, Deadline deadline) {
+  Walk inputs(in);
+  std::vector<Walk> outputs;  // of each member
+  for (std::size_t m = 0; m < members_; ++m) {
+    outputs.emplace_back(out.subspan(m * in.size(), in.size()));
+  }
   const std::size_t piece = part_bytes(members_);
   const auto part = [&](std::size_t member) { return Pieces{counts[member], piece}; };
   std::vector<std::size_t> in_round(members_);
@@ -149,8 +154,10 @@ void StagedCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Dead
       Pieces{*std::ranges::max_element(counts), piece}.count(), piece * members_, deadline,
       [&](std::size_t round, std::byte* memory) {
         count(round);
-        staging_.copy_to_host(memory + offset_of(self_), in.data() + part(self_).begin(round),
-                              in_round[self_]);
+        std::byte* const to = memory + offset_of(self_);
+        inputs.take(in_round[self_], [&](std::byte* data, std::size_t at, std::size_t bytes) {
+          staging_.copy_to_host(to + at, data, bytes);
+        });
       },
       [&](std::size_t round, std::byte* memory) {
         count(round);
@@ -158,10 +165,12 @@ void StagedCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Dead
         on_cpu_.allgather(all.subspan(offset_of(self_), in_round[self_]), all, in_round, deadline);
       },
       [&](std::size_t round, std::byte* memory) {
-        std::byte* block = out.data();
+        count(round);
         for (std::size_t m = 0; m < members_; ++m) {
-          staging_.copy_to_device(block + part(m).begin(round), memory + offset_of(m), in_round[m]);
-          block += counts[m];
+          const std::byte* const from = memory + offset_of(m);
+          outputs[m].take(in_round[m], [&](std::byte* data, std::size_t at, std::size_t bytes) {
+            staging_.copy_to_device(data, from + at, bytes);
+          });
         }
       });
 }

@@ -208,58 +208,82 @@ void HostCommunicator::reduce_own_chunk(const Reduction& r, Cursor& mine, std::s
   });
 }
 
-void HostCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
-  std::vector<std::size_t> offsets(counts.size(), 0);
-  for (std::size_t i = 1; i < counts.size(); ++i) offsets[i] = offsets[i - 1] + counts[i - 1];
-  const auto block = [&](int position) {
-    const auto p = static_cast<std::size_t>(position);
-    return Segment{out.data() + offsets[p], counts[p]};
-  };
-  const Segment own = block(position_);
-  if (own.bytes > 0 && own.data != in.data()) copy_bytes(own.data, in.data(), own.bytes);
-
-  const std::vector<int>& here = sides_[static_cast<std::size_t>(side_)];
-  std::vector<Segment> blocks;
-  std::vector<std::size_t> bytes;
-  for (const int position : here) {
-    blocks.push_back(block(position));
-    bytes.push_back(blocks.back().bytes);
+void HostCommunicator::allgather(Segments in, Segments out, Counts counts, Deadline deadline) {
+  const std::size_t parts = in.size();
+  const auto block = [&](int position) { return out.subspan(index(position) * parts, parts); };
+  const Segments own = block(position_);
+  for (std::size_t i = 0; i < parts; ++i) {
+    if (in[i].bytes > 0 && own[i].data != in[i].data) {
+      copy_bytes(own[i].data, in[i].data, in[i].bytes);
+    }
   }
+  const std::vector<int>& here = sides_[index(side_)];
+  std::vector<std::size_t> bytes;
   std::vector<Cursor> sinks;
-  for (const Segment& b : blocks) sinks.emplace_back(Segments(&b, 1), Segments(&b, 1));
-  const Cursor source(Segments(&own, 1), Segments(&own, 1));
-  group_.spread(bytes, source, sinks, deadline);
-  if (hosts() > 1) gather_across(out, counts, deadline);
+  for (const int position : here) {
+    bytes.push_back(counts[index(position)]);
+    sinks.emplace_back(block(position), block(position));
+  }
+  group_.spread(bytes, Cursor(own, own), sinks, deadline);
+  if (hosts() > 1) gather_across(out, parts, counts, deadline);
 }
 
 // The leaders swap their hosts' blocks, and hand the others' on within the host.
-void HostCommunicator::gather_across(Bytes out, Counts counts, Deadline deadline) {
-  std::vector<std::size_t> offsets(counts.size(), 0);
-  for (std::size_t i = 1; i < counts.size(); ++i) offsets[i] = offsets[i - 1] + counts[i - 1];
+void HostCommunicator::gather_across(Segments out, std::size_t parts, Counts counts,
+                                     Deadline deadline) {
   const auto block = [&](const std::vector<int>& side, std::size_t i) {
-    if (i >= side.size()) return Bytes{};
-    const auto p = static_cast<std::size_t>(side[i]);
-    return out.subspan(offsets[p], counts[p]);
+    return i < side.size() ? out.subspan(index(side[i]) * parts, parts) : Segments{};
   };
-  const std::vector<int>& here = sides_[static_cast<std::size_t>(side_)];
+  const std::vector<int>& here = sides_[index(side_)];
   for (int k = 1; leads() && k < hosts(); ++k) {
-    const auto& to = sides_[static_cast<std::size_t>((side_ + k) % hosts())];
-    const auto& from = sides_[static_cast<std::size_t>((side_ - k + hosts()) % hosts())];
+    const auto& to = sides_[index(next_side(k))];
+    const auto& from = sides_[index(next_side(-k))];
     for (std::size_t i = 0; i < std::max(here.size(), from.size()); ++i) {
-      fabric_.transport->exchange(rank_at(to[0]), block(here, i), rank_at(from[0]), block(from, i),
-                                  deadline);
+      swap_blocks(rank_at(to[0]), block(here, i), rank_at(from[0]), block(from, i), deadline);
     }
   }
   std::vector<std::size_t> bytes(here.size(), 0);
   for (int s = 0; s < hosts(); ++s) {
     if (s == side_) continue;
-    for (const int position : sides_[static_cast<std::size_t>(s)]) {
-      const auto p = static_cast<std::size_t>(position);
-      const Segment b{out.data() + offsets[p], counts[p]};
-      bytes[0] = b.bytes;
-      std::vector<Cursor> sinks(here.size(), Cursor(Segments(&b, 1), Segments(&b, 1)));
+    for (const int position : sides_[index(s)]) {
+      const Segments b = out.subspan(index(position) * parts, parts);
+      bytes[0] = counts[index(position)];
+      std::vector<Cursor> sinks(here.size(), Cursor(b, b));
       group_.spread(bytes, sinks[0], sinks, deadline);
     }
+  }
+}
+
+// A block in one piece is one message. One of several pieces goes in messages of one length,
+// packed where they take several pieces: both ends know how the other's block is cut.
+void HostCommunicator::swap_blocks(int to, Segments sent, int from, Segments received,
+                                   Deadline deadline) {
+  if (sent.size() <= 1 && received.size() <= 1) {
+    const auto piece = [](Segments block) {
+      return block.empty() ? Bytes{} : Bytes(block[0].data, block[0].bytes);
+    };
+    fabric_.transport->exchange(to, piece(sent), from, piece(received), deadline);
+    return;
+  }
+  constexpr std::size_t kPackedBytes = 1016 << 10;  // see tuned_chunk_bytes()
+  const std::size_t sent_bytes = total_bytes(sent);
+  const std::size_t received_bytes = total_bytes(received);
+  Cursor reading(sent, sent);
+  Cursor writing(received, received);
+  flat_.resize(std::min(kPackedBytes, sent_bytes));
+  terms_.resize(std::min(kPackedBytes, received_bytes));
+  for (std::size_t at = 0; at < std::max(sent_bytes, received_bytes); at += kPackedBytes) {
+    const auto piece = [&](std::size_t total) {
+      return at < total ? std::min(kPackedBytes, total - at) : 0;
+    };
+    const std::size_t going = piece(sent_bytes);
+    const std::size_t coming = piece(received_bytes);
+    const std::byte* const run = reading.input_run(going);
+    std::byte* const target = writing.output_run(coming);
+    run == nullptr ? reading.copy_inputs_to(flat_.data(), going) : reading.skip(going);
+    fabric_.transport->exchange(to, {run == nullptr ? flat_.data() : run, going}, from,
+                                {target == nullptr ? terms_.data() : target, coming}, deadline);
+    target == nullptr ? writing.copy_to_outputs(terms_.data(), coming) : writing.skip(coming);
   }
 }
 

@@ -38,7 +38,8 @@ class HostCommunicator final : public Communicator {
 
   void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                  Deadline deadline) override;
-  void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+  using Communicator::allgather;
+  void allgather(Segments in, Segments out, Counts counts, Deadline deadline) override;
   void broadcast(Segments in, Segments out, int root, Deadline deadline) override;
   void reducescatter(Segments in, Segments out, Counts counts, DType dtype, ReduceOp op,
                      Scale scale, Deadline deadline) override;
@@ -125,7 +126,8 @@ class HostCommunicator final : public Communicator {
   void add_terms(const Reduction& r, Chunk& chunk);
   void take_sums(const Reduction& r, Chunk& chunk);
   void hand_on(Segments out, int root_side, Deadline deadline);
-  void gather_across(Bytes out, Counts counts, Deadline deadline);
+  void gather_across(Segments out, std::size_t parts, Counts counts, Deadline deadline);
+  void swap_blocks(int to, Segments sent, int from, Segments received, Deadline deadline);
   void scatter_here(const Reduction& r, Segments own, Counts counts);
   void reduce_terms(const Reduction& r, ConstBytes terms, Cursor own, std::size_t bytes);
   ConstBytes collect_terms(ConstBytes in, Counts counts, Deadline deadline);

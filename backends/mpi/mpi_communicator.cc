@@ -163,9 +163,15 @@ void MpiCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp
       });
 }
 
-void MpiCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
+void MpiCommunicator::allgather(Segments in, Segments out, Counts counts, Deadline deadline) {
   const Handle communicator = connected(deadline);
   const std::size_t per_round = std::max<std::size_t>(1, kRoundBytes / size_);
+  host::Cursor reading(in, in);
+  std::vector<host::Cursor> parts;  // of each member, in the output
+  for (std::size_t m = 0; m < size_; ++m) {
+    const Segments part = out.subspan(m * in.size(), in.size());
+    parts.emplace_back(part, part);
+  }
   run(
       rounds_of(std::ranges::max(counts), per_round), deadline,
       [&](std::size_t round, Flight& flight) {
@@ -176,20 +182,16 @@ void MpiCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadlin
         make_room(flight.received, set_offsets(flight.received_counts, flight.received_offsets));
         const std::size_t own = piece_of(counts[self_], round, per_round);
         make_room(flight.sent, own);
-        if (own > 0) std::memcpy(flight.sent.data(), in.data() + round * per_round, own);
+        reading.copy_inputs_to(flight.sent.data(), own);
         fabric_.count(own);
         library_.start_allgather(flight.sent.data(), static_cast<int>(own), flight.received.data(),
                                  flight.received_counts.data(), flight.received_offsets.data(),
                                  communicator, flight.request);
       },
-      [&](std::size_t round, Flight& flight) {
-        std::byte* part = out.data();
+      [&](std::size_t, Flight& flight) {
         for (std::size_t m = 0; m < size_; ++m) {
-          if (const auto bytes = static_cast<std::size_t>(flight.received_counts[m]); bytes > 0) {
-            std::memcpy(part + round * per_round,
-                        flight.received.data() + flight.received_offsets[m], bytes);
-          }
-          part += counts[m];
+          parts[m].copy_to_outputs(flight.received.data() + flight.received_offsets[m],
+                                   static_cast<std::size_t>(flight.received_counts[m]));
         }
       });
 }

@@ -25,7 +25,8 @@ class MpiCommunicator final : public Communicator {
 
   void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                  Deadline deadline) override;
-  void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+  using Communicator::allgather;
+  void allgather(Segments in, Segments out, Counts counts, Deadline deadline) override;
   void broadcast(Segments in, Segments out, int root, Deadline deadline) override;
   void reducescatter(Segments in, Segments out, Counts counts, DType dtype, ReduceOp op,
                      Scale scale, Deadline deadline) override;

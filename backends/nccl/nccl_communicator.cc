@@ -8,12 +8,11 @@
 namespace polyhvd::nccl {
 namespace {
 
-constexpr std::size_t kPackedSegmentsMin = 3;
-
-// Whether the parts of all members follow each other in memory.
-bool is_one_piece(Segments parts) {
+// Whether the parts of all members follow each other in memory, and are equally long.
+bool is_even_piece(Segments parts) {
   for (std::size_t i = 1; i < parts.size(); ++i) {
     if (parts[i - 1].data + parts[i - 1].bytes != parts[i].data) return false;
+    if (parts[i - 1].bytes != parts[i].bytes) return false;
   }
   return true;
 }
@@ -246,16 +245,40 @@ void NcclCommunicator::reducescatter(Segments in, Segments out, Counts counts, D
   }
   fabric_.count(total_bytes(in));
   const Operation operation(lane_->connection(), *reduction);
-  const std::size_t item = item_size(dtype);
-  if (out.size() != 1 || !are_equal(counts) || !is_one_piece(in)) {
-    return reducescatter_packed(in, out, counts, item, *reduction, operation.get(), deadline);
+  std::vector<std::size_t> direct;
+  std::vector<std::size_t> packed;
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const bool is_alone = out.size() == 1 || !FusionBuffer::takes(in[i]);
+    const bool is_direct = is_alone && is_even_piece(picked(in, out.size(), {&i, 1}));
+    (is_direct ? direct : packed).push_back(i);
   }
+  const std::size_t item = item_size(dtype);
   lane_->launch("a reducescatter", deadline, [&] {
-    lane_->connection().check(
-        "ncclReduceScatter",
-        lane_->call().ReduceScatter(in[0].data, out[0].data, counts[0] / item, reduction->type,
-                                    operation.get(), lane_->comm(), lane_->stream()));
+    for (const std::size_t i : direct) {
+      lane_->connection().check(
+          "ncclReduceScatter",
+          lane_->call().ReduceScatter(in[i].data, out[i].data, out[i].bytes / item, reduction->type,
+                                      operation.get(), lane_->comm(), lane_->stream()));
+    }
   });
+  if (packed.empty()) return;
+  const std::vector<Segment> from = picked(in, out.size(), packed);
+  std::vector<std::size_t> packed_counts;
+  for (std::size_t m = 0; m < size_; ++m) {
+    packed_counts.push_back(total_bytes(Segments(from).subspan(m * packed.size(), packed.size())));
+  }
+  reducescatter_packed(from, picked(out, out.size(), packed), packed_counts, item, *reduction,
+                       operation.get(), deadline);
+}
+
+// Of the tensors at `which`, the segments for every member.
+std::vector<Segment> NcclCommunicator::picked(Segments all, std::size_t tensors,
+                                              std::span<const std::size_t> which) {
+  std::vector<Segment> segments;
+  for (std::size_t first = 0; first < all.size(); first += tensors) {
+    for (const std::size_t i : which) segments.push_back(all[first + i]);
+  }
+  return segments;
 }
 
 // NCCL wants all parts equally long and in one piece. They are laid out so, as much as fits at a

@@ -19,6 +19,9 @@
 
 namespace polyhvd::nccl {
 
+// So many small tensors travel as one.
+inline constexpr std::size_t kPackedSegmentsMin = 3;
+
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members,
@@ -27,7 +30,8 @@ class NcclCommunicator final : public Communicator {
 
   void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                  Deadline deadline) override;
-  void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
+  using Communicator::allgather;
+  void allgather(Segments in, Segments out, Counts counts, Deadline deadline) override;
   void broadcast(Segments in, Segments out, int root, Deadline deadline) override;
   void reducescatter(Segments in, Segments out, Counts counts, DType dtype, ReduceOp op,
                      Scale scale, Deadline deadline) override;
@@ -50,6 +54,10 @@ class NcclCommunicator final : public Communicator {
                         RedOp op, Deadline deadline);
   void reducescatter_packed(Segments in, Segments out, Counts counts, std::size_t item,
                             const Reduction& reduction, RedOp op, Deadline deadline);
+  void gather_one(const Segment& in, Segments parts) const;
+  void allgather_packed(Segments in, Segments out, Deadline deadline);
+  static std::vector<Segment> picked(Segments all, std::size_t tensors,
+                                     std::span<const std::size_t> which);
   void send_and_receive(int peer, ConstBytes out, Bytes in) const;
   void allreduce_by_levels(Segments in, Segments out, DType dtype, ReduceOp op,
                            const Reduction& reduction, Deadline deadline);

@@ -5,29 +5,72 @@
 #include "segments.h"
 
 namespace polyhvd::nccl {
-void NcclCommunicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
+// Tensors that are small on every rank travel as one.
+void NcclCommunicator::allgather(Segments in, Segments out, Counts counts, Deadline deadline) {
   if (std::ranges::max(counts) == 0) return;
   if (!takes_lane(deadline)) return staged().allgather(in, out, counts, deadline);
-  fabric_.count(in.size());
-  lane_->launch("an allgather", deadline, [&] {
-    if (are_equal(counts)) {
-      return lane_->connection().check(
-          "ncclAllGather",
-          lane_->call().AllGather(in.data(), out.data(), in.size(), DataType::kUint8, lane_->comm(),
-                                  lane_->stream()));
-    }
-    std::byte* part = out.data();
+  fabric_.count(total_bytes(in));
+  std::vector<std::size_t> small;
+  std::vector<std::size_t> others;
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    bool is_small = true;
     for (std::size_t m = 0; m < size_; ++m) {
-      const std::byte* const from = m == self_ ? in.data() : part;
-      if (counts[m] > 0) {
-        lane_->connection().check(
-            "ncclBroadcast",
-            lane_->call().Broadcast(from, part, counts[m], DataType::kUint8, static_cast<int>(m),
-                                    lane_->comm(), lane_->stream()));
-      }
-      part += counts[m];
+      is_small = is_small && FusionBuffer::takes(out[m * in.size() + i]);
     }
+    (is_small ? small : others).push_back(i);
+  }
+  const bool packs = small.size() >= kPackedSegmentsMin;
+  if (!packs) others.insert(others.end(), small.begin(), small.end());
+  lane_->launch("an allgather", deadline, [&] {
+    for (const std::size_t i : others) gather_one(in[i], picked(out, in.size(), {&i, 1}));
   });
+  if (!packs) return;
+  allgather_packed(picked(in, in.size(), small), picked(out, in.size(), small), deadline);
+}
+
+void NcclCommunicator::gather_one(const Segment& in, Segments parts) const {
+  const auto same_length = [&](const Segment& part) { return part.bytes == in.bytes; };
+  if (std::ranges::all_of(parts, same_length)) {
+    if (in.bytes == 0) return;
+    return lane_->connection().check(
+        "ncclAllGather", lane_->call().AllGather(in.data, parts[0].data, in.bytes, DataType::kUint8,
+                                                 lane_->comm(), lane_->stream()));
+  }
+  for (std::size_t m = 0; m < size_; ++m) {
+    if (parts[m].bytes == 0) continue;
+    lane_->connection().check(
+        "ncclBroadcast",
+        lane_->call().Broadcast(m == self_ ? in.data : parts[m].data, parts[m].data, parts[m].bytes,
+                                DataType::kUint8, static_cast<int>(m), lane_->comm(),
+                                lane_->stream()));
+  }
+}
+
+// Behind shorter parts lies what was there before, as in reducescatter_packed.
+void NcclCommunicator::allgather_packed(Segments in, Segments out, Deadline deadline) {
+  FusionBuffer& buffer = lane_->fusion_buffer();
+  const auto part = [&](std::size_t m) { return out.subspan(m * in.size(), in.size()); };
+  std::vector<std::size_t> counts(size_);
+  for (std::size_t m = 0; m < size_; ++m) counts[m] = total_bytes(part(m));
+  const std::size_t longest = std::ranges::max(counts);
+  const std::size_t fitting =
+      buffer.bytes() / size_ / FusionBuffer::kAlignment * FusionBuffer::kAlignment;
+  for (std::size_t at = 0; at < longest; at += fitting) {
+    const std::size_t room = std::min(fitting, longest - at);
+    const auto piece = [&](std::size_t m) {
+      return at >= counts[m] ? 0 : std::min(room, counts[m] - at);
+    };
+    std::byte* const own = buffer.data() + self_ * room;
+    gather(lane_->context(), lane_->stream(), in, at, own, piece(self_));
+    lane_->launch("an allgather", deadline, [&] {
+      lane_->connection().check("ncclAllGather",
+                                lane_->call().AllGather(own, buffer.data(), room, DataType::kUint8,
+                                                        lane_->comm(), lane_->stream()));
+    });
+    for (std::size_t m = 0; m < size_; ++m) {
+      scatter(lane_->context(), lane_->stream(), buffer.data() + m * room, part(m), at, piece(m));
+    }
+  }
 }
 
 void NcclCommunicator::broadcast(Segments in, Segments out, int root, Deadline deadline) {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "device.h"
 #include "process_set.h"
@@ -32,9 +33,13 @@ class Communicator {
   virtual void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                          Deadline deadline) = 0;
 
-  // Concatenates the members' bytes in order of position into `out`. `in` may be
-  // this member's part of `out`.
-  virtual void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) = 0;
+  // Gives everybody the members' bytes: counts[m] of member m. `out` holds, for one member after
+  // the other, as many segments as `in` has, cut as that member's `in` is. `in` may be this
+  // member's part of `out`.
+  virtual void allgather(Segments in, Segments out, Counts counts, Deadline deadline) = 0;
+
+  // The same for bytes in one piece, which are concatenated in order of position.
+  void allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline);
 
   // Copies the root's `in` (`root` is a position) into everybody's `out`, which
   // are cut alike on all members. Only the root reads `in`.
@@ -71,6 +76,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual std::string_view name() const noexcept = 0;
+  // For an allgather the dtype does not matter: several of them run as one.
   virtual bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const = 0;
   // Called for each process set that this rank is a member of, in order of id. `on_cpu` moves
   // bytes of CPUs between the same members and outlives the result; null when it is this one
@@ -80,5 +86,16 @@ class Backend {
   // Holds for the operations that follow, on every rank.
   virtual void tune(const Tuning&) {}
 };
+
+inline void Communicator::allgather(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
+  const Segment own{const_cast<std::byte*>(in.data()), in.size()};  // only read
+  std::vector<Segment> parts;
+  parts.reserve(counts.size());
+  for (std::size_t at = 0; const std::size_t bytes : counts) {
+    parts.push_back({out.data() + at, bytes});
+    at += bytes;
+  }
+  allgather(Segments(&own, 1), parts, counts, deadline);
+}
 
 }  // namespace polyhvd

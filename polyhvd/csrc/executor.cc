@@ -120,11 +120,11 @@ void Executor::run_kind(const Work& work, Communicator& communicator, Communicat
     case OpKind::kAllreduce:
       return allreduce(work, communicator, deadline);
     case OpKind::kAllgather:
-      return allgather(first, communicator, deadline);
+      return allgather(work, communicator, deadline);
     case OpKind::kBroadcast:
       return broadcast(first, communicator, deadline);
     case OpKind::kReducescatter:
-      return reducescatter(first, communicator, deadline);
+      return reducescatter(work, communicator, deadline);
     case OpKind::kAlltoall:
       return alltoall(first, communicator, on_cpu, deadline);
     case OpKind::kJoin:
@@ -197,27 +197,37 @@ void Executor::allreduce(const Work& work, Communicator& communicator, Deadline 
   });
 }
 
-void Executor::allgather(Operation& operation, Communicator& communicator, Deadline deadline) {
-  const Submission& s = operation.submission;
-  const std::size_t tensors = s.inputs.size();
-  const std::size_t members = sets_.members(s.process_set).size();
-  for (std::size_t i = 0; i < tensors; ++i) {
-    Shape row = s.inputs[i].shape;
-    row[0] = 1;
-    const std::size_t row_bytes = bytes_of(row, s.inputs[i].dtype);
-    std::vector<std::size_t> counts(members);
-    Shape shape = s.inputs[i].shape;
-    shape[0] = 0;
-    for (std::size_t m = 0; m < members; ++m) {
-      const std::int64_t rows = operation.rows[m * tensors + i];
-      shape[0] += rows;
-      counts[m] = static_cast<std::size_t>(rows) * row_bytes;
-    }
-    const Segment all = output_of(operation, i, shape);
-    const Segment in = segment_of(s.inputs[i]);
-    const TransferTimer timer(timeline_, parking_, transfer_);
-    communicator.allgather({in.data, in.bytes}, {all.data, all.bytes}, counts, deadline);
+// Each output is in one piece, and the members' parts of it follow each other there; of a batch
+// the communicator wants all parts of the first member, then all of the next.
+void Executor::allgather(const Work& work, Communicator& communicator, Deadline deadline) {
+  const std::size_t members = sets_.members(work.process_set).size();
+  std::size_t parts = 0;
+  for (const OperationPtr& operation : work.operations) {
+    parts += operation->submission.inputs.size();
   }
+  in_.clear();
+  out_.resize(members * parts);
+  counts_.assign(members, 0);
+  for (const OperationPtr& operation : work.operations) {
+    const std::vector<TensorView>& inputs = operation->submission.inputs;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      Shape shape = inputs[i].shape;
+      shape[0] = 1;
+      const std::size_t row_bytes = bytes_of(shape, inputs[i].dtype);
+      shape[0] = 0;
+      for (std::size_t m = 0; m < members; ++m) shape[0] += operation->rows[m * inputs.size() + i];
+      std::byte* part = output_of(*operation, i, shape).data;
+      for (std::size_t m = 0; m < members; ++m) {
+        const auto rows = static_cast<std::size_t>(operation->rows[m * inputs.size() + i]);
+        out_[m * parts + in_.size()] = {part, rows * row_bytes};
+        counts_[m] += rows * row_bytes;
+        part += rows * row_bytes;
+      }
+      in_.push_back(segment_of(inputs[i]));
+    }
+  }
+  const TransferTimer timer(timeline_, parking_, transfer_);
+  communicator.allgather(in_, out_, counts_, deadline);
 }
 
 void Executor::broadcast(Operation& operation, Communicator& communicator, Deadline deadline) {
@@ -233,32 +243,39 @@ void Executor::broadcast(Operation& operation, Communicator& communicator, Deadl
   communicator.broadcast(in_, out_, root, deadline);
 }
 
-void Executor::reducescatter(Operation& operation, Communicator& communicator, Deadline deadline) {
-  const Submission& s = operation.submission;
-  const auto members = static_cast<int>(sets_.members(s.process_set).size());
+void Executor::reducescatter(const Work& work, Communicator& communicator, Deadline deadline) {
+  const auto members = static_cast<int>(sets_.members(work.process_set).size());
   results_.clear();
-  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-    Shape shape = s.inputs[i].shape;
-    shape[0] = rows_kept(shape[0], operation.position, members);
-    results_.push_back(output_of(operation, i, shape));
+  for (const OperationPtr& operation : work.operations) {
+    const Submission& s = operation->submission;
+    for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+      Shape shape = s.inputs[i].shape;
+      shape[0] = rows_kept(shape[0], operation->position, members);
+      results_.push_back(output_of(*operation, i, shape));
+    }
   }
+  const Submission& first = work.operations[0]->submission;
   const TransferTimer timer(timeline_, parking_, transfer_);
-  for_each_dtype(s, [&](DType dtype) {
+  for_each_dtype(first, [&](DType dtype) {
     in_.clear();
     out_.clear();
-    std::vector<std::size_t> counts(static_cast<std::size_t>(members), 0);
+    counts_.assign(static_cast<std::size_t>(members), 0);
+    auto result = results_.begin();
     for (int m = 0; m < members; ++m) {
-      for (const TensorView& input : s.inputs) {
-        if (input.dtype != dtype) continue;
-        const Segment part = part_of(input, m, members);
-        counts[static_cast<std::size_t>(m)] += part.bytes;
-        in_.push_back(part);
+      for (const OperationPtr& operation : work.operations) {
+        for (const TensorView& input : operation->submission.inputs) {
+          if (m == 0) {
+            if (input.dtype == dtype) out_.push_back(*result);
+            ++result;
+          }
+          if (input.dtype != dtype) continue;
+          const Segment part = part_of(input, m, members);
+          counts_[static_cast<std::size_t>(m)] += part.bytes;
+          in_.push_back(part);
+        }
       }
     }
-    for (std::size_t i = 0; i < s.inputs.size(); ++i) {
-      if (s.inputs[i].dtype == dtype) out_.push_back(results_[i]);
-    }
-    communicator.reducescatter(in_, out_, counts, dtype, s.op, s.scale, deadline);
+    communicator.reducescatter(in_, out_, counts_, dtype, first.op, first.scale, deadline);
   });
 }
 

@@ -35,9 +35,9 @@ class Executor {
                 Deadline deadline);
   void place_on_device(Operation& stand_in);
   void allreduce(const Work& work, Communicator& communicator, Deadline deadline);
-  void allgather(Operation& operation, Communicator& communicator, Deadline deadline);
+  void allgather(const Work& work, Communicator& communicator, Deadline deadline);
   void broadcast(Operation& operation, Communicator& communicator, Deadline deadline);
-  void reducescatter(Operation& operation, Communicator& communicator, Deadline deadline);
+  void reducescatter(const Work& work, Communicator& communicator, Deadline deadline);
   void alltoall(Operation& operation, Communicator& communicator, Communicator& on_cpu,
                 Deadline deadline);
   void tell_number(Operation& operation);
@@ -52,9 +52,10 @@ class Executor {
   Transfer transfer_;
   // Of stand-ins: a device may still read them, and to free them would wait for that.
   std::deque<std::pair<DeviceEventPtr, OperationPtr>> in_use_;
-  std::vector<Segment> in_;       // scratch
-  std::vector<Segment> out_;      // scratch
-  std::vector<Segment> results_;  // scratch
+  std::vector<Segment> in_;          // scratch
+  std::vector<Segment> out_;         // scratch
+  std::vector<Segment> results_;     // scratch
+  std::vector<std::size_t> counts_;  // scratch
 };
 
 }  // namespace polyhvd

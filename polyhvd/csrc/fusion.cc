@@ -32,12 +32,14 @@ std::size_t bytes_of(const Agreement& agreement) {
   return total;
 }
 
-// Whether it can share a batch at all.
-bool fuses(const Agreement& a) { return a.kind == OpKind::kAllreduce && a.dtypes.empty(); }
+// Whether it can share a batch at all. To gather is to move bytes, of whatever type.
+bool fuses(const Agreement& a) {
+  return a.kind == OpKind::kAllgather || (reduces(a.kind) && a.dtypes.empty());
+}
 
 bool fusible(const Agreement& a, const Agreement& b) {
-  return a.process_set == b.process_set && a.dtype == b.dtype && a.op == b.op &&
-         a.scale == b.scale && a.device == b.device;
+  if (a.kind != b.kind || a.process_set != b.process_set || a.device != b.device) return false;
+  return !reduces(a.kind) || (a.dtype == b.dtype && a.op == b.op && a.scale == b.scale);
 }
 
 std::vector<Entry> by_priority(std::span<const CacheId> ready,

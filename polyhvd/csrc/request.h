@@ -78,7 +78,7 @@ struct Definition {
   Agreement agreement;
 };
 
-// Operations that run as one: a fused allreduce, or a single entry.
+// Operations that run as one: several of one kind, see fusion.h, or a single entry.
 struct Batch {
   std::vector<CacheId> ids;
 };

@@ -77,6 +77,48 @@ def test_all_operations_may_be_in_flight_together(pool: Pool) -> None:
     pool.run(exchange.everything_in_flight, "numpy")
 
 
+def test_many_small_gathers_and_scatters_in_flight_keep_apart(pool: Pool) -> None:
+    assert_alike(pool.run(exchange.many_small, "numpy"))
+
+
+def test_what_runs_with_a_scatter_does_not_show_in_its_bits(pool: Pool, world: Any) -> None:
+    if not world.ordered:
+        return  # MPI adds as it likes
+    pool.run(exchange.scattered_bits, "numpy")
+
+
+def count_batches() -> tuple[int, int]:
+    """Of 200 sparse gradients, and as many scatters: the batches of the step that took the fewest."""
+    fewest = [200, 200]
+    values = [np.full((1 + (i + hvd.rank()) % 3, 4), i, np.float32) for i in range(200)]
+    rows = [np.arange(len(value)) for value in values]
+    parts = [np.ones((hvd.size(), 4), np.float32)] * 200
+    for _ in range(30):
+        for kind in (0, 1):
+            hvd.barrier()
+            before = hvd.counters()["batches"]
+            if kind == 0:
+                flying = [
+                    hvd.grouped_allgather_async(list(pair), name=f"sparse {i}")
+                    for i, pair in enumerate(zip(values, rows, strict=True))
+                ]
+            else:
+                flying = [
+                    hvd.reducescatter_async(part, name=f"part {i}", op=hvd.Sum)
+                    for i, part in enumerate(parts)
+                ]
+            for handle in flying:
+                hvd.synchronize(handle)
+            fewest[kind] = min(fewest[kind], hvd.counters()["batches"] - before)
+    return fewest[0], fewest[1]
+
+
+def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches(pool: Pool) -> None:
+    for gathers, scatters in pool.run(count_batches):
+        assert gathers <= 20
+        assert scatters <= 20
+
+
 def test_ranks_without_data_stand_in_with_neutral_elements(pool: Pool) -> None:
     pool.run(exchange.join, "numpy")
 

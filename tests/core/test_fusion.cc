@@ -67,7 +67,7 @@ TEST_CASE("anything that the kernel depends on keeps allreduces apart") {
 }
 
 TEST_CASE("other kinds are batches of one and do not break those around them") {
-  for (const OpKind kind : {OpKind::kAllgather, OpKind::kBroadcast, OpKind::kBarrier}) {
+  for (const OpKind kind : {OpKind::kAlltoall, OpKind::kBroadcast, OpKind::kBarrier}) {
     Ready ready;
     ready.add(8);
     ready.add(8).kind = kind;
@@ -75,6 +75,49 @@ TEST_CASE("other kinds are batches of one and do not break those around them") {
     ready.add(8);
     CHECK(ready.fused() == std::vector<Ids>{{1, 4}, {2}, {3}});
   }
+}
+
+TEST_CASE("allgathers run as one whatever their dtypes, and apart from reductions") {
+  Ready ready;
+  ready.add(8).kind = OpKind::kAllgather;
+  ready.add(8);
+  ready.add(8, DType::kInt64).kind = OpKind::kAllgather;
+  ready.add(8).kind = OpKind::kReducescatter;
+  Agreement& group = ready.add(8);
+  group.kind = OpKind::kAllgather;
+  group.shapes = {{8}, {8, 2}};
+  group.dtypes = {DType::kFloat32, DType::kInt64};
+  ready.add(8).kind = OpKind::kReducescatter;
+  CHECK(ready.fused() == std::vector<Ids>{{1, 3, 5}, {2}, {4, 6}});
+  CHECK(ready.fused(1024, true) == std::vector<Ids>{{1, 3}, {2}, {4, 6}, {5}});
+}
+
+TEST_CASE("allgathers of other process sets and devices keep apart") {
+  Ready ready;
+  for (int i = 0; i < 3; ++i) ready.add(8).kind = OpKind::kAllgather;
+  ready.add(8).kind = OpKind::kAllgather;
+  Agreement& elsewhere = ready.add(8);
+  elsewhere.kind = OpKind::kAllgather;
+  elsewhere.process_set = 1;
+  Agreement& on_gpu = ready.add(8);
+  on_gpu.kind = OpKind::kAllgather;
+  on_gpu.device = DeviceKind::kCuda;
+  CHECK(ready.fused() == std::vector<Ids>{{1, 2, 3, 4}, {5}, {6}});
+}
+
+TEST_CASE("anything that the sum depends on keeps reducescatters apart") {
+  Ready ready;
+  for (int i = 0; i < 6; ++i) ready.add(8).kind = OpKind::kReducescatter;
+  const auto last = [&](DType dtype = DType::kFloat32) -> Agreement& {
+    Agreement& agreement = ready.add(8, dtype);
+    agreement.kind = OpKind::kReducescatter;
+    return agreement;
+  };
+  last(DType::kFloat16);
+  last().op = ReduceOp::kMax;
+  last().scale.post = 0.5;
+  last().dtypes = {DType::kFloat32, DType::kInt32};
+  CHECK(ready.fused() == std::vector<Ids>{{1, 2, 3, 4, 5, 6}, {7}, {8}, {9}, {10}});
 }
 
 TEST_CASE("a batch holds at most bytes_max, to the byte") {
@@ -140,33 +183,48 @@ TEST_CASE("sizes beyond any machine run alone") {
 }
 
 TEST_CASE("random lists: each id once, none over the bound, one kind a batch") {
+  constexpr OpKind kKinds[] = {OpKind::kAllreduce, OpKind::kAllgather, OpKind::kReducescatter,
+                               OpKind::kBroadcast};
+  constexpr DType kTypes[] = {DType::kInt8, DType::kFloat32, DType::kFloat64};
   std::mt19937 random(11);
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < 300; ++round) {
     Ready ready;
     const int count = below(40);
     for (int i = 0; i < count; ++i) {
-      Agreement& agreement = ready.add(1 + below(300), below(2) ? DType::kInt8 : DType::kFloat32);
+      Agreement& agreement = ready.add(1 + below(100), kTypes[below(3)]);
       agreement.priority = below(3);
       agreement.process_set = static_cast<ProcessSetId>(below(2));
-      if (below(5) == 0) agreement.kind = OpKind::kAllgather;
+      agreement.kind = kKinds[below(4)];
+      if (below(4) > 0) continue;
+      agreement.shapes.push_back({1 + below(50)});
+      if (below(2) == 0) agreement.dtypes = {agreement.dtype, DType::kInt16};
     }
     std::vector<bool> seen(static_cast<std::size_t>(count) + 1);
-    for (const Ids& ids : ready.fused(600)) {
+    const bool apart = below(3) == 0;
+    for (const Ids& ids : ready.fused(600, apart)) {
       REQUIRE_FALSE(ids.empty());
       const Agreement& first = ready.of(ids[0]);
-      std::size_t bytes = 0;
+      std::int64_t bytes = 0;
       for (const CacheId id : ids) {
         const Agreement& agreement = ready.of(id);
         CHECK_FALSE(seen[id]);
         seen[id] = true;
-        bytes += static_cast<std::size_t>(agreement.shapes[0][0]) * item_size(agreement.dtype);
-        CHECK(agreement.dtype == first.dtype);
+        for (std::size_t i = 0; i < agreement.shapes.size(); ++i) {
+          bytes +=
+              agreement.shapes[i][0] * static_cast<std::int64_t>(item_size(dtype_of(agreement, i)));
+        }
+        CHECK(agreement.kind == first.kind);
         CHECK(agreement.process_set == first.process_set);
+        if (ids.size() == 1) continue;
+        if (apart) CHECK(agreement.shapes.size() == 1);
+        if (first.kind == OpKind::kAllgather) continue;
+        CHECK(agreement.dtype == first.dtype);
+        CHECK(agreement.dtypes.empty());
       }
       if (ids.size() > 1) {
         CHECK(bytes <= 600);
-        CHECK(first.kind == OpKind::kAllreduce);
+        CHECK(first.kind != OpKind::kBroadcast);
       }
     }
     CHECK(std::count(seen.begin(), seen.end(), true) == count);

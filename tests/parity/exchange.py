@@ -19,8 +19,10 @@ __all__ = [
     "grouped",
     "join",
     "join_again",
+    "many_small",
     "process_sets",
     "reducescatter",
+    "scattered_bits",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -193,6 +195,74 @@ def everything_in_flight(name: str) -> None:
         for actual, wanted in zip(results, expected, strict=True):
             if wanted is not None:
                 _check(driver, f"operation {k}", actual, wanted)
+
+
+def many_small(name: str) -> dict[str, int]:
+    """Many small allgathers and reducescatters in flight, and a few large ones.
+
+    Of several element types, with rows that differ between ranks, submitted in another order on each.
+    """
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    size, rank = hvd.size(), hvd.rank()
+    dtypes = [dtype for dtype in driver.dtypes if dtype.name in ("float32", "int64", "float16", "uint8")]
+    least = 0 if _has_empty(driver) else 1
+    gathered, scattered = {}, {}
+    for i in range(40):
+        dtype = dtypes[i % len(dtypes)]
+        many = 20_000 if i % 13 == 4 else 0
+        gathered[i] = [
+            oracle.contribution(dtype, (least + (r + i) % 3 + many, 1 + i % 4), r, i) for r in range(size)
+        ]
+        scattered[i] = [oracle.contribution(dtype, (size + i + many, 3), r, i) for r in range(size)]
+    digests = {}
+    for step in range(2):
+        flying = {}
+        for i in np.random.default_rng(rank).permutation(40):
+            tensors = [driver.from_numpy(gathered[i][rank])]
+            if i % 2:  # a group, as of indices and values
+                tensors.append(driver.from_numpy(scattered[i][rank]))
+            flying[i] = (
+                hvd.grouped_allgather_async(tensors, name=f"many rows {i}"),
+                hvd.reducescatter_async(
+                    driver.from_numpy(scattered[i][rank]), name=f"many parts {i}", op=hvd.Sum
+                ),
+            )
+        for i, (rows, part) in flying.items():
+            wanted = [np.concatenate(gathered[i]), np.concatenate(scattered[i])]
+            for result, expected in zip(hvd.synchronize(rows), wanted, strict=False):
+                _check(driver, f"many rows {i}, step {step}", result, expected, exact=True)
+                digests[f"{i} {expected.shape}"] = oracle.digest(driver.to_numpy(result))
+            expected = _kept(oracle.reduce("Sum", scattered[i]), rank, size)
+            _check(driver, f"many parts {i}, step {step}", hvd.synchronize(part), expected)
+    return digests
+
+
+def scattered_bits(name: str) -> None:
+    """One sum of cancelling terms has the same bits alone and among others: that of the ranks in order."""
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        for length in (100, 4099, 70_000):
+            terms = [
+                np.ldexp(random.standard_normal(length), random.integers(0, 25, length)).astype(dtype)
+                for random in (np.random.default_rng([r, length]) for r in range(size))
+            ]
+            expected = _kept(oracle.reduce("Sum", terms), rank, size)
+            wanted = driver.from_numpy(terms[rank])
+            handles = [
+                hvd.reducescatter_async(
+                    wanted if i == 5 else driver.from_numpy(np.full(7 * i + size, rank, dtype)),
+                    name=f"bits {dtype.name} {length} {i}",
+                    op=hvd.Sum,
+                )
+                for i in range(9)
+            ]
+            results = [hvd.synchronize(handle) for handle in handles]
+            _check(driver, f"among others {dtype.name} {length}", results[5], expected, exact=True)
+            alone = hvd.reducescatter(wanted, name=f"alone {dtype.name} {length}", op=hvd.Sum)
+            _check(driver, f"alone {dtype.name} {length}", alone, expected, exact=True)
 
 
 def _steps(rank: int) -> int:

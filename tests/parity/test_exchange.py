@@ -45,6 +45,11 @@ def test_all_operations_may_be_in_flight_together(ranks: Ranks) -> None:
     ranks.run(exchange.everything_in_flight)
 
 
+def test_many_small_gathers_and_scatters_in_flight_keep_apart(ranks: Ranks) -> None:
+    ranks.needs(Capability.ASYNC)
+    ranks.run_alike(exchange.many_small)
+
+
 def test_ranks_without_data_stand_in_with_neutral_elements(ranks: Ranks) -> None:
     ranks.run(exchange.join)
 
