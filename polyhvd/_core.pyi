@@ -19,7 +19,7 @@ class _InPlace(Protocol[_Result]):
         self,
         engine: Engine,
         kind: int,
-        name: str,
+        name: str | None,
         tensor: Any,
         op: int,
         root: int,
@@ -128,7 +128,7 @@ class Engine:
     def submit(
         self,
         kind: int,  # adapter.OpKind
-        name: str,
+        name: str | None,  # None: counted now, among those of its kind on the process set
         inputs: Sequence[Any],  # numpy arrays, tensors of registered types, or TensorRef
         outputs: Sequence[Any] | None,  # None: the core allocates, see Handle.buffers()
         op: int = 1,
@@ -141,6 +141,8 @@ class Engine:
         numbers: Sequence[int] = (),  # see Submission in csrc/operation.h
     ) -> Handle:
         """Raise InvalidArgumentError for a bad call; BufferError when a tensor is not dense."""
+    def take_turn(self, kind: int, process_set: int, /) -> int:
+        """Count a call without a name that a native adapter submits later; from 1."""
     def counters(self) -> dict[str, int]: ...
     def native_api(self) -> int:
         """Address of the polyhvd_engine_api (csrc/c_api.h) of this engine."""

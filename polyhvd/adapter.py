@@ -59,7 +59,7 @@ class Operation(Protocol):
     """One collective, as :mod:`polyhvd.api` asks an adapter for it; see :class:`api.Call`."""
 
     kind: int
-    name: str
+    name: str | None  # None: the core counts it, see Submission::turn in csrc/operation.h
     op: int
     root: int
     prescale: float
@@ -69,6 +69,10 @@ class Operation(Protocol):
     blocking: bool
     numbers: Sequence[int]  # alltoall: rows for each member; empty: equal parts
     exact_gradient: bool | None  # for adapters that record gradients; see polyhvd.adjoints
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
 
 
 class Handle(Protocol):

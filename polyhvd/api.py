@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from polyhvd import _core, context
 from polyhvd.adapter import Capability, FrameworkAdapter, Handle, OpKind, ReduceOp
-from polyhvd.calls import Call, Ticket, names_of, process_set_id, resolve_op, splits_of
+from polyhvd.calls import Call, process_set_id, resolve_op, splits_of
 from polyhvd.membership import barrier
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["Collectives", "barrier", "names_of", "process_set_id", "resolve_op", "splits_of"]
+__all__ = ["Collectives", "barrier", "process_set_id", "resolve_op", "splits_of"]
 
 T = TypeVar("T")
 
@@ -26,10 +26,6 @@ def _single(outputs: Sequence[Any]) -> Any:
 
 def _list(outputs: Sequence[Any]) -> Sequence[Any]:
     return outputs
-
-
-def _same(output: Any) -> Any:
-    return output
 
 
 _ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
@@ -62,23 +58,11 @@ class Collectives(Generic[T]):
         if not self._direct:
             return None
         set_id = 0 if process_set is global_process_set else process_set_id(process_set)
-        slots = None
-        if name is None:
-            slots = names_of(kind, set_id)
-            name = slots.take()
-        done = None
+        engine = context.engine()
         try:
-            engine = context.engine()
-            done = call(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
+            return call(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
         except BufferError:  # not dense
-            pass
-        finally:
-            if slots is not None:
-                if isinstance(done, _core.Handle):
-                    done.slot = Ticket(slots, name, _same)
-                else:
-                    slots.give_back(name)
-        return done
+            return None
 
     def _start(
         self,
@@ -100,10 +84,6 @@ class Collectives(Generic[T]):
     ) -> Handle:
         context.engine()
         set_id = 0 if process_set is global_process_set else process_set_id(process_set)
-        slots = None
-        if name is None:
-            slots = names_of(kind, set_id)
-            name = slots.take()
         call = Call(
             kind,
             name,
@@ -117,13 +97,8 @@ class Collectives(Generic[T]):
             numbers,
             exact_gradient,
         )
-        try:
-            handle = self.adapter.submit(call, tensors, out)
-        except BaseException:
-            if slots is not None:
-                slots.give_back(name)
-            raise
-        handle.slot = Ticket(slots, name, unpack)
+        handle = self.adapter.submit(call, tensors, out)
+        handle.slot = unpack
         return handle
 
     def synchronize(self, handle: Handle) -> Any:
@@ -131,34 +106,21 @@ class Collectives(Generic[T]):
 
         Raises what it failed with. May be called again: the result stays.
         """
-        ticket = handle.slot
-        if ticket is None:
-            handle.wait()
+        handle.wait()
+        unpack, handle.slot = handle.slot, None
+        if unpack is None:  # or done before
             return handle.result
-        try:
-            handle.wait()
-        except BaseException:
-            if handle.done():  # not when the wait was interrupted
-                self._give_back(handle)
-            raise
-        self._give_back(handle)
         finish = handle.finish
         if finish is not None:
             handle.result = finish(handle)
             handle.finish = None
-        handle.result = ticket.unpack(handle.result)
+        handle.result = unpack(handle.result)
         return handle.result
-
-    @staticmethod
-    def _give_back(handle: Handle) -> None:
-        ticket, handle.slot = handle.slot, None
-        if ticket is not None and ticket.slots is not None:
-            ticket.slots.give_back(ticket.lent)
 
     def result(self, handle: Handle) -> Any:
         """What ``synchronize()`` returns, without waiting; for frameworks whose reads wait by themselves."""
-        ticket = handle.slot
-        return handle.result if ticket is None else ticket.unpack(handle.result)
+        unpack = handle.slot
+        return handle.result if unpack is None else unpack(handle.result)
 
     def poll(self, handle: Handle) -> bool:
         """Whether ``synchronize()`` would return without waiting."""
@@ -225,7 +187,9 @@ class Collectives(Generic[T]):
 
         Args:
             tensor: any shape; the same shape and dtype on every rank.
-            name: matches the calls of the ranks; without one the order of calls does.
+            name: matches the calls of the ranks. Without one the n-th call that a rank submits, of those
+                of its kind on the process set, matches the n-th call of the others: whatever the order
+                in which they are synchronized, and from however many threads they are submitted.
             op: Average (default), Sum, Adasum, Min, Max or Product.
             prescale_factor: multiplies each rank's tensor; in float64 for integers.
             postscale_factor: multiplies the result, likewise.

@@ -7,7 +7,7 @@ from typing import Any
 
 from polyhvd import context
 from polyhvd.adapter import OpKind
-from polyhvd.calls import forget_names, names_of, process_set_id
+from polyhvd.calls import process_set_id
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
@@ -16,15 +16,10 @@ __all__ = ["add_process_set", "barrier", "join", "remove_process_set"]
 
 def _run_alone(kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()) -> int:
     """Run an operation without tensors, and return the number that it yields."""
-    slots = names_of(kind, set_id)
-    name = slots.take()
-    try:
-        handle = context.engine().submit(
-            kind, name, (), None, root=root, process_set=set_id, blocking=True, numbers=list(numbers)
-        )
-        handle.wait()
-    finally:
-        slots.give_back(name)
+    handle = context.engine().submit(
+        kind, None, (), None, root=root, process_set=set_id, blocking=True, numbers=list(numbers)
+    )
+    handle.wait()
     return handle.number
 
 
@@ -80,5 +75,4 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
     context.unregister(process_set)
-    forget_names(number)
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import mxnet as mx
@@ -12,6 +11,7 @@ from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native
 from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.gradients import record
+from polyhvd.mxnet.names import derived, unnamed
 from polyhvd.mxnet.native import Handle
 
 from polyhvd import context
@@ -19,35 +19,10 @@ from polyhvd.adapter import Capability, Operation, OpKind, ReduceOp
 from polyhvd.api import Collectives, process_set_id
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["MxnetAdapter", "MxnetCollectives", "Names"]
+__all__ = ["MxnetAdapter", "MxnetCollectives"]
 
 _ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
 _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # as MXNet spells it
-
-
-class Names:
-    """Names for calls without one. They recur, so that the response cache knows them.
-
-    A handle is usually dropped in MXNet, so a name cannot be given back when the operation is done.
-    Names are used in turn instead; native.cc keeps operations of one name in program order. The
-    period divides by many numbers: a step with that many calls gets the same names each time.
-    """
-
-    PERIOD = 240
-
-    def __init__(self) -> None:
-        self._counters: dict[tuple[OpKind, int | None], itertools.count[int]] = {}
-
-    def next(self, kind: OpKind, process_set: int | None) -> str:
-        """The name of the next call of this kind on the process set."""
-        counter = self._counters.get((kind, process_set))
-        if counter is None:
-            counter = self._counters.setdefault((kind, process_set), itertools.count())
-        return f"{kind.name.lower()}.noname.{next(counter) % self.PERIOD}"
-
-    def restart(self) -> None:
-        """Count from zero again, as all ranks do at this point."""
-        self._counters.clear()
 
 
 def _empty(shape: tuple[int, ...], like: NDArray) -> NDArray:
@@ -64,7 +39,13 @@ def _with_rows(rows: int, like: NDArray) -> NDArray:
 
 
 def _about(operation: Operation) -> str:
-    return f"{OpKind(operation.kind).name.lower()} '{operation.name}'"
+    return f"{OpKind(operation.kind).name.lower()} '{operation.label}'"
+
+
+def _count(operation: Operation) -> None:
+    """Take the turn of a call without a name; late, since a bad call takes none."""
+    if operation.name is None:
+        operation.name = unnamed(OpKind(operation.kind), operation.process_set)
 
 
 def _read_only(about: str) -> InvalidArgumentError:
@@ -126,7 +107,7 @@ class _Members:
         mine = np.array([[self.position, *numbers]], dtype=np.int64)
         handle = context.engine().submit(
             OpKind.ALLGATHER,
-            f"{operation.name}.rows",
+            derived(operation.name or "", "rows"),
             (mine,),
             None,
             process_set=operation.process_set,
@@ -157,13 +138,7 @@ class MxnetAdapter:
     )
 
     def __init__(self) -> None:
-        #: Names for the calls of users that give none.
-        self.names = Names()
-        context.on_engine_change(self._on_engine_change)
-
-    def _on_engine_change(self, table: int) -> None:
-        native.set_engine(table)
-        self.names.restart()
+        context.on_engine_change(native.set_engine)
 
     def submit(
         self, operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray] | None
@@ -177,11 +152,13 @@ class MxnetAdapter:
         if out is not None:
             if not all(t.writable for t in out):
                 raise _read_only(_about(operation))
+            _count(operation)
             return native.push(operation, tensors, out)
         if operation.kind == OpKind.ALLGATHER:
             return self._gather(operation, tensors)
         if operation.kind == OpKind.ALLTOALL:
             return self._exchange(operation, tensors[0])
+        _count(operation)
         if operation.kind == OpKind.REDUCESCATTER:
             members = _Members(operation)
             out = [_with_rows(members.rows_kept(t.shape[0]), t) for t in tensors]
@@ -194,6 +171,7 @@ class MxnetAdapter:
     @staticmethod
     def _gather(operation: Operation, tensors: Sequence[NDArray]) -> Handle:
         members = _Members(operation)
+        _count(operation)
         told = members.tell(operation, [t.shape[0] for t in tensors])
         totals = [sum(rows) for rows in zip(*told.values(), strict=True)]
         before = [told[position] for position in range(members.position) if position in told]
@@ -207,6 +185,7 @@ class MxnetAdapter:
     def _exchange(operation: Operation, tensor: NDArray) -> Handle:
         members = _Members(operation)
         splits = _checked_splits(operation, tensor.shape[0], members.count)
+        _count(operation)
         told = members.tell(operation, splits)
         nothing = [0] * members.count
         received = [told.get(position, nothing)[members.position] for position in range(members.count)]
@@ -265,7 +244,7 @@ class MxnetCollectives(Collectives[NDArray]):
         blocking: bool = False,
     ) -> Handle:
         """Start the reduction of an array; see :meth:`polyhvd.api.Collectives.allreduce`."""
-        if not in_place or name is None:
+        if not in_place:
             return super().allreduce_async(
                 tensor,
                 name=name,
@@ -280,9 +259,11 @@ class MxnetCollectives(Collectives[NDArray]):
         context.engine()
         number = 0 if process_set is global_process_set else process_set_id(process_set)
         if not isinstance(tensor, NDArray):
-            raise _no_array(f"allreduce '{name}'", tensor)
+            raise _no_array(f"allreduce '{name or 'allreduce.noname'}'", tensor)
         if not tensor.writable:
-            raise _read_only(f"allreduce '{name}'")
+            raise _read_only(f"allreduce '{name or 'allreduce.noname'}'")
+        if name is None:
+            name = unnamed(_ALLREDUCE, number)
         return native.push_in_place(
             _ALLREDUCE, name, tensor, op, prescale_factor, postscale_factor, number, priority
         )

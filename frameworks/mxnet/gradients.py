@@ -17,6 +17,7 @@ from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, chec
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native
 from polyhvd.mxnet.errors import InvalidArgumentError
+from polyhvd.mxnet.names import derived
 
 from polyhvd import context
 from polyhvd.adapter import Operation, OpKind, ReduceOp
@@ -36,7 +37,7 @@ def _run(
     """Start a collective of a backward pass; its outputs have these shapes."""
     call = Call(
         kind,
-        f"{forward.name}.gradient",
+        derived(forward.name or "", "gradient"),
         process_set=forward.process_set,
         priority=forward.priority,
         **changes,
@@ -58,7 +59,7 @@ def _factor(forward: Operation) -> float:
 def _require_linear(forward: Operation) -> None:
     if forward.op not in (ReduceOp.Average, ReduceOp.Sum):
         raise InvalidArgumentError(
-            f"{OpKind(forward.kind).name.lower()} '{forward.name}': op={ReduceOp(forward.op).name} has no "
+            f"{OpKind(forward.kind).name.lower()} '{forward.label}': op={ReduceOp(forward.op).name} has no "
             "gradient; use Average or Sum, or detach() the array"
         )
 

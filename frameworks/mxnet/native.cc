@@ -408,13 +408,15 @@ struct polyhvd_mxnet_manner {
 };
 
 // Pushes a collective into MXNet's engine and returns a handle; or null, with the
-// reason in polyhvd_mxnet_failure(). `outputs` that are `inputs`: in place. With
-// NaiveEngine the operation is over by then, and its failure is returned as well:
-// that engine tells nobody else.
+// reason in polyhvd_mxnet_failure(). `turn`: see c_api.h; a call without a name was counted
+// when the program made it, since the engine may run it much later. `outputs` that are `inputs`: in
+// place. With NaiveEngine the operation is over by then, and its failure is returned as well: that
+// engine tells nobody else.
 POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, const char* name,
-                                        const char* where, int priority, int count,
-                                        const NDArrayHandle* inputs, const NDArrayHandle* outputs,
-                                        const std::int64_t* numbers, int number_count) {
+                                        std::uint64_t turn, const char* where, int priority,
+                                        int count, const NDArrayHandle* inputs,
+                                        const NDArrayHandle* outputs, const std::int64_t* numbers,
+                                        int number_count) {
   const auto fail = [&](int code, const std::string& text) {
     t_failure_code = code;
     t_failure = text;
@@ -439,6 +441,7 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
     op->numbers.assign(numbers, numbers + number_count);
     if (!op->numbers.empty()) s.numbers = op->numbers.data();
     s.number_count = number_count;
+    s.turn = turn;
     s.queue_duplicates = 1;
     s.done = &on_done;
     take_inputs(*op, {inputs, static_cast<std::size_t>(count)});

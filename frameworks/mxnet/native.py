@@ -18,6 +18,7 @@ import mxnet as mx
 from mxnet.base import _LIB, MXNetError
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import errors
+from polyhvd.mxnet.names import turn_of
 
 from polyhvd import context
 from polyhvd.adapter import Operation
@@ -196,6 +197,7 @@ def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray
     inputs = array_type(*[t.handle.value for t in tensors])
     outputs = inputs if out is tensors else array_type(*[t.handle.value for t in out])
     numbers = operation.numbers
+    name = operation.name or ""  # never empty: the adapter has counted a call without one
     manner = _manner(
         operation.kind,
         operation.op,
@@ -206,7 +208,8 @@ def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray
     )
     native = _push(
         manner,
-        operation.name.encode(),
+        name.encode(),
+        turn_of(name),
         _caller(),
         _priority(operation.priority),
         len(tensors),
@@ -231,7 +234,9 @@ def push_in_place(
     """:func:`push` for a reduction of one array in place, which is the handle's result."""
     array = ctypes.byref(tensor.handle)
     manner = _manner(kind, op, -1, process_set, float(prescale), float(postscale))
-    native = _push(manner, name.encode(), _caller(), _priority(priority), 1, array, array, None, 0)
+    native = _push(
+        manner, name.encode(), turn_of(name), _caller(), _priority(priority), 1, array, array, None, 0
+    )
     return _pushed(native, (tensor,), tensor)
 
 

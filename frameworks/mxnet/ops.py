@@ -70,12 +70,14 @@ poll = collectives.poll
 synchronize = collectives.synchronize
 
 
-def _name(kind: OpKind, name: str | None, process_set: ProcessSet, root_rank: int | None = None) -> str:
+def _name(
+    kind: OpKind, name: str | None, process_set: ProcessSet, root_rank: int | None = None
+) -> str | None:
     """The operation's name, after the checks that MXNet's engine would otherwise make later."""
     context.engine()
     if process_set is global_process_set and root_rank is None:
-        return adapter.names.next(kind, 0) if name is None else name
-    number = process_set_id(process_set)
+        return name
+    process_set_id(process_set)
     about = f"{kind.name.lower()} '{name or 'without a name'}'"
     if process_set is not global_process_set and not process_set.included():
         raise InvalidArgumentError(
@@ -86,7 +88,7 @@ def _name(kind: OpKind, name: str | None, process_set: ProcessSet, root_rank: in
         0 <= root_rank < context.config().size and (ranks is None or root_rank in ranks)
     ):
         raise InvalidArgumentError(f"{about}: root rank {root_rank} is not in {process_set}")
-    return adapter.names.next(kind, number) if name is None else name
+    return name
 
 
 def _common(
@@ -362,9 +364,7 @@ def join() -> int:
     see :func:`polyhvd.join`.
     """
     mx.nd.waitall()
-    last = membership.join()
-    adapter.names.restart()  # the ranks have made different numbers of calls
-    return last
+    return membership.join()
 
 
 allreduce = _returning(

@@ -9,6 +9,7 @@ import numpy as np
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 from polyhvd.mxnet.errors import RankMismatchError
+from polyhvd.mxnet.names import derived, unnamed
 
 from polyhvd import context
 from polyhvd.adapter import Handle, OpKind
@@ -21,7 +22,7 @@ __all__ = ["allreduce_async", "collect", "spread"]
 def _gather(name: str, numbers: np.ndarray[Any, Any], process_set: ProcessSet) -> np.ndarray[Any, Any]:
     handle = context.engine().submit(
         OpKind.ALLGATHER,
-        f"{name}.indices",
+        derived(name, "indices"),
         (numbers,),
         None,
         process_set=process_set_id(process_set),
@@ -71,6 +72,9 @@ def allreduce_async(
     collectives: Collectives[NDArray], tensor: RowSparseNDArray, in_place: bool, arguments: dict[str, Any]
 ) -> Handle:
     """Start the allreduce of a row_sparse array; ``arguments`` as of :meth:`Collectives.allreduce_async`."""
+    if arguments["name"] is None:
+        set_id = process_set_id(arguments["process_set"])
+        arguments = {**arguments, "name": unnamed(OpKind.ALLREDUCE, set_id)}
     with mx.autograd.pause():
         indices, values = spread(arguments["name"], tensor, arguments["process_set"])
     # A group of one, since what finish() makes is then handed on as it is.

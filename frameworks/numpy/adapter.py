@@ -87,7 +87,9 @@ class NumpyAdapter:
             return self._submit(operation, dense, None)
         for target in out:
             if not target.flags.writeable:
-                raise InvalidArgumentError(f"{operation.name!r}: the array is read-only; pass a writable one")
+                raise InvalidArgumentError(
+                    f"{operation.label!r}: the array is read-only; pass a writable one"
+                )
         handle = self._submit(operation, dense, dense)
 
         def copy_back(_: Any) -> Sequence[Array]:

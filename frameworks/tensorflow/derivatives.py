@@ -28,7 +28,8 @@ def _attribute(op: Any, name: str) -> Any:
 
 
 def _run(run: Callable[..., Any], kind: OpKind, op: Any, suffix: str, **arguments: Any) -> Any:
-    name = f"{_attribute(op, 'tensor_name')}.{suffix}"
+    forward = _attribute(op, "tensor_name")
+    name = f"{forward}.{suffix}" if forward else None
     process_set, priority = _attribute(op, "process_set"), _attribute(op, "priority")
     return run_op(run, kind, name, process_set, priority, **arguments)
 

@@ -87,7 +87,7 @@ constexpr bool keeps_shape(OpKind kind) {
 // One node of a graph, or one set of attributes in eager mode.
 struct Kernel {
   OpKind kind = OpKind::kAllreduce;
-  std::string name;
+  std::string name;  // empty: a call without one, which is counted at each execution
   std::string where;
   std::int32_t op = 0;
   std::int32_t root = -1;
@@ -342,7 +342,7 @@ void Execution::prepare() {
 std::int32_t Execution::submit(const polyhvd_engine_api& engine, char* message,
                                std::int32_t& lends) {
   polyhvd_submission s{};
-  s.name = kernel_.name.c_str();
+  s.name = kernel_.name.empty() ? nullptr : kernel_.name.c_str();
   s.kind = static_cast<std::int32_t>(kernel_.kind);
   s.op = kernel_.op;
   s.root = kernel_.root;

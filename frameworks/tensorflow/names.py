@@ -10,17 +10,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from polyhvd.adapter import OpKind
-from polyhvd.api import names_of
-
-__all__ = ["caller_line", "do_not_convert", "eager", "in_graph", "unnamed_in_graph"]
+__all__ = ["caller_line", "do_not_convert", "in_graph", "unnamed_in_graph"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,24 +40,6 @@ def do_not_convert(function: F) -> F:
     mark = getattr(api, "autograph_artifact", tf.autograph.experimental.do_not_convert)
     marked: F = mark(function)
     return marked
-
-
-@contextmanager
-def eager(kind: OpKind, name: str | None, process_set: int) -> Iterator[str]:
-    """The name of an eager operation while it runs.
-
-    One without a name gets what :class:`polyhvd.api.Collectives` would give it, since another rank may
-    make the same call there.
-    """
-    if name is not None:
-        yield name
-        return
-    lent = names_of(kind, process_set)
-    label = lent.take()
-    try:
-        yield label
-    finally:
-        lent.give_back(label)
 
 
 def in_graph(name: str, process_set: int) -> str:

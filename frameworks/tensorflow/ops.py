@@ -128,8 +128,8 @@ def run_op(
     """
     common = {"process_set": process_set, "priority": priority, "where": names.caller_line(), **arguments}
     if tf.executing_eagerly():
-        with as_tensorflow(), names.eager(kind, name, process_set) as label:
-            return op(tensor_name=label, **common)
+        with as_tensorflow():  # the core counts calls without a name when they are executed
+            return op(tensor_name=name or "", **common)
     verb = kind.name.lower()
     _refuse_xla(verb)
     label = names.in_graph(name, process_set) if name else names.unnamed_in_graph(verb, process_set)

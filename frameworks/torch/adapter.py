@@ -42,7 +42,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _label(operation: Operation) -> str:
-    return f"{OpKind(operation.kind).name.lower()} {operation.name!r}"
+    return f"{OpKind(operation.kind).name.lower()} {operation.label!r}"
 
 
 def _reference(tensor: Tensor) -> _core.TensorRef:

@@ -64,7 +64,7 @@ def sparse_allreduce_async(
     Args:
         tensor: of layout ``torch.sparse_coo``; shape, dtype and sparse dimensions as on the other ranks, any
             number of nonzeros.
-        name: matches the calls of the ranks; without one the order of calls does.
+        name: matches the calls of the ranks; without one the order in which they are submitted does.
         op: Average or Sum.
         process_set: the ranks that take part.
 

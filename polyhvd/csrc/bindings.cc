@@ -161,14 +161,15 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
   ~PyEngine() { shutdown(); }
 
-  std::unique_ptr<PyHandle> submit(int kind, std::string name, const py::sequence& inputs,
-                                   const py::object& outputs, int op, int root, double prescale,
-                                   double postscale, std::uint32_t process_set, int priority,
-                                   bool blocking, std::vector<std::int64_t> numbers) {
+  std::unique_ptr<PyHandle> submit(int kind, std::optional<std::string> name,
+                                   const py::sequence& inputs, const py::object& outputs, int op,
+                                   int root, double prescale, double postscale,
+                                   ProcessSetId process_set, int priority, bool blocking,
+                                   std::vector<std::int64_t> numbers) {
     release_orphans();
     Submission s;
     s.kind = static_cast<OpKind>(kind);
-    s.name = std::move(name);
+    name ? void(s.name = std::move(*name)) : leave_unnamed(s);
     s.op = static_cast<ReduceOp>(op);
     s.root = root;
     s.scale = {prescale, postscale};
@@ -182,9 +183,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     if (!outputs.is_none()) {
       const auto list = outputs.cast<py::sequence>();
       s.outputs.reserve(count);
-      for (std::size_t i = 0; i < list.size(); ++i) {
-        s.outputs.push_back(read_tensor(list[i], true));
-      }
+      for (const py::handle output : list) s.outputs.push_back(read_tensor(output, true));
     }
     py::object keep = outputs.is_none() ? py::object(inputs) : py::make_tuple(inputs, outputs);
     OperationPtr operation = engine_->submit(std::move(s), blocking, caller_line);
@@ -290,6 +289,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::map<std::string, std::uint64_t> counters() const { return engine_->counters(); }
+  Turn take_turn(int kind, ProcessSetId set) { return engine_->take_turn(set, OpKind(kind)); }
   void tune(const Tuning& tuning) { engine_->tune(tuning); }
   Tuning tuning() const { return engine_->tuning(); }
   std::uintptr_t native_api() const { return reinterpret_cast<std::uintptr_t>(&api_); }
@@ -346,8 +346,9 @@ Submission in_place_submission(PyObject* const* args, Py_ssize_t count) {
   Submission s;
   s.kind = static_cast<OpKind>(PyLong_AsLong(args[1]));
   Py_ssize_t length = 0;
-  const char* name = PyUnicode_AsUTF8AndSize(args[2], &length);
+  const char* name = args[2] == Py_None ? nullptr : PyUnicode_AsUTF8AndSize(args[2], &length);
   if (name != nullptr) s.name.assign(name, static_cast<std::size_t>(length));
+  if (args[2] == Py_None) leave_unnamed(s);
   s.op = static_cast<ReduceOp>(PyLong_AsLong(args[4]));
   s.root = static_cast<int>(PyLong_AsLong(args[5]));
   s.scale = {PyFloat_AsDouble(args[6]), PyFloat_AsDouble(args[7])};
@@ -410,8 +411,8 @@ TensorView view_of(const polyhvd_tensor& t) {
 
 Submission submission_of(const polyhvd_submission& in) {
   Submission s;
-  s.name = in.name;
   s.kind = static_cast<OpKind>(in.kind);
+  in.name == nullptr ? leave_unnamed(s) : void((s.name = in.name, s.turn = in.turn));
   s.op = static_cast<ReduceOp>(in.op);
   s.root = in.root;
   s.priority = in.priority;
@@ -586,6 +587,7 @@ PYBIND11_MODULE(_core, m) {
            py::arg("outputs"), py::arg("op") = 1, py::arg("root") = -1, py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("process_set") = 0, py::arg("priority") = 0,
            py::arg("blocking") = false, py::arg("numbers") = std::vector<std::int64_t>{})
+      .def("take_turn", &PyEngine::take_turn)
       .def("counters", &PyEngine::counters)
       .def("native_api", &PyEngine::native_api)
       .def("shutdown", &PyEngine::shutdown)

@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define POLYHVD_C_API_VERSION 3
+#define POLYHVD_C_API_VERSION 4
 
 // A dense row-major tensor; dtype, kind and op are the values of types.h.
 typedef struct polyhvd_tensor {
@@ -23,7 +23,7 @@ typedef struct polyhvd_tensor {
 } polyhvd_tensor;
 
 typedef struct polyhvd_submission {
-  const char* name;  // copied
+  const char* name;  // copied; null: a call without one, which is counted in submit()
   int32_t kind;
   int32_t op;
   int32_t root;  // broadcast: a world rank
@@ -52,6 +52,9 @@ typedef struct polyhvd_submission {
   // Exactly once, after the engine has left the tensors' memory, on any thread,
   // with no lock held. error_code is 0 (message null) or a value of error.h.
   void (*done)(void* context, int32_t error_code, const char* message);
+  // Of a call without a name that was counted before: which one it is, and `name` is what it
+  // is called. 0 for all others.
+  uint64_t turn;
 } polyhvd_submission;
 
 typedef struct polyhvd_engine_api {

@@ -66,6 +66,7 @@ bool Controller::progress() {
 bool Controller::announce() {
   if (!queue_.has_news()) return false;
   report_.subtree_hits.clear();
+  report_.subtree_turns.clear();
   report_.requests.clear();
   queue_.announce(report_);
   accept(report_, self_);
@@ -172,18 +173,10 @@ void Controller::apply(const Decision& decision) {
   Report again;
   for (const Resend& resend : decision.resends) {
     if (resend.rank != rank_) continue;
-    queue_.announce_in_full(resend.id, again);
+    queue_.announce_in_full(resend.id, resend.turn, again);
     again.answers.push_back(resend);
   }
-  for (const Refusal& refusal : decision.refusals) {
-    if (relay_ && refusal.error.code == ErrorCode::kPeerDeparted) relay_->doom(refusal.process_set);
-    OperationPtr operation = queue_.find(refusal.process_set, refusal.name);
-    // One that is agreed is an earlier one of that name, still being executed.
-    if (operation && operation->announced && !operation->agreed) {
-      operation->agreed = true;
-      work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error, {}});
-    }
-  }
+  for (const Refusal& refusal : decision.refusals) refuse(refusal);
   for (const Batch& batch : decision.batches) apply_batch(batch);
   if (!decision.evictions.empty()) {
     for (const CacheId id : decision.evictions) {
@@ -196,40 +189,65 @@ void Controller::apply(const Decision& decision) {
   accept(again, self_);
 }
 
+void Controller::refuse(const Refusal& refusal) {
+  const TurnKey key{refusal.process_set, refusal.kind, refusal.turn};
+  if (relay_ && refusal.error.code == ErrorCode::kPeerDeparted) relay_->doom(refusal.process_set);
+  if (relay_ && key.turn != 0) relay_->end_turn(key);
+  OperationPtr operation = queue_.find(refusal.process_set, refusal.name);
+  // One that is agreed is an earlier one of that name, still being executed.
+  if (operation && operation->announced && !operation->agreed) {
+    operation->agreed = true;
+    work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error, {}});
+  } else if (key.turn != 0 && queue_.has_joined()) {
+    queue_.pass_over(key);
+  }
+}
+
 void Controller::apply_batch(const Batch& batch) {
   ++batches_;
   Work work;
-  for (const CacheId id : batch.ids) {
+  for (std::size_t i = 0; i < batch.ids.size(); ++i) {
+    const CacheId id = batch.ids[i];
+    const Turn turn = batch.turn(i);
     const Agreement* agreement = queue_.cache().get(id);
     if (agreement == nullptr) {
       throw Failure(ErrorCode::kInternal, "a decision names operation " + std::to_string(id) +
                                               ", which was never defined");
     }
     work.process_set = agreement->process_set;
-    if (!sets_.position(agreement->process_set, rank_)) return;
-    OperationPtr operation = operation_for(*agreement);
+    if (relay_ && turn != 0) relay_->end_turn({agreement->process_set, agreement->kind, turn});
+    if (!sets_.position(agreement->process_set, rank_)) continue;
+    OperationPtr operation = operation_for(*agreement, turn);
     operation->agreed = true;
     queue_.recorder().on_agreement(*operation, batches_, id, batch.ids.size());
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
     change_sets(*agreement, *operation);
     work.operations.push_back(std::move(operation));
   }
-  work_.push_back(std::move(work));
+  if (!work.operations.empty()) work_.push_back(std::move(work));
 }
 
-OperationPtr Controller::operation_for(const Agreement& agreement) {
-  if (auto operation = queue_.find(agreement.process_set, agreement.name)) {
+OperationPtr Controller::operation_for(const Agreement& agreement, Turn turn) {
+  const ProcessSetId set = agreement.process_set;
+  auto operation = turn == 0 ? queue_.find(set, agreement.name)
+                             : queue_.find(set, TurnName(agreement.kind, turn).view());
+  if (operation) {
     // One that is agreed is an earlier one of that name: this rank has joined since.
     if (operation->announced && !operation->agreed) return operation;
   }
   if (queue_.has_joined()) {
-    auto operation = stand_in(agreement, *sets_.position(agreement.process_set, rank_));
+    operation = stand_in(agreement, *sets_.position(set, rank_));
+    if (turn != 0) {
+      operation->submission.name = TurnName(agreement.kind, turn).text();
+      queue_.pass_over({set, agreement.kind, turn});
+    }
     queue_.record(*operation);
     return operation;
   }
-  throw Failure(ErrorCode::kInternal, "a decision names " + std::string(name_of(agreement.kind)) +
-                                          " '" + agreement.name +
-                                          "', which this rank has not asked for");
+  throw Failure(ErrorCode::kInternal,
+                "a decision names " + std::string(name_of(agreement.kind)) + " '" +
+                    (turn == 0 ? agreement.name : TurnName(agreement.kind, turn).text()) +
+                    "', which this rank has not asked for");
 }
 
 // What an agreement means for the control plane itself.

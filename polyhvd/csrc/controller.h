@@ -100,7 +100,8 @@ class Controller {
   void accept(const Report& report, const Subtree& from);
   void apply(const Decision& decision);
   void apply_batch(const Batch& batch);
-  OperationPtr operation_for(const Agreement& agreement);
+  OperationPtr operation_for(const Agreement& agreement, Turn turn);
+  void refuse(const Refusal& refusal);
   void change_sets(const Agreement& agreement, Operation& operation);
   void pass_on_answer();
   void pass_on_tuning();

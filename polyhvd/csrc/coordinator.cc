@@ -32,6 +32,8 @@ Coordinator::Coordinator(const ProcessSets& sets, CoordinatorOptions options)
 void Coordinator::add(const Report& report, const Subtree& from, Time now) {
   for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from, now);
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, now);
+  for (const Report::TurnHit& hit : report.subtree_turns) add_subtree_turn(hit, from, now);
+  for (const Report::TurnHit& hit : report.turns) add_turn(hit, now);
   for (const Request& request : report.subtree_requests) add_subtree_request(request, from, now);
   for (const Request& request : report.requests) add_request(request, now);
   for (const int rank : report.departures) add_departure(rank);
@@ -88,7 +90,7 @@ void Coordinator::add_side(CacheId id, Known& known, int position, Time now) {
   }
   const Agreement& agreement = *known.agreement;
   if (is_doomed(agreement.process_set)) {
-    refuse_departed(agreement.process_set, agreement.kind, agreement.name);
+    refuse_departed({agreement.process_set, agreement.kind, 0}, agreement.name);
     return;
   }
   const auto index = static_cast<std::size_t>(position);
@@ -120,6 +122,10 @@ void Coordinator::add_request(Request request, Time now) {
   const int rank = request.rank;
   const bool joins = request.kind == OpKind::kJoin;
   Negotiation& negotiation = negotiation_of(key, now);
+  if (request.turn != 0) {
+    const auto round = rounds_.find({request.process_set, request.kind, request.turn});
+    if (round != rounds_.end()) withdraw(round, negotiation);
+  }
   if (!negotiation.add(std::move(request), static_cast<std::size_t>(*position))) {
     fail_duplicate(rank, key.second);
   }
@@ -132,6 +138,7 @@ void Coordinator::add_request(Request request, Time now) {
 
 void Coordinator::add_subtree_request(const Request& request, const Subtree& from, Time now) {
   if (refuse_if_doomed(request)) return;
+  if (request.turn != 0) fail_protocol({"'", request.name, "' was asked for by several at once"});
   if (!sets_.contains(request.process_set) || from.members(request.process_set).empty()) {
     fail_protocol({"'", request.name, "' was asked for in process set ",
                    std::to_string(request.process_set), " by ranks that are not in it"});
@@ -166,6 +173,7 @@ void Coordinator::complete_without_joined() {
     const auto found = pending_.find(key);
     return found == pending_.end() || !found->second.is_join();
   };
+  for (Key& key : complete_rounds(Time{})) complete_keys.push_back(std::move(key));
   std::ranges::stable_partition(complete_keys, is_other);
   for (const Key& key : complete_keys) {
     negotiation_of(key, Time{});
@@ -183,8 +191,8 @@ bool Coordinator::is_complete(const MemberMask& present, std::span<const int> me
   return true;
 }
 
-void Coordinator::ask_again(int rank, CacheId id) {
-  next_.resends.push_back({rank, id});
+void Coordinator::ask_again(int rank, CacheId id, Turn turn) {
+  next_.resends.push_back({rank, id, turn});
   ++resends_[rank];
 }
 
@@ -209,7 +217,7 @@ void Coordinator::add_departure(int rank) {
       ++at;
       continue;
     }
-    refuse_departed(key.first, negotiation.first.kind, key.second);
+    refuse_departed({key.first, negotiation.first.kind, negotiation.first.turn}, key.second);
     if (negotiation.cached != 0) known_.at(negotiation.cached).negotiation = nullptr;
     if (negotiation.is_join()) joined_.clear();
     at = pending_.erase(at);
@@ -217,6 +225,10 @@ void Coordinator::add_departure(int rank) {
   for (const CacheId id : by_age_) {
     Known& known = known_.at(id);
     if (!position_in(known.members, rank)) continue;
+    if (known.agreement->name.empty()) {
+      refuse_running(id, known);
+      continue;
+    }
     // Agreed but not announced counts as pending: the rank may be gone by then.
     if (known.ready_in == decision_number_) {
       std::erase(ready_, id);
@@ -226,8 +238,9 @@ void Coordinator::add_departure(int rank) {
     }
     known.ready.clear();
     const Agreement& agreement = *known.agreement;
-    refuse_departed(agreement.process_set, agreement.kind, agreement.name);
+    refuse_departed({agreement.process_set, agreement.kind, 0}, agreement.name);
   }
+  refuse_rounds_of_departed(rank);
 }
 
 // ---- agreeing by name -------------------------------------------------------------
@@ -263,7 +276,7 @@ void Coordinator::withdraw(CacheId id, Negotiation& negotiation) {
   negotiation.cached = id;
 }
 
-Request Coordinator::request_of(const Known& known, int position) const {
+Request Coordinator::request_of(const Known& known, int position, Turn turn) const {
   const Agreement& agreement = *known.agreement;
   const auto index = static_cast<std::size_t>(position);
   Request request;
@@ -283,6 +296,11 @@ Request Coordinator::request_of(const Known& known, int position) const {
     for (std::size_t i = 0; i < count; ++i) {
       request.shapes[i][0] = agreement.rows[index * count + i];
     }
+  }
+  request.turn = turn;
+  if (turn != 0) {  // from where, nobody knows: a template serves many lines
+    request.name = TurnName(agreement.kind, turn).text();
+    return request;
   }
   request.name = agreement.name;
   request.where = known.where.size() == 1 ? known.where.front() : known.where[index];
@@ -367,16 +385,25 @@ void Coordinator::conclude(std::span<const Request> requests, const MemberMask& 
       std::ranges::any_of(requests, [](const Request& r) { return r.kind == OpKind::kJoin; });
   if (auto error = disagreement(requests)) {
     if (joins) joined_.clear();
-    next_.refusals.push_back({first.process_set, first.name, std::move(*error)});
+    next_.refusals.push_back(
+        {first.process_set, first.name, std::move(*error), first.kind, first.turn});
     return;
   }
   Agreement agreement = agreement_of(requests);
   if (auto error = fill_in(agreement, requests, present)) {
-    next_.refusals.push_back({first.process_set, first.name, std::move(*error)});
+    next_.refusals.push_back(
+        {first.process_set, first.name, std::move(*error), first.kind, first.turn});
     return;
   }
   const std::span<const int> members = sets_.members(first.process_set);
   if (joins) joined_.clear();
+  if (first.turn != 0) {
+    agreement.name.clear();
+    const auto known_as = find_template(agreement);
+    const CacheId id = known_as ? *known_as : define(std::move(agreement), {});
+    mark_ready(id, known_.at(id), first.turn);
+    return;
+  }
   if (const auto id = cache_.id_of(first.process_set, first.name)) {
     Known& known = known_.at(*id);
     agreement.priority = known.agreement->priority;
@@ -394,7 +421,11 @@ void Coordinator::conclude(std::span<const Request> requests, const MemberMask& 
 // ---- ids --------------------------------------------------------------------------
 
 CacheId Coordinator::define(Agreement agreement, std::vector<std::string> where) {
-  if (const auto old = cache_.id_of(agreement.process_set, agreement.name)) forget(*old);
+  if (agreement.name.empty()) {
+    keep_few_alike(agreement);
+  } else if (const auto old = cache_.id_of(agreement.process_set, agreement.name)) {
+    forget(*old);
+  }
   CacheId id = next_id_++;
   while (id == 0 || known_.contains(id)) id = next_id_++;  // after four billion
   next_.definitions.push_back({id, agreement});
@@ -408,7 +439,11 @@ CacheId Coordinator::define(Agreement agreement, std::vector<std::string> where)
   return id;
 }
 
-void Coordinator::mark_ready(CacheId id, Known& known) {
+void Coordinator::mark_ready(CacheId id, Known& known, Turn turn) {
+  if (turn != 0) {
+    known.running.push_back(turn);
+    has_turns_ = true;
+  }
   known.ready_in = decision_number_;
   by_age_.splice(by_age_.end(), by_age_, known.age);
   ready_.push_back(id);
@@ -427,7 +462,7 @@ void Coordinator::forget(CacheId id) {
 // very decision go last; they are at the end of by_age_.
 void Coordinator::shrink_cache() {
   const auto is_idle = [](const Known& known) {
-    return known.ready.empty() && known.negotiation == nullptr;
+    return known.ready.empty() && known.negotiation == nullptr && known.rounds == 0;
   };
   for (auto at = by_age_.begin(); at != by_age_.end() && known_.size() > options_.cache_capacity;) {
     const CacheId id = *at++;
@@ -451,6 +486,7 @@ Decision Coordinator::take_decision() {
   const std::span others(ready_.begin(), ends.begin());
   next_.batches = fuse(others, agreement_of_id, options_.fusion);
   for (const CacheId id : ends) next_.batches.push_back({{id}});
+  if (has_turns_) deal_out_turns();
   for (const CacheId id : ready_) {
     const Agreement& agreement = agreement_of_id(id);
     if (agreement.kind == OpKind::kRemoveProcessSet) {
@@ -470,25 +506,28 @@ Decision Coordinator::take_decision() {
 void Coordinator::forget_set(ProcessSetId set) {
   for (auto at = pending_.lower_bound({set, ""}); at != pending_.end() && at->first.first == set;) {
     const auto& [key, negotiation] = *at;
-    refuse_removed(set, negotiation.first.kind, key.second);
+    refuse_removed({set, negotiation.first.kind, negotiation.first.turn}, key.second);
     at = pending_.erase(at);
   }
+  refuse_rounds_of_removed(set);
   for (auto at = by_age_.begin(); at != by_age_.end();) {
     const CacheId id = *at++;
     const Known& known = known_.at(id);
     const Agreement& agreement = *known.agreement;
     if (agreement.process_set != set) continue;
-    if (!known.ready.empty()) refuse_removed(set, agreement.kind, agreement.name);
+    if (!known.ready.empty()) refuse_removed({set, agreement.kind, 0}, agreement.name);
     forget(id);
   }
 }
 
-void Coordinator::refuse_removed(ProcessSetId set, OpKind kind, const std::string& name) {
+void Coordinator::refuse_removed(const TurnKey& key, const std::string& name) {
   next_.refusals.push_back(
-      {set,
+      {key.process_set,
        name,
-       {ErrorCode::kInvalidArgument,
-        concat({subject(kind, name), ": process set ", std::to_string(set), " was removed"})}});
+       {ErrorCode::kInvalidArgument, concat({subject(key.kind, name), ": process set ",
+                                             std::to_string(key.process_set), " was removed"})},
+       key.kind,
+       key.turn});
 }
 
 bool Coordinator::is_doomed(ProcessSetId set) const {
@@ -498,26 +537,29 @@ bool Coordinator::is_doomed(ProcessSetId set) const {
 
 bool Coordinator::refuse_if_doomed(const Request& request) {
   const ProcessSetId set = request.process_set;
+  const TurnKey key{set, request.kind, request.turn};
   if (!sets_.contains(set) && set < sets_.added()) {
-    refuse_removed(set, request.kind, request.name);
+    refuse_removed(key, request.name);
     return true;
   }
   if (!is_doomed(set)) return false;
-  refuse_departed(set, request.kind, request.name);
+  refuse_departed(key, request.name);
   return true;
 }
 
-void Coordinator::refuse_departed(ProcessSetId set, OpKind kind, const std::string& name) {
+void Coordinator::refuse_departed(const TurnKey& key, const std::string& name) {
   std::vector<int> gone;
   for (const int rank : departed_) {
-    if (sets_.position(set, rank)) gone.push_back(rank);
+    if (sets_.position(key.process_set, rank)) gone.push_back(rank);
   }
   next_.refusals.push_back(
-      {set,
+      {key.process_set,
        name,
        {ErrorCode::kPeerDeparted,
-        concat({subject(kind, name), " needs ", text_of_ranks(gone),
-                gone.size() == 1 ? ", which has" : ", which have", " shut down"})}});
+        concat({subject(key.kind, name), " needs ", text_of_ranks(gone),
+                gone.size() == 1 ? ", which has" : ", which have", " shut down"})},
+       key.kind,
+       key.turn});
 }
 
 std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double> at_least) const {
@@ -541,6 +583,9 @@ std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double
   }
   for (const auto& [id, known] : known_) {
     add_if_old(known.agreement->process_set, known.agreement->name, known.since, known.ready);
+  }
+  for (const auto& [key, round] : rounds_) {
+    add_if_old(key.process_set, TurnName(key.kind, key.turn).text(), round.since, round.ready);
   }
   std::sort(found.begin(), found.end(), [](const Stalled& a, const Stalled& b) {
     if (a.age != b.age) return a.age > b.age;

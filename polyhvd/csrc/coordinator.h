@@ -76,9 +76,40 @@ class Coordinator {
     Time since;                          // of the first of them
     std::uint64_t ready_in = 0;          // number of the decision that runs it
     Negotiation* negotiation = nullptr;  // hits become sides of it; in pending_
+    std::size_t rounds = 0;              // of a template: in rounds_
+    std::vector<Turn> running;           // likewise, in the decision ready_in
+    std::size_t dealt = 0;               // of these, to entries of batches
     std::vector<std::string> where;      // by position; one element when all are equal
     std::list<CacheId>::iterator age;
   };
+
+  // Who is ready for a call without a name, all by the same template. It is either here or,
+  // negotiated by name, in pending_.
+  struct Round {
+    CacheId id = 0;
+    MemberMask ready;  // by position
+    Time since;
+  };
+  using Rounds = std::unordered_map<TurnKey, Round, TurnKeyHash>;
+
+  void add_subtree_turn(const Report::TurnHit& hit, const Subtree& from, Time now);
+  // As add_turn_side() for each of `sides`, where it comes to entering them.
+  bool add_turn_sides(const Report::TurnHit& hit, Known& known, const MemberMask& sides, Time now);
+  void add_turn(const Report::TurnHit& hit, Time now);
+  void add_turn_side(const Report::TurnHit& hit, Known& known, int position, Time now);
+  Rounds::iterator round_of(const TurnKey& key, CacheId id, Known& known, Time now);
+  void end_round(Rounds::iterator entry);
+  // Turns the readiness for a turn into sides of a negotiation by name.
+  void withdraw(Rounds::iterator entry, Negotiation& negotiation);
+  bool is_negotiated(const TurnKey& key) const;
+  // Rounds that are complete since others have joined, as negotiations.
+  std::vector<Key> complete_rounds(Time now);
+  void refuse_rounds_of_departed(int rank);
+  void refuse_running(CacheId id, Known& known);
+  void refuse_rounds_of_removed(ProcessSetId set);
+  std::optional<CacheId> find_template(const Agreement& agreement) const;
+  void keep_few_alike(const Agreement& agreement);
+  void deal_out_turns();
 
   void add_subtree_hit(CacheId id, const Subtree& from, Time now);
   // As add_side() for each of `sides`, where it comes to entering them.
@@ -88,7 +119,7 @@ class Coordinator {
   void add_request(Request request, Time now);
   void add_subtree_request(const Request& request, const Subtree& from, Time now);
   void add_departure(int rank);
-  void ask_again(int rank, CacheId id);
+  void ask_again(int rank, CacheId id, Turn turn = 0);
   void add_answer(int rank);
 
   Known* find_known(CacheId id) noexcept;
@@ -103,7 +134,7 @@ class Coordinator {
                                const MemberMask& present) const;
   std::string why_not_add(const Agreement& agreement) const;
   CacheId define(Agreement agreement, std::vector<std::string> where);
-  void mark_ready(CacheId id, Known& known);
+  void mark_ready(CacheId id, Known& known, Turn turn = 0);
   void forget(CacheId id);
   void shrink_cache();
 
@@ -115,11 +146,11 @@ class Coordinator {
   void forget_set(ProcessSetId set);
 
   bool is_doomed(ProcessSetId set) const;
-  void refuse_removed(ProcessSetId set, OpKind kind, const std::string& name);
-  void refuse_departed(ProcessSetId set, OpKind kind, const std::string& name);
+  void refuse_removed(const TurnKey& key, const std::string& name);
+  void refuse_departed(const TurnKey& key, const std::string& name);
   // Whether a request of the set is refused, now that it was.
   bool refuse_if_doomed(const Request& request);
-  Request request_of(const Known& known, int position) const;
+  Request request_of(const Known& known, int position, Turn turn = 0) const;
 
   const ProcessSets& sets_;
   CoordinatorOptions options_;
@@ -127,6 +158,8 @@ class Coordinator {
   std::unordered_map<CacheId, Known> known_;
   std::list<CacheId> by_age_;  // least recently used first
   std::map<Key, Negotiation> pending_;
+  Rounds rounds_;
+  std::vector<Rounds::node_type> spare_rounds_;  // so that the steady state allocates nothing
   std::set<int> departed_;
   std::set<int> joined_;
   // Resends that a rank has not answered: it is ready for more than is known here, so
@@ -134,6 +167,7 @@ class Coordinator {
   std::map<int, int> resends_;
   int last_joined_ = -1;
   std::vector<CacheId> ready_;
+  bool has_turns_ = false;  // whether some of ready_ are templates
   Decision next_;
   std::uint64_t decision_number_ = 1;
   CacheId next_id_ = 1;

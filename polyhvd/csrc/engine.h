@@ -83,6 +83,9 @@ class Engine {
   OperationPtr submit(Submission submission, bool blocking = false,
                       const std::function<std::string()>& where = {});
 
+  // See OpQueue::take_turn().
+  Turn take_turn(ProcessSetId set, OpKind kind) { return queue_.take_turn(set, kind); }
+
   // As submit(), with nobody waiting. True: nobody was woken, and lend() follows at once on
   // this thread; it drives until no operation is in flight, and for kLendTime at most while
   // the other ranks are late. Completion callbacks may run in it.

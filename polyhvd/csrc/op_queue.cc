@@ -32,8 +32,7 @@ std::string to_string(const Shape& shape) {
 
 }  // namespace
 
-void OpQueue::check(const Submission& s) const {
-  if (s.name.empty()) invalid(s, "the name is empty");
+void OpQueue::check_membership(const Submission& s) const {
   if (joined_) {
     invalid(s, "rank " + std::to_string(rank_) +
                    " has joined and takes part in nothing until all ranks have; wait for join()");
@@ -47,6 +46,11 @@ void OpQueue::check(const Submission& s) const {
     invalid(s, "rank " + std::to_string(rank_) + " is not in process set " +
                    std::to_string(s.process_set) + "; call it on its members only");
   }
+}
+
+void OpQueue::check(const Submission& s) const {
+  if (s.name.empty()) invalid(s, "the name is empty");
+  check_membership(s);
   if (s.kind == OpKind::kAddProcessSet) check_new_set(s);
   if (s.kind == OpKind::kRemoveProcessSet) check_removal(s);
   if (!has_tensors(s.kind)) return;
@@ -174,6 +178,7 @@ Request OpQueue::request_of(const Operation& operation) const {
   request.scale = s.scale;
   request.name = s.name;
   request.where = s.where;
+  request.turn = s.turn;
   request.shapes.reserve(s.inputs.size());
   for (const TensorView& t : s.inputs) request.shapes.push_back(t.shape);
   if (!s.inputs.empty()) {
@@ -188,6 +193,29 @@ Request OpQueue::request_of(const Operation& operation) const {
     for (const std::int64_t rank : s.numbers) request.shapes.push_back({rank});
   }
   return request;
+}
+
+// The turn and the name that show in which order calls without a name were submitted.
+void OpQueue::number(Submission& s) {
+  s.turn = ++turns_[{s.process_set, s.kind}];
+  s.name.assign(TurnName(s.kind, s.turn).view());
+}
+
+Turn OpQueue::take_turn(ProcessSetId set, OpKind kind) {
+  Submission s;
+  s.kind = kind;
+  s.process_set = set;
+  leave_unnamed(s);
+  std::lock_guard lock(mutex_);
+  if (closed_) throw Failure(*closed_);
+  check_membership(s);
+  return ++turns_[{set, kind}];
+}
+
+void OpQueue::pass_over(const TurnKey& key) {
+  std::lock_guard lock(mutex_);
+  Turn& last = turns_[{key.process_set, key.kind}];
+  last = std::max(last, key.turn);
 }
 
 OperationPtr OpQueue::submit(Submission&& submission, const std::function<std::string()>& where) {
@@ -206,14 +234,21 @@ OperationPtr OpQueue::submit(Submission&& submission, const std::function<std::s
     lock.unlock();
     s.where = where();
     lock.lock();
+    check_membership(s);  // it may have changed meanwhile
   }
   if (closed_) throw Failure(*closed_);
-  const auto it = in_flight_.find(Key{s.process_set, s.name});
-  if (it != in_flight_.end() && !s.queue_duplicates) {
-    invalid(s,
-            "an operation of this name is in flight; synchronize() it first or use another name");
+  auto it = in_flight_.end();
+  if (s.turn == 0) {
+    it = in_flight_.find(Key{s.process_set, s.name});
+    if (it != in_flight_.end() && !s.queue_duplicates) {
+      invalid(s,
+              "an operation of this name is in flight; synchronize() it first or use another name");
+    }
   }
   claim_memory(*operation);
+  if (s.turn == kNextTurn) number(s);
+  // Somebody may have given another operation the very name; it waits for that one.
+  if (s.turn != 0) it = in_flight_.find(Key{s.process_set, s.name});
   submitted_.fetch_add(1, std::memory_order_relaxed);
   recorder_.on_submit(*operation);
   if (s.kind == OpKind::kJoin) joined_ = true;
@@ -238,7 +273,11 @@ void OpQueue::announce(Report& report) {
     operation->announced = true;
     recorder_.on_announce(*operation, now);
     if (operation->announced_as) {
-      report.subtree_hits.push_back(*operation->announced_as);
+      if (const Turn turn = operation->submission.turn; turn != 0) {
+        report.subtree_turns.push_back({0, *operation->announced_as, turn});
+      } else {
+        report.subtree_hits.push_back(*operation->announced_as);
+      }
       cache_hits_.fetch_add(1, std::memory_order_relaxed);
     } else {
       report.requests.push_back(request_of(*operation));
@@ -248,10 +287,11 @@ void OpQueue::announce(Report& report) {
   news_.store(0);
 }
 
-void OpQueue::announce_in_full(CacheId id, Report& report) {
+void OpQueue::announce_in_full(CacheId id, Turn turn, Report& report) {
   std::lock_guard lock(mutex_);
   for (const auto& [key, operation] : in_flight_) {
     if (!operation->announced || operation->agreed || operation->announced_as != id) continue;
+    if (operation->submission.turn != turn) continue;
     operation->announced_as.reset();
     report.requests.push_back(request_of(*operation));
     return;
@@ -309,6 +349,7 @@ ProcessSetId OpQueue::add_process_set(std::vector<int> ranks) {
 void OpQueue::remove_process_set(ProcessSetId id) {
   std::lock_guard lock(mutex_);
   if (sets_.contains(id)) sets_.remove(id);
+  std::erase_if(turns_, [id](const auto& item) { return item.first.first == id; });
 }
 
 void OpQueue::record(Operation& operation) {

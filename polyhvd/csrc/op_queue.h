@@ -30,6 +30,10 @@ class OpQueue {
   // Failure: kInvalidArgument, or why the queue is closed.
   OperationPtr submit(Submission&& submission, const std::function<std::string()>& where);
 
+  // The turn of a call without a name that is submitted later. Throws as submit() does when
+  // nothing of the kind can be asked for.
+  Turn take_turn(ProcessSetId set, OpKind kind);
+
   // Whether something waits to be announced. Any thread, no lock.
   bool has_news() const noexcept { return news_.load() > 0; }
   // How many operations were ever submitted; tells whether work keeps arriving.
@@ -37,11 +41,15 @@ class OpQueue {
 
   // Driver: moves everything new into a report.
   void announce(Report& report);
-  // Driver: announces an operation again in full, when it was announced as `id`.
-  void announce_in_full(CacheId id, Report& report);
+  // Driver: announces an operation again in full, when it was announced as `id`, and `turn`
+  // if it has no name.
+  void announce_in_full(CacheId id, Turn turn, Report& report);
 
   // Driver: the operation that all agreed to run; it stays in flight until retire().
   OperationPtr find(ProcessSetId set, std::string_view name);
+  // Driver: a call without a name that this rank did not make, as it has joined: its own
+  // calls go on after it.
+  void pass_over(const TurnKey& key);
   // Driver: forgets a finished operation; the next of that name, if one waits, is new.
   void retire(const OperationPtr& operation);
 
@@ -90,6 +98,8 @@ class OpQueue {
   };
 
   void check(const Submission& submission) const;
+  void check_membership(const Submission& submission) const;
+  void number(Submission& submission);
   void check_splits(const Submission& submission) const;
   void check_new_set(const Submission& submission) const;
   void check_removal(const Submission& submission) const;
@@ -110,6 +120,7 @@ class OpQueue {
   std::unordered_map<Key, OperationPtr, Hash> in_flight_;
   std::map<std::pair<ProcessSetId, std::string>, std::deque<OperationPtr>> waiting_;
   std::vector<OperationPtr> unannounced_;
+  std::map<std::pair<ProcessSetId, OpKind>, Turn> turns_;  // the last that was counted
   MemoryInFlight memory_;
   std::optional<Error> closed_;
 

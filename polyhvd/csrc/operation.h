@@ -37,12 +37,24 @@ struct Submission {
   // Exactly once, with no lock held, on any thread; null error on success.
   std::function<void(const Error* error)> done;
   std::string where;
+  // Of a call without a name; kNextTurn: counted when it is submitted.
+  Turn turn = 0;
   // A name in flight makes this one wait for it instead of failing.
   bool queue_duplicates = false;
   // Of tensors on a device: the stream that makes the inputs and is done with the outputs.
   Stream stream = nullptr;
   DeviceEventPtr ready;  // by Engine::submit: where the stream was then
 };
+
+inline constexpr Turn kNextTurn = ~Turn{0};
+
+// Makes it a call without a name; its kind is known. Until it has its turn it is called by
+// what all of its kind have in common.
+inline void leave_unnamed(Submission& s) {
+  s.turn = kNextTurn;
+  s.name.reserve(40);
+  s.name.assign(name_of(s.kind)).append(".noname");
+}
 
 // Of its tensors, which are on one.
 inline Device device_of(const Submission& s) noexcept {

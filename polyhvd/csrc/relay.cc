@@ -22,6 +22,8 @@ Relay::Relay(const ProcessSets& sets, std::vector<int> ranks)
 void Relay::add(const Report& report, const Subtree& from, const ResponseCache& cache, Time now) {
   for (const CacheId id : report.subtree_hits) add_subtree_hit(id, from, cache, now);
   for (const Report::Hit& hit : report.hits) add_hit(hit.rank, hit.id, cache, now);
+  for (const Report::TurnHit& hit : report.subtree_turns) add_subtree_turn(hit, from, cache, now);
+  for (const Report::TurnHit& hit : report.turns) add_turn(hit, cache, now);
   for (const Request& request : report.subtree_requests) {
     add_subtree_request(request, from.members(request.process_set), cache, now);
   }
@@ -38,12 +40,23 @@ Report Relay::take_report(Time now, std::chrono::duration<double> patience,
     if (now - partial.since < patience) break;
     flush(id, partial);
   }
+  while (!waiting_rounds_.empty()) {
+    const TurnKey key = waiting_rounds_.front();
+    Round& round = rounds_.at(key);
+    if (now - round.since < patience) break;
+    flush(key, round);
+  }
   merger_.release_older(now - std::chrono::duration_cast<Time::duration>(patience_in_first_round),
                         next_);
   return std::exchange(next_, {});
 }
 
 void Relay::withdraw(CacheId id) {
+  for (auto at = waiting_rounds_.begin(); at != waiting_rounds_.end();) {
+    const TurnKey key = *at++;
+    Round& round = rounds_.at(key);
+    if (round.id == id) flush(key, round);
+  }
   const auto found = partial_.find(id);
   if (found == partial_.end()) return;
   flush(id, found->second);
@@ -113,14 +126,14 @@ void Relay::settle(CacheId id, Partial& partial, Time now) {
 void Relay::add_subtree_request(const Request& request, const MemberMask& members,
                                 const ResponseCache& cache, Time now) {
   if (members.empty()) fail_not_member(request.name);
-  const bool merges = !joined_ && !doomed_.contains(request.process_set) &&
+  const bool merges = request.turn == 0 && !joined_ && !doomed_.contains(request.process_set) &&
                       sets_.contains(request.process_set) &&
                       !cache.id_of(request.process_set, request.name) && merger_.takes(request);
   if (merges) {
     merger_.add(request, members, now, next_);
     return;
   }
-  merger_.pass_over(request);
+  if (request.turn == 0) merger_.pass_over(request);
   const std::span<const int> ranks = sets_.members(request.process_set);
   Request of_one = request;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -143,6 +156,10 @@ void Relay::add_request(const Request& request, const ResponseCache& cache, Time
 
 void Relay::pass_on_request(const Request& request, const ResponseCache& cache) {
   if (request.kind == OpKind::kJoin) begin_join();  // after what is let go
+  if (request.turn != 0) {
+    pass_on_turn_request(request);
+    return;
+  }
   next_.requests.push_back(request);
   if (joined_ || doomed_.contains(request.process_set)) return;
   const auto id = cache.id_of(request.process_set, request.name);
@@ -173,6 +190,8 @@ void Relay::begin_join() {
     flush(id, partial);
     end_round(partial);
   }
+  for (auto& [key, round] : rounds_) flush(key, round);
+  rounds_.clear();
 }
 
 // Whether hits go up at once, as they are.
@@ -189,6 +208,7 @@ void Relay::doom(ProcessSetId set) {
     Partial& partial = partial_.at(id);
     if (partial.set == set) flush(id, partial);
   }
+  forget_rounds(set);
 }
 
 Relay::Partial& Relay::partial_of(CacheId id, ProcessSetId set) {

@@ -34,10 +34,13 @@ class Relay {
                      std::chrono::duration<double> patience_in_first_round);
 
   // The set was removed: what was asked for in it goes up, to be refused.
-  void remove(ProcessSetId set) { merger_.release(set, next_); }
+  void remove(ProcessSetId set);
 
   // An id was evicted or redefined: its partial hits go up as they are.
   void withdraw(CacheId id);
+
+  // A call without a name is decided.
+  void end_turn(const TurnKey& key);
 
   // An operation of the set was refused because a member has departed: none of
   // it will run any more. What is held back goes up, and later hits at once.
@@ -59,6 +62,25 @@ class Relay {
     bool passed_on = false;  // this round goes up rank by rank, at once
     std::list<CacheId>::iterator place;
   };
+  // What was seen of a call without a name, until it is decided.
+  struct Round {
+    CacheId id = 0;
+    MemberMask seen;  // by position in the process set
+    Time since;
+    bool waiting = false;    // in waiting_rounds_
+    bool passed_on = false;  // what comes goes up as it is
+    std::list<TurnKey>::iterator place;
+  };
+
+  void add_subtree_turn(const Report::TurnHit& hit, const Subtree& from, const ResponseCache& cache,
+                        Time now);
+  void add_turn(const Report::TurnHit& hit, const ResponseCache& cache, Time now);
+  void add_turn_sides(const Report::TurnHit& hit, const Agreement& agreement,
+                      const MemberMask& sides, Time now);
+  void pass_on_turns(const Report::TurnHit& hit, ProcessSetId set, const MemberMask& sides);
+  void pass_on_turn_request(const Request& request);
+  void flush(const TurnKey& key, Round& round);
+  void forget_rounds(ProcessSetId set);
   void add_subtree_hit(CacheId id, const Subtree& from, const ResponseCache& cache, Time now);
   void add_hit(int rank, CacheId id, const ResponseCache& cache, Time now);
   void add_member(CacheId id, Partial& partial, int position, Time now);
@@ -83,6 +105,8 @@ class Relay {
   std::unordered_map<CacheId, Partial> partial_;
   std::list<CacheId> waiting_;  // hits held back, the oldest first
   std::list<CacheId> idle_;
+  std::unordered_map<TurnKey, Round, TurnKeyHash> rounds_;
+  std::list<TurnKey> waiting_rounds_;  // with hits held back, the oldest first
   std::set<ProcessSetId> doomed_;
   bool joined_ = false;  // somebody below has joined: subtrees are never complete
   Report next_;

@@ -2,6 +2,8 @@
 // coordinator tells them to do next (Decision). Plain values; wire.h encodes them.
 #pragma once
 
+#include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -32,6 +34,21 @@ struct Request {
   std::vector<Shape> shapes;  // add_process_set: one of one number for each rank
   std::string name;
   std::string where;  // "train.py:88" of the caller, for error messages
+  Turn turn = 0;      // not 0: the name is TurnName(kind, turn)
+};
+
+// What a call without a name is found by.
+struct TurnKey {
+  ProcessSetId process_set = kWorld;
+  OpKind kind = OpKind::kAllreduce;
+  Turn turn = 0;
+  friend auto operator<=>(const TurnKey&, const TurnKey&) = default;
+};
+struct TurnKeyHash {
+  std::size_t operator()(const TurnKey& key) const noexcept {
+    const auto line = std::uint64_t{key.process_set} << 8 | static_cast<std::uint8_t>(key.kind);
+    return static_cast<std::size_t>(key.turn ^ line * 0x9e3779b97f4a7c15u);
+  }
 };
 
 // Whether they are equal but for who asks.
@@ -39,13 +56,15 @@ inline bool asks_alike(const Request& a, const Request& b) {
   return a.name == b.name && a.process_set == b.process_set && a.kind == b.kind && a.op == b.op &&
          a.dtype == b.dtype && a.dtypes == b.dtypes && a.device == b.device && a.root == b.root &&
          a.priority == b.priority && a.scale == b.scale && a.shapes == b.shapes &&
-         a.where == b.where;
+         a.where == b.where && a.turn == b.turn;
 }
 
 // What every member of the process set will run. For allgather, shapes[i][0]
 // is the sum of the ranks' rows, and rows[m * shapes.size() + i] those of
 // member m (by position in the process set) of tensor i. For alltoall it is 0:
 // the rows go with the data. The root of a join is the rank that joined last.
+// Without a name it is a template: what calls without a name that ask for this agree on,
+// whatever their turns.
 struct Agreement {
   ProcessSetId process_set = kWorld;
   OpKind kind = OpKind::kAllreduce;
@@ -73,6 +92,9 @@ inline std::size_t tensor_count(const Request& r) noexcept { return r.shapes.siz
 inline const Shape& shape_of(const Request& r, std::size_t i) noexcept { return r.shapes[i]; }
 inline DeviceKind device_kind_of(const Request& r) noexcept { return r.device; }
 
+inline std::size_t tensor_count(const Agreement& a) noexcept { return a.shapes.size(); }
+inline const Shape& shape_of(const Agreement& a, std::size_t i) noexcept { return a.shapes[i]; }
+
 struct Definition {
   CacheId id = 0;
   Agreement agreement;
@@ -81,6 +103,8 @@ struct Definition {
 // Operations that run as one: several of one kind, see fusion.h, or a single entry.
 struct Batch {
   std::vector<CacheId> ids;
+  std::vector<Turn> turns{};  // of those that have one, 0 for others; none: nobody has
+  Turn turn(std::size_t i) const noexcept { return turns.empty() ? 0 : turns[i]; }
 };
 
 // A named operation that failed on all members of its process set.
@@ -88,6 +112,8 @@ struct Refusal {
   ProcessSetId process_set = kWorld;
   std::string name;
   Error error;
+  OpKind kind = OpKind::kAllreduce;  // of a call without a name, and which it is
+  Turn turn = 0;
 };
 
 // A rank must send its request in full: it named an id that was evicted. It answers
@@ -95,6 +121,7 @@ struct Refusal {
 struct Resend {
   std::int32_t rank = 0;
   CacheId id = 0;
+  Turn turn = 0;
 };
 
 // One step of the total order, the same on every rank. Applied in the order of
@@ -121,14 +148,22 @@ struct Report {
     CacheId id = 0;
   };
   std::vector<Hit> hits{};
+  // Likewise for calls without a name: the id of a template, and the turn.
+  struct TurnHit {
+    std::int32_t rank = 0;  // of a subtree: 0
+    CacheId id = 0;
+    Turn turn = 0;
+  };
+  std::vector<TurnHit> subtree_turns{};
+  std::vector<TurnHit> turns{};
   // Every member of the set below the sender asks for this; of one of them.
   std::vector<Request> subtree_requests{};
   std::vector<Request> requests{};
   std::vector<std::int32_t> departures{};
   std::vector<Resend> answers{};  // whose requests, if any, came before
   bool empty() const noexcept {
-    return subtree_hits.empty() && hits.empty() && subtree_requests.empty() && requests.empty() &&
-           departures.empty() && answers.empty();
+    return subtree_hits.empty() && hits.empty() && subtree_turns.empty() && turns.empty() &&
+           subtree_requests.empty() && requests.empty() && departures.empty() && answers.empty();
   }
 };
 

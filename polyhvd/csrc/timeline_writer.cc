@@ -54,9 +54,8 @@ std::string opening_of(int rank, std::string_view name) {
 }
 
 // Of a row: "allreduce.conv1.weight".
-std::string title_of(const Record& record) {
+std::string title_of(const Record& record, std::string_view name) {
   const auto prefix = std::string(name_of(record.kind)) + ".";
-  const std::string_view name = record.name.view();
   // "allreduce.noname.0" says its kind already.
   std::string title = name.starts_with(prefix) ? "" : prefix;
   title += name;
@@ -64,6 +63,20 @@ std::string title_of(const Record& record) {
     title += " (process set " + std::to_string(record.process_set) + ")";
   }
   return title;
+}
+
+// Rows for calls without names that are in flight together, of one kind and process set.
+constexpr std::uint64_t kUnnamedRows = 64;
+
+// "allreduce.noname." of the name of a call without one, and else nothing.
+std::string_view stem_of_unnamed(const Record& record) {
+  const std::string_view name = record.name.view();
+  const std::string_view kind = name_of(record.kind);
+  const std::size_t size = kind.size() + std::string_view(".noname.").size();
+  if (!name.starts_with(kind) || !name.substr(kind.size()).starts_with(".noname.")) return {};
+  const bool is_number =
+      std::ranges::all_of(name.substr(size), [](unsigned char c) { return std::isdigit(c) != 0; });
+  return is_number && name.size() > size ? name.substr(0, size) : std::string_view();
 }
 
 }  // namespace
@@ -193,8 +206,17 @@ void TimelineWriter::begin_span(OpKind kind, Span span, std::uint32_t row, std::
   ++events_;
 }
 
-TimelineWriter::Row& TimelineWriter::row_of(const Record& record) {
-  const std::string_view name = record.name.view();
+// Calls without names share as few rows as there were in flight together.
+TimelineWriter::Row& TimelineWriter::row_of(const Record& record, std::int64_t begin_ns) {
+  const std::string_view stem = stem_of_unnamed(record);
+  if (stem.empty()) return row_of(record, record.name.view());
+  for (std::uint64_t number = 0;; ++number) {
+    Row& row = row_of(record, std::string(stem) + std::to_string(number));
+    if (row.end_ns <= begin_ns || number + 1 == kUnnamedRows) return row;
+  }
+}
+
+TimelineWriter::Row& TimelineWriter::row_of(const Record& record, std::string_view name) {
   row_key_.clear();
   if (rows_.size() < kRowsMax) {
     row_key_ += static_cast<char>('0' + static_cast<int>(record.kind));
@@ -205,7 +227,7 @@ TimelineWriter::Row& TimelineWriter::row_of(const Record& record) {
   if (is_new) {
     it->second.id = static_cast<std::uint32_t>(rows_.size());
     write_metadata("thread_name", it->second.id,
-                   row_key_.empty() ? "other operations" : title_of(record));
+                   row_key_.empty() ? "other operations" : title_of(record, name));
   }
   return it->second;
 }
@@ -230,7 +252,7 @@ void TimelineWriter::write_operation(const Record& r, const Transfer& transfer,
     ++dropped_;
     return;
   }
-  Row& row = row_of(r);
+  Row& row = row_of(r, scale.ns(r.times[kAtSubmit]));
   // Times that were not reached are those of the end. Each is at least the one before,
   // and what began before the row's last operation ended is cut: spans may not cross.
   std::array<std::int64_t, kMoments> at{};

@@ -47,7 +47,8 @@ class TimelineWriter {
   bool open_file(int flags);
   void rotate();
   void keep_within_limits();
-  Row& row_of(const Record& record);
+  Row& row_of(const Record& record, std::int64_t begin_ns);
+  Row& row_of(const Record& record, std::string_view name);
   void begin_event(std::string_view phase, std::string_view name, std::uint32_t row);
   void begin_span(OpKind kind, Span span, std::uint32_t row, std::int64_t begin, std::int64_t end);
   void end_event();

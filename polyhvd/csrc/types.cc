@@ -1,6 +1,9 @@
 // Sizes and names of the core's vocabulary.
 #include "types.h"
 
+#include <algorithm>
+#include <charconv>
+
 namespace polyhvd {
 
 std::size_t item_size(DType dtype) noexcept {
@@ -47,6 +50,15 @@ std::string_view name_of(DType dtype) noexcept {
       return "bool";
   }
   return "unknown";
+}
+
+TurnName::TurnName(OpKind kind, Turn turn) noexcept {
+  constexpr std::string_view kUnnamed = ".noname.";
+  const std::string_view verb = name_of(kind);
+  char* at = std::copy(verb.begin(), verb.end(), text_);
+  at = std::copy(kUnnamed.begin(), kUnnamed.end(), at);
+  at = std::to_chars(at, text_ + sizeof text_, turn - 1).ptr;
+  size_ = static_cast<std::size_t>(at - text_);
 }
 
 std::string_view name_of(OpKind kind) noexcept {

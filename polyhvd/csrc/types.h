@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -85,6 +86,10 @@ using Segments = std::span<const Segment>;
 using ProcessSetId = std::uint32_t;
 inline constexpr ProcessSetId kWorld = 0;
 
+// Which of the calls without a name of its kind and process set a call is, counted from 1
+// on each rank: calls of equal turns belong together. 0: the call has a name.
+using Turn = std::uint64_t;
+
 // Whether operations of a kind carry tensors; the others only synchronise.
 constexpr bool has_tensors(OpKind kind) noexcept {
   return kind < OpKind::kBarrier || kind == OpKind::kAlltoall || kind == OpKind::kReducescatter;
@@ -105,6 +110,18 @@ std::size_t item_size(DType dtype) noexcept;
 std::string_view name_of(DType dtype) noexcept;
 std::string_view name_of(OpKind kind) noexcept;
 std::string_view name_of(ReduceOp op) noexcept;
+
+// "allreduce.noname.16": what people are shown for turn 17.
+class TurnName {
+ public:
+  TurnName(OpKind kind, Turn turn) noexcept;
+  std::string_view view() const noexcept { return {text_, size_}; }
+  std::string text() const { return std::string(view()); }
+
+ private:
+  char text_[48];
+  std::size_t size_;
+};
 
 // Product of the dimensions; 1 for a scalar. Callers have checked the bound.
 std::int64_t element_count(std::span<const std::int64_t> shape) noexcept;

@@ -16,7 +16,9 @@ namespace {
 
 using Count = std::uint32_t;
 using Hit = Report::Hit;
-static_assert(sizeof(Hit) == 8 && sizeof(Resend) == 8, "copied to the wire as they lie");
+using TurnHit = Report::TurnHit;
+static_assert(sizeof(Hit) == 8 && sizeof(TurnHit) == 16 && sizeof(Resend) == 16,
+              "copied to the wire as they lie");
 
 // Several fields by one append: appending is what costs.
 template <class... T>
@@ -63,6 +65,7 @@ void put_requests(std::string& out, const std::vector<Request>& requests) {
     put(out, request.rank);
     put_operation(out, request);
     put_text(out, request.where);
+    put(out, request.turn);
   }
 }
 
@@ -74,11 +77,15 @@ void put_error(std::string& out, const Error& error) {
 }  // namespace
 
 void encode(const Report& report, std::string& out) {
-  put(out, MessageType::kReport, count_of(report.subtree_hits), count_of(report.hits),
-      count_of(report.subtree_requests), count_of(report.requests), count_of(report.departures),
-      count_of(report.answers));
+  const bool has_turns = !report.subtree_turns.empty() || !report.turns.empty();
+  put(out, MessageType::kReport, static_cast<std::uint8_t>(has_turns),
+      count_of(report.subtree_hits), count_of(report.hits), count_of(report.subtree_requests),
+      count_of(report.requests), count_of(report.departures), count_of(report.answers));
+  if (has_turns) put(out, count_of(report.subtree_turns), count_of(report.turns));
   put_array(out, report.subtree_hits);
   put_array(out, report.hits);
+  put_array(out, report.subtree_turns);
+  put_array(out, report.turns);
   put_requests(out, report.subtree_requests);
   put_requests(out, report.requests);
   put_array(out, report.departures);
@@ -99,10 +106,12 @@ void encode(const Decision& decision, std::string& out) {
     put(out, refusal.process_set);
     put_text(out, refusal.name);
     put_error(out, refusal.error);
+    put(out, refusal.kind, refusal.turn);
   }
   for (const Batch& batch : decision.batches) {
-    put(out, count_of(batch.ids));
+    put(out, count_of(batch.ids), static_cast<std::uint8_t>(!batch.turns.empty()));
     put_array(out, batch.ids);
+    put_array(out, batch.turns);
   }
   put_array(out, decision.evictions);
 }
@@ -138,10 +147,10 @@ void encode(const Tuning& tuning, std::string& out) {
 namespace {
 
 constexpr std::size_t kOperationBytesMin = 4 + 4 * 1 + 2 * 4 + 2 * 8 + 3 * 4;
-constexpr std::size_t kRequestBytesMin = 4 + kOperationBytesMin + 4;
+constexpr std::size_t kRequestBytesMin = 4 + kOperationBytesMin + 4 + 8;
 constexpr std::size_t kDefinitionBytesMin = 4 + kOperationBytesMin + 4;
-constexpr std::size_t kRefusalBytesMin = 4 + 4 + 1 + 4;
-constexpr std::size_t kBatchBytesMin = 4 + 4;
+constexpr std::size_t kRefusalBytesMin = 4 + 4 + 1 + 4 + 1 + 8;
+constexpr std::size_t kBatchBytesMin = 4 + 1 + 4;
 
 [[noreturn]] void fail_at(std::size_t offset, const char* reason) {
   throw Failure(ErrorCode::kInternal,
@@ -188,6 +197,12 @@ class Reader {
     std::string text(payload_.substr(at_, bytes));
     at_ += bytes;
     return text;
+  }
+
+  bool get_flag() {
+    const auto flag = get<std::uint8_t>();
+    if (flag > 1) fail("a flag that is neither 0 nor 1");
+    return flag != 0;
   }
 
   // An enumerator from 0 to `last`.
@@ -257,7 +272,17 @@ Request get_request(Reader& in) {
   request.rank = checked_rank(in, in.get<std::int32_t>());
   get_operation(in, request);
   request.where = in.get_text();
+  request.turn = in.get<Turn>();
   return request;
+}
+
+std::vector<TurnHit> get_turn_hits(Reader& in, Count count) {
+  std::vector<TurnHit> hits = in.get_array<TurnHit>(count);
+  for (const TurnHit& hit : hits) {
+    checked_rank(in, hit.rank);
+    if (hit.turn == 0) in.fail("a call without a name that has no turn");
+  }
+  return hits;
 }
 
 std::vector<Request> get_requests(Reader& in, Count count) {
@@ -296,6 +321,8 @@ Refusal get_refusal(Reader& in) {
   refusal.process_set = in.get<ProcessSetId>();
   refusal.name = in.get_text();
   refusal.error = get_error(in);
+  refusal.kind = in.get_enum(OpKind::kRemoveProcessSet, "an unknown operation");
+  refusal.turn = in.get<Turn>();
   return refusal;
 }
 
@@ -310,16 +337,22 @@ MessageType type_of(std::string_view payload) {
 
 Report decode_report(std::string_view payload) {
   Reader in(payload, MessageType::kReport);
+  const bool has_turns = in.get_flag();
   const auto subtree_hits = in.get<Count>();
   const auto hits = in.get<Count>();
   const auto subtree_requests = in.get<Count>();
   const auto requests = in.get<Count>();
   const auto departures = in.get<Count>();
   const auto answers = in.get<Count>();
+  const auto subtree_turns = has_turns ? in.get<Count>() : 0;
+  const auto turns = has_turns ? in.get<Count>() : 0;
+  if (has_turns && subtree_turns == 0 && turns == 0) in.fail("no turns where there are to be some");
   Report report;
   report.subtree_hits = in.get_array<CacheId>(subtree_hits);
   report.hits = in.get_array<Hit>(hits);
   for (const Hit& hit : report.hits) checked_rank(in, hit.rank);
+  report.subtree_turns = get_turn_hits(in, subtree_turns);
+  report.turns = get_turn_hits(in, turns);
   report.subtree_requests = get_requests(in, subtree_requests);
   report.requests = get_requests(in, requests);
   report.departures = in.get_array<std::int32_t>(departures);
@@ -347,8 +380,11 @@ Decision decode_decision(std::string_view payload) {
   decision.batches.reserve(in.checked(batches, kBatchBytesMin));
   for (Count i = 0; i < batches; ++i) {
     const auto ids = in.get<Count>();
+    const bool has_turns = in.get_flag();
     if (ids == 0) in.fail("an empty batch");
-    decision.batches.push_back({in.get_array<CacheId>(ids)});
+    Batch& batch = decision.batches.emplace_back();
+    batch.ids = in.get_array<CacheId>(ids);
+    if (has_turns) batch.turns = in.get_array<Turn>(ids);
   }
   decision.evictions = in.get_array<CacheId>(evictions);
   in.finish();

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,8 @@ class Rank:
         self.applied = 0
         self.joined = False
         self.departed = False
+        #: Of calls without a name, the last turn of each kind on each process set.
+        self.turns: Counter[tuple[int, Any]] = Counter()
 
     # What the program does
 
@@ -97,6 +99,18 @@ class Rank:
         self.unannounced.append(call)
         self.joined = request.kind == units.OpKind.JOIN
         return call
+
+    def may_submit_unnamed(self, process_set: int) -> bool:
+        present = self.sets.position(process_set, self.rank) is not None
+        return present and not self.departed and not self.joined
+
+    def submit_unnamed(self, request: Any) -> Call:
+        """Submit a call without a name; its turn, and so its name, follow from the order alone."""
+        line = (request.process_set, request.kind)
+        self.turns[line] += 1
+        request.turn = self.turns[line]
+        request.name = units.name_of_turn(request.kind, request.turn)
+        return self.submit(request)
 
     def may_depart(self) -> bool:
         """In good order: nothing is announced. Who leads others is another story."""
@@ -138,7 +152,7 @@ class Rank:
             if call.announced_as is None:
                 requests.append(call.request)
             else:
-                hits.append(call.announced_as)
+                hits.append((call.announced_as, call.request.turn))
         self.unannounced.clear()
         self._accept(_report(hits=hits, requests=requests), [self.rank])
         return True
@@ -198,13 +212,13 @@ class Rank:
         for definition in decision.definitions:
             self.cache.define(definition)
         answers, again = [], []
-        for rank, number in decision.resends:
+        for rank, number, turn in decision.resends:
             if rank == self.rank:
-                again += self._in_full(number)
-                answers.append((rank, number))
-        for place, (process_set, name, code, message) in enumerate(decision.refusals):
+                again += self._in_full(number, turn)
+                answers.append((rank, number, turn))
+        for place, (process_set, name, code, message, kind, turn) in enumerate(decision.refusals):
             event = events.setdefault(("refusal", place), Event((process_set, name), None, code, message))
-            self._refuse(event)
+            self._refuse(event, kind, turn)
         for place, batch in enumerate(decision.batches):
             self._run(place, batch, events)
         for number in decision.evictions:
@@ -215,42 +229,56 @@ class Rank:
         if answers:
             self._accept(_report(requests=again, answers=answers), [self.rank])
 
-    def _in_full(self, number: int) -> list[Any]:
+    def _in_full(self, number: int, turn: int) -> list[Any]:
         for call in self.in_flight.values():
+            if call.request.turn != turn:
+                continue
             if call.announced and not call.agreed and call.announced_as == number:
                 call.announced_as = None
                 return [call.request]
         return []
 
-    def _refuse(self, event: Event) -> None:
+    def _refuse(self, event: Event, kind: Any, turn: int) -> None:
         if self.relay is not None and event.error == units.ErrorCode.PEER_DEPARTED:
             self.relay.doom(event.key[0])
+        if self.relay is not None and turn:
+            self.relay.end_turn(event.key[0], kind, turn)
         call = self.in_flight.get(event.key)
         if call is None or not call.announced or call.agreed:
+            self._pass_over(event.key[0], kind, turn)
             return
         call.agreed = True
         event.calls[self.rank] = call
         self.work.append([(event, call)])
 
-    def _run(self, place: int, batch: list[int], events: dict[Any, Event]) -> None:
+    def _pass_over(self, process_set: int, kind: Any, turn: int) -> None:
+        if turn and self.joined:
+            self.turns[process_set, kind] = max(self.turns[process_set, kind], turn)
+
+    def _run(self, place: int, batch: list[tuple[int, int]], events: dict[Any, Event]) -> None:
         work = []
-        for number in batch:
+        for number, turn in batch:
             agreement = self.cache.get(number)
             assert agreement is not None, f"a batch names {number}, which was never defined"
-            key = (agreement.process_set, agreement.name)
-            event = events.setdefault((place, number), Event(key, agreement))
+            name = units.name_of_turn(agreement.kind, turn) if turn else agreement.name
+            key = (agreement.process_set, name)
+            event = events.setdefault((place, number, turn), Event(key, agreement))
+            if self.relay is not None and turn:
+                self.relay.end_turn(agreement.process_set, agreement.kind, turn)
             if self.sets.position(agreement.process_set, self.rank) is None:
-                return
+                continue
             call = self.in_flight.get(key)
             if call is None or not call.announced or call.agreed:
                 assert self.joined, f"rank {self.rank} has not asked for {key}"
+                self._pass_over(agreement.process_set, agreement.kind, turn)
                 call = None
             else:
                 call.agreed = True
             event.calls[self.rank] = call
             self._change_sets(agreement)
             work.append((event, call))
-        self.work.append(work)
+        if work:
+            self.work.append(work)
 
     def _change_sets(self, agreement: Any) -> None:
         if agreement.kind == units.OpKind.ADD_PROCESS_SET:
@@ -258,6 +286,10 @@ class Rank:
         elif agreement.kind == units.OpKind.REMOVE_PROCESS_SET:
             if agreement.root in self.sets.ids():
                 self.sets.remove(agreement.root)
+            if self.relay is not None:
+                self.relay.remove(agreement.root)
+            for line in [line for line in self.turns if line[0] == agreement.root]:
+                del self.turns[line]
         elif agreement.kind == units.OpKind.JOIN and self.relay is not None:
             self.relay.end_join()
 
@@ -302,10 +334,10 @@ class World:
 
 
 def _report(
-    hits: list[int] | None = None,
+    hits: list[tuple[int, int]] | None = None,
     requests: list[Any] | None = None,
     departures: list[int] | None = None,
-    answers: list[tuple[int, int]] | None = None,
+    answers: list[tuple[int, int, int]] | None = None,
 ) -> bytes:
     payload: bytes = units.encode_report(hits or [], requests or [], departures or [], answers or [])
     return payload

@@ -201,6 +201,42 @@ class Programs(RuleBasedStateMachine):
         members = rank.sets.members(process_set)
         self.submit(rank, request_of(changed(planned, odd), process_set, name, rows, members))
 
+    @rule(
+        spec=specs,
+        which_set=small,
+        counts=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+        odd=st.tuples(small, oddities),
+        rows=st.integers(0, 2),
+    )
+    def ask_without_names(
+        self,
+        spec: dict[str, Any],
+        which_set: int,
+        counts: list[int],
+        odd: tuple[int, str | None],
+        rows: int,
+    ) -> None:
+        """Each rank makes some calls without a name; those of all ranks are alike, but for one."""
+        for rank in self.world.ranks:
+            ids = [i for i in rank.sets.ids() if rank.may_submit_unnamed(i)]
+            if not ids:
+                continue
+            process_set = ids[which_set % len(ids)]
+            for _ in range(counts[rank.rank]):
+                self.ask_unnamed(rank, process_set, spec, odd[1] if odd[0] == rank.rank else None, rows)
+
+    def ask_unnamed(
+        self, rank: Rank, process_set: int, spec: dict[str, Any], odd: str | None, rows: int
+    ) -> None:
+        """The next call of a kind; the first rank that comes to it decides what it is."""
+        kind = spec["kind"]
+        turn = rank.turns[process_set, kind] + 1
+        planned = self.plan.setdefault(((process_set, kind), turn), spec)
+        members = rank.sets.members(process_set)
+        asked = changed(planned, None if odd == "kind" else odd)
+        request = request_of(asked, process_set, "", rows, members)
+        self.calls.append((rank.rank, rank.submit_unnamed(request)))
+
     @rule(schedule=schedules)
     def go_on(self, schedule: list[int]) -> None:
         """Do some of what can be done, in any order."""
@@ -287,7 +323,12 @@ class Programs(RuleBasedStateMachine):
             return False
         for number in waiting.sets.members(request.process_set):
             rank = self.world.ranks[number]
-            if rank.may_submit(*call.key):
+            if request.turn:
+                line = (request.process_set, request.kind)
+                if rank.may_submit_unnamed(request.process_set) and rank.turns[line] < request.turn:
+                    self.calls.append((number, rank.submit_unnamed(copy_of(request))))
+                    helped = True
+            elif rank.may_submit(*call.key):
                 self.submit(rank, copy_of(request))
                 helped = True
         return helped
@@ -300,6 +341,10 @@ class Programs(RuleBasedStateMachine):
             assert rank.applied == len(world.order), "a decision did not arrive"
             assert rank.sets.ids() == here[0].sets.ids(), "process sets differ"
             assert len(rank.cache) == len(here[0].cache), "replicas differ"
+            for line, turn in rank.turns.items():
+                members = [world.ranks[number] for number in rank.sets.members(line[0])]
+                if not any(member.departed for member in members):  # else it all fails anyway
+                    assert all(member.turns[line] == turn for member in members), f"{line}: turns differ"
         assert world.ranks[0].coordinator.stalled(world.now) == [], "something is left at the coordinator"
         for number, call in self.calls:
             assert call.outcome is not None, f"{call.key} of rank {number} came to nothing"

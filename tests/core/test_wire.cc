@@ -30,6 +30,7 @@ Request sample_request() {
   request.shapes = {{10, 0, 4}, {}, {std::int64_t{1} << 59}};
   request.name = std::string("fc.weight\0\xff", 11);
   request.where = "train.py:88";
+  request.turn = ~Turn{0};
   return request;
 }
 
@@ -40,6 +41,8 @@ Report sample_report() {
   report.subtree_requests = {Request{}, sample_request()};
   report.requests = {sample_request(), Request{}};
   report.departures = {4, 0};
+  report.subtree_turns = {{0, 7, 1}, {0, 8, Turn{1} << 40}};
+  report.turns = {{2, 7, 3}};
   return report;
 }
 
@@ -53,9 +56,10 @@ Decision sample_decision() {
   definition.agreement.name = "g";
   definition.agreement.scale = {std::numeric_limits<double>::denorm_min(), 1e300};
   decision.definitions = {definition, Definition{}};
-  decision.resends = {{1, 8}};
-  decision.refusals = {{2, "x", {ErrorCode::kRankMismatch, "Mismatched data types: ..."}}};
-  decision.batches = {{{9, 4, 2}}, {{7}}};
+  decision.resends = {{1, 8}, {2, 8, 40}};
+  decision.refusals = {{2, "x", {ErrorCode::kRankMismatch, "Mismatched data types: ..."}},
+                       {1, "y", {ErrorCode::kPeerDeparted, ""}, OpKind::kBarrier, 6}};
+  decision.batches = {{{9, 4, 2}, {0, 5, 6}}, {{7}}};
   decision.evictions = {3, 1};
   return decision;
 }
@@ -73,6 +77,7 @@ void check_equal(const Request& a, const Request& b) {
   CHECK(a.shapes == b.shapes);
   CHECK(a.name == b.name);
   CHECK(a.where == b.where);
+  CHECK(a.turn == b.turn);
 }
 
 std::string decoding_error(const std::string& payload) {
@@ -135,6 +140,11 @@ TEST_CASE("a report comes back as it was") {
   check_equal(after.requests[0], before.requests[0]);
   check_equal(after.requests[1], before.requests[1]);
   CHECK(after.departures == before.departures);
+  REQUIRE(after.subtree_turns.size() == 2);
+  CHECK(after.subtree_turns[1].id == 8);
+  CHECK(after.subtree_turns[1].turn == Turn{1} << 40);
+  REQUIRE(after.turns.size() == 1);
+  CHECK(after.turns[0].rank == 2);
 }
 
 TEST_CASE("a decision comes back as it was") {
@@ -146,17 +156,23 @@ TEST_CASE("a decision comes back as it was") {
   CHECK(after.definitions[0].id == 9);
   CHECK(after.definitions[0].agreement == before.definitions[0].agreement);
   CHECK(after.definitions[1].agreement == before.definitions[1].agreement);
-  REQUIRE(after.resends.size() == 1);
+  REQUIRE(after.resends.size() == 2);
   CHECK(after.resends[0].rank == 1);
   CHECK(after.resends[0].id == 8);
-  REQUIRE(after.refusals.size() == 1);
+  CHECK(after.resends[0].turn == 0);
+  CHECK(after.resends[1].turn == 40);
+  REQUIRE(after.refusals.size() == 2);
+  CHECK(after.refusals[1].kind == OpKind::kBarrier);
+  CHECK(after.refusals[1].turn == 6);
   CHECK(after.refusals[0].process_set == 2);
   CHECK(after.refusals[0].name == "x");
   CHECK(after.refusals[0].error.code == ErrorCode::kRankMismatch);
   CHECK(after.refusals[0].error.message == "Mismatched data types: ...");
   REQUIRE(after.batches.size() == 2);
   CHECK(after.batches[0].ids == before.batches[0].ids);
+  CHECK(after.batches[0].turns == before.batches[0].turns);
   CHECK(after.batches[1].ids == before.batches[1].ids);
+  CHECK(after.batches[1].turns.empty());
   CHECK(after.evictions == before.evictions);
 }
 
@@ -236,7 +252,7 @@ TEST_CASE("every shorter payload and any longer one is refused") {
 TEST_CASE("a length that the payload cannot hold costs no memory") {
   for (std::size_t field = 0; field < 4; ++field) {
     std::string payload = encoded(Report{});
-    std::memset(payload.data() + 1 + 4 * field, 0xff, 4);
+    std::memset(payload.data() + 2 + 4 * field, 0xff, 4);
     CHECK(mentions(decoding_error(payload), "at byte"));
   }
   for (std::size_t field = 0; field < 5; ++field) {
@@ -289,6 +305,21 @@ TEST_CASE("negative ranks in hits, departures and resends are refused") {
   Decision decision;
   decision.resends = {{-1, 1}};
   CHECK(mentions(decoding_error(encoded(decision)), "negative rank"));
+}
+
+TEST_CASE("turns that belong to nothing, and flags that are none, are refused") {
+  Report report;
+  report.turns = {{1, 2, 0}};
+  CHECK(mentions(decoding_error(encoded(report)), "no turn"));
+  report.turns = {{-1, 2, 3}};
+  CHECK(mentions(decoding_error(encoded(report)), "negative rank"));
+  std::string payload = encoded(Report{});
+  payload[1] = 2;
+  CHECK(mentions(decoding_error(payload), "flag"));
+  payload[1] = 1;
+  CHECK(mentions(decoding_error(payload + std::string(8, '\0')), "no turns"));
+  std::memset(payload.data() + 2, 0, payload.size() - 2);
+  CHECK(mentions(decoding_error(payload + std::string(8, '\xff')), "at byte"));
 }
 
 TEST_CASE("an empty batch and rows that fit no tensors are refused") {

@@ -15,7 +15,7 @@ extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*on_malloc)(const
 namespace polyhvd::fuzz {
 namespace {
 
-// The largest growth is that of refusals of no text: 13 bytes become 80.
+// The largest growth is that of refusals of no text: 22 bytes become 96.
 constexpr std::size_t kGrowthMax = 8;
 constexpr std::size_t kErrorBytes = 1024;  // of a Failure's text, and of growing strings
 

@@ -35,6 +35,8 @@ std::vector<Request> requests() {
   all[3].root = 2;
   all[6].op = ReduceOp::kMax;
   all[9].root = 1;
+  all[2].name = "allgather.noname.16";
+  all[2].turn = 17;
   return all;
 }
 
@@ -84,13 +86,17 @@ std::vector<std::pair<std::string, std::string>> seed_payloads() {
   report.subtree_hits = {1, 2, 3};
   report.hits = {{0, 5}, {3, 6}};
   report.departures = {4};
-  report.answers = {{2, 9}};
+  report.answers = {{2, 9}, {1, 9, 3}};
+  report.subtree_turns = {{0, 4, 17}, {0, 4, 18}};
+  report.turns = {{2, 4, 19}};
   seeds.emplace_back("report-hits", encoded(report));
   Decision decision;
-  decision.resends = {{1, 8}};
-  decision.refusals = {{2, "x", {ErrorCode::kRankMismatch, "Mismatched data types: ..."}},
-                       {0, "", {ErrorCode::kPeerDeparted, ""}}};
-  decision.batches = {{{9, 4, 2}}, {{7}}};
+  decision.resends = {{1, 8}, {0, 4, 20}};
+  decision.refusals = {
+      {2, "x", {ErrorCode::kRankMismatch, "Mismatched data types: ..."}},
+      {0, "", {ErrorCode::kPeerDeparted, ""}},
+      {0, "allreduce.noname.4", {ErrorCode::kRankMismatch, "..."}, OpKind::kAllreduce, 5}};
+  decision.batches = {{{9, 4, 4}, {0, 17, 18}}, {{7}}};
   decision.evictions = {3, 1};
   seeds.emplace_back("decision-batches", encoded(decision));
   seeds.emplace_back("abort", encoded(Error{ErrorCode::kPeerLost, "rank 2 died"}));

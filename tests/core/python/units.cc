@@ -21,21 +21,27 @@ using namespace polyhvd;
 namespace {
 
 using Ranks = std::vector<int>;
-using Pairs = std::vector<std::pair<std::int32_t, CacheId>>;
+using Entries = std::vector<std::pair<CacheId, Turn>>;  // the turn is 0 where there is a name
+using Resends = std::vector<std::tuple<std::int32_t, CacheId, Turn>>;
 
 Time time_of(double seconds) {
   return Time{} +
          std::chrono::duration_cast<Time::duration>(std::chrono::duration<double>(seconds));
 }
 
-py::bytes encode_report(const std::vector<CacheId>& subtree_hits,
-                        const std::vector<Request>& requests, const Ranks& departures,
-                        const Pairs& answers) {
+py::bytes encode_report(const Entries& subtree_hits, const std::vector<Request>& requests,
+                        const Ranks& departures, const Resends& answers) {
   Report report;
-  report.subtree_hits = subtree_hits;
+  for (const auto& [id, turn] : subtree_hits) {
+    if (turn == 0) {
+      report.subtree_hits.push_back(id);
+    } else {
+      report.subtree_turns.push_back({0, id, turn});
+    }
+  }
   report.requests = requests;
   report.departures = departures;
-  for (const auto& [rank, id] : answers) report.answers.push_back({rank, id});
+  for (const auto& [rank, id, turn] : answers) report.answers.push_back({rank, id, turn});
   std::string payload;
   encode(report, payload);
   return payload;
@@ -100,7 +106,8 @@ void bind_messages(py::module_& module) {
           [](Request& request, double factor) { request.scale.pre = factor; })
       .def_readwrite("shapes", &Request::shapes)
       .def_readwrite("name", &Request::name)
-      .def_readwrite("where", &Request::where);
+      .def_readwrite("where", &Request::where)
+      .def_readwrite("turn", &Request::turn);
   py::class_<Agreement>(module, "Agreement")
       .def_readonly("process_set", &Agreement::process_set)
       .def_readonly("kind", &Agreement::kind)
@@ -116,31 +123,39 @@ void bind_messages(py::module_& module) {
       .def_readonly("definitions", &Decision::definitions)
       .def_property_readonly("resends",
                              [](const Decision& decision) {
-                               Pairs pairs;
+                               Resends all;
                                for (const Resend& r : decision.resends) {
-                                 pairs.emplace_back(r.rank, r.id);
+                                 all.emplace_back(r.rank, r.id, r.turn);
                                }
-                               return pairs;
+                               return all;
                              })
       .def_property_readonly(
           "refusals",
           [](const Decision& decision) {
-            std::vector<std::tuple<ProcessSetId, std::string, ErrorCode, std::string>> all;
+            std::vector<std::tuple<ProcessSetId, std::string, ErrorCode, std::string, OpKind, Turn>>
+                all;
             for (const Refusal& r : decision.refusals) {
-              all.emplace_back(r.process_set, r.name, r.error.code, r.error.message);
+              all.emplace_back(r.process_set, r.name, r.error.code, r.error.message, r.kind,
+                               r.turn);
             }
             return all;
           })
       .def_property_readonly("batches",
                              [](const Decision& decision) {
-                               std::vector<std::vector<CacheId>> all;
-                               for (const Batch& batch : decision.batches) all.push_back(batch.ids);
+                               std::vector<Entries> all;
+                               for (const Batch& batch : decision.batches) {
+                                 Entries& entries = all.emplace_back();
+                                 for (std::size_t i = 0; i < batch.ids.size(); ++i) {
+                                   entries.emplace_back(batch.ids[i], batch.turn(i));
+                                 }
+                               }
                                return all;
                              })
       .def_readonly("evictions", &Decision::evictions);
   module.def("encode_report", &encode_report, py::arg("subtree_hits"), py::arg("requests"),
              py::arg("departures"), py::arg("answers"));
   module.def("decode_decision", [](const std::string& bytes) { return decode_decision(bytes); });
+  module.def("name_of_turn", [](OpKind kind, Turn turn) { return TurnName(kind, turn).text(); });
   module.def("departures_of",
              [](const std::string& bytes) { return decode_report(bytes).departures; });
 }
@@ -188,6 +203,9 @@ PYBIND11_MODULE(polyhvd_units, module) {
                      double now) { relay.add(decode_report(report), from, cache, time_of(now)); })
       .def("take_report", &take_report)
       .def("withdraw", &Relay::withdraw)
+      .def("remove", &Relay::remove)
+      .def("end_turn", [](Relay& relay, ProcessSetId set, OpKind kind,
+                          Turn turn) { relay.end_turn({set, kind, turn}); })
       .def("doom", &Relay::doom)
       .def("end_join", &Relay::end_join);
 }
