@@ -268,6 +268,13 @@ class Config:
     stall_shutdown_s: float = _row(
         "STALL_SHUTDOWN_TIME_SECONDS", _number, 0.0, "Seconds after which a stall ends the job; 0: never."
     )
+    shutdown_drain_s: float = _row(
+        "SHUTDOWN_DRAIN_SECONDS",
+        _number,
+        10.0,
+        "Seconds for which shutdown() and the end of the program let collectives finish that MXNet has been "
+        "given before; what is left then fails.",
+    )
     thread_affinity: tuple[int, ...] = _row(
         "THREAD_AFFINITY",
         _cores,

@@ -26,6 +26,7 @@ __all__ = [
     "is_initialized",
     "mpi_runtime",
     "on_engine_change",
+    "on_shutdown",
     "ranks_by_mpi",
     "register",
     "registered",
@@ -45,6 +46,7 @@ _mpi_job: mpi.MpiJob | None = None  # of the running engine, or of the init() th
 _members: tuple[object, list[int] | None] = (None, None)  # what init(comm=...) was given
 _registered: list[ProcessSet] = []
 _listeners: list[Callable[[int], None]] = []
+_leavers: list[Callable[[], None]] = []
 _abandoned: list[_core.Engine] = []  # of a forked parent; never destroyed in the child
 
 
@@ -235,6 +237,8 @@ def shutdown() -> None:
     with _lock:
         if _engine is None:
             return
+        for leaver in _leavers:
+            leaver()
         leaving, _engine, _config = _engine, None, None
         leaving.shutdown()
         if _attendant is not None:
@@ -303,6 +307,11 @@ def on_engine_change(listener: Callable[[int], None]) -> None:
         _listeners.append(listener)
         if _engine is not None:
             listener(_engine.native_api())
+
+
+def on_shutdown(leaver: Callable[[], None]) -> None:
+    """Call ``leaver`` before an engine ends, to let what a framework still holds reach it."""
+    _leavers.append(leaver)
 
 
 def _forget_in_child() -> None:

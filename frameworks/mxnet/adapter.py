@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
-from polyhvd.mxnet import native
+from polyhvd.mxnet import native, reads
 from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.gradients import record
 from polyhvd.mxnet.names import derived, unnamed
@@ -28,6 +28,8 @@ _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # as MXNet spells it
 def _empty(shape: tuple[int, ...], like: NDArray) -> NDArray:
     """A new array in ``like``'s element type and flavour (``mx.nd`` or ``mx.np``)."""
     make = mx.np.empty if isinstance(like, mx.np.ndarray) else mx.nd.empty
+    if make is mx.np.empty and np.dtype(like.dtype) == _BFLOAT16:  # which mx.np does not know
+        return mx.nd.empty(shape, dtype=_BFLOAT16, ctx=like.ctx).as_np_ndarray()
     if 0 not in shape:
         return make(shape, dtype=like.dtype, ctx=like.ctx)
     with mx.util.np_shape(True):  # no rows, and not: not known how many
@@ -138,7 +140,18 @@ class MxnetAdapter:
     )
 
     def __init__(self) -> None:
-        context.on_engine_change(native.set_engine)
+        reads.install()
+        context.on_engine_change(self._on_engine_change)
+        context.on_shutdown(self._on_shutdown)
+
+    def _on_engine_change(self, table: int) -> None:
+        native.set_engine(table)
+        if table:
+            reads.forgive()
+
+    @staticmethod
+    def _on_shutdown() -> None:
+        native.drain(context.config().shutdown_drain_s)
 
     def submit(
         self, operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray] | None
@@ -204,6 +217,8 @@ class MxnetAdapter:
 
     def cast(self, tensor: NDArray, dtype: str) -> NDArray:
         """``tensor.astype(dtype)``, without a copy when it has that type."""
+        if dtype == "bfloat16" and isinstance(tensor, mx.np.ndarray):  # whose own astype() does not know it
+            return tensor.as_nd_ndarray().astype(_BFLOAT16, copy=False).as_np_ndarray()
         return tensor.astype(_BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype), copy=False)
 
     def assign(self, target: NDArray, value: NDArray) -> None:

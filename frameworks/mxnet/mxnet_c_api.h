@@ -18,9 +18,10 @@ inline constexpr int kDevCpu = 1;
 inline constexpr int kDevCpuPinned = 3;
 inline constexpr int kDevCpuShared = 5;
 
-// mxnet::FnProperty. The first ones run on workers of their own, so that an operator
-// that computes for long does not hold back communication; the others inside the push,
-// if their arrays are ready, else on the workers that compute.
+// mxnet::FnProperty. Normal ones run on the workers that compute; prioritized ones on workers of
+// their own, so that an operator that computes for long does not hold back communication; the
+// others inside the push, if their arrays are ready, else on the workers that compute.
+inline constexpr int kNormal = 0;
 inline constexpr int kCpuPrioritized = 3;
 inline constexpr int kAsync = 4;
 

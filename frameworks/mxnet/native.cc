@@ -3,21 +3,28 @@
 // ctypes, links to nothing, never calls Python. A thread of MXNet's may drive the core
 // for a moment (see lend() in c_api.h), and else never blocks.
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attempts.h"
 #include "c_api.h"
 #include "engine_slot.h"
 #include "error.h"
+#include "exceptions_lock.h"
+#include "failures.h"
+#include "fences.h"
+#include "library.h"
 #include "mxnet_c_api.h"
 #include "program_order.h"
 #include "types.h"
@@ -27,55 +34,14 @@
 namespace polyhvd::mxnet {
 namespace {
 
-struct Library {
-#define POLYHVD_POINTER(name, result, arguments) result(*name) arguments = nullptr;
-  POLYHVD_MXNET_FUNCTIONS(POLYHVD_POINTER)
-#undef POLYHVD_POINTER
-  void (*reorder_async)(NDArrayHandle) = nullptr;         // null: not a oneDNN build
-  bool (*in_onednn_layout)(const void* chunk) = nullptr;  // likewise
-  void (*reorder)(void* chunk) = nullptr;                 // likewise
-};
-Library g_mx;  // set once by polyhvd_mxnet_load, before anything else is called
-
 // types.cc belongs to the core, which this library does not link.
 constexpr const char* kKindNames[] = {"allreduce", "allgather", "broadcast",
                                       "barrier",   "alltoall",  "reducescatter"};
 
+constexpr int kSkipped = 100;  // is added to codes of ErrorCode
+constexpr char kSkippedText[] = "was not done, as an array of it holds the error of another one";
+
 constexpr std::size_t kItemSizeMax = 8;  // of any element type
-
-// A failed C call of MXNet.
-void check(int status) {
-  if (status != 0) throw std::runtime_error(g_mx.MXGetLastError());
-}
-
-// mshadow's type codes, by position.
-int dtype_of(NDArrayHandle array) {
-  constexpr DType kTable[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16,
-                              DType::kUint8,   DType::kInt32,   DType::kInt8,
-                              DType::kInt64,   DType::kBool,    DType::kInt16};
-  constexpr int kMxBfloat16 = 12;
-  int code = -1;
-  check(g_mx.MXNDArrayGetDType(array, &code));
-  if (code == kMxBfloat16) return static_cast<int>(DType::kBfloat16);
-  return code >= 0 && code < static_cast<int>(std::size(kTable)) ? static_cast<int>(kTable[code])
-                                                                 : -1;
-}
-
-// A reference of our own to an array, so that it outlives the caller's.
-class Array {
- public:
-  explicit Array(NDArrayHandle other) { check(g_mx.MXShallowCopyNDArray(other, &handle_)); }
-  Array(Array&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-  ~Array() {
-    if (handle_ != nullptr) g_mx.MXNDArrayFree(handle_);
-  }
-  NDArrayHandle get() const noexcept { return handle_; }
-
- private:
-  NDArrayHandle handle_ = nullptr;
-};
 
 // One collective, shared by MXNet's engine, the core and Python's handle.
 struct Op {
@@ -101,9 +67,10 @@ struct Op {
   OnComplete on_complete{};  // from MXNet, when its engine runs the operation
   bool has_run = false;      // likewise
 
-  // Written before `finished`, by the thread that completes the operation.
-  int error_code = 0;
+  // Written once, by the thread that completes the operation: the text before the code.
+  std::atomic<int> error_code{0};
   std::string error;
+  bool was_skipped = false;
   std::atomic<bool> finished{false};
 };
 using OpPtr = std::shared_ptr<Op>;
@@ -123,17 +90,44 @@ enum class Kind { kUnknown, kNaive, kThreaded };
 std::atomic<Kind> g_kind{Kind::kUnknown};
 Attempts g_inside;  // to have an operation run inside the push, as its arrays are ready
 
+Failures<Array>& g_failures = *new Failures<Array>;
+Watch g_watch;
+std::atomic<int> g_held{0};  // of what is in flight, what MXNet has neither run nor skipped
+
 thread_local bool t_ran = false;      // run() has been on this thread
 thread_local int t_failure_code = 0;  // of the last polyhvd_mxnet_push of the thread
 thread_local std::string t_failure;   // likewise
+
+// Before MXNet hears of it, so that who reads next finds it.
+void note_failure(const Op& op) {
+  const std::vector<Array>& written = op.outputs.empty() ? op.inputs : op.outputs;
+  std::vector<Array> kept;
+  kept.reserve(written.size());
+  for (const Array& array : written) kept.emplace_back(array.get());
+  g_watch.unsettled.fetch_add(static_cast<std::int64_t>(kept.size()));
+  g_failures.note(op.generation, op.error_code, op.error, std::move(kept));
+  g_watch.failures.fetch_add(1);
+}
+
+// As an array of it holds the error of another operation, of ours or of MXNet's.
+void note_skipped(Op& op) {
+  const auto [code, text] =
+      g_failures.has_ended(op.generation) ? g_failures.end() : g_failures.recent();
+  const bool is_told = text.find(kSkippedText) != text.npos;
+  op.error = is_told ? text : about(op) + kSkippedText + (code == 0 ? "." : ": " + text);
+  op.was_skipped = true;
+  op.error_code.store(code == 0 ? static_cast<int>(ErrorCode::kInternal) : code);
+  note_failure(op);
+}
 
 void complete(Op& op, int code, const char* message) {
   if (code == 0) {
     op.on_complete.callback(op.on_complete.engine, op.on_complete.param, nullptr);
     return;
   }
-  op.error_code = code;
   op.error = message;
+  op.error_code.store(code);
+  note_failure(op);
   const std::runtime_error error(op.error);
   op.on_complete.callback(op.on_complete.engine, op.on_complete.param, &error);
 }
@@ -248,6 +242,7 @@ void run(void*, void* on_complete, void* param) {
   const OpPtr op = *static_cast<OpPtr*>(param);
   std::memcpy(&op->on_complete, on_complete, sizeof op->on_complete);
   op->has_run = true;
+  g_held.fetch_sub(1);
   t_ran = true;
   bool lends = false;
   g_order.arrive(op->line, op->ticket, op, [&](const OpPtr& next) { lends |= submit(next, true); });
@@ -261,11 +256,14 @@ void drop(void* param) {
   const std::unique_ptr<OpPtr> box(static_cast<OpPtr*>(param));
   Op& op = **box;
   if (!op.has_run) {
+    note_skipped(op);
+    g_held.fetch_sub(1);
     g_order.arrive(op.line, op.ticket, nullptr, [](const OpPtr& next) { submit(next, false); });
   }
   op.inputs.clear();
   op.outputs.clear();
   op.finished.store(true, std::memory_order_release);
+  g_watch.in_flight.fetch_sub(1);
 }
 
 // A bad call that can be seen before MXNet's engine runs the operation.
@@ -357,6 +355,9 @@ void push(const OpPtr& op) {
   const bool inside = kind == Kind::kThreaded && g_inside.worth_it();
   op->ticket = g_order.take(op->line);
   t_ran = false;
+  g_watch.pusher.store(static_cast<std::int64_t>(pthread_self()), std::memory_order_relaxed);
+  g_watch.in_flight.fetch_add(1);
+  g_held.fetch_add(1);
   // MXNet owns the box from here on, and calls drop() in the end.
   const int status = g_mx.MXEnginePushAsyncND(
       &run, new OpPtr(op), &drop, &kCpu, reads.data(), static_cast<int>(reads.size()),
@@ -365,6 +366,29 @@ void push(const OpPtr& op) {
   check(status);
   if (inside) g_inside.note(t_ran);
   if (kind == Kind::kUnknown) g_kind.store(t_ran ? Kind::kNaive : Kind::kThreaded);
+}
+
+// Returns when what has waited for collectives that failed was skipped. Each array that was not
+// written has an error that its first reader gets: those of one operation share theirs until here,
+// and the first reader of any would take it from all.
+void settle() {
+  constexpr std::chrono::seconds kDeadline{10};
+  constexpr std::chrono::seconds kHeldDeadline{2};  // others may wait for ranks, and go on
+  constexpr int kRounds = 8;  // of those that wait for one another: cast, copy, update
+  const Clock::time_point deadline = Clock::now() + kDeadline;
+  for (auto failed = g_failures.take_unsettled(); !failed.empty();
+       failed = g_failures.take_unsettled()) {
+    std::vector<Fence> fences;
+    fences.reserve(failed.size());
+    for (const auto& [array, error] : failed) fences.emplace_back(array.get(), error);
+    for (const Fence& fence : fences) await(deadline, [&] { return fence.is_over(); });
+    await(Clock::now() + kHeldDeadline, [] { return g_held.load() == 0; });
+    for (int round = 0; round < kRounds; ++round) {
+      const Fence fence;
+      await(deadline, [&] { return fence.is_over(); });
+    }
+    g_watch.unsettled.fetch_sub(static_cast<std::int64_t>(failed.size()));
+  }
 }
 
 }  // namespace
@@ -388,6 +412,7 @@ POLYHVD_EXPORT const char* polyhvd_mxnet_load(const char* path) {
   g_mx.reorder = reinterpret_cast<void (*)(void*)>(dlsym(library, kReorder));
   if (g_mx.reorder_async != nullptr && g_mx.in_onednn_layout == nullptr) return kInOnednnLayout;
   if (g_mx.reorder_async != nullptr && g_mx.reorder == nullptr) return kReorder;
+  (void)ExceptionsLock::install(library);  // else failures are as unsafe as MXNet makes them
   return nullptr;
 }
 
@@ -451,6 +476,10 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
       if (visit.api() == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");
       op->generation = visit.api()->generation;
     }
+    if (g_failures.has_ended(op->generation)) {
+      const auto [code, text] = g_failures.end();
+      return fail(code, about(*op) + "the job has failed before: " + text);
+    }
     push(op);
     if (g_kind.load() == Kind::kNaive && op->error_code != 0)
       return fail(op->error_code, op->error);
@@ -480,13 +509,56 @@ POLYHVD_EXPORT int polyhvd_mxnet_finished(const void* handle) {
   return (*static_cast<const OpPtr*>(handle))->finished.load(std::memory_order_acquire) ? 1 : 0;
 }
 
-// Of an operation whose results were waited for: its error code, 0 for none, and the text. An
-// operation that MXNet skipped has no error of its own; its arrays have.
+// How an operation has failed by now: its error code, 0 for not, and the text. One that MXNet
+// skipped has the code of what was the cause, as far as we know it, and 100 more.
 POLYHVD_EXPORT int polyhvd_mxnet_error(const void* handle, const char** message) {
   const Op& op = **static_cast<const OpPtr*>(handle);
+  const int code = op.error_code.load();
   *message = op.error.c_str();
-  return op.error_code;
+  return op.was_skipped && code != 0 ? kSkipped + code : code;
 }
 
 // Gives a handle back; the operation goes on.
 POLYHVD_EXPORT void polyhvd_mxnet_release(void* handle) { delete static_cast<OpPtr*>(handle); }
+
+// Numbers to look at, at any time; see Watch.
+POLYHVD_EXPORT const std::int64_t* polyhvd_mxnet_watch() {
+  return reinterpret_cast<const std::int64_t*>(&g_watch);
+}
+
+// Waits until the array can be read, as MXNet's own wait does, and copies its `size` elements to
+// `data`, if that is not null. Returns 0; 1 if the array holds an error, which stays there; 2 if
+// it cannot be copied so.
+POLYHVD_EXPORT int polyhvd_mxnet_read(NDArrayHandle array, void* data, std::size_t size) {
+  if (chunk_of(array) == nullptr) return data == nullptr ? 0 : 2;
+  const Fence fence(array, data, size);
+  fence.wait();
+  if (!fence.has_run()) return 1;
+  return data == nullptr || fence.has_copied() ? 0 : 2;
+}
+
+// See settle().
+POLYHVD_EXPORT void polyhvd_mxnet_settle() { settle(); }
+
+// Whether MXNet's engine has done with all collectives within so many seconds.
+POLYHVD_EXPORT int polyhvd_mxnet_drain(double seconds) {
+  const auto time =
+      std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  return await(Clock::now() + time, [] { return g_watch.in_flight.load() == 0; }) ? 1 : 0;
+}
+
+// Which failure a message of MXNet tells of: its code, 0 for none, and its text, which lasts until
+// the thread's next call.
+POLYHVD_EXPORT int polyhvd_mxnet_failure_in(const char* message, const char** text) {
+  const auto [code, own] = g_failures.find(message);
+  t_failure = own;
+  *text = t_failure.c_str();
+  return code;
+}
+
+// In a forked child, which has none of the threads that would end what is in flight.
+POLYHVD_EXPORT void polyhvd_mxnet_forget() {
+  g_watch.in_flight.store(0);
+  g_held.store(0);
+  ExceptionsLock::forget();
+}

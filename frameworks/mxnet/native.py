@@ -23,7 +23,18 @@ from polyhvd.mxnet.names import turn_of
 from polyhvd import context
 from polyhvd.adapter import Operation
 
-__all__ = ["Handle", "push", "push_in_place", "set_engine"]
+__all__ = [
+    "Handle",
+    "drain",
+    "failure_in",
+    "forget",
+    "push",
+    "push_in_place",
+    "read",
+    "set_engine",
+    "settle",
+    "watch",
+]
 
 
 class _Manner(ctypes.Structure):
@@ -60,6 +71,11 @@ def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
     quick.polyhvd_mxnet_error.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_char_p)]
     quick.polyhvd_mxnet_release.argtypes = [ctypes.c_void_p]
     quick.polyhvd_mxnet_release.restype = None
+    quick.polyhvd_mxnet_watch.restype = ctypes.POINTER(ctypes.c_int64)
+    quick.polyhvd_mxnet_failure_in.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p)]
+    library.polyhvd_mxnet_settle.restype = None
+    library.polyhvd_mxnet_drain.argtypes = [ctypes.c_double]
+    quick.polyhvd_mxnet_forget.restype = None
     return library, quick
 
 
@@ -70,8 +86,9 @@ _succeeded = _quick.polyhvd_mxnet_succeeded
 #: Whose lines are no answer to where a call was made.
 _LIBRARIES = ("polyhvd.", "mxnet.")
 
-#: At exit, the time for operations that were pushed but never waited for.
+#: At exit, the time for what MXNet still computes.
 _EXIT_GRACE_S = 10.0
+_wait_for_all = _LIB.MXNDArrayWaitAll  # as MXNet has it: returns a status
 
 
 def _finish() -> None:
@@ -80,18 +97,12 @@ def _finish() -> None:
     MXNet itself waits at exit for all of them, and for ever: also for one that a rank alone has
     asked for. So this comes before.
     """
-    if not context.is_initialized():
-        return
+    context.shutdown()
+    # What nobody has read is nobody's concern any more, and MXNet would print it.
     with contextlib.suppress(RuntimeError):  # newer Pythons start no thread at exit
         waiting = threading.Thread(target=_wait_for_all, daemon=True)
         waiting.start()
         waiting.join(_EXIT_GRACE_S)
-    context.shutdown()
-
-
-def _wait_for_all() -> None:
-    with contextlib.suppress(Exception):  # of an operation whose result nobody has read
-        mx.nd.waitall()
 
 
 atexit.register(_finish)  # after MXNet has registered its own, so that it runs before
@@ -106,6 +117,7 @@ _ERRORS = {
     5: errors.ShutdownError,
     7: errors.TransferTimeoutError,
 }
+_SKIPPED = 100  # added to codes of operations that were not done, as an array held the error of another
 _INTERNAL_ERROR = errors.HorovodInternalError
 
 
@@ -149,12 +161,24 @@ class Handle:
                 array.wait_to_read()
             except MXNetError as error:
                 self._error = self._error or error
-        message = ctypes.c_char_p()
-        code = _quick.polyhvd_mxnet_error(self._native, message)
-        if code:
-            self._error = _error(code, message)
+        if self._error is None or not self._was_skipped():
+            self._error = self.failure() or self._error
         if self._error is not None:
             raise self._error
+
+    def failure(self) -> Exception | None:
+        """What the operation has failed with by now, if so, or that it was skipped as another has failed."""
+        message = ctypes.c_char_p()
+        code = _quick.polyhvd_mxnet_error(self._native, message)
+        return _error(code % _SKIPPED, message) if code else None
+
+    def _was_skipped(self) -> bool:
+        return _quick.polyhvd_mxnet_error(self._native, ctypes.c_char_p()) >= _SKIPPED
+
+    def forget_arrays(self) -> None:
+        """Keep nothing alive but how the operation ended."""
+        self._arrays = ()
+        self.result = None
 
 
 @functools.lru_cache(maxsize=256)
@@ -243,3 +267,35 @@ def push_in_place(
 def set_engine(table: int) -> None:
     """Submit to the engine with this C table from now on; 0: to none."""
     _library.polyhvd_mxnet_set_engine(table or None)
+
+
+def watch() -> Any:
+    """Numbers that change: collectives in flight, those that have failed, and the thread of the last."""
+    return _quick.polyhvd_mxnet_watch()
+
+
+#: ``read(handle, data, size)`` waits for an array and copies it, but leaves an error in it; 0: that is done,
+#: 1: there is an error, 2: it cannot be copied so. ``data`` may be None.
+read = _library.polyhvd_mxnet_read
+
+
+def settle() -> None:
+    """Return when what has waited for collectives that failed was skipped."""
+    _library.polyhvd_mxnet_settle()
+
+
+def drain(seconds: float) -> bool:
+    """Wait until no collective is in flight, so long at most; whether that is so."""
+    return bool(_library.polyhvd_mxnet_drain(seconds))
+
+
+def failure_in(message: bytes) -> Exception | None:
+    """The error of the collective that a message of MXNet tells of, if it is one's."""
+    text = ctypes.c_char_p()
+    code = _quick.polyhvd_mxnet_failure_in(message, text)
+    return _error(code, text) if code else None
+
+
+def forget() -> None:
+    """In a forked process: nothing is in flight."""
+    _quick.polyhvd_mxnet_forget()

@@ -10,6 +10,7 @@ from typing import Any
 
 import mxnet as mx
 from mxnet.ndarray import NDArray
+from polyhvd.mxnet import reads
 from polyhvd.mxnet.ops import collectives
 from polyhvd.mxnet.passes import Sums, checked_passes, scale
 from polyhvd.mxnet.reducer import EngineOrderedReducer
@@ -168,13 +169,15 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def update(self, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
         """Average the gradient (or the list of them), then update."""
-        for arguments in self._reduced(index, weight, grad, state):
-            self.wrapped.update(*arguments)
+        with reads.updates:
+            for arguments in self._reduced(index, weight, grad, state):
+                self.wrapped.update(*arguments)
 
     def update_multi_precision(self, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
         """Average the gradient (or the list of them), then update with a master copy of the weight."""
-        for arguments in self._reduced(index, weight, grad, state):
-            self.wrapped.update_multi_precision(*arguments)
+        with reads.updates:
+            for arguments in self._reduced(index, weight, grad, state):
+                self.wrapped.update_multi_precision(*arguments)
 
     def create_state(self, index: Any, weight: NDArray) -> Any:
         """Let the wrapped optimizer make its state."""

@@ -10,8 +10,9 @@ from typing import Any
 
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import BaseSparseNDArray
-from polyhvd.mxnet import sparse
+from polyhvd.mxnet import reads, sparse
 from polyhvd.mxnet.errors import InvalidArgumentError
+from polyhvd.mxnet.native import Handle
 
 from polyhvd.adapter import ReduceOp
 from polyhvd.api import Collectives
@@ -28,12 +29,30 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
         if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
             raise InvalidArgumentError(f"op={op!r}: gradients are combined by Average, Sum or Adasum")
         super().__init__(collectives, op=op, **options)
+        self._started: list[Handle] = []  # since the last reduce()
+        self._failures_seen = reads.failures()
+
+    def check(self) -> None:
+        """Raise what a reduction of the last :meth:`reduce` has failed with by now."""
+        seen = reads.failures()
+        if seen == self._failures_seen:
+            return
+        for handle in self._started:
+            error = handle.failure()
+            if error is not None:
+                raise error
+        self._failures_seen = seen
+
+    def _keep(self, handle: Handle) -> None:
+        handle.forget_arrays()
+        self._started.append(handle)
 
     def start(self, key: Any, name: str, gradient: NDArray, *, priority: int = 0) -> None:
         """Reduce ``gradient`` in place; errors surface at the next read of it."""
         super().start(key, name, gradient, priority=priority)
         handle, _, sent, compression_context = self._pending.pop(key)
         self._restore(gradient, sent, self._collectives.result(handle), compression_context)
+        self._keep(handle)
 
     def start_group(self, name: str, gradients: Sequence[NDArray], *, priority: int = 0) -> None:
         """Reduce gradients in place as one operation."""
@@ -52,6 +71,7 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
             gradients, handle.result, packed, strict=True
         ):
             self._restore(gradient, sent, result, compression_context)
+        self._keep(handle)
 
     def _restore(self, gradient: NDArray, sent: NDArray, result: NDArray, compression_context: Any) -> None:
         if sent is not gradient:
@@ -67,7 +87,14 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
             gradients: by keys that are the same on all ranks.
             groups: which go together. Row_sparse gradients go by themselves.
             sparse_as_dense: treat them as dense ones.
+
+        Raises:
+            HorovodInternalError: a reduction of the last call has failed; this is told once.
         """
+        try:
+            self.check()
+        finally:
+            self._started = []
         is_sparse = {key: isinstance(gradient, BaseSparseNDArray) for key, gradient in gradients.items()}
         dense = {
             key: gradient.tostype("default") if is_sparse[key] else gradient

@@ -11,6 +11,7 @@ import numpy as np
 from mxnet import gluon
 from mxnet.gluon import Parameter
 from mxnet.gluon.parameter import ParameterDict
+from polyhvd.mxnet import reads
 from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.ops import Compression, collectives
 from polyhvd.mxnet.optimizer import DistributedOptimizer
@@ -165,6 +166,10 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         super().allreduce_grads()
 
     def _allreduce_grads(self) -> None:
+        with reads.updates:
+            self._reduce()
+
+    def _reduce(self) -> None:
         trained = {
             position: parameter
             for position, parameter in enumerate(self._in_order)
@@ -217,7 +222,11 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             return
         if self._local and getattr(self, "_amp_loss_scaler", None) is not None:
             self._share_overflow()
-        super()._update(ignore_stale_grad)
+        # A gradient that was not reduced holds an error, and MXNet skips its update: as long as
+        # nobody has read it. So none is read between here and the last update.
+        with reads.updates:
+            self._reducer.check()
+            super()._update(ignore_stale_grad)
 
     def _share_overflow(self) -> None:
         """Let AMP find on every rank what a gradient that was not reduced has on one."""

@@ -234,7 +234,19 @@ def shutdown_while_pending(hvd, mx, np):
 
 
 def test_shutdown_fails_what_is_pending_and_leaves_mxnet_alive(ranks):
-    ranks(2, shutdown_while_pending)
+    ranks(2, shutdown_while_pending, POLYHVD_SHUTDOWN_DRAIN_SECONDS="0.2")
+
+
+def leaves_at_once(hvd, mx, np):
+    hvd.init()
+    late = slow_ones(mx, (4,)) * (hvd.rank() + 1)
+    hvd.allreduce_(late, op=hvd.Sum)  # MXNet holds it for as long as it computes the array
+    hvd.shutdown()
+    assert late.asnumpy().tolist() == [3.0] * 4
+
+
+def test_shutdown_lets_what_mxnet_holds_finish(ranks):
+    ranks(2, leaves_at_once)
 
 
 def exit_while_pending(hvd, mx, np):
@@ -248,4 +260,4 @@ def test_a_process_ends_with_operations_pending(ranks):
 
 
 def test_init_after_shutdown(ranks):
-    ranks(2, restarts)
+    ranks(2, restarts, POLYHVD_SHUTDOWN_DRAIN_SECONDS="0.2")

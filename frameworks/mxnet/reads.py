@@ -1,0 +1,110 @@
+"""Reads of arrays while collectives are in flight, or after one has failed.
+
+MXNet's engine gives an exception to the first reader and forgets it for all that waits behind the same
+operation: an update that is still queued would then run on a gradient that was never reduced. So the
+functions by which MXNet's Python reads are given a wait of our own, which takes nothing away; an error is
+taken out by one reader at a time, after all that depends on it has been skipped, and raised as our class.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mxnet.base import _LIB
+from polyhvd.mxnet import native
+
+__all__ = ["failures", "forgive", "install", "updates"]
+
+#: Held while updates are pushed that need what collectives write, and while an error is taken out.
+updates = threading.RLock()
+
+_IN_FLIGHT, _FAILURES, _PUSHER, _UNSETTLED = 0, 1, 2, 3
+_watch = native.watch()
+_NOTHING = ctypes.c_size_t(0)
+_mxnet_wait = _LIB.MXNDArrayWaitToRead
+_mxnet_wait_to_write = _LIB.MXNDArrayWaitToWrite
+_mxnet_wait_for_all = _LIB.MXNDArrayWaitAll
+_mxnet_copy = _LIB.MXNDArraySyncCopyToCPU
+_forgiven = [0]  # of the failures
+
+
+def failures() -> int:
+    """How many collectives have failed in this process."""
+    return _watch[_FAILURES]
+
+
+def _raised() -> int:
+    """MXNet's status of a call that has failed; raises if that is from a collective of ours."""
+    error = native.failure_in(_LIB.MXGetLastError())
+    if error is not None:
+        raise error
+    return -1
+
+
+def _is_simple() -> bool:
+    """Whether nothing can be in flight that this thread reads."""
+    if _watch[_IN_FLIGHT] or _watch[_UNSETTLED]:
+        return False
+    return _watch[_PUSHER] in (0, threading.get_ident())
+
+
+def _take_error(read: Callable[..., int], *arguments: Any) -> int:
+    """Let MXNet raise, once all updates that wait for what has failed have been skipped."""
+    with updates:
+        native.settle()
+        return read(*arguments) and _raised()
+
+
+def _wait(handle: Any) -> int:
+    if _is_simple():
+        return _mxnet_wait(handle) and _raised()
+    return native.read(handle, None, _NOTHING) and _take_error(_mxnet_wait, handle)
+
+
+def _wait_to_write(handle: Any) -> int:
+    return _wait(handle) or (_mxnet_wait_to_write(handle) and _raised())
+
+
+def _wait_for_all() -> int:
+    if _watch[_UNSETTLED]:
+        return _take_error(_mxnet_wait_for_all)
+    return _mxnet_wait_for_all() and _raised()
+
+
+def _copy(handle: Any, data: Any, size: Any) -> int:
+    if _is_simple():
+        return _mxnet_copy(handle, data, size) and _raised()
+    return native.read(handle, data, size) and _take_error(_mxnet_copy, handle, data, size)
+
+
+def install() -> None:
+    """Guard what Python calls of MXNet to read arrays."""
+    _LIB.MXNDArrayWaitToRead = _wait
+    _LIB.MXNDArrayWaitToWrite = _wait_to_write
+    _LIB.MXNDArrayWaitAll = _wait_for_all
+    _LIB.MXNDArraySyncCopyToCPU = _copy
+    os.register_at_fork(after_in_child=_forget)
+
+
+def forgive() -> None:
+    """Take all errors of collectives out of MXNet's arrays, as a new job begins.
+
+    What waited for these has been skipped, so parameters are as the last update left them.
+    """
+    if _watch[_FAILURES] == _forgiven[0]:
+        return
+    _forgiven[0] = _watch[_FAILURES]
+    with updates:
+        native.settle()
+    _mxnet_wait_for_all()  # takes them out of all arrays, and tells the first
+
+
+def _forget() -> None:
+    """A forked process has no collectives in flight, and none of the threads that would end them."""
+    global updates
+    updates = threading.RLock()
+    native.forget()
