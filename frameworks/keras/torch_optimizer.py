@@ -88,7 +88,12 @@ class _Reduction:
 
     @torch.compiler.disable
     def __call__(self, gradients: Sequence[Any], sources: Sequence[Any] | None) -> list[Any]:
-        """The reduced gradients, None where there was none; operations of torch.compile end before it."""
+        """The reduced gradients, None where there was none; operations of torch.compile end before it.
+
+        On a rank outside of the process set they stay what they are.
+        """
+        if self._process_set is not global_process_set and not self._process_set.included():
+            return list(gradients)
         results: list[Any] = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
         keys: list[Any] = list(range(len(results))) if sources is None else [id(v) for v in sources]
         local = self.local.union(id(v) for layer in self.local_layers for v in layer.weights)
@@ -219,7 +224,7 @@ def DistributedOptimizer(
             call reduces and applies the sum. The others change no variable, nor ``iterations``.
         average_aggregated_gradients: divide the sum of several calls by their number.
         num_groups, groups: into how many operations gradients are split, or a list of lists of variables.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part. On others, the optimizer works by itself.
         scale_local_gradients: divide gradients that stay local by the number of ranks.
 
     Raises:

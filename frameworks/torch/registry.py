@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from polyhvd.torch.compiled import AVAILABLE, is_compiling
 from polyhvd.torch.rounds import Board, hold_rounds
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -140,17 +142,35 @@ def _register(parameter: Tensor, gradients: Gradients, position: int) -> list[An
     def after(_: Tensor) -> None:
         gradients = owner()
         if gradients is not None:
-            gradients.on_gradient(position)
+            if is_compiling():
+                uncompiled(gradients.on_gradient, position)
+            else:
+                gradients.on_gradient(position)
 
     def before(_: Tensor) -> None:
         gradients = owner()
         if gradients is not None:
-            gradients.before_gradient(position)
+            if is_compiling():
+                uncompiled(gradients.before_gradient, position)
+            else:
+                gradients.before_gradient(position)
 
+    uncompiled = _uncompiled()
     hooks: dict[str, Any] = {"register_post_accumulate_grad_hook": after}
     if gradients.looks_before:
         hooks["register_hook"] = before
     return _hooked(parameter, hooks)
+
+
+@functools.cache
+def _uncompiled() -> Callable[..., Any]:
+    """Calls a function outside of compiled programs: compiled autograd traces hooks, too."""
+
+    def call(function: Callable[[int], None], position: int) -> None:
+        function(position)
+
+    # Making any optimizer has imported what this takes.
+    return torch.compiler.disable(call) if AVAILABLE else call
 
 
 def _hooked(parameter: Tensor, hooks: dict[str, Any]) -> list[Any]:

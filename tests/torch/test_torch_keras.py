@@ -55,3 +55,7 @@ def test_batch_normalization_is_that_of_the_joined_batch(ranks: Pool) -> None:
 
 def test_values_are_exchanged_and_bad_calls_refused(ranks: Pool) -> None:
     ranks.run(cases.values_and_refusals)
+
+
+def test_ranks_outside_of_the_process_set_keep_their_gradients(ranks: Pool) -> None:
+    ranks.run(cases.ranks_outside_of_the_process_set_keep_their_gradients)

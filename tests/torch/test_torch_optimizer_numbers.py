@@ -59,3 +59,31 @@ def test_sparse_leftovers_count_once(ranks: Pool) -> None:
 @pytest.mark.parametrize("kind", ["average", "sum", "grouped"])
 def test_process_sets_may_overlap_in_a_ring(ranks: Pool, kind: str) -> None:
     ranks.run(cases.process_sets_in_a_ring, kind)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("gone_bytes_max", [0, 8192])
+def test_a_rank_that_only_joins_knows_as_many_optimizers_as_the_others(
+    ranks: Pool, gone_bytes_max: int
+) -> None:
+    ranks.run(cases.a_rank_that_only_joins_keeps_the_same_books, gone_bytes_max)
+
+
+@pytest.mark.parametrize("joined", [0, -1], ids=["the first", "the last"])
+@pytest.mark.sizes(2, 3, 4)
+def test_process_sets_can_be_added_while_a_rank_has_joined(ranks: Pool, joined: int) -> None:
+    ranks.run(cases.process_sets_are_added_while_a_rank_has_joined, joined % ranks.size)
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_compiled_autograd_trains_like_one_process(ranks: Pool, op: str) -> None:
+    ranks.run(cases.compiled_autograd_trains, op)
+
+
+@pytest.mark.parametrize("kind", ["average", "sum", "grouped"])
+def test_sparse_gradients_that_travel_dense_come_back_sparse(ranks: Pool, kind: str) -> None:
+    ranks.run(cases.sparse_gradients_come_back_sparse, kind)
+
+
+def test_a_frozen_parameter_may_be_of_integers(ranks: Pool) -> None:
+    ranks.run(cases.frozen_integers_are_left_alone)

@@ -270,3 +270,20 @@ def values_and_refusals() -> None:
         optimizer = hvd.DistributedOptimizer(sgd())
         optimizer.apply([torch.zeros(2 + rank)], [keras.Variable(np.zeros(2 + rank))])
     assert set(hvd.__all__) <= set(dir(hvd))
+
+
+def ranks_outside_of_the_process_set_keep_their_gradients() -> None:
+    """The last rank is no member."""
+    members = hvd.add_process_set(range(hvd.size() - 1))
+    for passes in (1, 2):
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        layer.build((None, 2))
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), process_set=members, backward_passes_per_step=passes
+        )
+        for _ in range(passes):
+            optimizer.apply([torch.full((2, 1), hvd.rank() + 1.0)], [layer.kernel])
+        ranks = range(members.size()) if members.included() else [hvd.rank()]
+        expected = -passes * sum(rank + 1.0 for rank in ranks) / len(ranks)
+        assert np.asarray(layer.kernel.numpy()).tolist() == [[expected]] * 2
+    hvd.remove_process_set(members)

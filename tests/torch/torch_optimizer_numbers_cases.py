@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import polyhvd.torch as hvd
 import torch
+from polyhvd.torch import rounds
 from torch_common import (
     Tensor,
     assert_close,
@@ -323,3 +325,133 @@ def process_sets_in_a_ring(kind: str) -> None:
             optimizer.step()
     for members in sets:
         hvd.remove_process_set(members)
+
+
+def a_rank_that_only_joins_keeps_the_same_books(gone_bytes_max: int) -> None:
+    """The last rank has no data in the first fold, whose optimizers the others delete while it has joined."""
+    before, rounds.GONE_BYTES_MAX = rounds.GONE_BYTES_MAX, gone_bytes_max
+    ((x, y),) = batches(1)
+    last = hvd.size() - 1
+    module, other = model(), model(1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    spare = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    if hvd.rank() != last:
+        loss_of(other, own(x), own(y)).backward()
+        spare.step()
+    del spare
+    gc.collect()
+    if hvd.rank() != last:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(module, own(x), own(y)).backward()
+            optimizer.step()
+    hvd.join()
+    seats = None
+    for _ in range(2):
+        module = torch.nn.Linear(5, 2)
+        hvd.broadcast_parameters(module.state_dict(), 0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+        gc.collect()
+        loss_of(module, own(x), own(y)).backward()
+        optimizer.step()
+        assert_same_bits(module)
+        seats = [seat.size for seat in optimizer._gradients.board.seats]
+    assert hvd.allgather_object(seats) == [seats] * hvd.size()
+    if gone_bytes_max == 0:
+        assert seats == [2], "the seats of deleted optimizers are left"
+    rounds.GONE_BYTES_MAX = before
+
+
+def compiled_autograd_trains(op_name: str) -> None:
+    """Whose programs have the hooks of gradients in them."""
+    import torch._dynamo
+
+    op = getattr(hvd, op_name)
+    factor = hvd.size() if op == hvd.Sum else 1
+    module, oracle = model(), model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), op=op)
+    plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def backward(x: Tensor, y: Tensor) -> None:
+        loss_of(module, x, y).backward()
+
+    torch._dynamo.config.compiled_autograd = True
+    try:
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            backward(own(x), own(y))
+            (loss_of(oracle, x, y) * factor).backward()
+            optimizer.step()
+            plain.step()
+    finally:
+        torch._dynamo.config.compiled_autograd = False
+    assert_close(module, oracle)
+    assert_same_bits(module)
+
+
+def sparse_gradients_come_back_sparse(kind: str) -> None:
+    """As SparseAdam needs them; also on rank 0, which in the first step sees none of the rows."""
+    options = {"grouped": {"num_groups": 1}, "sum": {"op": hvd.Sum}}.get(kind, {})
+    torch.manual_seed(3)
+    table = torch.nn.Embedding(7, 2, sparse=True)
+    mirror = torch.nn.Embedding(7, 2, sparse=True)
+    mirror.load_state_dict(table.state_dict())
+    made = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(made, sparse_as_dense=True, **options)
+    plain = torch.optim.SparseAdam(mirror.parameters(), lr=0.1)
+    divisor = 1 if kind == "sum" else hvd.size()
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for rank in range(hvd.size()):
+            if step == 0 and rank == 0:
+                continue
+            rows = torch.tensor([rank, (rank + step) % 5, 5])
+            if rank == hvd.rank():
+                table(rows).square().sum().backward()
+            (mirror(rows).square().sum() / divisor).backward()
+        optimizer.step()
+        plain.step()
+        assert table.weight.grad.layout is torch.sparse_coo
+    assert_close(table, mirror)
+    assert_same_bits([table.weight])
+
+
+def frozen_integers_are_left_alone() -> None:
+    module = model()
+    table = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    for op in (hvd.Average, hvd.Sum, hvd.Adasum):
+        if op == hvd.Adasum and hvd.size() == 3:
+            continue
+        made = torch.optim.SGD([*module.parameters(), table], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(made, op=op)
+        ((x, y),) = batches(1)
+        loss_of(module, own(x), own(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same_bits(list(module.parameters()))
+    assert table.tolist() == [0, 1, 2]
+
+
+def process_sets_are_added_while_a_rank_has_joined(joined: int) -> None:
+    """And removed; one of them has the rank, which takes part with zeros."""
+    others = [rank for rank in range(hvd.size()) if rank != joined]
+    if hvd.rank() != joined:
+        sets = [hvd.add_process_set(others[:1])]
+        if hvd.size() > 2:
+            sets.append(hvd.add_process_set([joined, others[-1]]))
+        for members, expected in zip(sets, (others[0], others[-1]), strict=False):
+            if members.included():
+                mine = torch.full((2,), float(hvd.rank()))
+                assert hvd.allreduce(mine, op=hvd.Sum, process_set=members).tolist() == [expected] * 2
+        for members in sets:
+            hvd.remove_process_set(members)
+    hvd.join()
+    later = hvd.add_process_set([joined])
+    assert later.process_set_id is not None
+    if later.included():
+        assert float(hvd.allreduce(torch.tensor(3.0), process_set=later)) == 3.0
+    hvd.remove_process_set(later)
+    assert_usable()
