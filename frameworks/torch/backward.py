@@ -301,6 +301,8 @@ class Gradients(Section):
             computed = due and position in self._fresh
             if position in self._local:
                 continue
+            if not at_step and not self._repeatable and self._leftovers.has(position, parameter.grad):
+                self._leftovers.keep(position)
             if position not in self._started and (computed or (at_step and self._is_set_by_hand(position))):
                 self._start(position)
             if position in self._sparse:
@@ -421,6 +423,7 @@ class Gradients(Section):
         self._passes = [0] * len(self._parameters)
         self._fresh.clear()
         self._reduced.clear()
+        self._leftovers.forget_kept()
 
     def end_step(self) -> None:
         """The gradients were used."""

@@ -14,7 +14,10 @@ Tensor = torch.Tensor
 
 def _version(tensor: Tensor) -> int:
     """How often torch has seen the tensor written to; writes through ``.data`` are unseen."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, where writes are not counted
+        return 0
 
 
 def _has_neighbours(tensor: Tensor) -> bool:
@@ -53,10 +56,19 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._kept: set[int] = set()
+
+    def keep(self, position: int) -> None:
+        """Let a gradient stay one of them until the step's end, whoever writes to it, as clipping does."""
+        self._kept.add(position)
+
+    def forget_kept(self) -> None:
+        """Writes to gradients that were kept count again."""
+        self._kept.clear()
 
     def note(self, positions: Iterable[int], parameters: Sequence[Tensor]) -> None:
-        """The gradients at these positions have been used."""
-        for position in positions:
+        """The gradients at these positions, and those that were kept, have been used."""
+        for position in self._kept.union(positions):
             gradient = parameters[position].grad
             if gradient is not None:
                 self._known[position] = weakref.ref(gradient), _version(gradient)
@@ -68,5 +80,5 @@ class Leftovers:
             known is not None
             and gradient is not None
             and known[0]() is gradient
-            and known[1] == _version(gradient)
+            and (position in self._kept or known[1] == _version(gradient))
         )

@@ -87,3 +87,7 @@ def test_sparse_gradients_that_travel_dense_come_back_sparse(ranks: Pool, kind: 
 
 def test_a_frozen_parameter_may_be_of_integers(ranks: Pool) -> None:
     ranks.run(cases.frozen_integers_are_left_alone)
+
+
+def test_leftovers_are_clipped_with_the_others(ranks: Pool) -> None:
+    ranks.run(cases.leftovers_are_clipped_with_the_others)

@@ -455,3 +455,18 @@ def process_sets_are_added_while_a_rank_has_joined(joined: int) -> None:
         assert float(hvd.allreduce(torch.tensor(3.0), process_set=later)) == 3.0
     hvd.remove_process_set(later)
     assert_usable()
+
+
+def leftovers_are_clipped_with_the_others() -> None:
+    """Between backward and step, as one process would do it."""
+    used, unused = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused], lr=1.0), op=hvd.Sum)
+    (used.sum() + unused.sum()).backward()
+    optimizer.step()
+    for step in range(1, 4):
+        used.sum().backward()
+        for parameter in (used, unused):
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+        assert unused.grad.tolist() == [hvd.size() * 0.5**step] * 2
+    assert_same_bits([used, used.grad, unused])
