@@ -16,6 +16,7 @@
 #include "engine.h"
 #include "host/kernels.h"
 #include "mailbox.h"
+#include "py_caller.h"
 #include "py_mpi.h"
 #include "py_settings.h"
 #include "py_tensor.h"
@@ -53,31 +54,6 @@ const char* exception_name(ErrorCode code) {
 void raise_as_python(const Error& error) {
   const py::object type = py::module_::import("polyhvd.errors").attr(exception_name(error.code));
   PyErr_SetString(type.ptr(), error.message.c_str());
-}
-
-// As UTF-8. What is none, such as a file name in another encoding, stands escaped in it.
-std::string printable(const py::handle& text) {
-  auto* encoded = PyUnicode_AsEncodedString(py::str(text).ptr(), "utf-8", "backslashreplace");
-  if (encoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::bytes>(encoded);
-}
-
-// "train.py:88": the innermost frame outside polyhvd. Only for operations that
-// are new to the response cache, so it may take a microsecond.
-std::string caller_line() {
-  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  while (frame && !frame.is_none()) {
-    const py::dict globals = frame.attr("f_globals");
-    const auto module =
-        globals.contains("__name__") ? printable(globals["__name__"]) : std::string();
-    if (module != "polyhvd" && module.rfind("polyhvd.", 0) != 0) {
-      const std::string path = printable(frame.attr("f_code").attr("co_filename"));
-      return path.substr(path.rfind('/') + 1) + ":" +
-             std::to_string(frame.attr("f_lineno").cast<int>());
-    }
-    frame = frame.attr("f_back");
-  }
-  return "";
 }
 
 // As py::gil_scoped_release, which looks up pybind11's own state each time.

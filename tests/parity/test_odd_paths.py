@@ -21,7 +21,7 @@ def call(hvd, x, name):
 
 def _call_in_odd_file() -> Callable[..., Any]:
     scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(_SOURCE, "/data/tr\udcffain.py", "exec"), scope)
+    exec(compile(_SOURCE, "tr\udcffain.py", "exec"), scope)
     return scope["call"]  # type: ignore[no-any-return]
 
 

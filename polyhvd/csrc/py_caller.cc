@@ -1,0 +1,36 @@
+#include "py_caller.h"
+
+#include <pybind11/pybind11.h>
+
+namespace polyhvd {
+
+namespace py = pybind11;
+
+namespace {
+
+// As UTF-8. What is none, such as a file name in another encoding, stands escaped in it.
+std::string printable(const py::handle& text) {
+  auto* encoded = PyUnicode_AsEncodedString(py::str(text).ptr(), "utf-8", "backslashreplace");
+  if (encoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::bytes>(encoded);
+}
+
+}  // namespace
+
+std::string caller_line() {
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame && !frame.is_none()) {
+    const py::dict globals = frame.attr("f_globals");
+    const auto module =
+        globals.contains("__name__") ? printable(globals["__name__"]) : std::string();
+    if (module != "polyhvd" && module.rfind("polyhvd.", 0) != 0) {
+      const std::string path = printable(frame.attr("f_code").attr("co_filename"));
+      return path.substr(path.rfind('/') + 1) + ":" +
+             std::to_string(frame.attr("f_lineno").cast<int>());
+    }
+    frame = frame.attr("f_back");
+  }
+  return "";
+}
+
+}  // namespace polyhvd
