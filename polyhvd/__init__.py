@@ -49,6 +49,7 @@ from polyhvd.errors import (
     TransferTimeoutError,
     UnsupportedError,
 )
+from polyhvd.launch import run
 from polyhvd.membership import add_process_set, barrier, join, remove_process_set
 from polyhvd.objects import allgather_object, broadcast_object
 from polyhvd.process_sets import ProcessSet, global_process_set
@@ -175,6 +176,7 @@ __all__ = [
     "rank",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "start_timeline",

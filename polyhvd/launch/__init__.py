@@ -14,47 +14,98 @@ def run(
     func: Callable[..., _T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
     np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
     hosts: str | None = None,
-    env: Mapping[str, str] | None = None,
-    network_interface: str = "",
-    start_timeout_s: float = 30.0,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
     output_filename: str | None = None,
-    verbose: bool = False,
+    verbose: int | bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    *,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    network_interface: str | None = None,
+    env: Mapping[str, str] | None = None,
+    term_grace_s: float = 30.0,
 ) -> list[_T]:
     """Call a function on every rank of a new job, and return the results in rank order.
+
+    The arguments, up to ``max_num_proc``, are ``horovod.run``'s.
 
     Args:
         func: called as ``func(*args, **kwargs)`` in a process of its own on every rank; it, the
             arguments and the result travel by cloudpickle.
         args: positional arguments.
         kwargs: keyword arguments.
-        np: number of ranks; None: every slot of ``hosts``.
+        np: number of ranks; None: every slot of the hosts. ``num_proc`` is another name.
         hosts: ``host1:2,host2:2``; None: this host.
-        env: environment variables of the ranks, on top of those of this process.
-        network_interface: as for polyhvdrun, like the options that follow.
-        start_timeout_s: seconds for all ranks to start, and to meet in ``init()``.
+        hostfile: the same from a file, with ``host slots=N`` in each line.
+        start_timeout: seconds for all ranks to start, and to meet in ``init()``; None: 30.
+        ssh_port: port of ssh on the other hosts.
+        ssh_identity_file: private key for ssh.
         output_filename: a folder for the output of each rank.
         verbose: say what is started where.
+        network_interfaces: interface, network or address of all connections; several with commas, or as a
+            list. ``network_interface`` is another name.
+        executable: Python of the ranks; None: the path of this one.
+        disable_cache: has no effect, and neither has ``use_gloo``.
+        use_mpi: refused, as ``mpi_args`` is, and what is for elastic jobs: ``min_np``, ``max_np``, ``slots``,
+            ``reset_limit``, ``cooldown_range``, ``min_num_proc``, ``max_num_proc``.
+        env: environment variables of the ranks, on top of those of this process.
+        term_grace_s: seconds that ranks have from SIGTERM to SIGKILL.
 
     Raises:
         RuntimeError: a rank failed; the message names it and ends with its traceback.
-        ValueError: the hosts or their slots cannot be used.
+        ValueError: the hosts or their slots cannot be used, or an argument is refused.
 
     Example::
 
-        results = polyhvd.launch.run(train, args=(0.01,), np=4)
+        results = polyhvd.run(train, args=(0.01,), np=4)
     """
+    elastic = {
+        "min_np": min_np,
+        "max_np": max_np,
+        "slots": slots,
+        "reset_limit": reset_limit,
+        "cooldown_range": cooldown_range,
+        "min_num_proc": min_num_proc,
+        "max_num_proc": max_num_proc,
+    }
+    for name, value in elastic.items():
+        if value is not None:
+            raise ValueError(f"run({name}={value!r}): there are no elastic jobs yet; leave it out")
+    if use_mpi or mpi_args:
+        raise ValueError("run(use_mpi, mpi_args): MPI starts scripts alone, with mpirun or polyhvdrun --mpi")
+    if np is not None and num_proc is not None and np != num_proc:
+        raise ValueError(f"run(np={np}, num_proc={num_proc}): they are one argument; give one of them")
     from polyhvd.launch.function import run_function  # not needed by ranks
 
+    interfaces = network_interface or network_interfaces or ""
     return run_function(
         (func, tuple(args), dict(kwargs or {})),
-        np=np,
+        np=num_proc if np is None else np,
         hosts=hosts,
+        hostfile=hostfile,
         env=dict(env or {}),
-        interface=network_interface,
-        start_timeout_s=start_timeout_s,
+        interface=interfaces if isinstance(interfaces, str) else ",".join(interfaces),
+        start_timeout_s=30.0 if start_timeout is None else float(start_timeout),
+        term_grace_s=term_grace_s,
         directory=output_filename,
-        verbose=verbose,
+        verbose=bool(verbose),
+        python=executable,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
     )

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from polyhvd.config import Config
 from polyhvd.doctor import report
+from polyhvd.launch import horovodrun
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.mpirun import find_launcher
@@ -41,6 +42,10 @@ _SETTINGS: dict[str, tuple[str, str | None, str]] = {
     "--stall-check-shutdown-time-seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "S", "end the job then"),
     "--log-level": ("LOG_LEVEL", "LEVEL", "what is logged at least"),
     "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "log lines do not begin with the time"),
+    "--thread-affinity": ("THREAD_AFFINITY", "C0,C1", "core of the engine's thread, for each local rank"),
+    "--gloo-timeout-seconds": ("DATA_TIMEOUT_SECONDS", "S", "longest time of an agreed transfer"),
+    "--mpi-threads-disable": ("MPI_THREADS_DISABLE", None, "MPI serves one thread at a time"),
+    "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", None, "NCCL within hosts, CPUs between them"),
 }
 _USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
@@ -117,12 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--mpi-args", metavar="ARGS", default="", help="more options of MPI's launcher, as one word")
     add(
+        "-cb",
         "--check",
         "--check-build",
         action="store_true",
         help="say what was found on this host, and what is missing",
     )
-    add("--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS)  # horovodrun's; the default here
+    horovodrun.add_to(parser)
     add("--version", action="version", version=f"polyhvd {_version()}")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -17,10 +17,11 @@ import cloudpickle  # type: ignore[import-untyped]
 from polyhvd.config import Config
 from polyhvd.launch.auth import LAUNCHER, parse_secret
 from polyhvd.launch.blame import describe, traceback_lines
-from polyhvd.launch.hosts import Host, parse_hosts, place
+from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
 from polyhvd.launch.rendezvous import Client
+from polyhvd.launch.spawn import SshOptions
 
 __all__ = ["main", "run_function"]
 
@@ -35,26 +36,38 @@ def run_function(
     *,
     np: int | None,
     hosts: str | None,
+    hostfile: str | None,
     env: dict[str, str],
     interface: str,
     start_timeout_s: float,
+    term_grace_s: float,
     directory: str | None,
     verbose: bool,
+    python: str | None,
+    ssh_port: int | None,
+    ssh_identity_file: str | None,
 ) -> list[Any]:
-    """What :func:`polyhvd.launch.run` does, with everything given."""
-    listed = parse_hosts(hosts) if hosts else [Host("localhost", 1 if np is None else max(np, 1))]
+    """What :func:`polyhvd.run` does, with everything given."""
+    if hosts and hostfile:
+        raise HostsError("give hosts or hostfile, not both")
+    if hosts or hostfile:
+        listed = parse_hosts(hosts) if hosts else parse_hostfile(hostfile or "")
+    else:
+        listed = [Host("localhost", 1 if np is None else max(np, 1))]
     # Ranks import what the function refers to from where this process would.
     path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
     settings = {"PYTHONPATH": path, "POLYHVD_START_TIMEOUT": f"{start_timeout_s:g}"}
     if interface:
         settings["POLYHVD_GLOO_IFACE"] = interface
     spec = JobSpec(
-        argv=[sys.executable, "-m", "polyhvd.launch.function"],
+        argv=[python or sys.executable, "-m", "polyhvd.launch.function"],
         hosts=listed,
         placements=place(listed, np),
         env={**settings, **env},
         interface=interface,
+        ssh=SshOptions(port=ssh_port, identity_file=ssh_identity_file, connect_timeout_s=start_timeout_s),
         start_timeout_s=start_timeout_s,
+        term_grace_s=term_grace_s,
         verbose=verbose,
     )
     payload = cloudpickle.dumps(call)

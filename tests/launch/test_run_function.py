@@ -1,13 +1,18 @@
-"""polyhvd.launch.run: a function as a job."""
+"""polyhvd.run: a function as a job."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from polyhvd.launch import run
+import polyhvd
+from polyhvd import run
 
 
 def test_results_come_in_rank_order() -> None:
@@ -67,3 +72,70 @@ def test_nothing_is_left_open_after_a_run() -> None:
     before = len(os.listdir("/proc/self/fd"))
     run(os.getpid, np=1)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+#: Of horovod.run 0.28, in their order.
+HOROVOD_S = """
+    func args kwargs np min_np max_np slots reset_limit cooldown_range hosts hostfile start_timeout ssh_port
+    ssh_identity_file disable_cache output_filename verbose use_gloo use_mpi mpi_args network_interfaces
+    executable
+"""
+
+
+def test_arguments_are_those_of_horovod() -> None:
+    names = HOROVOD_S.split()
+    parameters = inspect.signature(polyhvd.run).parameters
+    assert list(parameters)[: len(names)] == names
+    assert all(parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in names)
+    assert {"num_proc", "min_num_proc", "max_num_proc"} < set(parameters)
+
+
+def test_run_is_where_horovod_has_it() -> None:
+    from polyhvd import runner
+
+    assert runner.run is polyhvd.run
+
+
+def test_what_horovod_takes_is_taken(tmp_path: Path) -> None:
+    def collect(base: float) -> float:
+        import numpy
+        import polyhvd.numpy as hvd
+
+        hvd.init()
+        return float(hvd.allreduce(numpy.array([base * (1 + hvd.rank())]), op=hvd.Sum)[0]) + hvd.rank()
+
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=2\n127.0.0.1 slots=1\n")
+    results = run(
+        collect,
+        (2.0,),
+        num_proc=3,
+        hostfile=str(hostfile),
+        start_timeout=60,
+        ssh_port=22,
+        disable_cache=True,
+        output_filename=str(tmp_path / "logs"),
+        verbose=0,
+        use_gloo=True,
+        network_interfaces=["no-such-interface", "lo"],
+        executable=sys.executable,
+    )
+    assert results == [12.0, 13.0, 14.0]  # 2 + 4 + 6, and the rank
+    assert (tmp_path / "logs" / "rank.2" / "stdout").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_np": 1}, "min_np=1.*no elastic jobs"),
+        ({"max_num_proc": 2}, "max_num_proc=2.*no elastic jobs"),
+        ({"cooldown_range": (1, 2)}, "cooldown_range.*no elastic jobs"),
+        ({"use_mpi": True}, "polyhvdrun --mpi"),
+        ({"mpi_args": "-v"}, "polyhvdrun --mpi"),
+        ({"np": 2, "num_proc": 3}, "they are one argument"),
+        ({"hosts": "localhost:1", "hostfile": "x"}, "hosts or hostfile"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(os.getpid, **arguments)
