@@ -359,6 +359,7 @@ class Agent:
                     _tell(pid, number)
                 else:
                     os.killpg(pid, number)
+                    os.killpg(pid, signal.SIGCONT)  # or a stopped one would not notice
         return None
 
 

@@ -70,6 +70,15 @@ def test_checkpoint_may_take_longer_than_three_seconds(launcher: Launcher) -> No
     assert "[0] saved 0 1" in launcher.finish()[1]
 
 
+def test_rank_that_is_stopped_ends_without_waiting_for_the_grace_period(launcher: Launcher) -> None:
+    launcher.start("-np", "2", "--term-grace-s", "600", source=WAITING)
+    ranks = pids(launcher.wait_for("pid ", 2))
+    os.kill(ranks[0], signal.SIGSTOP)
+    launcher.signal(signal.SIGTERM)
+    assert launcher.finish()[0] == 143
+    assert_gone(ranks)
+
+
 def test_sigterm_to_the_agent_alone_is_passed_on_gently(launcher: Launcher) -> None:
     launcher.start("-np", "2", source=saving(0.5))
     ranks = pids(launcher.wait_for("pid ", 2))
