@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from polyhvd.tensorflow import dtypes as known_dtypes
 
 from polyhvd import context
 from polyhvd.adapter import Capability, Handle, Operation, OpKind
@@ -65,20 +66,24 @@ class TensorflowAdapter:
         dtypes = [tf.as_dtype(array.dtype) for array in arrays]
         if operation.kind not in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER):
             arrays = [a.view(_SIGNED[a.dtype.name]) if a.dtype.name in _SIGNED else a for a in arrays]
-        handle = context.engine().submit(
-            operation.kind,
-            operation.name,
-            arrays,
-            None,
-            operation.op,
-            operation.root,
-            operation.prescale,
-            operation.postscale,
-            operation.process_set,
-            operation.priority,
-            operation.blocking,
-            operation.numbers,
-        )
+        try:
+            handle = context.engine().submit(
+                operation.kind,
+                operation.name,
+                arrays,
+                None,
+                operation.op,
+                operation.root,
+                operation.prescale,
+                operation.postscale,
+                operation.process_set,
+                operation.priority,
+                operation.blocking,
+                operation.numbers,
+            )
+        except TypeError:
+            known_dtypes.check(operation.kind, tensors)
+            raise
         if operation.kind == OpKind.ALLTOALL:
             dtypes.append(tf.int32)
 

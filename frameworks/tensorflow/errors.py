@@ -23,6 +23,7 @@ __all__ = [
     "ShutdownError",
     "TransferTimeoutError",
     "UnsupportedError",
+    "UnsupportedTypeError",
     "as_tensorflow",
     "invalid",
 ]
@@ -41,6 +42,10 @@ class InvalidArgumentError(_Both, tf.errors.InvalidArgumentError, errors.Invalid
 
 class UnsupportedError(InvalidArgumentError, errors.UnsupportedError):
     """What cannot be had in this way, such as Max of tf.IndexedSlices; Horovod raises NotImplementedError."""
+
+
+class UnsupportedTypeError(InvalidArgumentError, TypeError):
+    """A tensor of a type that an operation does not know; TensorFlow raises TypeError."""
 
 
 def invalid(message: str) -> InvalidArgumentError:

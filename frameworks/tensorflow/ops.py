@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from polyhvd.tensorflow import names
+from polyhvd.tensorflow import dtypes, names
 from polyhvd.tensorflow.adapter import TensorflowAdapter
 from polyhvd.tensorflow.errors import as_tensorflow, invalid
 from polyhvd.tensorflow.native import library
@@ -126,6 +126,7 @@ def run_op(
         priority: higher ones go first among those that are ready.
         arguments: the op's inputs and other attributes.
     """
+    dtypes.check(kind, arguments.get("tensors") or ([arguments["tensor"]] if "tensor" in arguments else []))
     common = {"process_set": process_set, "priority": priority, "where": names.caller_line(), **arguments}
     if tf.executing_eagerly():
         with as_tensorflow():  # the core counts calls without a name when they are executed

@@ -577,6 +577,22 @@ def slices_cost_what_their_rows_cost() -> None:
 
 
 @check
+def tensors_that_cannot_be_reduced_raise_alike_everywhere() -> None:
+    for dtype in ("uint16", "uint32", "uint64", "complex64"):
+        x = tf.cast(tf.ones([SIZE]), dtype)
+        for verb in ("allreduce", "reducescatter"):
+            found = set()
+            for mode in MODES:
+                call = mode(lambda verb=verb, x=x: getattr(hvd, verb)(x, op=hvd.Sum))
+                for error in (TypeError, ValueError, tf.errors.InvalidArgumentError):
+                    # In a function AutoGraph puts its lines in front.
+                    found.add(raises(error, call).rpartition("Error: ")[2].strip())
+            assert len(found) == 1, found
+            assert f"{verb}: a tensor of {dtype}" in found.pop()
+        assert f"of {dtype}" in raises(TypeError, hvd.allreduce_async, x)
+
+
+@check
 def bad_calls_name_the_argument_and_send_nothing() -> None:
     x = tf.ones([4])
     calls: dict[str, list[Callable[[], Any]]] = {
