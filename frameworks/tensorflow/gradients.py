@@ -157,7 +157,9 @@ class Reduction:
 
     def takes_part(self) -> bool:
         """Whether this rank is in the process set; another one keeps its gradients as they are."""
-        return self.process_set is global_process_set or self.process_set.included()
+        if self.process_set is global_process_set or self.process_set.process_set_id is None:
+            return True  # of a set that is not registered, the collective says what to do
+        return self.process_set.included()
 
     def name_of_step(self) -> str:
         """A prefix for what a branch of the graph that is being traced does, where names begin anew."""

@@ -133,6 +133,11 @@ def run_op(
             return op(tensor_name=name or "", **common)
     verb = kind.name.lower()
     _refuse_xla(verb)
+    if process_set not in context.registered():
+        raise invalid(
+            f"{verb}: process set {process_set} does not exist; pass it to init(process_sets=[...]) or "
+            "add_process_set() on every rank"
+        )
     label = names.in_graph(name, process_set) if name else names.unnamed_in_graph(verb, process_set)
     with tf.control_dependencies(_predecessors(kind)):
         try:

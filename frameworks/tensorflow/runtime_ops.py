@@ -22,6 +22,13 @@ def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:
     return value
 
 
+def _of_set(read: Callable[[list[int]], int], process_set_id: int, name: str | None) -> tf.Tensor:
+    """A number that is read from the members of a set, which is to be there when a graph is made, too."""
+    if not tf.executing_eagerly() and context.is_initialized():
+        _members(process_set_id)
+    return _scalar(lambda: read(_members(process_set_id)), name)
+
+
 def _members(process_set_id: int) -> list[int]:
     context.engine()
     ranks = context.registered().get(process_set_id)
@@ -45,7 +52,7 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 @do_not_convert
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Number of ranks in the job, or in a process set."""
-    return _scalar(lambda: len(_members(process_set_id)), name)
+    return _of_set(len, process_set_id, name)
 
 
 @do_not_convert
@@ -57,4 +64,4 @@ def local_size_op(name: str | None = None) -> tf.Tensor:
 @do_not_convert
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """1 if this rank is in the process set, else 0."""
-    return _scalar(lambda: int(context.config().rank in _members(process_set_id)), name)
+    return _of_set(lambda ranks: int(context.config().rank in ranks), process_set_id, name)

@@ -114,5 +114,32 @@ def a_collective_of_a_set_still_raises_on_others() -> None:
             assert "is not in process set" in raises(tf.errors.InvalidArgumentError, run)
 
 
+@check
+def an_unknown_set_raises_a_value_error_when_a_graph_is_made() -> None:
+    unregistered, unknown = hvd.ProcessSet([0]), hvd.ProcessSet([0])
+    unknown.process_set_id = 77
+    variable = tf.Variable(1.0)
+
+    def gradient(members: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = 2.0 * variable
+        return hvd.DistributedGradientTape(tape, process_set=members).gradient(y, variable)
+
+    for members in (unregistered, unknown):
+        number = members.process_set_id or 77
+        calls: list[Any] = [
+            lambda m=members: hvd.allreduce(tf.ones([2]), process_set=m),
+            lambda m=members: hvd.broadcast(tf.ones([2]), 0, process_set=m),
+            lambda m=members: hvd.barrier(m),
+            lambda n=number: hvd.size_op(n),
+            lambda n=number: hvd.process_set_included_op(n),
+        ]
+        if members is unregistered or RANK == 0:  # others are not among the ranks that the second one lists
+            calls.append(lambda m=members: gradient(m))
+        for call in calls:
+            for run in (call, tf.function(call), lambda c=call: tf.function(c).get_concrete_function()):
+                assert "process_set" in raises(ValueError, run).replace("process set", "process_set")
+
+
 if __name__ == "__main__":
     run_checks()
