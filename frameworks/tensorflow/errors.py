@@ -80,6 +80,9 @@ class AbortedError(_Both, tf.errors.AbortedError, errors.HorovodInternalError):
 # What TensorFlow puts in front of a kernel's message.
 _NODE = re.compile(r"^\{\{function_node [^}]*\}\} ")
 
+# What the op library's kernels put there: the class.
+_CLASS = re.compile(r"^(\w+Error): ")
+
 # The core's errors, and those that the op library's kernels report.
 _FROM_CORE: dict[type[Exception], Any] = {
     errors.InvalidArgumentError: InvalidArgumentError,
@@ -95,6 +98,7 @@ _FROM_KERNEL: dict[type[Exception], Any] = {
     tf.errors.FailedPreconditionError: FailedPreconditionError,
     tf.errors.AbortedError: AbortedError,
 }
+_BY_NAME = {core.__name__: both for core, both in _FROM_CORE.items()}
 
 
 @contextmanager
@@ -111,4 +115,8 @@ def as_tensorflow() -> Iterator[None]:
         both = _FROM_KERNEL.get(type(error))
         if both is None:
             raise
-        raise both(None, None, _NODE.sub("", error.message)) from None
+        message = _NODE.sub("", error.message)
+        named = _CLASS.match(message)
+        if named and named[1] in _BY_NAME:
+            both, message = _BY_NAME[named[1]], message[named.end() :]
+        raise both(None, None, message) from None

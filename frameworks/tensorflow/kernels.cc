@@ -10,6 +10,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "block_pool.h"
@@ -74,6 +75,28 @@ int status_code_of(std::int32_t error_code) {
       return kFailedPrecondition;
     default:
       return kAborted;
+  }
+}
+
+// The class of polyhvd/errors.py, which TensorFlow's class does not tell. Empty for a bad
+// call, whose class it does tell.
+std::string_view class_of(std::int32_t error_code) {
+  if (error_code == kNoEngine) return "NotInitializedError";
+  switch (static_cast<ErrorCode>(error_code)) {
+    case ErrorCode::kInvalidArgument:
+      return "";
+    case ErrorCode::kRankMismatch:
+      return "RankMismatchError";
+    case ErrorCode::kPeerLost:
+      return "PeerLostError";
+    case ErrorCode::kPeerDeparted:
+      return "PeerDepartedError";
+    case ErrorCode::kShutdown:
+      return "ShutdownError";
+    case ErrorCode::kTimeout:
+      return "TransferTimeoutError";
+    default:
+      return "HorovodInternalError";
   }
 }
 
@@ -216,6 +239,7 @@ class Execution {
   void* output_for(int index, TensorPtr& input);
   void* view_of_block(int index, std::size_t bytes);
   std::int32_t submit(const polyhvd_engine_api& engine, char* message, std::int32_t& lends);
+  void fail(std::int32_t error_code, const char* message) noexcept;
   void finish(int code, const char* message) noexcept;
 
   static void* allocate(void* self, std::int32_t index, const std::int64_t* shape,
@@ -387,8 +411,19 @@ void Execution::start() noexcept {
     finish(kResourceExhausted, "no memory for the outputs of a collective");
     return;
   }
-  finish(status_code_of(error),
-         error == kNoEngine ? "polyhvd has not been initialized; use hvd.init()." : message.data());
+  fail(error,
+       error == kNoEngine ? "polyhvd has not been initialized; use hvd.init()." : message.data());
+}
+
+void Execution::fail(std::int32_t error_code, const char* message) noexcept {
+  const int code = status_code_of(error_code);
+  const std::string_view name = class_of(error_code);
+  if (name.empty()) return finish(code, message);
+  try {
+    finish(code, (std::string(name) + ": " + message).c_str());
+  } catch (const std::bad_alloc&) {
+    finish(code, message);
+  }
 }
 
 void Execution::finish(int code, const char* message) noexcept {
@@ -420,7 +455,8 @@ void* Execution::allocate(void* self, std::int32_t index, const std::int64_t* sh
 void Execution::on_done(void* self, std::int32_t error_code, const char* message) {
   auto* execution = static_cast<Execution*>(self);
   execution->kernel_.in_flight.fetch_sub(1);
-  execution->finish(error_code == 0 ? kOk : status_code_of(error_code), message);
+  if (error_code == 0) return execution->finish(kOk, message);
+  execution->fail(error_code, message);
 }
 
 }  // namespace
