@@ -179,9 +179,10 @@ def _broadcast_gradient(op: Any, *gradients: Any) -> list[Any]:
     if not positions:
         return [None] * len(op.outputs)
     reduced = _sum(op, _dense(op, gradients, positions), _factor(op, OpKind.BROADCAST))
-    if context.config().rank != _attribute(op, "root_rank"):
-        reduced = [tf.zeros_like(gradient) for gradient in reduced]
-    return _at(positions, reduced, op)
+    is_root = tf.constant(context.config().rank == _attribute(op, "root_rank"))
+    # Zeros that depend on the sum: its own gradient is a collective of every rank.
+    own = [tf.where(is_root, gradient, tf.zeros_like(gradient)) for gradient in reduced]
+    return _at(positions, own, op)
 
 
 @tf.RegisterGradient("PolyhvdAllgather")

@@ -431,6 +431,35 @@ def gradients_of_another_type_are_cast_to_that_of_the_results() -> None:
 
 
 @check
+def second_derivatives_are_collectives_of_every_rank() -> None:
+    """Of the sum of all squares of y = M x both derivatives are 2 M^T M 1, at x = 1."""
+    exact = {"exact_gradient": True}
+    verbs: dict[str, tuple[Callable[[Any], Any], float]] = {
+        "allreduce": (lambda x: hvd.allreduce(x, op=hvd.Sum), 2.0 * SIZE * SIZE),
+        "allgather": (lambda x: hvd.allgather(x, **exact), 2.0 * SIZE),
+        "broadcast": (lambda x: hvd.broadcast(x, 0, **exact), 2.0 * SIZE * (RANK == 0)),
+        "alltoall": (hvd.alltoall, 2.0),
+        "reducescatter": (lambda x: hvd.reducescatter(x, op=hvd.Sum, **exact), 2.0 * SIZE),
+    }
+    for verb, expected in verbs.values():
+
+        def both(x: Any, verb: Any = verb) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    loss = tf.reduce_sum(verb(x) ** 2)
+                first = inner.gradient(loss, x)
+                total = tf.reduce_sum(first)
+            return first, outer.gradient(total, x)
+
+        for mode in DIFFERENTIABLE:
+            first, second = mode(both)(tf.ones([SIZE]))
+            equal(first, np.full(SIZE, expected), rtol=1e-6)
+            equal(second, np.full(SIZE, expected), rtol=1e-6)
+
+
+@check
 def exchanged_integers_have_no_gradient_and_are_exchanged() -> None:
     for mode in DIFFERENTIABLE:
 
