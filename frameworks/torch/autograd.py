@@ -98,14 +98,14 @@ def reducescatter_gradients(
     factor = arguments["prescale_factor"] * arguments["postscale_factor"]
     factor *= gradient_factor(OpKind.REDUCESCATTER, size, exact, op)
     scaled = [gradient if factor == 1 else gradient * factor for gradient in gradients]
-    # With the rank, since those that have joined are missing.
-    scaled.append(torch.tensor([process_set.rank()], device=scaled[0].device))
-    *gathered, present = allgather_group(
-        scaled, name=_gradient_name(arguments["name"]), process_set=process_set, exact_gradient=exact
-    )
-    if present.shape[0] == size:
+    label = _gradient_name(arguments["name"])
+    gathered = allgather_group(scaled, name=label, process_set=process_set, exact_gradient=exact)
+    if all(t.shape[0] == count for t, count in zip(gathered, rows, strict=True)):
         return gathered
-    members = present.tolist()
+    # Ranks have joined; all others see it alike, and take part in this.
+    members = collectives.allgather(
+        torch.tensor([process_set.rank()]), name=label and f"{label}.ranks", process_set=process_set
+    ).tolist()
     return [
         _in_their_places(t, rows_kept(count, size), members, count)
         for t, count in zip(gathered, rows, strict=True)
