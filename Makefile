@@ -67,7 +67,8 @@ $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
 -include $(wildcard build/core/plain/benchmarks/*.d)
 
 # The pure units as a module for tests in Python; nothing of it is installed.
-UNITS := coordinator coordinator_turns crc32c disagreement fusion negotiation process_set relay relay_turns request_merger response_cache types wire
+UNITS := coordinator coordinator_refusals coordinator_turns crc32c disagreement fusion negotiation process_set relay relay_turns \
+	request_merger response_cache types uneven wire
 UNITS_OBJECTS := $(UNITS:%=build/core/python/polyhvd/csrc/%.o) build/core/python/tests/core/python/units.o
 UNITS_MODULE := build/core/python/polyhvd_units.so
 build/core/python/%.o: %.cc

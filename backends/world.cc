@@ -82,7 +82,10 @@ class World final : public Liveness {
   std::string name_of(int rank) const override {
     return wiring_.labels.at(static_cast<std::size_t>(rank));
   }
-  std::optional<ProcessState> look_at(int rank) const override;
+  std::optional<ProcessState> look_at(int rank) const override {
+    return local_ == 0 ? look_beside(rank) : std::nullopt;
+  }
+  std::optional<ProcessState> look_beside(int rank) const override;
   void add_counters(std::map<std::string, std::uint64_t>& counters) const override;
 
  private:
@@ -287,9 +290,9 @@ void World::close() noexcept {
   wiring_.mpi.reset();
 }
 
-std::optional<ProcessState> World::look_at(int rank) const {
+std::optional<ProcessState> World::look_beside(int rank) const {
   const auto index = static_cast<std::size_t>(rank);
-  const bool may_look = local_ == 0 && index < wiring_.pids.size() && wiring_.pids[index] > 0;
+  const bool may_look = index < wiring_.pids.size() && wiring_.pids[index] > 0;
   if (!may_look || rank == wiring_.rank) return std::nullopt;
   return process_state(wiring_.pids[index]);
 }

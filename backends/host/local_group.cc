@@ -6,7 +6,13 @@
 namespace polyhvd::host {
 
 LocalGroup::LocalGroup(Fabric& fabric, shm::Staging staging, std::vector<int> locals, int self)
-    : fabric_(fabric), staging_(staging), locals_(std::move(locals)), self_(self) {}
+    : fabric_(fabric), staging_(staging), locals_(std::move(locals)), self_(self) {
+  const auto domain =
+      static_cast<std::size_t>(fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)]);
+  for (const int local : locals_) {
+    ranks_.push_back(fabric_.domains[domain][static_cast<std::size_t>(local)]);
+  }
+}
 
 void LocalGroup::ring() {
   for (int m = 0; m < size(); ++m) {
@@ -21,15 +27,15 @@ void LocalGroup::await_counter(const shm::Counter* counters, int member, std::ui
   // Sequentially consistent, as the publisher's store: see Parking's sleep flag.
   const shm::Counter& counter = counters[member];
   if (counter.value.load() >= value) return;
+  const int rank = ranks_[static_cast<std::size_t>(member)];
+  const Parking::WaitFor wait(*fabric_.parking, rank);
   try {
     fabric_.parking->await([&] { return counter.value.load() >= value; }, deadline);
   } catch (const Failure& failure) {
-    if (failure.error().code != ErrorCode::kTimeout) throw;
-    const auto domain =
-        static_cast<std::size_t>(fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)]);
-    const auto local = static_cast<std::size_t>(locals_[static_cast<std::size_t>(member)]);
+    // A stall that ends the job is told as it is.
+    if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
     throw Failure(ErrorCode::kTimeout,
-                  "rank " + std::to_string(fabric_.domains[domain][local]) +
+                  "rank " + std::to_string(rank) +
                       " has agreed to the transfer but does not take part in it in time; it may "
                       "be suspended, or short of a processor");
   }

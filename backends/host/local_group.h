@@ -94,6 +94,7 @@ class LocalGroup {
   shm::Staging staging_;
   StagingWriter writer_;
   std::vector<int> locals_;
+  std::vector<int> ranks_;  // of the members in the world
   int self_;
   std::uint64_t step_ = 0;
 };

@@ -83,6 +83,7 @@ struct TcpTransport::Outgoing {
       const ssize_t n = sendmsg(connection->socket.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
       if (n > 0) {
         done += static_cast<std::size_t>(n);
+        transport->parking_.note_move();
         connection->sending = done < total();
         connection->sent += done == total();
       } else if (n < 0 && errno == EINTR) {
@@ -131,6 +132,7 @@ struct TcpTransport::Incoming {
       const ssize_t n = recvmsg(fd(), &message, MSG_DONTWAIT);
       if (n > 0) {
         take(static_cast<std::size_t>(n));
+        transport.parking_.note_move();
       } else if (n < 0 && errno == EINTR) {
         continue;
       } else if (n < 0 && would_block()) {
@@ -316,6 +318,8 @@ void TcpTransport::await(Incoming& receiving, const std::function<bool()>& sent,
   };
   try {
     if (advance()) return;
+    const int slow = sent() ? receiving.rank : posting_[0]->posted[0].rank;
+    const Parking::WaitFor wait(parking_, slow);
     Interest interest(*this, receiving.fd());
     parking_.await(advance, deadline);
   } catch (const Failure& failure) {

@@ -219,6 +219,7 @@ void Controller::apply_batch(const Batch& batch) {
     if (!sets_.position(agreement->process_set, rank_)) continue;
     OperationPtr operation = operation_for(*agreement, turn);
     operation->agreed = true;
+    ++agreement->runs.count;
     queue_.recorder().on_agreement(*operation, batches_, id, batch.ids.size());
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
     change_sets(*agreement, *operation);
@@ -285,11 +286,9 @@ void Controller::nudge() noexcept {
 void Controller::depart() noexcept {
   try {
     payload_.clear();
-    encode_farewell(
-        {ErrorCode::kPeerDeparted,
-         "rank " + std::to_string(rank_) +
-             ", which coordinates others, has shut down; call shutdown() on every rank"},
-        payload_);
+    encode_farewell({ErrorCode::kPeerDeparted,
+                     "rank " + std::to_string(rank_) + ", which coordinates others, has shut down"},
+                    payload_);
     const std::string farewell = payload_;
     for (const Branch& child : children_) tell(*child.channel, farewell);
     if (parent_ && !farewell_) {

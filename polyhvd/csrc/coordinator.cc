@@ -90,7 +90,8 @@ void Coordinator::add_side(CacheId id, Known& known, int position, Time now) {
   }
   const Agreement& agreement = *known.agreement;
   if (is_doomed(agreement.process_set)) {
-    refuse_departed({agreement.process_set, agreement.kind, 0}, agreement.name);
+    refuse_departed({agreement.process_set, agreement.kind, 0}, agreement.name,
+                    {known.members[static_cast<std::size_t>(position)]});
     return;
   }
   const auto index = static_cast<std::size_t>(position);
@@ -217,7 +218,8 @@ void Coordinator::add_departure(int rank) {
       ++at;
       continue;
     }
-    refuse_departed({key.first, negotiation.first.kind, negotiation.first.turn}, key.second);
+    refuse_departed({key.first, negotiation.first.kind, negotiation.first.turn}, key.second,
+                    ranks_of(negotiation.present, negotiation.members));
     if (negotiation.cached != 0) known_.at(negotiation.cached).negotiation = nullptr;
     if (negotiation.is_join()) joined_.clear();
     at = pending_.erase(at);
@@ -233,12 +235,14 @@ void Coordinator::add_departure(int rank) {
     if (known.ready_in == decision_number_) {
       std::erase(ready_, id);
       known.ready_in = 0;
+      --known.agreement->runs.count;
     } else if (known.ready.empty()) {
       continue;
     }
+    const std::vector<int> waiting = ranks_of(known.ready, known.members);
     known.ready.clear();
     const Agreement& agreement = *known.agreement;
-    refuse_departed({agreement.process_set, agreement.kind, 0}, agreement.name);
+    refuse_departed({agreement.process_set, agreement.kind, 0}, agreement.name, waiting);
   }
   refuse_rounds_of_departed(rank);
 }
@@ -445,6 +449,7 @@ void Coordinator::mark_ready(CacheId id, Known& known, Turn turn) {
     has_turns_ = true;
   }
   known.ready_in = decision_number_;
+  ++known.agreement->runs.count;
   by_age_.splice(by_age_.end(), by_age_, known.age);
   ready_.push_back(id);
 }
@@ -518,80 +523,6 @@ void Coordinator::forget_set(ProcessSetId set) {
     if (!known.ready.empty()) refuse_removed({set, agreement.kind, 0}, agreement.name);
     forget(id);
   }
-}
-
-void Coordinator::refuse_removed(const TurnKey& key, const std::string& name) {
-  next_.refusals.push_back(
-      {key.process_set,
-       name,
-       {ErrorCode::kInvalidArgument, concat({subject(key.kind, name), ": process set ",
-                                             std::to_string(key.process_set), " was removed"})},
-       key.kind,
-       key.turn});
-}
-
-bool Coordinator::is_doomed(ProcessSetId set) const {
-  return std::any_of(departed_.begin(), departed_.end(),
-                     [&](int rank) { return sets_.position(set, rank).has_value(); });
-}
-
-bool Coordinator::refuse_if_doomed(const Request& request) {
-  const ProcessSetId set = request.process_set;
-  const TurnKey key{set, request.kind, request.turn};
-  if (!sets_.contains(set) && set < sets_.added()) {
-    refuse_removed(key, request.name);
-    return true;
-  }
-  if (!is_doomed(set)) return false;
-  refuse_departed(key, request.name);
-  return true;
-}
-
-void Coordinator::refuse_departed(const TurnKey& key, const std::string& name) {
-  std::vector<int> gone;
-  for (const int rank : departed_) {
-    if (sets_.position(key.process_set, rank)) gone.push_back(rank);
-  }
-  next_.refusals.push_back(
-      {key.process_set,
-       name,
-       {ErrorCode::kPeerDeparted,
-        concat({subject(key.kind, name), " needs ", text_of_ranks(gone),
-                gone.size() == 1 ? ", which has" : ", which have", " shut down"})},
-       key.kind,
-       key.turn});
-}
-
-std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double> at_least) const {
-  std::vector<Stalled> found;
-  const auto add_if_old = [&](ProcessSetId set, const std::string& name, Time since,
-                              const MemberMask& ready) {
-    const std::chrono::duration<double> age = now - since;
-    if (ready.empty() || age < at_least) return;
-    Stalled& stalled = found.emplace_back(Stalled{set, name, age, {}, {}});
-    const std::span<const int> members = sets_.members(set);
-    for (std::size_t i = 0; i < members.size(); ++i) {
-      if (ready.contains(i)) {
-        stalled.ready_ranks.push_back(members[i]);
-      } else if (!joined_.contains(members[i])) {
-        stalled.absent_ranks.push_back(members[i]);
-      }
-    }
-  };
-  for (const auto& [key, negotiation] : pending_) {
-    add_if_old(key.first, key.second, negotiation.since, negotiation.present);
-  }
-  for (const auto& [id, known] : known_) {
-    add_if_old(known.agreement->process_set, known.agreement->name, known.since, known.ready);
-  }
-  for (const auto& [key, round] : rounds_) {
-    add_if_old(key.process_set, TurnName(key.kind, key.turn).text(), round.since, round.ready);
-  }
-  std::sort(found.begin(), found.end(), [](const Stalled& a, const Stalled& b) {
-    if (a.age != b.age) return a.age > b.age;
-    return std::tie(a.process_set, a.name) < std::tie(b.process_set, b.name);
-  });
-  return found;
 }
 
 }  // namespace polyhvd

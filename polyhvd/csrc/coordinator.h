@@ -37,6 +37,8 @@ struct Stalled {
   std::chrono::duration<double> age{};
   std::vector<int> ready_ranks;
   std::vector<int> absent_ranks;
+  OpKind kind = OpKind::kAllreduce;
+  RunCount runs{};  // before
 };
 
 class Coordinator {
@@ -147,7 +149,13 @@ class Coordinator {
 
   bool is_doomed(ProcessSetId set) const;
   void refuse_removed(const TurnKey& key, const std::string& name);
-  void refuse_departed(const TurnKey& key, const std::string& name);
+  // `waiting`: who asks for it.
+  void refuse_departed(const TurnKey& key, const std::string& name,
+                       const std::vector<int>& waiting);
+  // How often what is refused or stalled has run before.
+  RunCount runs_of(const TurnKey& key, const std::string& name) const;
+  // The members that `present` holds, and that have not departed.
+  std::vector<int> ranks_of(const MemberMask& present, std::span<const int> members) const;
   // Whether a request of the set is refused, now that it was.
   bool refuse_if_doomed(const Request& request);
   Request request_of(const Known& known, int position, Turn turn = 0) const;

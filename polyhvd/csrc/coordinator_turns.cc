@@ -71,7 +71,8 @@ void Coordinator::add_turn_side(const Report::TurnHit& hit, Known& known, int po
   const Agreement& agreement = *known.agreement;
   const TurnKey key{agreement.process_set, agreement.kind, hit.turn};
   if (is_doomed(key.process_set)) {
-    refuse_departed(key, TurnName(key.kind, key.turn).text());
+    refuse_departed(key, TurnName(key.kind, key.turn).text(),
+                    {known.members[static_cast<std::size_t>(position)]});
     return;
   }
   const auto found = rounds_.find(key);
@@ -165,8 +166,10 @@ void Coordinator::refuse_rounds_of_departed(int rank) {
   }
   std::ranges::sort(found);
   for (const TurnKey& key : found) {
-    refuse_departed(key, TurnName(key.kind, key.turn).text());
-    end_round(rounds_.find(key));
+    const auto entry = rounds_.find(key);
+    refuse_departed(key, TurnName(key.kind, key.turn).text(),
+                    ranks_of(entry->second.ready, sets_.members(key.process_set)));
+    end_round(entry);
   }
 }
 
@@ -178,7 +181,7 @@ void Coordinator::refuse_running(CacheId id, Known& known) {
   const Agreement& agreement = *known.agreement;
   for (const Turn turn : known.running) {
     refuse_departed({agreement.process_set, agreement.kind, turn},
-                    TurnName(agreement.kind, turn).text());
+                    TurnName(agreement.kind, turn).text(), {});
   }
   known.running.clear();
 }

@@ -5,7 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+
+#include "disagreement.h"
+#include "uneven.h"
 
 namespace polyhvd {
 namespace {
@@ -21,11 +25,6 @@ constexpr int kIdleYields = 100;
 // The driver is done soon, or leaves soon; to be woken would take longer than either.
 constexpr int kTurnYields = 50;
 
-Error error_for(const Submission& submission, const Error& cause) {
-  return {cause.code,
-          std::string(name_of(submission.kind)) + " '" + submission.name + "': " + cause.message};
-}
-
 }  // namespace
 
 Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, EngineParts parts,
@@ -39,6 +38,7 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       parking_(std::move(parking)),
       parts_(std::move(parts)),
       executor_(sets_, timeline_, *parking_, parts_.devices.get()),
+      running_watch_(rank, options_.stalls, sets_, *parking_, *parts_.liveness, options_.log),
       meter_(rank == 0 ? options_.steps_per_sample : 0),
       cycle_ns_(static_cast<std::int64_t>(options_.cycle_time.count() * 1e9)),
       tuning_{.fusion_bytes_max = options_.coordinator.fusion.bytes_max,
@@ -121,6 +121,9 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
     take_from_device(submission);
   }
   backend_for(submission);
+  if (left_behind_.load(std::memory_order_acquire)) {
+    throw Failure(error_for(submission, queue_.closed_by()));
+  }
   OperationPtr operation = queue_.submit(std::move(submission), where);
   operations_.fetch_add(1, std::memory_order_relaxed);
   if (!blocking) parking_->wake_if_asleep();
@@ -238,6 +241,7 @@ void Engine::check_health() {
   if (options_.mailbox) options_.mailbox->tick();
   stall_watch_->check();
   const auto now = Clock::now();
+  if (running_watch_.check(now)) flight_.write("an operation runs and does not move");
   controller_->beat(now);
   for (const auto& [key, communicator] : communicators_) communicator->check();
   parts_.liveness->move_along(queue_.pending() > 0);
@@ -285,8 +289,10 @@ void Engine::execute(Work& work) {
     batches_.fetch_add(1, std::memory_order_relaxed);
     Operation& first = *work.operations[0];
     executing_ = true;
+    const Clock::time_point begin = Clock::now();
     const Deadline deadline =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(options_.data_timeout);
+        begin + std::chrono::duration_cast<Clock::duration>(options_.data_timeout);
+    const RunningWatch::Run run(running_watch_, work, begin);
     for (const Ticks now = ticks_now(); const OperationPtr& operation : work.operations) {
       queue_.recorder().on_start(*operation, now);
     }
@@ -367,13 +373,25 @@ Error Engine::cause_of(const Failure& failure) noexcept {
   return controller_->take_abort().value_or(failure.error());
 }
 
+// What is said to the caller of an operation that the engine's end has failed.
+Error Engine::error_for(const Submission& s, const Error& cause) const {
+  std::string text = concat({subject(s.kind, s.name), ": ", cause.message});
+  if (left_behind_.load(std::memory_order_acquire) && cause.code == ErrorCode::kPeerDeparted) {
+    const RunCount runs = queue_.cache().runs_of(s.process_set, s.name);
+    text += ":" + text_of_uneven(s.kind, s.name, runs, "it", std::array{rank_});
+  }
+  return {cause.code, std::move(text)};
+}
+
 void Engine::fail(const Error& error) noexcept {
   if (failed_) return;
   failed_ = true;
   executing_ = false;
   // A farewell concerns whoever hears it: others may still run what was agreed.
   const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
-  if (!heard) {
+  if (heard) {
+    left_behind_.store(true);  // with what closes the queue: see submit()
+  } else {
     told_failure_ = true;
     parts_.liveness->spread_abort(error);
     controller_->post_abort(error);

@@ -32,6 +32,7 @@
 #include "operation.h"
 #include "parking.h"
 #include "process_set.h"
+#include "running_watch.h"
 #include "stall_watch.h"
 #include "step_meter.h"
 #include "timeline.h"
@@ -136,6 +137,7 @@ class Engine {
   void record_end(const Operation& operation, bool error);
   void complete(const OperationPtr& operation, std::optional<Error> error);
   Error cause_of(const Failure& failure) noexcept;
+  Error error_for(const Submission& submission, const Error& cause) const;
   void fail(const Error& error) noexcept;
 
   bool drives_here() const noexcept;
@@ -168,6 +170,7 @@ class Engine {
   Executor executor_;  // driver
   std::unique_ptr<Controller> controller_;   // driver
   std::unique_ptr<StallWatch> stall_watch_;  // driver
+  RunningWatch running_watch_;               // driver
   std::map<std::pair<std::size_t, ProcessSetId>, std::unique_ptr<Communicator>> communicators_;
 
   // The driver's own, guarded by the role.
@@ -192,6 +195,7 @@ class Engine {
   std::atomic<int> waiters_{0};            // threads in await_turn
   std::mutex turn_mutex_;                  // pairs with turn_, guards nothing
   std::condition_variable turn_;
+  std::atomic<bool> left_behind_{false};  // the parent has left, and so this engine ended
   std::atomic<bool> closing_{false};  // somebody wants the role to end the engine: waiters leave it
   std::atomic<bool> stopping_{false};
   std::atomic<bool> abandoned_{false};

@@ -38,6 +38,8 @@ class Liveness {
   // The state of another rank's process, if this rank is the one to look: it leads
   // its domain and shares a host with the other.
   virtual std::optional<ProcessState> look_at(int rank) const = 0;
+  // The same, of any rank of this host, whoever leads it.
+  virtual std::optional<ProcessState> look_beside(int rank) const = 0;
   // Statistics of the data path. Any thread.
   virtual void add_counters(std::map<std::string, std::uint64_t>& counters) const = 0;
 };

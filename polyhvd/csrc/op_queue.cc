@@ -341,6 +341,11 @@ std::vector<OperationPtr> OpQueue::close(Error error) {
   return pending;
 }
 
+Error OpQueue::closed_by() const {
+  std::lock_guard lock(mutex_);
+  return closed_.value_or(Error{ErrorCode::kPeerDeparted, "a rank that coordinates others left"});
+}
+
 ProcessSetId OpQueue::add_process_set(std::vector<int> ranks) {
   std::lock_guard lock(mutex_);
   return sets_.add(std::move(ranks));

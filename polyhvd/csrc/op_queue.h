@@ -74,6 +74,9 @@ class OpQueue {
   // Every later submit fails with `error`. Returns what was pending.
   std::vector<OperationPtr> close(Error error);
 
+  // Why every later submit fails; close() has been called, or is about to be.
+  Error closed_by() const;
+
   // Whether operations are pending that other ranks have been told about.
   bool has_announced() const;
   // What became of the operations. Reading: any thread, no lock.

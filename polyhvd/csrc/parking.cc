@@ -88,7 +88,10 @@ bool Parking::poll_watched(int timeout_ms) {
 void Parking::await_slowly(const std::function<bool()>& ready, Clock::time_point deadline) {
   const int yields = kYields;
   for (int i = 0; i < yields; ++i) {
-    if (ready()) return;
+    if (ready()) {
+      note_move();
+      return;
+    }
     if (i % kYieldsPerCheck == kYieldsPerCheck - 1) on_slow_();
     sched_yield();
   }
@@ -103,7 +106,10 @@ void Parking::await_slowly(const std::function<bool()>& ready, Clock::time_point
   for (;;) {
     // The flag goes up before the last look: who publishes after that look rings.
     sleep_flag_->store(kWaiting);
-    if (ready()) return;
+    if (ready()) {
+      note_move();
+      return;
+    }
     on_slow_();
     // A transfer in there may have slept and woken itself, and nobody rings who is awake.
     if (sleep_flag_->load() != kWaiting) continue;

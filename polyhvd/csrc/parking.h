@@ -106,6 +106,23 @@ class Parking {
   void measure_waits(bool measures) noexcept { measures_ = measures; }
   Ticks waited() const noexcept { return waited_; }
 
+  // Grows whenever a wait that had to sleep has ended, and with note_move(). Who finds it
+  // unchanged after long knows that a transfer does not move. Role's holder only.
+  std::uint64_t moves() const noexcept { return moves_; }
+  void note_move() noexcept { ++moves_; }
+  // World rank for which the holder waits, where a transfer has said so; -1: unknown.
+  int waits_for() const noexcept { return waits_for_; }
+  class WaitFor {  // says so
+   public:
+    WaitFor(Parking& parking, int rank) noexcept : parking_(parking) { parking_.waits_for_ = rank; }
+    ~WaitFor() { parking_.waits_for_ = -1; }
+    WaitFor(const WaitFor&) = delete;
+    WaitFor& operator=(const WaitFor&) = delete;
+
+   private:
+    Parking& parking_;
+  };
+
   // Runs the callbacks of descriptors that are ready now. Role's holder only.
   void poll_now() { (void)poll_watched(0); }
 
@@ -171,6 +188,8 @@ class Parking {
   bool asking_ = false;                     // the role's holder's
   bool measures_ = false;                   // likewise, as is waited_
   Ticks waited_ = 0;
+  std::uint64_t moves_ = 0;  // likewise
+  int waits_for_ = -1;       // likewise
   std::function<void()> on_slow_;
   std::mutex watched_mutex_;
   std::vector<Watched> watched_;  // guarded by watched_mutex_

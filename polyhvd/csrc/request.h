@@ -59,6 +59,14 @@ inline bool asks_alike(const Request& a, const Request& b) {
          a.where == b.where && a.turn == b.turn;
 }
 
+// How often the operation of a name has been agreed on, as far as a replica has seen. Says
+// nothing of what is agreed.
+struct RunCount {
+  mutable std::uint64_t count = 0;  // the driver's
+  bool is_exact = true;             // false: the name was forgotten once
+  friend bool operator==(const RunCount&, const RunCount&) noexcept { return true; }
+};
+
 // What every member of the process set will run. For allgather, shapes[i][0]
 // is the sum of the ranks' rows, and rows[m * shapes.size() + i] those of
 // member m (by position in the process set) of tensor i. For alltoall it is 0:
@@ -78,6 +86,7 @@ struct Agreement {
   std::vector<Shape> shapes;
   std::vector<std::int64_t> rows;
   std::string name;
+  RunCount runs{};  // of this replica: it does not travel
   friend bool operator==(const Agreement&, const Agreement&) = default;
 };
 

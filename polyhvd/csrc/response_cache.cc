@@ -13,6 +13,8 @@ void ResponseCache::define(Definition definition) {
   }
   // The former id of the name, if any, stays readable until it is evicted: the
   // same decision may still run it.
+  const auto former = id_of(definition.agreement.process_set, definition.agreement.name);
+  definition.agreement.runs = former ? by_id_.at(*former).runs : RunCount{0, !has_forgotten_};
   by_name_.insert_or_assign(Key{definition.agreement.process_set, definition.agreement.name},
                             definition.id);
   by_id_.emplace(definition.id, std::move(definition.agreement));
@@ -30,7 +32,10 @@ void ResponseCache::evict(CacheId id) {
     return;
   }
   const auto named = by_name_.find(KeyView{agreement.process_set, agreement.name});
-  if (named != by_name_.end() && named->second == id) by_name_.erase(named);
+  if (named != by_name_.end() && named->second == id) {
+    by_name_.erase(named);
+    if (!changes_membership(agreement.kind)) has_forgotten_ = true;
+  }
   by_id_.erase(entry);
 }
 
@@ -44,6 +49,11 @@ std::optional<CacheId> ResponseCache::id_of(ProcessSetId set, std::string_view n
   const auto named = by_name_.find(KeyView{set, name});
   if (named == by_name_.end()) return std::nullopt;
   return named->second;
+}
+
+RunCount ResponseCache::runs_of(ProcessSetId set, std::string_view name) const {
+  const auto id = id_of(set, name);
+  return id ? by_id_.at(*id).runs : RunCount{0, !has_forgotten_};
 }
 
 const Agreement* ResponseCache::get(CacheId id) const noexcept {

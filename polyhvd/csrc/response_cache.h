@@ -47,6 +47,9 @@ class ResponseCache {
   // The id under which a name is known now, whatever it agrees on.
   std::optional<CacheId> id_of(ProcessSetId set, std::string_view name) const;
 
+  // How often the operation of this name has been agreed on.
+  RunCount runs_of(ProcessSetId set, std::string_view name) const;
+
   // Null when unknown or evicted. Stable until that id is evicted or redefined.
   const Agreement* get(CacheId id) const noexcept;
 
@@ -80,6 +83,7 @@ class ResponseCache {
   template <class Asked>
   std::optional<CacheId> find_template(const Asked& asked, int position) const;
 
+  bool has_forgotten_ = false;  // a name, and so how often it ran
   std::unordered_map<CacheId, Agreement> by_id_;
   std::unordered_map<Key, CacheId, KeyHash, KeyEqual> by_name_;
   std::unordered_map<std::size_t, std::vector<CacheId>> templates_;  // by content_hash()

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "disagreement.h"
+#include "uneven.h"
 
 namespace polyhvd {
 namespace {
@@ -58,6 +59,10 @@ std::string text_of_stalled(std::span<const Stalled> stalled) {
     for (std::size_t i = 0; i < std::min(members.size(), kNamesShown); ++i) {
       const auto age_s = static_cast<long>(members[i]->age.count());
       text += concat({"\n    '", members[i]->name, "', for ", std::to_string(age_s), " s"});
+      const RunCount& runs = members[i]->runs;
+      if (runs.is_exact && runs.count > 0) {
+        text += concat({"; it is the ", ordinal(runs.count + 1), " of that name"});
+      }
     }
     if (members.size() > kNamesShown) {
       text += concat({"\n    and ", std::to_string(members.size() - kNamesShown), " more"});
@@ -119,6 +124,7 @@ std::optional<StallReport> StallInspector::finish(std::span<const Stalled> stall
   std::string text(fatal ? "stalled for too long: " : "");
   text += "operations are waiting for ranks that have not asked for them:";
   text += text_of_stalled(stalled) + text_of_answers(absent_ranks(stalled));
+  text += text_of_order(stalled) + text_of_finished(stalled);
   return StallReport{std::move(text), fatal};
 }
 
@@ -129,6 +135,24 @@ std::string StallInspector::heading(const std::vector<int>& ranks) const {
     text += (i == 0 ? "" : "; ") + name_of_(ranks[i]);
   }
   return text + (ranks.size() > kProcessesShown ? "; ...)" : ")");
+}
+
+// Where a rank's program has ended, and others are in the middle of theirs.
+std::string StallInspector::text_of_finished(std::span<const Stalled> stalled) const {
+  for (const Stalled& s : stalled) {
+    std::vector<int> finished;
+    for (const int rank : s.absent_ranks) {
+      const auto found = answers_.find(rank);
+      if (found != answers_.end() && found->second.text.starts_with("alive, finished")) {
+        finished.push_back(rank);
+      }
+    }
+    if (finished.empty()) continue;
+    return concat({"\n  ", text_of_ranks(finished), ":",
+                   text_of_uneven(s.kind, s.name, s.runs, finished.size() == 1 ? "it" : "they",
+                                  s.ready_ranks)});
+  }
+  return "";
 }
 
 std::string StallInspector::text_of_answers(const std::vector<int>& absent) const {

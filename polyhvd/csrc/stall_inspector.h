@@ -49,6 +49,7 @@ class StallInspector {
  private:
   bool is_fatal(std::span<const Stalled> stalled) const;
   std::string text_of_answers(const std::vector<int>& absent) const;
+  std::string text_of_finished(std::span<const Stalled> stalled) const;
   std::string heading(const std::vector<int>& ranks) const;
 
   const StallTimes times_;
