@@ -9,11 +9,16 @@ namespace polyhvd {
 namespace {
 
 constexpr std::size_t kRanksShown = 10;
+// A wait looks ten times a second. Who has not for so long was stopped itself, as when a whole
+// job is suspended, and that time says nothing of the others.
+constexpr auto kAway = std::chrono::seconds(2);
 
 }  // namespace
 
 bool RunningWatch::check(Time now) {
   if (work_ == nullptr) return false;
+  const auto away = now - std::exchange(looked_at_, now);
+  if (away > kAway) moved_at_ += away;
   if (const std::uint64_t moves = parking_.moves(); moves != moves_) {
     moves_ = moves;
     moved_at_ = now;

@@ -32,7 +32,7 @@ class RunningWatch {
    public:
     Run(RunningWatch& watch, const Work& work, Time now) noexcept : watch_(watch) {
       watch_.work_ = &work;
-      watch_.moved_at_ = now;
+      watch_.moved_at_ = watch_.looked_at_ = now;
       watch_.moves_ = watch_.parking_.moves();
       watch_.is_told_ = false;
     }
@@ -66,7 +66,8 @@ class RunningWatch {
 
   const Work* work_ = nullptr;
   Time moved_at_{};          // when something moved, as far as was looked
-  std::uint64_t moves_ = 0;  // parking_'s then
+  Time looked_at_{};         // when it was last looked
+  std::uint64_t moves_ = 0;  // parking_'s at moved_at_
   bool is_told_ = false;
   Time next_report_{};
 };

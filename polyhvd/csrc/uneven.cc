@@ -45,7 +45,7 @@ std::string text_of_uneven(OpKind kind, std::string_view name, const RunCount& r
     return concat({" ", who, " finished without hvd.join(), which ", others, one ? " has" : " have",
                    " called: call it on every rank when its data end, also on the last one"});
   }
-  if (!runs.is_exact) {
+  if (!runs.is_exact || changes_membership(kind)) {
     return concat({" ", who, " finished before an ", what, " that ", others, one ? " asks" : " ask",
                    " for: ", kCure});
   }

@@ -123,6 +123,18 @@ def test_a_process_set_without_rank_0_is_watched(start: Callable[..., Pool]) -> 
     assert "of process set 1, for " in report
 
 
+def test_a_job_that_was_suspended_as_a_whole_goes_on(start: Callable[..., Pool]) -> None:
+    """For longer than the shutdown time: nobody has looked meanwhile."""
+    pool = start("staged", ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "8"))
+    pool.start(reduce_with_one_who_stops, 1)
+    pool.note(0, REPORT_S)  # it waits in the transfer
+    pool.signal(0, signal.SIGSTOP)
+    time.sleep(10)
+    pool.signal(0, signal.SIGCONT)
+    pool.signal(1, signal.SIGCONT)
+    assert [pool.answer(rank)[0] for rank in range(2)] == ["reduced"] * 2
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_the_shutdown_time_the_job_ends_on_every_rank(layout: str, start: Callable[..., Pool]) -> None:
     pool = start(layout, SHUTDOWN)
