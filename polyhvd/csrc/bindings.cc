@@ -17,6 +17,7 @@
 #include "host/kernels.h"
 #include "mailbox.h"
 #include "py_caller.h"
+#include "py_gil.h"
 #include "py_mpi.h"
 #include "py_settings.h"
 #include "py_tensor.h"
@@ -55,18 +56,6 @@ void raise_as_python(const Error& error) {
   const py::object type = py::module_::import("polyhvd.errors").attr(exception_name(error.code));
   PyErr_SetString(type.ptr(), error.message.c_str());
 }
-
-// As py::gil_scoped_release, which looks up pybind11's own state each time.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 // Handles ---------------------------------------------------------------------
 
@@ -122,7 +111,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     {
       // To make communicators takes all ranks, and some may still wait for this rank's
       // rendezvous, which is a thread of Python.
-      py::gil_scoped_release released;
+      const WithoutGil without_gil;
       engine_ = make_engine(std::move(connections), std::move(options));
     }
     api_ = {POLYHVD_C_API_VERSION,
@@ -207,7 +196,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     {
       const WithoutGil without_gil;
       const auto interrupted = [&raised] {
-        py::gil_scoped_acquire acquired;
+        if (python_ends()) return false;
+        const WithGil with_gil;
         if (PyErr_CheckSignals() == 0) return false;
         raised.emplace();
         return true;
@@ -229,7 +219,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 
   void shutdown() {
     {
-      py::gil_scoped_release released;
+      const WithoutGil without_gil;
       dump_signal_.reset();
       if (!abandoned_) engine_->shutdown();
     }
@@ -237,7 +227,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   void abort(const std::string& reason) {
-    py::gil_scoped_release released;
+    const WithoutGil without_gil;
     engine_->abort(reason);
   }
 
@@ -247,11 +237,11 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
   void start_timeline(std::string path, bool mark_cycles, std::uint64_t bytes_max) {
     TimelineOptions options{std::move(path), mark_cycles, bytes_max, header_};
-    py::gil_scoped_release released;
+    const WithoutGil without_gil;
     engine_->timeline().start(std::move(options));
   }
   bool stop_timeline() {
-    py::gil_scoped_release released;
+    const WithoutGil without_gil;
     return engine_->timeline().stop();
   }
 
@@ -334,9 +324,10 @@ Submission in_place_submission(PyObject* const* args, Py_ssize_t count) {
   return s;
 }
 
-// What `call` returns, or null and Python's exception for what it throws.
+// What `call` returns, or null and Python's exception for what it throws. Not noexcept: a thread
+// that runs Python's code in there may be ended by pthread_exit().
 template <class Call>
-PyObject* guarded(Call&& call) noexcept {
+PyObject* guarded(Call&& call) {
   try {
     return call();
   } catch (const Failure& failure) {
@@ -527,7 +518,7 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox")
       .def(py::init<int, int>(), py::arg("signal") = 0, py::arg("descriptor") = -1)
-      .def("wait", &Mailbox::wait, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &Mailbox::wait, py::call_guard<WithoutGil>())
       .def("take_line", &Mailbox::take_line)
       .def("take_sample", &Mailbox::take_sample)
       .def("take_question", &Mailbox::take_question)

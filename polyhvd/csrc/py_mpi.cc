@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mpi/runtime.h"
+#include "py_gil.h"
 
 namespace py = pybind11;
 
@@ -17,7 +18,8 @@ namespace {
 
 // For waits without the GIL: lets Ctrl-C end them.
 void check_signals() {
-  py::gil_scoped_acquire acquired;
+  if (python_ends()) return;
+  const WithGil with_gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
@@ -34,7 +36,7 @@ std::shared_ptr<mpi::Session> meet(mpi::Runtime& runtime, std::optional<std::int
 std::vector<py::bytes> gather(mpi::Session& session, const std::string& mine) {
   std::vector<std::string> texts;
   {
-    py::gil_scoped_release released;
+    const WithoutGil without_gil;
     texts = session.gather(mine, check_signals);
   }
   return {texts.begin(), texts.end()};
@@ -43,7 +45,7 @@ std::vector<py::bytes> gather(mpi::Session& session, const std::string& mine) {
 }  // namespace
 
 void define_mpi(py::module_& m) {
-  using Released = py::call_guard<py::gil_scoped_release>;
+  using Released = py::call_guard<WithoutGil>;
   m.def(
       "probe_mpi",
       [](const std::vector<std::string>& names) {

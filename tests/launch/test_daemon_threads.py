@@ -1,0 +1,38 @@
+"""Programs that end while daemon threads wait in operations."""
+
+from __future__ import annotations
+
+from launching import Launcher
+
+#: Each thread of a rank waits for an operation that no other rank asks for.
+PROGRAM = """
+import os, threading, time
+import numpy as np
+import polyhvd.numpy as hvd
+hvd.init()
+
+def block(i):
+    x = np.ones(4, np.float32)
+    name = f"rank {hvd.rank()} thread {i}"
+    try:
+        if i % 3 == 0:
+            hvd.allreduce(x, name=name)
+        elif i % 3 == 1:
+            hvd.allgather(x, name=name)
+        else:
+            hvd.allreduce_(x, name=name)
+    except hvd.HorovodInternalError:
+        pass
+
+threads = [threading.Thread(target=block, args=(i,), daemon=True) for i in range(6)]
+for thread in threads:
+    thread.start()
+while hvd.counters()["pending"] < 6 and any(thread.is_alive() for thread in threads):
+    time.sleep(0.001)
+"""
+
+
+def test_a_program_ends_well_while_daemon_threads_wait(launcher: Launcher) -> None:
+    for _ in range(4):
+        status, out, err = launcher.run("-np", "2", source=PROGRAM, env={"POLYHVD_FLIGHT_RECORDER": "0"})
+        assert (status, out, err) == (0, "", "")
