@@ -40,9 +40,10 @@ class Restricted final : public Backend {
     return std::ranges::count(kinds_, name_of(kind)) > 0 &&
            backend_->supports(kind, dtype, op, device);
   }
-  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+  std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
+                                        std::span<const int> members,
                                         Communicator* on_cpu) override {
-    return backend_->connect(set, members, on_cpu);
+    return backend_->connect(set, place, members, on_cpu);
   }
   void tune(const Tuning& tuning) override { backend_->tune(tuning); }
 
@@ -77,6 +78,7 @@ class World final : public Liveness {
   void move_along(bool pending) override {
     if (mpi_) mpi_->move_along(pending);
   }
+  void tell_removals(std::uint64_t count) noexcept override;
   void close() noexcept override;
   std::vector<int> descriptors() const override { return descriptors_; }
   std::string name_of(int rank) const override {
@@ -280,6 +282,14 @@ void World::leave() noexcept {
   if (transport_) transport_->say_goodbye();
 }
 
+void World::tell_removals(std::uint64_t count) noexcept {
+  if (!segment_) return;
+  segment_->removals(local_).store(count);
+  for (int m = 0; m < static_cast<int>(here().size()); ++m) {
+    if (m != local_) peers_->wake(m, Parking::kWaiting);
+  }
+}
+
 void World::close() noexcept {
   parking_.set_sleep_flag(nullptr);
   peers_.reset();
@@ -322,14 +332,14 @@ bool is_crowded(const Wiring& wiring) {
 int tree_parent(int domain) noexcept { return domain == 0 ? -1 : (domain - 1) / kTreeRadix; }
 
 std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
-  ProcessSets sets(wiring.size);
-  for (const std::vector<int>& ranks : wiring.process_sets) sets.add(ranks);
-  if (sets.added() > kProcessSetsMax) {
+  if (wiring.process_sets.size() >= kProcessSetsMax) {
     throw Failure(ErrorCode::kInvalidArgument, "at most " + std::to_string(kProcessSetsMax - 1) +
                                                    " process sets are possible; " +
-                                                   std::to_string(sets.added() - 1) +
+                                                   std::to_string(wiring.process_sets.size()) +
                                                    " were given");
   }
+  ProcessSets sets(wiring.size);
+  for (const std::vector<int>& ranks : wiring.process_sets) sets.add(ranks);
   options.crowded = options.crowded || is_crowded(wiring);
   const int rank = wiring.rank;
   const std::vector<std::string> backends = wiring.backends;

@@ -19,7 +19,8 @@ class StagedBackend final : public Backend {
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override {
     return device == DeviceKind::kCuda && on_cpu_.supports(kind, dtype, op, DeviceKind::kCpu);
   }
-  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+  std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
+                                        std::span<const int> members,
                                         Communicator* on_cpu) override;
 
  private:

@@ -260,7 +260,8 @@ void StagedCommunicator::alltoall(ConstBytes in, Bytes out, Counts counts, Deadl
       });
 }
 
-std::unique_ptr<Communicator> StagedBackend::connect(ProcessSetId, std::span<const int> members,
+std::unique_ptr<Communicator> StagedBackend::connect(ProcessSetId, const Place&,
+                                                     std::span<const int> members,
                                                      Communicator* on_cpu) {
   const auto position = std::ranges::find(members, rank_) - members.begin();
   return std::make_unique<StagedCommunicator>(*staging_, *on_cpu,

@@ -45,7 +45,8 @@ class HostBackend final : public Backend {
   explicit HostBackend(Fabric& fabric) : fabric_(fabric) {}
   std::string_view name() const noexcept override { return "host"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
-  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+  std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
+                                        std::span<const int> members,
                                         Communicator* on_cpu) override;
   void tune(const Tuning& tuning) override { fabric_.tuning = tuning; }
 

@@ -26,7 +26,7 @@ bool is_in_place(Segments in, Segments out) {
   return !std::ranges::equal(in, out, std::ranges::not_equal_to{}, &Segment::data, &Segment::data);
 }
 
-LocalGroup make_group(Fabric& fabric, ProcessSetId set, std::span<const int> members) {
+LocalGroup make_group(Fabric& fabric, const Place& place, std::span<const int> members) {
   const int domain = fabric.domain_of[static_cast<std::size_t>(fabric.rank)];
   const std::vector<int>& ranks_here = fabric.domains[static_cast<std::size_t>(domain)];
   std::vector<int> locals;
@@ -39,18 +39,19 @@ LocalGroup make_group(Fabric& fabric, ProcessSetId set, std::span<const int> mem
   }
   shm::Staging staging;
   if (locals.size() > 1) {
-    staging = fabric.segment->staging(static_cast<int>(set), static_cast<int>(locals.size()));
+    staging =
+        fabric.segment->staging(static_cast<int>(place.index), static_cast<int>(locals.size()));
   }
-  return LocalGroup(fabric, staging, std::move(locals), self);
+  return LocalGroup(fabric, staging, place, std::move(locals), self);
 }
 
 }  // namespace
 
-HostCommunicator::HostCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members)
+HostCommunicator::HostCommunicator(Fabric& fabric, const Place& place, std::span<const int> members)
     : fabric_(fabric),
       members_(members.begin(), members.end()),
       sides_(group_by_host(fabric, members)),
-      group_(make_group(fabric, set, members)) {
+      group_(make_group(fabric, place, members)) {
   chunk_bytes_ = shm::kChunkBytesMax;
   rails_ = static_cast<int>(members.size());
   for (std::size_t s = 0; s < sides_.size(); ++s) {
@@ -348,9 +349,10 @@ bool HostBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind dev
   return host::supports(dtype, op);
 }
 
-std::unique_ptr<Communicator> HostBackend::connect(ProcessSetId set, std::span<const int> members,
+std::unique_ptr<Communicator> HostBackend::connect(ProcessSetId, const Place& place,
+                                                   std::span<const int> members,
                                                    Communicator* /*on_cpu*/) {
-  return std::make_unique<HostCommunicator>(fabric_, set, members);
+  return std::make_unique<HostCommunicator>(fabric_, place, members);
 }
 
 }  // namespace polyhvd::host

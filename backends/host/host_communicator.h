@@ -34,7 +34,7 @@ inline constexpr std::uint32_t kChunkBytesMin = 4 << 10;
 
 class HostCommunicator final : public Communicator {
  public:
-  HostCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members);
+  HostCommunicator(Fabric& fabric, const Place& place, std::span<const int> members);
 
   void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                  Deadline deadline) override;

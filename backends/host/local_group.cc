@@ -5,13 +5,22 @@
 
 namespace polyhvd::host {
 
-LocalGroup::LocalGroup(Fabric& fabric, shm::Staging staging, std::vector<int> locals, int self)
-    : fabric_(fabric), staging_(staging), locals_(std::move(locals)), self_(self) {
-  const auto domain =
-      static_cast<std::size_t>(fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)]);
-  for (const int local : locals_) {
-    ranks_.push_back(fabric_.domains[domain][static_cast<std::size_t>(local)]);
-  }
+namespace {
+
+constexpr int kStepBits = 42;  // of the steps of one turn: 50 days at a microsecond each
+
+}  // namespace
+
+LocalGroup::LocalGroup(Fabric& fabric, shm::Staging staging, const Place& place,
+                       std::vector<int> locals, int self)
+    : fabric_(fabric),
+      staging_(staging),
+      locals_(std::move(locals)),
+      self_(self),
+      removals_(place.removals),
+      first_(place.turn << kStepBits),
+      step_(first_) {
+  for (const int local : locals_) ranks_.push_back(world_rank(local));
 }
 
 void LocalGroup::ring() {
@@ -34,10 +43,39 @@ void LocalGroup::await_counter(const shm::Counter* counters, int member, std::ui
   } catch (const Failure& failure) {
     // A stall that ends the job is told as it is.
     if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
-    throw Failure(ErrorCode::kTimeout,
-                  "rank " + std::to_string(rank) +
-                      " has agreed to the transfer but does not take part in it in time; it may "
-                      "be suspended, or short of a processor");
+    fail_late(rank);
+  }
+}
+
+int LocalGroup::world_rank(int local) const {
+  const int domain = fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)];
+  return fabric_.domains[static_cast<std::size_t>(domain)][static_cast<std::size_t>(local)];
+}
+
+void LocalGroup::fail_late(int rank) const {
+  throw Failure(ErrorCode::kTimeout,
+                "rank " + std::to_string(rank) +
+                    " has agreed to the transfer but does not take part in it in time; it may "
+                    "be suspended, or short of a processor");
+}
+
+// All execute removals, and in the same order: nobody who is still before that one waits for us.
+void LocalGroup::take_over(Deadline deadline) {
+  const auto domain =
+      static_cast<std::size_t>(fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)]);
+  const auto ranks_here = static_cast<int>(fabric_.domains[domain].size());
+  for (int local = 0; local < ranks_here; ++local) {
+    const int rank = world_rank(local);
+    if (rank == fabric_.rank) continue;
+    const std::atomic<std::uint64_t>& removals = fabric_.segment->removals(local);
+    if (removals.load() >= removals_) continue;
+    const Parking::WaitFor wait(*fabric_.parking, rank);
+    try {
+      fabric_.parking->await([&] { return removals.load() >= removals_; }, deadline);
+    } catch (const Failure& failure) {
+      if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
+      fail_late(rank);
+    }
   }
 }
 
@@ -45,7 +83,8 @@ void LocalGroup::await_free(std::uint64_t step, Deadline deadline) {
   // A member that has begun step t has finished step t - 2: the chunked
   // allreduce copies results out one step late.
   constexpr std::uint64_t kLead = shm::kSlots - 3;
-  if (step < shm::kSlots) return;
+  if (step == first_ && removals_ > 0 && size() > 1) take_over(deadline);
+  if (step - first_ < shm::kSlots) return;
   for (int m = 0; m < size(); ++m) {
     if (m != self_) await_counter(staging_.begun, m, step - kLead, deadline);
   }

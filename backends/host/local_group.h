@@ -22,8 +22,11 @@ namespace polyhvd::host {
 class LocalGroup {
  public:
   // `locals`: positions within the domain of the set's members on this host, in
-  // rank order; `self` indexes it. A group of one has no staging area.
-  LocalGroup(Fabric& fabric, shm::Staging staging, std::vector<int> locals, int self);
+  // rank order; `self` indexes it. A group of one has no staging area. Steps of each turn of the
+  // staging area's place are larger than those of the turns before, so that what these have left
+  // there counts as old.
+  LocalGroup(Fabric& fabric, shm::Staging staging, const Place& place, std::vector<int> locals,
+             int self);
 
   int size() const noexcept { return static_cast<int>(locals_.size()); }
   int self() const noexcept { return self_; }
@@ -86,6 +89,10 @@ class LocalGroup {
               Deadline deadline);
 
  private:
+  // Returns when no rank reads any more what the set before has left in the staging area.
+  void take_over(Deadline deadline);
+  [[noreturn]] void fail_late(int rank) const;
+  int world_rank(int local) const;
   void await_counter(const shm::Counter* counters, int member, std::uint64_t value,
                      Deadline deadline);
   void ring();
@@ -96,7 +103,9 @@ class LocalGroup {
   std::vector<int> locals_;
   std::vector<int> ranks_;  // of the members in the world
   int self_;
-  std::uint64_t step_ = 0;
+  std::uint64_t removals_;  // that all ranks of this host have executed before the first step
+  std::uint64_t first_;     // step
+  std::uint64_t step_;
 };
 
 }  // namespace polyhvd::host

@@ -73,9 +73,10 @@ bool MpiBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind devi
          (!reduces(kind) || op != ReduceOp::kAdasum);
 }
 
-std::unique_ptr<Communicator> MpiBackend::connect(ProcessSetId set, std::span<const int> members,
+std::unique_ptr<Communicator> MpiBackend::connect(ProcessSetId set, const Place& place,
+                                                  std::span<const int> members,
                                                   Communicator* on_cpu) {
-  if (fabric_.reproducible()) return bytes_only_.connect(set, members, on_cpu);
+  if (fabric_.reproducible()) return bytes_only_.connect(set, place, members, on_cpu);
   return std::make_unique<MpiCommunicator>(fabric_, set, members);
 }
 

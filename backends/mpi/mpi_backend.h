@@ -85,7 +85,8 @@ class MpiBackend final : public Backend {
   explicit MpiBackend(Fabric& fabric) : fabric_(fabric), bytes_only_(fabric.bytes_only()) {}
   std::string_view name() const noexcept override { return "mpi"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
-  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+  std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
+                                        std::span<const int> members,
                                         Communicator* on_cpu) override;
   void tune(const Tuning& tuning) override { bytes_only_.tune(tuning); }
 

@@ -18,21 +18,22 @@ void Fabric::warn(const std::string& text) {
   if (!std::exchange(warned_, true)) log(text);
 }
 
-std::unique_ptr<Hierarchy> NcclBackend::hierarchy_of(ProcessSetId set,
+std::unique_ptr<Hierarchy> NcclBackend::hierarchy_of(ProcessSetId set, const Place& place,
                                                      std::span<const int> members) {
   if (!fabric_.settings.hierarchical) return nullptr;
   auto levels = levels_of(members, fabric_.rank, fabric_.host_of);
   if (!levels) return nullptr;
-  auto on_cpu = between_hosts_.connect(set, levels->across, nullptr);
-  auto staged = staged_.connect(set, levels->across, on_cpu.get());
+  auto on_cpu = between_hosts_.connect(set, place, levels->across, nullptr);
+  auto staged = staged_.connect(set, place, levels->across, on_cpu.get());
   return std::make_unique<Hierarchy>(std::move(*levels), std::move(on_cpu), std::move(staged));
 }
 
-std::unique_ptr<Communicator> NcclBackend::connect(ProcessSetId set, std::span<const int> members,
+std::unique_ptr<Communicator> NcclBackend::connect(ProcessSetId set, const Place& place,
+                                                   std::span<const int> members,
                                                    Communicator* on_cpu) {
   return std::make_unique<NcclCommunicator>(fabric_, set, members, *on_cpu,
-                                            staged_.connect(set, members, on_cpu),
-                                            hierarchy_of(set, members));
+                                            staged_.connect(set, place, members, on_cpu),
+                                            hierarchy_of(set, place, members));
 }
 
 }  // namespace polyhvd::nccl

@@ -78,11 +78,13 @@ class NcclBackend final : public Backend {
     return device == DeviceKind::kCuda && staged_.supports(kind, dtype, op, device);
   }
   // Touches neither NCCL nor a GPU: the first operation does.
-  std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+  std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
+                                        std::span<const int> members,
                                         Communicator* on_cpu) override;
 
  private:
-  std::unique_ptr<Hierarchy> hierarchy_of(ProcessSetId set, std::span<const int> members);
+  std::unique_ptr<Hierarchy> hierarchy_of(ProcessSetId set, const Place& place,
+                                          std::span<const int> members);
 
   Fabric& fabric_;
   Backend& staged_;

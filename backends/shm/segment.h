@@ -81,6 +81,9 @@ class Segment {
   // Set before a rank closes its sockets in good order.
   std::atomic<std::uint32_t>& departed_flag(int local) const noexcept;
 
+  // Of process sets, that the rank has executed.
+  std::atomic<std::uint64_t>& removals(int local) const noexcept;
+
   // The first reason wins. abort_reason() is empty while the host is healthy.
   void set_abort(const Error& error) noexcept;
   bool aborted() const noexcept;
@@ -89,8 +92,8 @@ class Segment {
   Ring& ring_to_leader(int local) const noexcept;
   Ring& ring_from_leader(int local) const noexcept;
 
-  // Staging of the process set with position `index` (0: the world), of which
-  // `members_here` ranks live on this host.
+  // Staging of the process set at place `index` (0: the world's), of which `members_here` ranks
+  // live on this host.
   Staging staging(int index, int members_here) const noexcept;
 
  private:

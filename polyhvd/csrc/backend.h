@@ -81,7 +81,8 @@ class Backend {
   // Called for each process set that this rank is a member of, in order of id. `on_cpu` moves
   // bytes of CPUs between the same members and outlives the result; null when it is this one
   // that shall.
-  virtual std::unique_ptr<Communicator> connect(ProcessSetId set, std::span<const int> members,
+  virtual std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
+                                                std::span<const int> members,
                                                 Communicator* on_cpu) = 0;
   // Holds for the operations that follow, on every rank.
   virtual void tune(const Tuning&) {}

@@ -326,10 +326,14 @@ std::string Coordinator::why_not_add(const Agreement& agreement) const {
     return concat({text_of_ranks(ranks), ranks.size() == 1 ? " is" : " are", " process set ",
                    std::to_string(*id), " already; use that one"});
   }
-  if (sets_.added() >= kProcessSetsMax) {
-    return concat({std::to_string(kProcessSetsMax),
-                   " process sets have been added, which is all that there is room for; keep "
-                   "process sets instead of removing and adding them"});
+  const auto adds = [this](CacheId id) {
+    return known_.at(id).agreement->kind == OpKind::kAddProcessSet;
+  };
+  const auto coming = static_cast<std::size_t>(std::ranges::count_if(ready_, adds));
+  if (sets_.size() + coming >= kProcessSetsMax) {
+    return concat({"there are ", std::to_string(kProcessSetsMax),
+                   " process sets, the global one included, which is all that there is room for; "
+                   "remove one before"});
   }
   try {
     ProcessSets(sets_.world_size()).add(std::move(ranks));

@@ -60,7 +60,7 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
 void Engine::connect(ProcessSetId set) {
   if (!sets_.position(set, rank_)) return;
   const auto make = [&](std::size_t b, Communicator* on_cpu) {
-    return parts_.backends[b]->connect(set, sets_.members(set), on_cpu);
+    return parts_.backends[b]->connect(set, sets_.place(set), sets_.members(set), on_cpu);
   };
   auto on_cpu = make(parts_.on_cpu, nullptr);
   for (std::size_t b = 0; b < parts_.backends.size(); ++b) {
@@ -343,6 +343,7 @@ void Engine::disconnect(ProcessSetId set) {
   std::erase_if(communicators_,
                 [&](const auto& item) { return item.first.second == set && item.first != on_cpu; });
   communicators_.erase(on_cpu);
+  parts_.liveness->tell_removals(queue_.settle_removal());
 }
 
 void Engine::record_end(const Operation& operation, bool error) {

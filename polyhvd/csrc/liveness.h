@@ -28,6 +28,8 @@ class Liveness {
   // Called now and then: lets a library that sends only while it is asked to, such as MPI, go on
   // with what others wait for. `pending`: so does a caller of this rank. Role's holder only.
   virtual void move_along(bool pending) = 0;
+  // Tells the ranks of this host that this one has executed so many removals of process sets.
+  virtual void tell_removals(std::uint64_t count) noexcept = 0;
   // Closes every connection and unmaps shared memory; no communicator or channel
   // is left by then. Counters stay readable.
   virtual void close() noexcept = 0;

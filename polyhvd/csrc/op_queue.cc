@@ -9,12 +9,25 @@
 namespace polyhvd {
 namespace {
 
+constexpr std::size_t kNameBytesMax = 4096;
+
 std::string describe(const Submission& s) {
   return std::string(name_of(s.kind)) + " '" + s.name + "'";
 }
 
 [[noreturn]] void invalid(const Submission& s, const std::string& what) {
   throw Failure(ErrorCode::kInvalidArgument, describe(s) + ": " + what);
+}
+
+// Names go to all ranks, and into every message about the operation.
+[[noreturn]] void refuse_name(const Submission& s) {
+  constexpr std::size_t kShown = 60;
+  std::size_t shown = kShown;
+  while (shown > 0 && (s.name[shown] & 0xc0) == 0x80) --shown;  // no half of a character
+  throw Failure(ErrorCode::kInvalidArgument,
+                std::string(name_of(s.kind)) + " '" + s.name.substr(0, shown) +
+                    "...': the name has " + std::to_string(s.name.size()) + " bytes; at most " +
+                    std::to_string(kNameBytesMax) + " are possible: use a shorter one");
 }
 
 std::size_t bytes_of(const TensorView& tensor) {
@@ -38,6 +51,9 @@ void OpQueue::check_membership(const Submission& s) const {
                    " has joined and takes part in nothing until all ranks have; wait for join()");
   }
   if (!sets_.contains(s.process_set)) {
+    if (s.process_set < sets_.added()) {
+      invalid(s, "process set " + std::to_string(s.process_set) + " was removed");
+    }
     invalid(s, "process set " + std::to_string(s.process_set) +
                    " does not exist; pass it to init(process_sets=[...]) or add_process_set() on "
                    "every rank");
@@ -50,6 +66,7 @@ void OpQueue::check_membership(const Submission& s) const {
 
 void OpQueue::check(const Submission& s) const {
   if (s.name.empty()) invalid(s, "the name is empty");
+  if (s.name.size() > kNameBytesMax) refuse_name(s);
   check_membership(s);
   if (s.kind == OpKind::kAddProcessSet) check_new_set(s);
   if (s.kind == OpKind::kRemoveProcessSet) check_removal(s);
@@ -355,6 +372,11 @@ void OpQueue::remove_process_set(ProcessSetId id) {
   std::lock_guard lock(mutex_);
   if (sets_.contains(id)) sets_.remove(id);
   std::erase_if(turns_, [id](const auto& item) { return item.first.first == id; });
+}
+
+std::uint64_t OpQueue::settle_removal() {
+  std::lock_guard lock(mutex_);
+  return sets_.settle_removal();
 }
 
 void OpQueue::record(Operation& operation) {

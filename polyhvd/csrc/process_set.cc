@@ -1,6 +1,7 @@
 #include "process_set.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -26,7 +27,7 @@ ProcessSets::ProcessSets(int world_size) : world_size_(world_size) {
   }
   std::vector<int> world(static_cast<std::size_t>(world_size));
   std::iota(world.begin(), world.end(), 0);
-  members_.emplace(kWorld, std::move(world));
+  sets_.emplace(kWorld, Set{std::move(world), {}});
 }
 
 ProcessSetId ProcessSets::add(std::vector<int> ranks) {
@@ -45,35 +46,64 @@ ProcessSetId ProcessSets::add(std::vector<int> ranks) {
                         std::to_string(ranks[i]) + " after " + std::to_string(ranks[i - 1]));
     }
   }
+  if (sets_.size() >= kProcessSetsMax) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "there are " + std::to_string(kProcessSetsMax) +
+                      " process sets, which is all that there is room for; remove one before");
+  }
+  // One that was used is preferred: memory that was never touched takes none.
+  Place place{.index = sets_.size()};
+  if (!free_.empty()) {
+    place = free_.front();
+    free_.pop_front();
+  }
   const ProcessSetId id = next_++;
-  members_.emplace(id, std::move(ranks));
+  sets_.emplace(id, Set{std::move(ranks), place});
   return id;
 }
 
-void ProcessSets::remove(ProcessSetId id) { removed_.insert(members_.extract(id)); }
+void ProcessSets::remove(ProcessSetId id) {
+  const Place& place = sets_.at(id).place;
+  free_.push_back({place.index, place.turn + 1, ++removals_});
+  removed_.insert(sets_.extract(id));
+  removed_in_order_.push_back(id);
+}
+
+std::uint64_t ProcessSets::settle_removal() {
+  if (++settled_ > kProcessSetsMax) {
+    removed_.erase(removed_in_order_.front());
+    removed_in_order_.pop_front();
+  }
+  return settled_;
+}
 
 std::optional<ProcessSetId> ProcessSets::find(std::span<const int> ranks) const noexcept {
-  for (const auto& [id, members] : members_) {
-    if (std::ranges::equal(members, ranks)) return id;
+  for (const auto& [id, set] : sets_) {
+    if (std::ranges::equal(set.members, ranks)) return id;
   }
   return std::nullopt;
 }
 
-std::span<const int> ProcessSets::members(ProcessSetId id) const {
-  const auto found = members_.find(id);
-  return found != members_.end() ? found->second : removed_.at(id);
+const ProcessSets::Set& ProcessSets::find(ProcessSetId id) const {
+  if (const auto found = sets_.find(id); found != sets_.end()) return found->second;
+  const auto found = removed_.find(id);
+  if (found == removed_.end()) {
+    throw Failure(ErrorCode::kInternal,
+                  "process set " + std::to_string(id) + " is not known, or no longer");
+  }
+  return found->second;
 }
 
 std::optional<int> ProcessSets::position(ProcessSetId id, int world_rank) const {
-  const auto found = members_.find(id);
-  if (found == members_.end()) return std::nullopt;
-  return position_in(found->second, world_rank);
+  const auto found = sets_.find(id);
+  if (found == sets_.end()) return std::nullopt;
+  return position_in(found->second.members, world_rank);
 }
 
 std::vector<ProcessSetId> ProcessSets::ids() const {
   std::vector<ProcessSetId> ids;
-  ids.reserve(members_.size());
-  for (const auto& [id, ranks] : members_) ids.push_back(id);
+  ids.reserve(sets_.size());
+  for (const auto& [id, set] : sets_) ids.push_back(id);
   return ids;
 }
 
@@ -83,7 +113,14 @@ Subtree::Subtree(const ProcessSets& sets, std::vector<int> ranks)
 const MemberMask& Subtree::members(ProcessSetId id) const {
   if (id == kWorld) return world_;
   const auto found = others_.find(id);
-  return found != others_.end() ? found->second : others_.emplace(id, mask_of(id)).first->second;
+  if (found != others_.end()) return found->second;
+  const MemberMask& mask = others_.emplace(id, mask_of(id)).first->second;
+  // More than there can be sets: the oldest has gone, and would be made again.
+  if (others_.size() > 2 * kProcessSetsMax) {
+    const auto oldest = others_.begin();
+    others_.erase(oldest->first == id ? std::next(oldest) : oldest);
+  }
+  return mask;
 }
 
 MemberMask Subtree::mask_of(ProcessSetId id) const {

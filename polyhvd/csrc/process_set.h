@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <map>
 #include <optional>
@@ -65,9 +66,17 @@ class MemberMask {
 // Position of a rank among sorted members, or nothing when it is none of them.
 std::optional<int> position_in(std::span<const int> members, int world_rank) noexcept;
 
-// Process sets of one engine's life, those that were removed included: shared memory
-// holds a place for each, which is not used again.
+// Process sets at one time, the world included: shared memory holds a place for each.
 inline constexpr std::size_t kProcessSetsMax = 256;
+
+// Where in the memory that ranks share a process set has its part. What is left there of the set
+// that had the place before is told apart by the turn, and may still be read by ranks that have
+// not come to the end of that set.
+struct Place {
+  std::size_t index = 0;
+  std::uint64_t turn = 0;      // how many sets had the place before
+  std::uint64_t removals = 0;  // of process sets, that a rank must have executed
+};
 
 class ProcessSets {
  public:
@@ -76,31 +85,49 @@ class ProcessSets {
 
   int world_size() const noexcept { return world_size_; }
 
-  // Ranks are sorted and distinct, within the world, at least one. Throws
-  // Failure(kInvalidArgument) otherwise. Ids count up and are never used again.
+  // Ranks are sorted and distinct, within the world, at least one, and there are fewer than
+  // kProcessSetsMax sets. Throws Failure(kInvalidArgument) otherwise. Ids count up and are never
+  // used again.
   ProcessSetId add(std::vector<int> ranks);
-  // The id must be known, and not the world's. Its members stay readable: what was
+  // The id must be known, and not the world's. Its members stay readable for a while: what was
   // agreed before may still be running.
   void remove(ProcessSetId id);
+  // This rank has executed the next removal: returns how many it has executed. Sets that were
+  // removed kProcessSetsMax removals before are forgotten: a rank reports nothing of them any
+  // more, as each removal takes a request of every rank.
+  std::uint64_t settle_removal();
   // The set of exactly these ranks, if there is one.
   std::optional<ProcessSetId> find(std::span<const int> ranks) const noexcept;
   // How many were ever added, the world included.
   std::size_t added() const noexcept { return next_; }
+  std::size_t size() const noexcept { return sets_.size(); }
 
-  bool contains(ProcessSetId id) const noexcept { return members_.contains(id); }
-  // Sorted world ranks. The id must be known, or have been. The span stays valid: a
-  // set never changes once it was added.
-  std::span<const int> members(ProcessSetId id) const;
+  bool contains(ProcessSetId id) const noexcept { return sets_.contains(id); }
+  // Sorted world ranks. The id must be known, or have been, see settle_removal(). The span stays
+  // valid as long: a set never changes once it was added.
+  std::span<const int> members(ProcessSetId id) const { return find(id).members; }
+  const Place& place(ProcessSetId id) const { return find(id).place; }
   // Position of a world rank in the set, or nothing when it is no member of it or
   // there is no such set.
   std::optional<int> position(ProcessSetId id, int world_rank) const;
   std::vector<ProcessSetId> ids() const;
 
  private:
+  struct Set {
+    std::vector<int> members;
+    Place place;
+  };
+
+  const Set& find(ProcessSetId id) const;
+
   int world_size_;
   ProcessSetId next_ = 1;
-  std::map<ProcessSetId, std::vector<int>> members_;
-  std::map<ProcessSetId, std::vector<int>> removed_;
+  std::map<ProcessSetId, Set> sets_;
+  std::map<ProcessSetId, Set> removed_;
+  std::deque<ProcessSetId> removed_in_order_;
+  std::uint64_t removals_ = 0;
+  std::uint64_t settled_ = 0;  // of these
+  std::deque<Place> free_;     // that had a set before
 };
 
 // The ranks at and below a node of the control tree. What one of its messages stands
@@ -120,7 +147,7 @@ class Subtree {
   const ProcessSets* sets_;
   std::vector<int> ranks_;
   MemberMask world_;
-  mutable std::map<ProcessSetId, MemberMask> others_;  // as they are asked for
+  mutable std::map<ProcessSetId, MemberMask> others_;  // as they are asked for, the newest
 };
 
 }  // namespace polyhvd
