@@ -351,8 +351,10 @@ Report decode_report(std::string_view payload) {
   report.subtree_hits = in.get_array<CacheId>(subtree_hits);
   report.hits = in.get_array<Hit>(hits);
   for (const Hit& hit : report.hits) checked_rank(in, hit.rank);
-  report.subtree_turns = get_turn_hits(in, subtree_turns);
-  report.turns = get_turn_hits(in, turns);
+  if (has_turns) {
+    report.subtree_turns = get_turn_hits(in, subtree_turns);
+    report.turns = get_turn_hits(in, turns);
+  }
   report.subtree_requests = get_requests(in, subtree_requests);
   report.requests = get_requests(in, requests);
   report.departures = in.get_array<std::int32_t>(departures);
