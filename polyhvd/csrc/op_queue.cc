@@ -224,7 +224,6 @@ Turn OpQueue::take_turn(ProcessSetId set, OpKind kind) {
   s.process_set = set;
   leave_unnamed(s);
   std::lock_guard lock(mutex_);
-  if (closed_) throw Failure(*closed_);
   check_membership(s);
   return ++turns_[{set, kind}];
 }

@@ -30,8 +30,8 @@ class OpQueue {
   // Failure: kInvalidArgument, or why the queue is closed.
   OperationPtr submit(Submission&& submission, const std::function<std::string()>& where);
 
-  // The turn of a call without a name that is submitted later. Throws as submit() does when
-  // nothing of the kind can be asked for.
+  // The turn of a call without a name that is submitted later. Throws as submit() does for a
+  // rank that is no member, or has joined; that the queue is closed is said in submit().
   Turn take_turn(ProcessSetId set, OpKind kind);
 
   // Whether something waits to be announced. Any thread, no lock.
