@@ -30,10 +30,20 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
             raise InvalidArgumentError(f"op={op!r}: gradients are combined by Average, Sum or Adasum")
         super().__init__(collectives, op=op, **options)
         self._started: list[Handle] = []  # since the last reduce()
+        self._groups_started: list[Handle] = []
         self._failures_seen = reads.failures()
 
     def check(self) -> None:
-        """Raise what a reduction of the last :meth:`reduce` has failed with by now."""
+        """Raise what a reduction of the last :meth:`reduce` has failed with by now.
+
+        Waits for groups: MXNet keeps one error for all arrays of an operation, which may be gone before the
+        last of their updates is skipped.
+        """
+        groups, self._groups_started = self._groups_started, []
+        self._started += groups
+        for handle in groups:
+            handle.wait()
+            handle.forget_arrays()
         seen = reads.failures()
         if seen == self._failures_seen:
             return
@@ -71,7 +81,7 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
             gradients, handle.result, packed, strict=True
         ):
             self._restore(gradient, sent, result, compression_context)
-        self._keep(handle)
+        self._groups_started.append(handle)
 
     def _restore(self, gradient: NDArray, sent: NDArray, result: NDArray, compression_context: Any) -> None:
         if sent is not gradient:
