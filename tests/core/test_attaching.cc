@@ -24,6 +24,8 @@ struct Pair {
   LocalGroup second = member(1);
 
   LocalGroup member(int self) {
+    fabric.domains = {{0, 1}};
+    fabric.domain_of = {0, 0};
     shm::Staging staging;
     staging.begun = counters.data();
     staging.reduced = staging.begun + 2;
@@ -31,7 +33,7 @@ struct Pair {
     staging.closed = staging.writing + 2;
     staging.notes = staging.closed + 2;
     staging.size = 2;
-    return LocalGroup(fabric, staging, {0, 1}, self);
+    return LocalGroup(fabric, staging, Place{}, {0, 1}, self);
   }
 };
 
