@@ -49,6 +49,7 @@ from polyhvd.errors import (
     TransferTimeoutError,
     UnsupportedError,
 )
+from polyhvd.installed import make_mxnet_importable
 from polyhvd.launch import run
 from polyhvd.membership import add_process_set, barrier, join, remove_process_set
 from polyhvd.objects import allgather_object, broadcast_object
@@ -169,6 +170,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "make_mxnet_importable",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",

@@ -6,7 +6,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["has_core", "is_installed", "missing", "without_core"]
+import numpy as np
+
+__all__ = ["has_core", "is_installed", "make_mxnet_importable", "missing", "without_core"]
 
 
 def has_core(folder: Path) -> bool:
@@ -36,6 +38,22 @@ def is_installed(package: str) -> bool:
         return True
     spec = find_spec(package)
     return spec is not None and spec.origin is not None  # a folder that merely has the name has no file
+
+
+def make_mxnet_importable() -> None:
+    """Let ``import mxnet`` work with NumPy 1.24 to 1.26; call it before the first import of mxnet.
+
+    MXNet 1.9.1 reads ``numpy.bool``, which NumPy 1.24 has removed; this sets it to ``bool``, which it was.
+    ``import polyhvd.mxnet`` does so itself: programs that import it first need no call.
+
+    Example::
+
+        import polyhvd
+        polyhvd.make_mxnet_importable()
+        import mxnet
+    """
+    if "bool" not in vars(np):
+        np.bool = bool  # type: ignore[attr-defined]
 
 
 def missing(module: str, framework: str, command: str) -> ModuleNotFoundError:

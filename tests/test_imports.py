@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,11 @@ def test_a_framework_that_is_missing_is_an_error_with_the_command_that_installs_
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ModuleNotFoundError: polyhvd.{module} needs {name}"), done.stderr
     assert last.endswith(command)
+
+
+@pytest.mark.skipif(find_spec("mxnet") is None, reason="mxnet is not installed")
+def test_mxnet_can_be_imported_first_after_a_call() -> None:
+    program = "import polyhvd; polyhvd.make_mxnet_importable(); import mxnet; print(mxnet.__version__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1.")

@@ -13,17 +13,14 @@ Example::
 
 from __future__ import annotations
 
-import numpy as _np
-
 from polyhvd.installed import is_installed as _is_installed
+from polyhvd.installed import make_mxnet_importable as _make_mxnet_importable
 from polyhvd.installed import missing as _missing
 
-if not _is_installed("mxnet"):
+if _is_installed("mxnet"):
+    _make_mxnet_importable()
+else:
     raise _missing(__name__, "MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'")
-
-# Before the first import of mxnet, which needs what NumPy 1.24 to 1.26 lack.
-if "bool" not in vars(_np):
-    _np.bool = bool  # type: ignore[attr-defined]
 
 from polyhvd.mxnet import estimator
 from polyhvd.mxnet.ops import (

@@ -159,6 +159,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         if self._process_set.size() > 1:
             gradients = dict(zip(arguments[0], arguments[2], strict=True))
             self._reducer.reduce(gradients, self._groups, sparse_as_dense=self._sparse_as_dense)
+            self._reducer.check()  # nothing is updated from a gradient that is known to have failed
         number = self.wrapped.aggregate_num
         if not several or number == 0:  # it takes no lists
             return list(zip(*arguments, strict=True))
