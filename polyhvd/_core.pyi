@@ -8,6 +8,9 @@ _Result = TypeVar("_Result", covariant=True)
 DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/types.h
 INSTRUCTION_SET: Final[str]
 
+def begin_end_of_program() -> None:
+    """Only this thread goes on from now: others that wait in failing operations are held up for 10 s."""
+
 def segment_bytes(local_size: int) -> int:
     """Size of the memory that `local_size` ranks of one host share."""
 

@@ -270,6 +270,7 @@ def ranks_by_mpi(members: object) -> list[int]:
 
 def _end_process() -> None:
     """Leave, and finalise MPI if that is ours to do; not after an error, when the others may be elsewhere."""
+    _core.begin_end_of_program()
     shutdown()
     if _mpi is not None and not hasattr(sys, "last_value"):
         _mpi.finish()

@@ -206,6 +206,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
         engine_->wait(operation, interrupted);
       } catch (const Failure& failure) {
         error = failure.error();
+        EndOfProgram::hold_others();
       }
     }
     if (raised) throw std::move(*raised);
@@ -446,6 +447,7 @@ PYBIND11_MODULE(_core, m) {
   }
   m.attr("DTYPES") = dtypes;
   m.attr("INSTRUCTION_SET") = std::string(host::instruction_set());
+  m.def("begin_end_of_program", &EndOfProgram::begin);
   m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"));
   m.attr("run") = py::reinterpret_steal<py::object>(PyCFunction_New(&kRunInPlace, nullptr));
   m.attr("start") = py::reinterpret_steal<py::object>(PyCFunction_New(&kStartInPlace, nullptr));

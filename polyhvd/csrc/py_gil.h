@@ -7,7 +7,13 @@
 #pragma once
 
 #include <Python.h>
+#include <pthread.h>
 #include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
 
 namespace polyhvd {
 
@@ -46,6 +52,30 @@ class WithGil {
 
  private:
   PyGILState_STATE state_{};
+};
+
+// The end of the program, which all but daemon threads have reached. Operations that these wait for
+// fail then; to go on with that they would need frameworks, whose own guards of Python's lock abort
+// the process once the interpreter ends.
+class EndOfProgram {
+ public:
+  // This thread ends the program.
+  static void begin() noexcept { ender().store(self(), std::memory_order_release); }
+
+  // Holds any other thread up until the process is gone: for long enough, and not for ever, as
+  // somebody may wait for it.
+  static void hold_others() noexcept {
+    const std::uintptr_t thread = ender().load(std::memory_order_acquire);
+    if (thread != 0 && thread != self()) std::this_thread::sleep_for(std::chrono::seconds(10));
+  }
+
+ private:
+  static std::uintptr_t self() noexcept { return static_cast<std::uintptr_t>(pthread_self()); }
+  // An atomic, since threads look at it that hold no lock. Zero until the program ends.
+  static std::atomic<std::uintptr_t>& ender() noexcept {
+    static std::atomic<std::uintptr_t> thread{0};
+    return thread;
+  }
 };
 
 // Whether the interpreter ends. Without the lock it may begin to at any time.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
 from launching import Launcher
 
 #: Each thread of a rank waits for an operation that no other rank asks for.
 PROGRAM = """
 import os, threading, time
-import numpy as np
-import polyhvd.numpy as hvd
+import FRAMEWORK
+import polyhvd.FRAMEWORK as hvd
 hvd.init()
 
 def block(i):
-    x = np.ones(4, np.float32)
+    x = FRAMEWORK.ones(4)
     name = f"rank {hvd.rank()} thread {i}"
     try:
         if i % 3 == 0:
@@ -32,7 +35,11 @@ while hvd.counters()["pending"] < 6 and any(thread.is_alive() for thread in thre
 """
 
 
-def test_a_program_ends_well_while_daemon_threads_wait(launcher: Launcher) -> None:
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_program_ends_well_while_daemon_threads_wait(launcher: Launcher, framework: str) -> None:
+    if not find_spec(framework):
+        pytest.skip(f"{framework} is not installed")
+    program = PROGRAM.replace("FRAMEWORK", framework)
     for _ in range(4):
-        status, out, err = launcher.run("-np", "2", source=PROGRAM, env={"POLYHVD_FLIGHT_RECORDER": "0"})
+        status, out, err = launcher.run("-np", "2", source=program, env={"POLYHVD_FLIGHT_RECORDER": "0"})
         assert (status, out, err) == (0, "", "")
