@@ -128,14 +128,21 @@ def _of_alltoall(
     (back,) = _run(forward, OpKind.ALLTOALL, (gradient,), [(sent, *shape[1:])], numbers=numbers)
     if sent == shape[0]:
         return (back,)
-    result = mx.nd.zeros(shape, dtype=gradient.dtype, ctx=gradient.ctx)
-    first = place = 0
+
+    def zeros(count: int) -> NDArray:
+        return mx.nd.zeros((count, *shape[1:]), dtype=gradient.dtype, ctx=gradient.ctx)
+
+    if back.size == 0:  # the result has to wait for it all the same: MXNet keeps gradients until then
+        return (mx.nd.concat(back, zeros(shape[0]), dim=0),) if sent == 0 else (zeros(shape[0]),)
+    parts, first = [], 0
     for _, went, there in rows:
-        if there:
-            _assign_rows(result, place, back, first, went)
+        if there and went:
+            parts.append(back.slice_axis(0, first, first + went))
             first += went
-        place += went
-    return (result,)
+        elif went:
+            parts.append(zeros(went))
+    rest = shape[0] - sum(went for _, went, _ in rows)
+    return (mx.nd.concat(*parts, *([zeros(rest)] if rest else []), dim=0),)
 
 
 _GRADIENTS: dict[int, Callable[..., Arrays]] = {
