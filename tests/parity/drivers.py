@@ -34,6 +34,8 @@ class Driver(abc.ABC):
     framework = ""  # polyhvd.<framework>
     package = ""  # that must be installed
     sizes: Sequence[int] = (1, 2, 3, 4)  # numbers of ranks
+    #: Whether an asynchronous allgather waits until all ranks have told their sizes.
+    gathers_wait = False
     #: What a collective raises when the ranks disagree.
     mismatch_error = "polyhvd.errors.RankMismatchError"
 
@@ -217,6 +219,7 @@ class _Torch(Driver):
 
 class _MXNet(Driver):
     name = framework = package = "mxnet"
+    gathers_wait = True
     mismatch_error = "mxnet.base.MXNetError"
 
     #: As MXNet spells it.

@@ -200,7 +200,8 @@ def everything_in_flight(name: str) -> None:
 def many_small(name: str) -> dict[str, int]:
     """Many small allgathers and reducescatters in flight, and a few large ones.
 
-    Of several element types, with rows that differ between ranks, submitted in another order on each.
+    Of several element types, with rows that differ between ranks, submitted in another order on each where
+    an allgather does not wait for the others' sizes.
     """
     driver = drivers.get(name)
     hvd = driver.hvd
@@ -218,7 +219,7 @@ def many_small(name: str) -> dict[str, int]:
     digests = {}
     for step in range(2):
         flying = {}
-        for i in np.random.default_rng(rank).permutation(40):
+        for i in np.random.default_rng(0 if driver.gathers_wait else rank).permutation(40):
             tensors = [driver.from_numpy(gathered[i][rank])]
             if i % 2:  # a group, as of indices and values
                 tensors.append(driver.from_numpy(scattered[i][rank]))
