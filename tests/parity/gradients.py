@@ -160,9 +160,6 @@ def _gradient(
     return np.concatenate([sent, np.zeros((shape[0] - len(sent), *tail))])
 
 
-_process_sets: dict[tuple[int, ...], Any] = {}
-
-
 def check(
     name: str, case_name: str, situation: Situation, exact: bool, change: Callable[[Any], Any] | None = None
 ) -> str | None:
@@ -173,10 +170,9 @@ def check(
     driver = drivers.get(name)
     hvd, case, members = driver.hvd, CASES[case_name], situation.members
     options: dict[str, Any] = {"name": f"gradients {case_name}"}
-    if len(members) < hvd.size():
-        if members not in _process_sets:
-            _process_sets[members] = hvd.add_process_set(members)
-        options["process_set"] = _process_sets[members]
+    part = hvd.add_process_set(members) if len(members) < hvd.size() else None
+    if part is not None:
+        options["process_set"] = part
     if case.verb in ("allgather", "broadcast", "reducescatter"):
         options["exact_gradient"] = situation.argument
     rank, failure = hvd.rank(), None
@@ -201,6 +197,8 @@ def check(
                     oracle.check(f"{case_name}, tensor {i}", one, other.astype(dtype))
     if situation.joined or situation.joined_after:
         hvd.join()
+    if part is not None:
+        hvd.remove_process_set(part)
     return failure
 
 

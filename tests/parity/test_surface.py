@@ -87,6 +87,7 @@ def begin_with_the_same_set_twice(name: str) -> None:
         with pytest.raises(ValueError, match="already"):
             hvd.add_process_set([0])
     finally:
+        hvd.shutdown()
         hvd.init()
 
 
