@@ -11,7 +11,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,15 +75,24 @@ def unnamed_in_graph(kind: str, process_set: int) -> str:
 
 def caller_line() -> str:
     """``train.py:88``: the innermost line outside polyhvd, TensorFlow and Keras."""
-    if not tf.executing_eagerly():
-        with suppress(RuntimeError, ValueError):  # TensorFlow reads names of files as UTF-8
-            return _traced_line()
     frame = sys._getframe(1)
+    if not tf.executing_eagerly() and _all_utf8(frame):
+        return _traced_line()
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_CALLERS:
             return _line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def _all_utf8(frame: Any) -> bool:
+    """Whether TensorFlow can read the names of the files of a stack; at others it may crash."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.isascii() and path != path.encode("utf-8", "replace").decode():
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _line(path: str, number: int) -> str:

@@ -6,6 +6,7 @@ for itself.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +26,13 @@ def _iterations_second(tensor: tf.Tensor) -> tf.Tensor:
     return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank)], axis=0))
 
 
-def _run(pfor_input: Any, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    from tensorflow.python.ops.parallel_for import pfor
+def _pfor() -> Any:
+    """The module. Its package has a function of that name, too, in TensorFlow 2.13."""
+    return importlib.import_module("tensorflow.python.ops.parallel_for.pfor")
 
+
+def _run(pfor_input: Any, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    pfor = _pfor()
     dtypes = [output.dtype for output in pfor_input.outputs]
     created = pfor._create_op(pfor_input.op_type, list(inputs), dtypes, attrs=pfor_input.op.node_def.attr)
     return list(created.outputs)
@@ -72,8 +77,7 @@ _CONVERTERS = {
 
 
 def _register() -> None:
-    from tensorflow.python.ops.parallel_for import pfor
-
+    pfor = _pfor()
     for op_type, convert in _CONVERTERS.items():
         pfor.RegisterPFor(op_type)(lambda pfor_input, convert=convert: convert(pfor_input, pfor.wrap))
 
