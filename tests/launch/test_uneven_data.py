@@ -125,8 +125,6 @@ def run(tmp_path: Path, framework: str, ranks: int, source: str, *words: str, **
 def test_uneven_data_are_told_with_the_ranks_and_their_steps(
     framework: str, batches: str, tmp_path: Path
 ) -> None:
-    if framework in ("tensorflow", "keras", "mxnet") and batches in ("5,3", "3,5,5"):
-        pytest.skip("imports take long; the cases left are one where rank 0 ends first, and one of 3 ranks")
     steps = [int(number) for number in batches.split(",")]
     source = BEGIN + SCRIPTS[framework] + END
     out, err = run(tmp_path, framework, len(steps), source, batches)
