@@ -88,15 +88,21 @@ def test_what_runs_with_a_scatter_does_not_show_in_its_bits(pool: Pool, world: A
 
 
 def count_batches() -> tuple[int, int]:
-    """Of 200 sparse gradients, and as many scatters: the batches of the step that took the fewest."""
+    """Of 200 sparse gradients, and as many scatters: the batches of the step that took the fewest.
+
+    A large gradient goes ahead, and while it travels the small ones are submitted: how fast they are does
+    not matter then.
+    """
     fewest = [200, 200]
+    large = np.ones(4 << 20, np.float32)
     values = [np.full((1 + (i + hvd.rank()) % 3, 4), i, np.float32) for i in range(200)]
     rows = [np.arange(len(value)) for value in values]
     parts = [np.ones((hvd.size(), 4), np.float32)] * 200
-    for _ in range(30):
+    for _ in range(5):
         for kind in (0, 1):
             hvd.barrier()
             before = hvd.counters()["batches"]
+            ahead = hvd.allreduce_async_(large, name="large", op=hvd.Max)
             if kind == 0:
                 flying = [
                     hvd.grouped_allgather_async(list(pair), name=f"sparse {i}")
@@ -107,7 +113,7 @@ def count_batches() -> tuple[int, int]:
                     hvd.reducescatter_async(part, name=f"part {i}", op=hvd.Sum)
                     for i, part in enumerate(parts)
                 ]
-            for handle in flying:
+            for handle in (ahead, *flying):
                 hvd.synchronize(handle)
             fewest[kind] = min(fewest[kind], hvd.counters()["batches"] - before)
     return fewest[0], fewest[1]
@@ -115,8 +121,8 @@ def count_batches() -> tuple[int, int]:
 
 def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches(pool: Pool) -> None:
     for gathers, scatters in pool.run(count_batches):
-        assert gathers <= 20
-        assert scatters <= 20
+        assert gathers <= 10
+        assert scatters <= 10
 
 
 def test_ranks_without_data_stand_in_with_neutral_elements(pool: Pool) -> None:
