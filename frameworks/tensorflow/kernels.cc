@@ -82,22 +82,8 @@ int status_code_of(std::int32_t error_code) {
 // call, whose class it does tell.
 std::string_view class_of(std::int32_t error_code) {
   if (error_code == kNoEngine) return "NotInitializedError";
-  switch (static_cast<ErrorCode>(error_code)) {
-    case ErrorCode::kInvalidArgument:
-      return "";
-    case ErrorCode::kRankMismatch:
-      return "RankMismatchError";
-    case ErrorCode::kPeerLost:
-      return "PeerLostError";
-    case ErrorCode::kPeerDeparted:
-      return "PeerDepartedError";
-    case ErrorCode::kShutdown:
-      return "ShutdownError";
-    case ErrorCode::kTimeout:
-      return "TransferTimeoutError";
-    default:
-      return "HorovodInternalError";
-  }
+  const auto code = static_cast<ErrorCode>(error_code);
+  return code == ErrorCode::kInvalidArgument ? "" : class_name(code);
 }
 
 // Whether outputs are like the inputs, so that they may take the inputs' place.

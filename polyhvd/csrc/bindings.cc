@@ -31,29 +31,8 @@ namespace {
 
 // Errors ----------------------------------------------------------------------
 
-const char* exception_name(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kInvalidArgument:
-      return "InvalidArgumentError";
-    case ErrorCode::kRankMismatch:
-      return "RankMismatchError";
-    case ErrorCode::kPeerLost:
-      return "PeerLostError";
-    case ErrorCode::kPeerDeparted:
-      return "PeerDepartedError";
-    case ErrorCode::kShutdown:
-      return "ShutdownError";
-    case ErrorCode::kTimeout:
-      return "TransferTimeoutError";
-    case ErrorCode::kInterrupted:
-    case ErrorCode::kInternal:
-      break;
-  }
-  return "HorovodInternalError";
-}
-
 void raise_as_python(const Error& error) {
-  const py::object type = py::module_::import("polyhvd.errors").attr(exception_name(error.code));
+  const py::object type = py::module_::import("polyhvd.errors").attr(class_name(error.code));
   PyErr_SetString(type.ptr(), error.message.c_str());
 }
 

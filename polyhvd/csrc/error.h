@@ -21,6 +21,28 @@ enum class ErrorCode : std::uint8_t {
   kInternal = 8,         // a bug of ours
 };
 
+// The class of polyhvd/errors.py by which Python hears of it, in whatever framework.
+constexpr const char* class_name(ErrorCode code) noexcept {
+  switch (code) {
+    case ErrorCode::kInvalidArgument:
+      return "InvalidArgumentError";
+    case ErrorCode::kRankMismatch:
+      return "RankMismatchError";
+    case ErrorCode::kPeerLost:
+      return "PeerLostError";
+    case ErrorCode::kPeerDeparted:
+      return "PeerDepartedError";
+    case ErrorCode::kShutdown:
+      return "ShutdownError";
+    case ErrorCode::kTimeout:
+      return "TransferTimeoutError";
+    case ErrorCode::kInterrupted:
+    case ErrorCode::kInternal:
+      break;
+  }
+  return "HorovodInternalError";
+}
+
 struct Error {
   ErrorCode code = ErrorCode::kInternal;
   std::string message;
