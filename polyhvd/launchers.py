@@ -50,7 +50,7 @@ _Look = Callable[[Mapping[str, str]], "Foreign | None"]
 def foreign_launch(environ: Mapping[str, str], *, met_by_mpi: bool = False) -> Foreign | None:
     """The nearest other launcher's job that this process is one of several of; None: there is none.
 
-    The launcher that is likely to stand below the others, as torchrun does below srun, is asked
+    The launcher that is likely to run under the others, as torchrun does under srun, is asked
     first, and its word counts: one process of one is alone. ``met_by_mpi``: MPI was asked and says
     that the process is alone, so that it is where MPI's launcher tells no size.
     """

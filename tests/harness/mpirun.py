@@ -20,7 +20,7 @@ AS_ROOT = tuple(
 
 
 def everything() -> bool:
-    """Whether to run all that can run below MPI's launcher, instead of some for each framework."""
+    """Whether to run all that can run under MPI's launcher, instead of some for each framework."""
     return os.environ.get("TEST_BY_MPI") == "all"
 
 

@@ -1,7 +1,7 @@
 """One rank of a pool: runs the functions that the pool sends it, one after the other.
 
 Started as ``python -c "import worker; worker.main()" FD PARENT STACKS FRAMEWORK``, in a fork of a server
-with PARENT 0, or below a launcher that closes descriptors with the name of an abstract socket and PARENT 0.
+with PARENT 0, or under a launcher that closes descriptors with the name of an abstract socket and PARENT 0.
 Functions reach their pool through ``note``.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of jobs below MPI's launcher; without one they are skipped."""
+"""Tests of jobs under MPI's launcher; without one they are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs as users start them below MPI: with mpirun, with mpi4py's runner, with polyhvdrun, and with faults."""
+"""Jobs as users start them under MPI: with mpirun, with mpi4py's runner, with polyhvdrun, and with faults."""
 
 from __future__ import annotations
 

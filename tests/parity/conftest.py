@@ -1,6 +1,6 @@
 """Every test here runs with every framework that is installed, and on 1 to 4 ranks.
 
-Tests that move tensors run below MPI's launcher, too: on one number of ranks for each framework, or,
+Tests that move tensors run under MPI's launcher, too: on one number of ranks for each framework, or,
 with TEST_BY_MPI=all in the environment, every test on every number.
 """
 
