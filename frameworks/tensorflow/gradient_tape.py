@@ -23,12 +23,58 @@ class _Mixin:
     _polyhvd: Reduction
 
     @do_not_convert
-    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the tape's, then reduced over the ranks."""
-        gradients = super().gradient(target, sources, *args, **kwargs)  # type: ignore[misc]
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        """As the tape's, then reduced over the ranks.
+
+        Args:
+            target, sources, output_gradients, unconnected_gradients: as of the tape.
+            use_generic_names: accepted for Horovod's sake, also in the fourth place, and without effect:
+                there it keeps names of variables out of those on the wire, where they never are here.
+        """
+        if isinstance(unconnected_gradients, bool):
+            unconnected_gradients = tf.UnconnectedGradients.NONE
+        gradients = super().gradient(  # type: ignore[misc]
+            target, sources, output_gradients, unconnected_gradients
+        )
         context.engine()
         flat = self._polyhvd(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(gradients, flat)
+
+    @do_not_convert
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """The gradients of :meth:`gradient`, those that stay on this rank apart from the others.
+
+        Args:
+            target, output_gradients: as of the tape.
+            sources: a variable, or a list, a dict or a nest of them.
+            use_generic_names: as of :meth:`gradient`.
+
+        Returns:
+            Two lists of pairs of a source and its gradient, in the order of ``tf.nest.flatten(sources)``: of
+            the local sources, and of the others. A gradient is None where the target does not depend on the
+            source.
+
+        Example::
+
+            tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
+            local, others = tape.get_local_and_global_gradients(loss, model.trainable_variables)
+            optimizer.apply_gradients((gradient, variable) for variable, gradient in local + others)
+        """
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
+        flat = tf.nest.flatten(sources)
+        pairs = list(zip(flat, tf.nest.flatten(gradients), self._polyhvd.are_local(flat), strict=True))
+        local = [(source, gradient) for source, gradient, stays in pairs if stays]
+        others = [(source, gradient) for source, gradient, stays in pairs if not stays]
+        return local, others
 
     def register_local_source(self, source: tf.Variable) -> None:
         """Leave the gradient of a variable on its rank."""

@@ -151,9 +151,10 @@ class Reduction:
         self.local: set[Any] = set()
         self.local_layers = _layers(local_layers)
 
-    def _local(self) -> set[Any]:
-        """Also of layers that were not built when they were listed."""
-        return self.local.union(_reference(v) for layer in self.local_layers for v in layer.weights)
+    def are_local(self, sources: Sequence[Any]) -> list[bool]:
+        """Which gradients stay on their rank; also of layers that were not built when they were listed."""
+        local = self.local.union(_reference(v) for layer in self.local_layers for v in layer.weights)
+        return [_reference(source) in local for source in sources]
 
     def takes_part(self) -> bool:
         """Whether this rank is in the process set; another one keeps its gradients as they are."""
@@ -182,9 +183,9 @@ class Reduction:
         prefix = prefix or self.prefix
         results = list(gradients)
         positions = [i for i, g in enumerate(results) if g is not None]
-        local = self._local()
-        if local and sources is not None:
-            for i in [i for i in positions if _reference(sources[i]) in local]:
+        if sources is not None:
+            stays = self.are_local(sources)
+            for i in [i for i in positions if stays[i]]:
                 positions.remove(i)
                 if self.scale_local_gradients:
                     results[i] = sparse.divided(results[i], self.process_set.size())

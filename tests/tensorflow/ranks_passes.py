@@ -407,5 +407,79 @@ def local_layers_of_a_tape_keep_their_gradients() -> None:
         assert not np.allclose(own[2], averaged[2])
 
 
+@check
+def gradients_of_local_and_of_global_sources_come_apart() -> None:
+    dense, own, unused = (tf.Variable(tf.ones([2])) for _ in range(3))
+    table, rows = (tf.Variable(tf.ones([3, 2])) for _ in range(2))
+    sources = [rows, dense, own, table, unused]
+
+    def both(scale: bool, nest: Callable[[list[Any]], Any] = list) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = (1.0 + RANK) * tf.reduce_sum(dense + own)
+            loss += (1.0 + RANK) * tf.reduce_sum(tf.gather(table, [RANK]) + tf.gather(rows, [RANK]))
+        tape = hvd_tf.DistributedGradientTape(tape, scale_local_gradients=scale)
+        for variable in (own, rows):
+            tape.register_local_source(variable)
+        local, others = tape.get_local_and_global_gradients(loss, nest(sources), None, True)
+        assert [id(v) for v, _ in local] == [id(rows), id(own)]
+        assert [id(v) for v, _ in others] == [id(dense), id(table), id(unused)]
+        return [gradient for _, gradient in local + others]
+
+    nests: list[Callable[[list[Any]], Any]] = [
+        list,
+        lambda v: {"a": v[0], "b": tuple(v[1:3]), "c": {"d": v[3:]}},
+        lambda v: {"c": v[3:], "b": [(v[1],), v[2]], "a": v[0]},  # in order of keys
+    ]
+    for mode in MODES:
+        for scale in (True, False):
+            for nest in nests:
+                of_rows, of_own, of_dense, of_table, of_unused = mode(both)(scale, nest)
+                weight = (1.0 + RANK) / (SIZE if scale else 1)
+                assert isinstance(of_rows, tf.IndexedSlices)
+                assert_close([of_rows.values, of_own], [[[weight, weight]], [weight, weight]])
+                assert of_rows.indices.numpy().tolist() == [RANK]
+                assert_close(
+                    [of_dense, tf.convert_to_tensor(of_table)], [[1.5] * 2, [[0.5] * 2, [1.0] * 2, [0.0] * 2]]
+                )
+                assert isinstance(of_table, tf.IndexedSlices)
+                assert of_unused is None
+
+
+@check
+def a_tape_gives_the_gradients_of_local_layers_apart() -> None:
+    model = make_model()
+    inputs, targets = (mine(a)[:BATCH] for a in dataset())
+
+    def both(local_layers: Any) -> tuple[Any, Any, Any]:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(model(inputs) - targets))
+        tape = hvd_tf.PartialDistributedGradientTape(tape, local_layers=local_layers)
+        gradients = tape.gradient(loss, model.trainable_variables, None, False)
+        return gradients, *tape.get_local_and_global_gradients(loss, model.trainable_variables)
+
+    for layers, count in (
+        (model.layers[0], 2),
+        (list(model.layers), len(model.trainable_variables)),
+        (None, 0),
+    ):
+        gradients, local, others = both(layers)
+        assert len(local) == count
+        pairs = zip(local + others, model.trainable_variables, gradients, strict=True)
+        for (source, found), variable, expected in pairs:
+            assert source is variable
+            assert_close([found], [np.asarray(expected)])
+
+
+@check
+def one_source_and_no_source_are_a_list_of_one_and_of_none() -> None:
+    variable, output = tf.Variable(2.0), tf.constant(3.0)
+    with hvd_tf.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = variable * (RANK + 1.0)
+    ((source, gradient),) = tape.get_local_and_global_gradients(loss, variable, output_gradients=output)[1]
+    assert source is variable
+    assert float(gradient) == 3.0 * 1.5
+    assert tape.get_local_and_global_gradients(loss, []) == ([], [])
+
+
 if __name__ == "__main__":
     run_checks()

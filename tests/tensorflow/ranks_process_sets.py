@@ -61,6 +61,31 @@ def a_tape_of_a_set_leaves_the_gradients_of_others_alone() -> None:
 
 
 @check
+def a_tape_of_a_set_tells_local_sources_from_others_on_members_and_on_others() -> None:
+    dense, table, own, unused = (tf.Variable(tf.ones(shape)) for shape in ([2], [4, 2], [2], [2]))
+
+    def apart() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(MINE * dense) + tf.reduce_sum(MINE * own)
+            loss += tf.reduce_sum(MINE * tf.gather(table, [0]))
+        tape = hvd.DistributedGradientTape(tape, process_set=PAIR)
+        tape.register_local_source(own)
+        local, others = tape.get_local_and_global_gradients(
+            loss, {"dense": dense, "rest": [unused, own, table]}
+        )
+        assert [id(source) for source, _ in local] == [id(own)]
+        assert [id(source) for source, _ in others] == [id(dense), id(unused), id(table)]
+        assert others[1][1] is None
+        return local[0][1], others[0][1], tf.convert_to_tensor(others[2][1])
+
+    for mode in MODES:
+        of_own, of_dense, rows = mode(apart)()
+        equal(of_own, np.full(2, MINE / 2 if IS_MEMBER else MINE))
+        equal(of_dense, np.full(2, AVERAGE))
+        equal(rows, np.outer([1, 0, 0, 0], [AVERAGE, AVERAGE]))
+
+
+@check
 def an_optimizer_of_a_set_steps_by_itself_on_others() -> None:
     for mode in MODES:
         for passes in (1, 2):
