@@ -49,6 +49,7 @@ class Capability(enum.Enum):
     BFLOAT16 = "bfloat16"
     INT16 = "int16"
     BOOL = "bool"
+    UNSIGNED = "uint16, uint32 and uint64"
     NON_CONTIGUOUS = "tensors that are not dense in memory"
     EMPTY = "tensors without elements"
     GRAPH = "operations in a compiled graph"

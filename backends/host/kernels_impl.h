@@ -308,13 +308,15 @@ POLYHVD_INLINE Vec<T, sizeof(T) * kDoubles> truncate(Vec<double> v) {
   const Vec<double> least = Vec<double>{} + static_cast<double>(kLeast);
   v = v > least ? v : least;
   if constexpr (sizeof(T) == 8) {
-    // 2^63 is a double, but 2^63 - 1 is not.
-    const Result inside = __builtin_convertvector(v < 0x1p63 ? v : Vec<double>{}, Result);
-    return v < 0x1p63 ? inside : Result{} + kMost;
+    // One more than the most, which is no double itself.
+    constexpr double kBound = std::is_signed_v<T> ? 0x1p63 : 0x1p64;
+    const Result inside = __builtin_convertvector(v < kBound ? v : Vec<double>{}, Result);
+    return v < kBound ? inside : Result{} + kMost;
   } else {
+    using Wide = std::conditional_t<std::is_same_v<T, std::uint32_t>, std::uint32_t, int>;
     const Vec<double> most = Vec<double>{} + static_cast<double>(kMost);
     v = v < most ? v : most;
-    return __builtin_convertvector(__builtin_convertvector(v, Vec<int, 4 * kDoubles>), Result);
+    return __builtin_convertvector(__builtin_convertvector(v, Vec<Wide, 4 * kDoubles>), Result);
   }
 }
 
@@ -453,6 +455,9 @@ constexpr KernelTable make_table(const char* name) {
   fill_native<Plain<float>>(table, DType::kFloat32);
   fill_native<Plain<double>>(table, DType::kFloat64);
   fill_native<Bool>(table, DType::kBool);
+  fill_native<Plain<std::uint16_t>>(table, DType::kUint16);
+  fill_native<Plain<std::uint32_t>>(table, DType::kUint32);
+  fill_native<Plain<std::uint64_t>>(table, DType::kUint64);
   return table;
 }
 

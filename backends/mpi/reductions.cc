@@ -46,6 +46,8 @@ ReduceFunction function_for(DType dtype, ReduceOp op) {
       return function_for<DType::kInt8>(op);
     case DType::kInt16:
       return function_for<DType::kInt16>(op);
+    case DType::kUint16:
+      return function_for<DType::kUint16>(op);
     default:
       return function_for<DType::kBool>(op);
   }

@@ -69,8 +69,12 @@ std::optional<DataType> type_of(DType dtype) {
       return DataType::kInt8;
     case DType::kInt32:
       return DataType::kInt32;
+    case DType::kUint32:
+      return DataType::kUint32;
     case DType::kInt64:
       return DataType::kInt64;
+    case DType::kUint64:
+      return DataType::kUint64;
     case DType::kFloat16:
       return DataType::kFloat16;
     case DType::kBfloat16:
@@ -80,6 +84,7 @@ std::optional<DataType> type_of(DType dtype) {
     case DType::kFloat64:
       return DataType::kFloat64;
     case DType::kInt16:
+    case DType::kUint16:
       return std::nullopt;
   }
   return std::nullopt;

@@ -55,6 +55,7 @@ class CupyAdapter:
             Capability.ASYNC,
             Capability.INT16,
             Capability.BOOL,
+            Capability.UNSIGNED,
             Capability.NON_CONTIGUOUS,
             Capability.EMPTY,
         }

@@ -43,6 +43,7 @@ class NumpyAdapter:
             Capability.BFLOAT16,
             Capability.INT16,
             Capability.BOOL,
+            Capability.UNSIGNED,
             Capability.NON_CONTIGUOUS,
             Capability.EMPTY,
         }

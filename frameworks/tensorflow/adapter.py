@@ -14,9 +14,6 @@ from polyhvd.adapter import Capability, Handle, Operation, OpKind
 
 __all__ = ["TensorflowAdapter"]
 
-# The core has no wider unsigned types: what only moves travels as the signed type of its width.
-_SIGNED = {"uint16": np.int16, "uint32": np.int32, "uint64": np.int64}
-
 
 def _array(tensor: Any) -> np.ndarray[Any, Any]:
     """The tensor's memory, without a copy when it lies on the host."""
@@ -35,11 +32,10 @@ def _array(tensor: Any) -> np.ndarray[Any, Any]:
 def _tensor(buffer: Any, dtype: tf.DType) -> tf.Tensor:
     """The core's buffer as a tensor that keeps it alive."""
     try:
-        tensor = tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
+        return tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
     except (tf.errors.OpError, RuntimeError):  # a type that DLPack did not know in older versions
         array = np.frombuffer(buffer, dtype=dtype.as_numpy_dtype).reshape(buffer.shape)
         return tf.constant(array, dtype)
-    return tensor if tensor.dtype == dtype else tf.bitcast(tensor, dtype)
 
 
 class TensorflowAdapter:
@@ -52,6 +48,7 @@ class TensorflowAdapter:
             Capability.BFLOAT16,
             Capability.INT16,
             Capability.BOOL,
+            Capability.UNSIGNED,
             Capability.EMPTY,
             Capability.GRAPH,
             Capability.AUTOGRAD,
@@ -64,8 +61,6 @@ class TensorflowAdapter:
         """Hand eager tensors to the core where they lie; results go to new tensors, or to variables."""
         arrays = [_array(tensor) for tensor in tensors]
         dtypes = [tf.as_dtype(array.dtype) for array in arrays]
-        if operation.kind not in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER):
-            arrays = [a.view(_SIGNED[a.dtype.name]) if a.dtype.name in _SIGNED else a for a in arrays]
         try:
             handle = context.engine().submit(
                 operation.kind,

@@ -1,4 +1,4 @@
-"""Which types of tensors can be reduced, and which only moved."""
+"""Which types of tensors can be communicated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from polyhvd.adapter import OpKind
 
 __all__ = ["check"]
 
-_UNSIGNED = frozenset({tf.uint16, tf.uint32, tf.uint64})
-_REDUCIBLE = (
+_KNOWN = (
     tf.uint8,
+    tf.uint16,
+    tf.uint32,
+    tf.uint64,
     tf.int8,
     tf.int16,
     tf.int32,
@@ -25,23 +27,15 @@ _REDUCIBLE = (
     tf.float64,
     tf.bool,
 )
-_REDUCTIONS = frozenset({OpKind.ALLREDUCE, OpKind.REDUCESCATTER})
 
 
 def check(kind: OpKind, tensors: Iterable[Any]) -> None:
-    """Refuse tensors of types that an operation does not know, alike in eager code and in graphs."""
+    """Refuse tensors of types that no operation knows, alike in eager code and in graphs."""
     verb = kind.name.lower()
     for dtype in dict.fromkeys(tensor.dtype.base_dtype for tensor in tensors):
-        if dtype in _REDUCIBLE or (dtype in _UNSIGNED and kind not in _REDUCTIONS):
+        if dtype in _KNOWN:
             continue
-        if dtype in _UNSIGNED:
-            raise UnsupportedTypeError(
-                None,
-                None,
-                f"{verb}: a tensor of {dtype.name} can be gathered, broadcast and exchanged, but not "
-                "reduced; tf.cast() it to int32 or int64",
-            )
-        names = [known.name for known in _REDUCIBLE]
+        names = [known.name for known in _KNOWN]
         raise UnsupportedTypeError(
             None,
             None,

@@ -24,7 +24,7 @@ constexpr std::size_t kMessageBytes = 8192;
 constexpr std::int32_t kNoEngine = -1;  // no value of error.h
 
 // By DType.
-constexpr std::array<std::size_t, kDTypeCount> kItemBytes{1, 1, 2, 4, 8, 2, 2, 4, 8, 1};
+constexpr std::array<std::size_t, kDTypeCount> kItemBytes{1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 2, 4, 8};
 
 // Never destroyed: TensorFlow's threads may outlive static objects.
 BlockPool& block_pool() {
@@ -32,8 +32,6 @@ BlockPool& block_pool() {
   return pool;
 }
 
-// Unsigned types travel as signed ones of their width; only collectives that move
-// bytes accept them (see define()).
 std::optional<DType> dtype_of(int type) {
   switch (type) {
     case kFloat:
@@ -48,14 +46,17 @@ std::optional<DType> dtype_of(int type) {
       return DType::kUint8;
     case kInt8:
       return DType::kInt8;
-    case kInt16:
     case kUint16:
+      return DType::kUint16;
+    case kUint32:
+      return DType::kUint32;
+    case kUint64:
+      return DType::kUint64;
+    case kInt16:
       return DType::kInt16;
     case kInt32:
-    case kUint32:
       return DType::kInt32;
     case kInt64:
-    case kUint64:
       return DType::kInt64;
     case kBool:
       return DType::kBool;

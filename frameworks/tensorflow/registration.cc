@@ -14,11 +14,9 @@ using ShapePtr = std::unique_ptr<TF_ShapeHandle, DeleteShape>;
 
 constexpr std::size_t kUnknownDimension = static_cast<std::size_t>(-1);
 
-// Reductions know these; the collectives that move bytes know all of their widths.
-#define POLYHVD_REDUCIBLE "{float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool}"
-#define POLYHVD_MOVABLE                                                              \
-  "{float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool, uint16, " \
-  "uint32, uint64}"
+#define POLYHVD_TYPES                                                                        \
+  "{float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool, uint16, uint32, " \
+  "uint64}"
 
 void infer_same(TF_ShapeInferenceContext* context, TF_Status* status) {
   const ShapePtr shape(tf.TF_NewShapeHandle());
@@ -109,39 +107,38 @@ bool define(const OpSpec& spec) {
 // The scales are doubles, which attributes cannot be: their bits travel as integers.
 // A list may have tensors of several types.
 const char* register_ops() {
-  static constexpr const char* kReducible = "T: list(" POLYHVD_REDUCIBLE ") >= 1";
-  static constexpr const char* kMovable = "T: list(" POLYHVD_MOVABLE ") >= 1";
+  static constexpr const char* kTensors = "T: list(" POLYHVD_TYPES ") >= 1";
   // 1 or 0 for derivatives.py, where the call has said so.
   static constexpr const char* kExactGradient = "exact_gradient: int = -1";
   const OpSpec specs[] = {
       {"PolyhvdAllreduce",
        OpKind::kAllreduce,
        &infer_same,
-       {kReducible, "reduce_op: int", "prescale_bits: int", "postscale_bits: int"},
+       {kTensors, "reduce_op: int", "prescale_bits: int", "postscale_bits: int"},
        {"tensors: T"},
        {"outputs: T"}},
       {"PolyhvdReducescatter",
        OpKind::kReducescatter,
        &infer_all_other_rows,
-       {kReducible, "reduce_op: int", "prescale_bits: int", "postscale_bits: int", kExactGradient},
+       {kTensors, "reduce_op: int", "prescale_bits: int", "postscale_bits: int", kExactGradient},
        {"tensors: T"},
        {"outputs: T"}},
       {"PolyhvdAllgather",
        OpKind::kAllgather,
        &infer_all_other_rows,
-       {kMovable, kExactGradient},
+       {kTensors, kExactGradient},
        {"tensors: T"},
        {"outputs: T"}},
       {"PolyhvdBroadcast",
        OpKind::kBroadcast,
        &infer_same,
-       {kMovable, "root_rank: int", kExactGradient},
+       {kTensors, "root_rank: int", kExactGradient},
        {"tensors: T"},
        {"outputs: T"}},
       {"PolyhvdAlltoall",
        OpKind::kAlltoall,
        &infer_exchanged,
-       {"T: " POLYHVD_MOVABLE, "Tsplits: {int32, int64}", "has_splits: int"},
+       {"T: " POLYHVD_TYPES, "Tsplits: {int32, int64}", "has_splits: int"},
        {"tensor: T", "splits: Tsplits"},
        {"output: T", "received_splits: int32"}},
       {"PolyhvdBarrier", OpKind::kBarrier, &infer_nothing, {}, {}, {}},

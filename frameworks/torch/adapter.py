@@ -109,6 +109,7 @@ class TorchAdapter:
             Capability.NON_CONTIGUOUS,
             Capability.EMPTY,
             Capability.AUTOGRAD,
+            *((Capability.UNSIGNED,) if hasattr(torch, "uint16") else ()),  # from torch 2.3 on
         }
     )
 

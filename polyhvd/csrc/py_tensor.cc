@@ -2,6 +2,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <iterator>
 #include <vector>
 
 #include "dlpack.h"
@@ -31,7 +32,7 @@ const DLPackExchangeAPI* exchange_for(PyTypeObject* type) {
 
 [[noreturn]] void unsupported(const std::string& dtype) {
   throw py::type_error("a tensor of " + dtype +
-                       " cannot be communicated; cast it to one of uint8, "
+                       " cannot be communicated; cast it to one of uint8, uint16, uint32, uint64, "
                        "int8, int16, int32, int64, float16, bfloat16, float32, float64 or bool");
 }
 
@@ -62,6 +63,12 @@ DType dtype_of(const DLDataType& type) {
         return DType::kFloat64;
       case 0x608:
         return DType::kBool;
+      case 0x110:
+        return DType::kUint16;
+      case 0x120:
+        return DType::kUint32;
+      case 0x140:
+        return DType::kUint64;
       default:
         break;
     }
@@ -102,12 +109,20 @@ DType dtype_of(const py::dtype& dtype) {
       return DType::kUint8;
     case 3:
       return DType::kInt16;
+    case 4:
+      return DType::kUint16;
     case 5:
       return DType::kInt32;
+    case 6:
+      return DType::kUint32;
     case 7:
       return sizeof(long) == 8 ? DType::kInt64 : DType::kInt32;
+    case 8:
+      return sizeof(long) == 8 ? DType::kUint64 : DType::kUint32;
     case 9:
       return DType::kInt64;
+    case 10:
+      return DType::kUint64;
     case 11:
       return DType::kFloat32;
     case 12:
@@ -191,9 +206,10 @@ py::capsule to_dlpack(const std::shared_ptr<OwnedBuffer>& buffer) {
   auto managed = std::make_unique<Managed>();
   managed->buffer = buffer;
   managed->shape = buffer->shape();
-  static constexpr DLDataType kTypes[kDTypeCount] = {{1, 8, 1},  {0, 8, 1},  {0, 16, 1}, {0, 32, 1},
-                                                     {0, 64, 1}, {2, 16, 1}, {4, 16, 1}, {2, 32, 1},
-                                                     {2, 64, 1}, {6, 8, 1}};
+  static constexpr DLDataType kTypes[] = {
+      {1, 8, 1},  {0, 8, 1},  {0, 16, 1}, {0, 32, 1}, {0, 64, 1}, {2, 16, 1}, {4, 16, 1},
+      {2, 32, 1}, {2, 64, 1}, {6, 8, 1},  {1, 16, 1}, {1, 32, 1}, {1, 64, 1}};
+  static_assert(std::size(kTypes) == kDTypeCount);
   DLTensor& t = managed->tensor.dl_tensor;
   t.data = buffer->data();
   t.device = {kDlpackCpu, 0};

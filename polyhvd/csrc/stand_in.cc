@@ -82,6 +82,12 @@ void fill_neutral(DType dtype, ReduceOp op, const Scale& scale, std::byte* data,
       return fill(data, count, neutral<double>(op, scale));
     case DType::kBool:
       return fill(data, count, neutral<bool>(op, scale));
+    case DType::kUint16:
+      return fill(data, count, neutral<std::uint16_t>(op, scale));
+    case DType::kUint32:
+      return fill(data, count, neutral<std::uint32_t>(op, scale));
+    case DType::kUint64:
+      return fill(data, count, neutral<std::uint64_t>(op, scale));
   }
 }
 

@@ -13,13 +13,16 @@ std::size_t item_size(DType dtype) noexcept {
     case DType::kBool:
       return 1;
     case DType::kInt16:
+    case DType::kUint16:
     case DType::kFloat16:
     case DType::kBfloat16:
       return 2;
     case DType::kInt32:
+    case DType::kUint32:
     case DType::kFloat32:
       return 4;
     case DType::kInt64:
+    case DType::kUint64:
     case DType::kFloat64:
       return 8;
   }
@@ -48,6 +51,12 @@ std::string_view name_of(DType dtype) noexcept {
       return "float64";
     case DType::kBool:
       return "bool";
+    case DType::kUint16:
+      return "uint16";
+    case DType::kUint32:
+      return "uint32";
+    case DType::kUint64:
+      return "uint64";
   }
   return "unknown";
 }

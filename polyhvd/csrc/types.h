@@ -23,8 +23,11 @@ enum class DType : std::uint8_t {
   kFloat32 = 7,
   kFloat64 = 8,
   kBool = 9,
+  kUint16 = 10,
+  kUint32 = 11,
+  kUint64 = 12,
 };
-inline constexpr int kDTypeCount = 10;
+inline constexpr int kDTypeCount = 13;
 
 enum class OpKind : std::uint8_t {
   kAllreduce = 0,

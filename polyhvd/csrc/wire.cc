@@ -243,7 +243,7 @@ void get_operation(Reader& in, Operation& op) {
   op.process_set = in.get<ProcessSetId>();
   op.kind = in.get_enum(OpKind::kRemoveProcessSet, "an unknown operation");
   op.op = in.get_enum(ReduceOp::kProduct, "an unknown reduction");
-  op.dtype = in.get_enum(DType::kBool, "an unknown element type");
+  op.dtype = in.get_enum(DType::kUint64, "an unknown element type");
   op.device = in.get_enum(DeviceKind::kCuda, "an unknown device");
   op.root = in.get<std::int32_t>();
   if (op.root < -1) in.fail("a negative root rank");
@@ -255,7 +255,7 @@ void get_operation(Reader& in, Operation& op) {
   if (dtypes != 0 && dtypes != shapes) in.fail("element types that are not one for each tensor");
   op.dtypes = in.get_array<DType>(dtypes);
   for (const DType dtype : op.dtypes) {
-    if (dtype > DType::kBool) in.fail("an unknown element type");
+    if (dtype > DType::kUint64) in.fail("an unknown element type");
   }
   op.shapes.reserve(shapes);
   for (Count i = 0; i < shapes; ++i) op.shapes.push_back(get_shape(in));

@@ -33,7 +33,7 @@ __all__ = ["Report", "serve"]
 Array = np.ndarray[Any, Any]
 
 _PR_SET_PDEATHSIG = 1
-_DTYPES = ("int32", "int64", "uint8", "float16", "float32", "float64")
+_DTYPES = ("int32", "int64", "uint8", "uint16", "uint64", "float16", "float32", "float64")
 #: Small enough that sums of all ranks are exact in every type.
 _VALUES_MAX = 20
 _STEPS_AFTER = 4

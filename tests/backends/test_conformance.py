@@ -38,6 +38,10 @@ def test_infinities_nans_and_signed_zeros_follow_numpy(pool: Pool) -> None:
     assert_alike(pool.run(collectives.special_values, "numpy"))
 
 
+def test_integers_wrap_around_and_keep_their_last_digits(pool: Pool) -> None:
+    assert_alike(pool.run(collectives.ends_of_ranges, "numpy"))
+
+
 @pytest.mark.parametrize("pattern", ["growing", "many", "one has none", "only the last has some", "none"])
 def test_allgather_concatenates_in_rank_order(pool: Pool, pattern: str) -> None:
     assert_alike(pool.run(collectives.allgather, "numpy", pattern))
@@ -196,10 +200,10 @@ def take_subsets() -> None:
     hvd.shutdown()
     hvd.init(process_sets=sets)
     mine = [i for i, item in enumerate(sets) if item.included()]
-    for count in (5, 100_000):
+    for count, dtype in ((5, np.dtype(np.uint64)), (100_000, np.dtype(np.int64))):
         flying = []
         for i in np.random.default_rng(rank).permutation(mine):
-            terms = [oracle.contribution(np.dtype(np.int64), (count,), r, i) for r in members[i]]
+            terms = [oracle.contribution(dtype, (count,), r, i) for r in members[i]]
             tensor = terms[members[i].index(rank)]
             rows = tensor[: 10 * (1 + members[i].index(rank))]
             root = members[i][-1]

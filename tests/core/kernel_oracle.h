@@ -183,6 +183,15 @@ inline Bytes expected(Stage stage, DType dtype, ReduceOp op, Scale scale,
     case DType::kInt64:
       expect_native<std::int64_t>(op, scale, sources, count, out);
       break;
+    case DType::kUint16:
+      expect_native<std::uint16_t>(op, scale, sources, count, out);
+      break;
+    case DType::kUint32:
+      expect_native<std::uint32_t>(op, scale, sources, count, out);
+      break;
+    case DType::kUint64:
+      expect_native<std::uint64_t>(op, scale, sources, count, out);
+      break;
     case DType::kFloat32:
       expect_native<float>(op, scale, sources, count, out);
       break;

@@ -358,10 +358,10 @@ TEST_CASE("what is supported, and in which type it is accumulated") {
 }
 
 TEST_CASE("types have NumPy's sizes and names") {
-  constexpr std::array<std::size_t, kDTypeCount> kSizes = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1};
+  constexpr std::array<std::size_t, kDTypeCount> kSizes = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 2, 4, 8};
   constexpr std::array<std::string_view, kDTypeCount> kNames = {
-      "uint8",   "int8",     "int16",   "int32",   "int64",
-      "float16", "bfloat16", "float32", "float64", "bool"};
+      "uint8",   "int8",    "int16", "int32",  "int64",  "float16", "bfloat16",
+      "float32", "float64", "bool",  "uint16", "uint32", "uint64"};
   for (const DType dtype : all_dtypes()) {
     CHECK(item_size(dtype) == kSizes[static_cast<int>(dtype)]);
     CHECK(std::string(name_of(dtype)) == std::string(kNames[static_cast<int>(dtype)]));

@@ -22,7 +22,7 @@ Request sample_request() {
   request.process_set = 2;
   request.kind = OpKind::kBroadcast;
   request.op = ReduceOp::kProduct;
-  request.dtype = DType::kBool;
+  request.dtype = static_cast<DType>(kDTypeCount - 1);
   request.device = DeviceKind::kCuda;
   request.root = 1;
   request.priority = -7;
@@ -265,14 +265,13 @@ TEST_CASE("a length that the payload cannot hold costs no memory") {
 TEST_CASE("enumerators out of range are refused") {
   CHECK(mentions(error_of_request([](Request& r) { r.kind = static_cast<OpKind>(kOpKindCount); }),
                  "operation"));
-  CHECK(mentions(
-      error_of_request([](Request& r) { r.dtypes = {DType::kInt8, static_cast<DType>(10)}; }),
-      "element type"));
+  constexpr auto kUnknownType = static_cast<DType>(kDTypeCount);
+  CHECK(mentions(error_of_request([](Request& r) { r.dtypes = {DType::kInt8, kUnknownType}; }),
+                 "element type"));
   CHECK(mentions(error_of_request([](Request& r) { r.dtypes = {DType::kInt8}; }), "one for each"));
   CHECK(
       mentions(error_of_request([](Request& r) { r.op = static_cast<ReduceOp>(6); }), "reduction"));
-  CHECK(mentions(error_of_request([](Request& r) { r.dtype = static_cast<DType>(10); }),
-                 "element type"));
+  CHECK(mentions(error_of_request([](Request& r) { r.dtype = kUnknownType; }), "element type"));
   CHECK(mentions(error_of_request([](Request& r) { r.device = static_cast<DeviceKind>(2); }),
                  "device"));
   CHECK(mentions(decoding_error(encoded(Error{static_cast<ErrorCode>(0), ""})), "error code"));

@@ -21,7 +21,7 @@ class DeviceAdapter:
 
     name = "device"
     capabilities = frozenset(
-        {Capability.IN_PLACE, Capability.ASYNC, Capability.BFLOAT16, Capability.INT16}
+        {Capability.IN_PLACE, Capability.ASYNC, Capability.BFLOAT16, Capability.INT16, Capability.UNSIGNED}
         | {Capability.BOOL, Capability.EMPTY}
     )
 

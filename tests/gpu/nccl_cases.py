@@ -159,6 +159,7 @@ def integers_are_staged() -> list[int]:
     moved = []
     for dtype, options in (
         (np.int16, {"op": hvd.Sum}),
+        (np.uint16, {"op": hvd.Max}),
         (np.int32, {"op": hvd.Average}),
         (np.float32, {"op": hvd.Adasum}),
         (np.float16, {"op": hvd.Sum, "postscale_factor": 1e-6}),

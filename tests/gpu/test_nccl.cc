@@ -132,6 +132,10 @@ TEST_CASE("factors of sums of floats are one, in the tensor's type") {
 TEST_CASE("what NCCL has no notion of is left to others") {
   using nccl::reduction_of;
   CHECK(!reduction_of(DType::kInt16, ReduceOp::kSum, {}));
+  CHECK(!reduction_of(DType::kUint16, ReduceOp::kMax, {}));
+  CHECK(!reduction_of(DType::kUint64, ReduceOp::kSum, {1, 0.5}));
+  CHECK(reduction_of(DType::kUint32, ReduceOp::kSum, {})->type == nccl::DataType::kUint32);
+  CHECK(reduction_of(DType::kUint64, ReduceOp::kMin, {})->type == nccl::DataType::kUint64);
   CHECK(!reduction_of(DType::kInt32, ReduceOp::kSum, {1, 0.5}));
   CHECK(!reduction_of(DType::kFloat32, ReduceOp::kAdasum, {}));
   CHECK(!reduction_of(DType::kFloat32, ReduceOp::kMax, {2, 1}));

@@ -123,7 +123,7 @@ def test_what_nccl_moves_is_counted_and_not_staged(pool: Pool) -> None:
 
 
 def test_what_nccl_reduces_otherwise_is_staged(pool: Pool) -> None:
-    assert pool.run(cases.integers_are_staged) == [[0] * 5] * RANKS
+    assert pool.run(cases.integers_are_staged) == [[0] * 6] * RANKS
 
 
 def test_one_rank_is_a_world_too() -> None:

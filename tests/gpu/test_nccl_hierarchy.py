@@ -53,7 +53,7 @@ def test_tensors_of_many_megabytes_keep_their_bytes_apart(pool: Pool) -> None:
 
 
 def test_what_nccl_reduces_otherwise_is_staged_beside_it(pool: Pool) -> None:
-    assert pool.run(cases.integers_are_staged) == [[0] * 5] * RANKS
+    assert pool.run(cases.integers_are_staged) == [[0] * 6] * RANKS
     pool.run(exchange.grouped, "device")
 
 

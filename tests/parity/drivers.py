@@ -18,13 +18,15 @@ import numpy as np
 
 from polyhvd.adapter import Capability
 
-__all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "counters", "get"]
+__all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "counters", "few_elements", "get"]
 
 Array = np.ndarray[Any, Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
+_UNSIGNED = ("uint16", "uint32", "uint64")
 _OPTIONAL = {"int16": Capability.INT16, "bfloat16": Capability.BFLOAT16, "bool": Capability.BOOL}
+_OPTIONAL |= dict.fromkeys(_UNSIGNED, Capability.UNSIGNED)
 
 
 class Driver(abc.ABC):
@@ -62,7 +64,7 @@ class Driver(abc.ABC):
         """Element types that the framework can communicate."""
         return [
             BFLOAT16 if name == "bfloat16" else np.dtype(name)
-            for name in _DTYPES
+            for name in (*_DTYPES, *_UNSIGNED)
             if name not in _OPTIONAL or _OPTIONAL[name] in self.capabilities
         ]
 
@@ -132,7 +134,7 @@ class _NumPy(Driver):
 
     def unsupported(self) -> Sequence[Any]:
         big_endian = np.ones(4, np.dtype(np.float32).newbyteorder(">"))
-        names = ("complex64", "uint16", "uint32", "uint64", "datetime64[s]", "object", "U3")
+        names = ("complex64", "datetime64[s]", "object", "U3")
         return [big_endian, *(np.zeros(4, name) for name in names)]
 
 
@@ -170,7 +172,7 @@ class _CuPy(Driver):
         return tensor.transpose()
 
     def unsupported(self) -> Sequence[Any]:
-        return [self.from_numpy(np.zeros(4, name)) for name in ("complex64", "uint16", "uint64")]
+        return [self.from_numpy(np.zeros(4, "complex64"))]
 
 
 class _Torch(Driver):
@@ -360,11 +362,16 @@ class _Device(Driver):
         return values
 
     def unsupported(self) -> Sequence[Any]:
-        return [self.from_numpy(np.zeros(4, "uint16"))]
+        return [self.from_numpy(np.zeros(4, "complex64"))]
 
 
 DRIVERS: Sequence[Driver] = (_NumPy(), _CuPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction())
 _DEVICE = _Device()
+
+
+def few_elements(dtype: np.dtype[Any], shape: Sequence[int]) -> bool:
+    """Whether a shape is short enough for the types that differ from others in their kernels alone."""
+    return dtype.name not in ("uint16", "uint32") or int(np.prod(shape)) < 10_000
 
 
 def get(name: str) -> Driver:

@@ -49,5 +49,9 @@ def test_infinities_nans_and_signed_zeros_follow_numpy(ranks: Ranks) -> None:
     ranks.run_alike(collectives.special_values)
 
 
+def test_integers_wrap_around_and_keep_their_last_digits(ranks: Ranks) -> None:
+    ranks.run_alike(collectives.ends_of_ranges)
+
+
 def test_numbers_of_python_and_numpy_are_reduced_as_tensors_without_dimensions(ranks: Ranks) -> None:
     ranks.run_alike(collectives.numbers)

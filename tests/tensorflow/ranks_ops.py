@@ -23,6 +23,7 @@ tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
 NUMBERS = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+NUMBERS += ("uint16", "uint32", "uint64")
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 3, 2))
 RANK = int(os.environ["HOROVOD_RANK"])
 SIZE = int(os.environ["HOROVOD_SIZE"])
@@ -76,8 +77,7 @@ def sums_match_numpy_for_every_dtype_and_shape() -> None:
                 total = np.sum(np.stack([np.asarray(p, np.float64) for p in parts]), axis=0)
                 result = add(tf.constant(parts[RANK]))
                 assert result.dtype.name == dtype
-                wraps = dtype == "uint8"  # values are small: nothing wraps around
-                equal(result, total.astype(np.uint8) if wraps else total)
+                equal(result, total)  # values are small: nothing wraps around
 
 
 @check
@@ -132,7 +132,7 @@ def a_group_of_several_dtypes_is_reduced() -> None:
 def gathers_uneven_rows_of_every_dtype() -> None:
     for mode in MODES:
         gather = mode(lambda x: hvd.allgather(x, name="gather"))
-        for dtype in (*NUMBERS, "bool", "uint16", "uint32", "uint64"):
+        for dtype in (*NUMBERS, "bool"):
             for rest in ((), (3,), (2, 0)):
                 parts = [data(r, (r, *rest), dtype) for r in range(SIZE)]  # rank 0 has no row
                 result = gather(tf.constant(parts[RANK]))
@@ -153,7 +153,7 @@ def every_root_broadcasts_every_dtype() -> None:
     for mode in MODES:
         for root in range(SIZE):
             send = mode(lambda x, root=root: hvd.broadcast(x, root, name=f"from{root}"))
-            for dtype in (*NUMBERS, "bool", "uint16", "uint32", "uint64"):
+            for dtype in (*NUMBERS, "bool"):
                 for shape in SHAPES[: 4 if root else None]:
                     result = send(tf.constant(data(RANK, shape, dtype)))
                     assert result.dtype.name == dtype

@@ -20,10 +20,12 @@ DTYPES = [
         "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool"
     )
 ]  # fmt: skip
+DTYPES += [getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name)]
 
 
 def total(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.stack(everyones(*shape, dtype=dtype)).sum(0, dtype=dtype)
+    wide = torch.int64 if str(dtype).startswith("torch.uint") else dtype  # torch adds no uint16
+    return torch.stack(everyones(*shape, dtype=wide)).sum(0, dtype=wide).to(dtype)
 
 
 # Results ---------------------------------------------------------------------
