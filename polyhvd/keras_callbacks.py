@@ -8,6 +8,7 @@ from typing import Any
 
 from polyhvd import context
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.lines import in_line
 
 __all__ = [
     "BestModel",
@@ -98,7 +99,8 @@ class MetricAverage(abc.ABC):
         if not logs:
             return
         keys = sorted(logs)
-        averages = self._averages([float(logs[key]) for key in keys])
+        with in_line("MetricAverageCallback", 0):
+            averages = self._averages([float(logs[key]) for key in keys])
         for key, value in zip(keys, averages, strict=True):
             logs[key] = value
 

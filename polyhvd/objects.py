@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -13,6 +14,7 @@ from polyhvd import _core, context
 from polyhvd.adapter import OpKind
 from polyhvd.calls import process_set_id
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.lines import in_line
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["allgather_object", "broadcast_object"]
@@ -37,7 +39,8 @@ def broadcast_object(
     Args:
         obj: anything that can be pickled; only the root's matters.
         root_rank: world rank of the sender.
-        name: matches the calls of the ranks.
+        name: matches the calls of the ranks. Without one the n-th such call of a rank on the process set
+            matches the n-th of the others, also where several threads make them.
         process_set: the ranks that take part.
 
     Raises:
@@ -48,32 +51,39 @@ def broadcast_object(
 
         epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
-    label = name or "broadcast_object"
-    wire = _Broadcast(label, root_rank, process_set_id(process_set))
-    if context.config().rank != root_rank:
-        return _receive(wire)
-    pickled, buffers, error = _pickled(obj)
+    set_id = process_set_id(process_set)
+    wire = _Broadcast(name or "broadcast_object", root_rank, set_id)
+    line = in_line("broadcast_object", set_id) if not name else nullcontext()
+    if context.config().rank == root_rank:
+        pickled, buffers, error = _pickled(obj)
+        with line:
+            _send(wire, pickled, buffers, error)
+        return obj
+    with line:
+        pickled, buffers = _receive(wire)
+    return pickle.loads(pickled.data, buffers=buffers)
+
+
+def _send(wire: _Broadcast, pickled: Bytes, buffers: list[Bytes], error: Exception | None) -> None:
     lengths = np.array([len(view) for view in buffers], dtype=np.int64)
     wire.send("size", np.array([_signed(pickled, error), len(buffers)], dtype=np.int64))
     wire.send("data", pickled)
     if error is not None:
-        raise _not_sent(label, {root_rank: pickled}) from error
+        raise _not_sent(wire.label, {wire.root: pickled}) from error
     if buffers:
         wire.send("sizes", lengths)
     for number, view in enumerate(buffers):
         wire.send(f"buffer.{number}", view)
-    return obj
 
 
-def _receive(wire: _Broadcast) -> Any:
-    """What the root sends."""
+def _receive(wire: _Broadcast) -> tuple[Bytes, list[Bytes]]:
+    """What the root sends: a pickle, and the arrays that are not in it."""
     size, count = wire.receive("size", 2, np.int64)
     pickled = wire.receive("data", _length(size), np.uint8)
     if size < 0:
         raise _not_sent(wire.label, {wire.root: pickled})
     lengths = wire.receive("sizes", int(count), np.int64) if count else ()
-    buffers = [wire.receive(f"buffer.{i}", int(length), np.uint8) for i, length in enumerate(lengths)]
-    return pickle.loads(pickled.data, buffers=buffers)
+    return pickled, [wire.receive(f"buffer.{i}", int(length), np.uint8) for i, length in enumerate(lengths)]
 
 
 class _Broadcast:
@@ -112,7 +122,8 @@ def allgather_object(
 
     Args:
         obj: anything that can be pickled.
-        name: matches the calls of the ranks.
+        name: matches the calls of the ranks. Without one the n-th such call of a rank on the process set
+            matches the n-th of the others, also where several threads make them.
         process_set: the ranks that take part.
 
     Raises:
@@ -137,10 +148,11 @@ def allgather_object(
 
     pickled, _, error = _pickled(obj, keep_together=True)
     rank = context.config().rank
-    # With its rank: those that have joined send nothing.
-    told = gather(np.array([[rank, _signed(pickled, error)]], dtype=np.int64), "size").reshape(-1, 2)
+    with in_line("allgather_object", number) if not name else nullcontext():
+        # With its rank: those that have joined send nothing.
+        told = gather(np.array([[rank, _signed(pickled, error)]], dtype=np.int64), "size").reshape(-1, 2)
+        everything = gather(pickled, "data").data
     ends = np.cumsum([_length(size) for _, size in told])
-    everything = gather(pickled, "data").data
     parts = [
         everything[int(end) - _length(size) : int(end)] for end, (_, size) in zip(ends, told, strict=True)
     ]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from polyhvd.api import Collectives
+from polyhvd.calls import process_set_id
+from polyhvd.lines import in_line
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["broadcast_named", "put_tensors", "take_tensors"]
@@ -22,20 +24,22 @@ def broadcast_named(
 ) -> None:
     """Overwrite tensors with the root's, in place; names are the same on every rank.
 
-    When one fails, the others are waited for all the same, and the first error is raised.
+    When one fails, the others are waited for all the same, and the first error is raised. Calls with one
+    prefix follow each other, whatever their threads.
     """
-    handles = [
-        collectives.broadcast_async(
-            tensor, root_rank, name=f"{prefix}.{name}", process_set=process_set, in_place=True
-        )
-        for name, tensor in named
-    ]
     first_error: Exception | None = None
-    for handle in handles:
-        try:
-            collectives.synchronize(handle)
-        except Exception as error:
-            first_error = first_error or error
+    with in_line(prefix, process_set_id(process_set)):
+        handles = [
+            collectives.broadcast_async(
+                tensor, root_rank, name=f"{prefix}.{name}", process_set=process_set, in_place=True
+            )
+            for name, tensor in named
+        ]
+        for handle in handles:
+            try:
+                collectives.synchronize(handle)
+            except Exception as error:
+                first_error = first_error or error
     if first_error is not None:
         raise first_error
 

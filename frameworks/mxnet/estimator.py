@@ -14,6 +14,7 @@ from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 from polyhvd import context
 from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.api import process_set_id
+from polyhvd.lines import in_line
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
@@ -105,15 +106,17 @@ def average_metrics(
     sums = np.array([float(getattr(metric, name)) for metric in simple for name in _SUMS])
     if not sums.size:
         return
-    context.engine().submit(
-        OpKind.ALLREDUCE,
-        "average_metrics",
-        (sums,),
-        (sums,),
-        op=ReduceOp.Sum,
-        process_set=process_set_id(process_set),
-        blocking=True,
-    ).wait()
+    number = process_set_id(process_set)
+    with in_line("average_metrics", number):
+        context.engine().submit(
+            OpKind.ALLREDUCE,
+            "average_metrics",
+            (sums,),
+            (sums,),
+            op=ReduceOp.Sum,
+            process_set=number,
+            blocking=True,
+        ).wait()
     for metric, values in zip(simple, sums.reshape(-1, len(_SUMS)).tolist(), strict=True):
         for name, value in zip(_SUMS, values, strict=True):
             setattr(metric, name, value)

@@ -14,6 +14,8 @@ from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 
 from polyhvd import context
+from polyhvd.calls import process_set_id
+from polyhvd.lines import in_line
 from polyhvd.objects import allgather_object, broadcast_object
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.state_sync import broadcast_named, put_tensors, take_tensors
@@ -97,35 +99,41 @@ def broadcast_optimizer_state(
     optimizer = updater.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         optimizer = optimizer.wrapped
-    _check_alike(optimizer, parameters, root_rank, process_set)
     # Gluon numbers parameters by names that hold counters of the process; positions agree between ranks.
     position_of = {number: position for position, number in enumerate(parameters)}
     scaler = getattr(trainer, "_amp_loss_scaler", None)
     is_root = context.config().rank == root_rank
-    state: Any = None
-    arrays: list[NDArray] = []
+    whole = None
     if is_root:
         whole = (
             _renumbered(updater.states, position_of),
             _attributes(optimizer, position_of),
             None if scaler is None else vars(scaler),
         )
-        state, arrays = take_tensors(whole, lambda v: isinstance(v, NDArray) and v.stype == "default")
-    kinds = [(array.dtype, array.shape) for array in arrays]
-    state, kinds = broadcast_object((state, kinds), root_rank, "optimizer_state", process_set)
-    if not is_root:
-        arrays = [mx.nd.empty(shape, dtype=dtype) for dtype, shape in kinds]
-    named = [(str(i), array) for i, array in enumerate(arrays)]
-    broadcast_named(ops.collectives, named, root_rank, process_set, "optimizer_state")
+    with in_line("broadcast_optimizer_state", process_set_id(process_set)):
+        _check_alike(optimizer, parameters, root_rank, process_set)
+        received = _broadcast_state(whole, root_rank, process_set)
     if is_root:
         return
-    states, attributes, scale = put_tensors(state, arrays)
+    states, attributes, scale = received
     number_of = dict(enumerate(parameters))
     updater.states = _renumbered(states, number_of)
     updater.states_synced = dict.fromkeys(updater.states, False)
     vars(optimizer).update(_numbered(attributes, number_of))
     if scaler is not None and scale is not None:
         vars(scaler).update(scale)
+
+
+def _broadcast_state(state: Any, root_rank: int, process_set: ProcessSet) -> Any:
+    """The root's nested containers of arrays and other values."""
+    sent, arrays = take_tensors(state, lambda v: isinstance(v, NDArray) and v.stype == "default")
+    kinds = [(array.dtype, array.shape) for array in arrays]
+    sent, kinds = broadcast_object((sent, kinds), root_rank, "optimizer_state", process_set)
+    if context.config().rank != root_rank:
+        arrays = [mx.nd.empty(shape, dtype=dtype) for dtype, shape in kinds]
+    named = [(str(i), array) for i, array in enumerate(arrays)]
+    broadcast_named(ops.collectives, named, root_rank, process_set, "optimizer_state")
+    return put_tensors(sent, arrays)
 
 
 #: Of the optimizer, what is the program's own.

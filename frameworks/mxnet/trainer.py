@@ -23,6 +23,7 @@ from polyhvd.adapter import OpKind, ReduceOp
 from polyhvd.api import process_set_id
 from polyhvd.compression import Compressor
 from polyhvd.groups import KeyGroups, parameter_groups
+from polyhvd.lines import in_line
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedTrainer"]
@@ -206,15 +207,18 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
     def _agree(self, what: str, numbers: np.ndarray[Any, Any], op: ReduceOp) -> np.ndarray[Any, Any]:
         """Reduce a few numbers over the ranks; waits."""
         result = numbers.copy()
-        context.engine().submit(
-            OpKind.ALLREDUCE,
-            f"{self._prefix}.{what}",
-            (result,),
-            (result,),
-            op=op,
-            process_set=process_set_id(self._process_set),
-            blocking=True,
-        ).wait()
+        name = f"{self._prefix}.{what}"
+        number = process_set_id(self._process_set)
+        with in_line(name, number):
+            context.engine().submit(
+                OpKind.ALLREDUCE,
+                name,
+                (result,),
+                (result,),
+                op=op,
+                process_set=number,
+                blocking=True,
+            ).wait()
         return result
 
     def _update(self, ignore_stale_grad: bool = False) -> None:

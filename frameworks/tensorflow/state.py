@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd import objects
+from polyhvd.lines import in_line
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -37,18 +39,16 @@ def broadcast_(
     Args:
         variables: of TensorFlow or Keras, with equal shapes and dtypes on every rank.
         root_rank: world rank of the sender.
-        name: matches the calls of the ranks.
+        name: matches the calls of the ranks; without one, those of several threads follow each other.
         process_set: the ranks that take part.
     """
     variables = list(variables)
     if not variables:
         return []
-    received = ops.broadcast(
-        [tf.convert_to_tensor(variable) for variable in variables],
-        root_rank,
-        name=name or "broadcast_variables",
-        process_set=process_set,
-    )
+    sent = [tf.convert_to_tensor(variable) for variable in variables]
+    label = name or "broadcast_variables"
+    with nullcontext() if name else in_line(label, process_set.process_set_id or 0):
+        received = ops.broadcast(sent, root_rank, name=label, process_set=process_set)
     assigned = [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
     return variables if tf.executing_eagerly() else assigned
 

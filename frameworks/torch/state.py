@@ -8,7 +8,9 @@ import torch
 from polyhvd.torch.base import adapter, collectives, increment_version
 
 from polyhvd import context
+from polyhvd.calls import process_set_id
 from polyhvd.errors import InvalidArgumentError, RankMismatchError
+from polyhvd.lines import in_line
 from polyhvd.objects import allgather_object, broadcast_object
 from polyhvd.process_sets import ProcessSet, global_process_set
 from polyhvd.state_sync import broadcast_named, put_tensors, take_tensors
@@ -44,8 +46,9 @@ def broadcast_parameters(
             raise InvalidArgumentError(
                 f"broadcast_parameters: {name!r} has no shape yet; run the model once before"
             )
-    for some in _without_shared_memory(named):
-        broadcast_named(collectives, some, root_rank, process_set)
+    with in_line("broadcast_parameters", process_set_id(process_set)):
+        for some in _without_shared_memory(named):
+            broadcast_named(collectives, some, root_rank, process_set)
     for _, tensor in named:
         increment_version(tensor)
 
@@ -94,8 +97,16 @@ def broadcast_optimizer_state(
     Raises:
         RankMismatchError: the ranks' parameter groups differ.
     """
+    with in_line("broadcast_optimizer_state", process_set_id(global_process_set)):
+        _check_groups(optimizer, root_rank)
+        state = _received_state(optimizer, root_rank)
+    if context.config().rank != root_rank:
+        _load(optimizer, state)
+
+
+def _received_state(optimizer: torch.optim.Optimizer, root_rank: int) -> Any:
+    """The root's state, on every rank."""
     is_root = context.config().rank == root_rank
-    _check_groups(optimizer, root_rank)
     state: Any = None
     tensors: list[Tensor] = []
     if is_root:
@@ -107,8 +118,7 @@ def broadcast_optimizer_state(
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in kinds]
     named = [(str(i), tensor) for i, tensor in enumerate(tensors)]
     broadcast_named(collectives, named, root_rank, prefix="optimizer_state")
-    if not is_root:
-        _load(optimizer, put_tensors(state, tensors))
+    return put_tensors(state, tensors)
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int) -> None:

@@ -55,3 +55,26 @@ def test_unnamed_calls_are_known_in_the_second_step(ranks: Ranks) -> None:
 def test_handles_that_are_dropped_change_no_pairing(ranks: Ranks) -> None:
     ranks.needs(Capability.ASYNC)
     ranks.run(unnamed.dropped_handles)
+
+
+@pytest.mark.sizes(2, 3)
+def test_four_threads_with_alike_objects_bring_the_same_ones_together_on_all_ranks(ranks: Ranks) -> None:
+    first, *others = ranks.run(unnamed.four_threads_with_objects)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.sizes(2, 3)
+def test_objects_pair_after_a_rank_had_joined_and_missed_some(ranks: Ranks) -> None:
+    first, *others = ranks.run(unnamed.objects_without_the_last)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.sizes(2, 3)
+def test_four_threads_may_broadcast_parameters_of_the_same_names(ranks: Ranks) -> None:
+    ranks.run(unnamed.four_threads_with_models)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.drivers("numpy")
+def test_ten_thousand_objects_leave_no_memory_behind(ranks: Ranks) -> None:
+    assert max(ranks.run(unnamed.objects_without_memory)) < 4 << 20

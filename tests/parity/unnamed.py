@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import drivers
@@ -14,8 +15,12 @@ from drivers import Driver
 __all__ = [
     "dropped_handles",
     "four_threads",
+    "four_threads_with_models",
+    "four_threads_with_objects",
     "mismatch_in_the_middle",
     "mixed_kinds",
+    "objects_without_memory",
+    "objects_without_the_last",
     "overlapping_process_sets",
     "poll_loop",
     "warm_cache",
@@ -62,25 +67,121 @@ def four_threads(name: str) -> None:
     driver = drivers.get(name)
     hvd = driver.hvd
     expected = float(sum(range(1, hvd.size() + 1)))
+
+    def work(_: int) -> None:
+        for step in range(_STEPS):
+            result = hvd.allreduce(_full(driver, hvd.rank() + 1.0), op=hvd.Sum)
+            _check(driver, f"step {step}", result, expected)
+
+    _in_four_threads(work)
+
+
+def _in_four_threads(work: Callable[[int], None]) -> None:
+    """Call ``work`` with the number of each thread, and raise what the first that fails does."""
     failures: list[BaseException] = []
     begin = threading.Barrier(4)
 
-    def work() -> None:
+    def guarded(thread: int) -> None:
         try:
             begin.wait()
-            for step in range(_STEPS):
-                result = hvd.allreduce(_full(driver, hvd.rank() + 1.0), op=hvd.Sum)
-                _check(driver, f"step {step}", result, expected)
+            work(thread)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=guarded, args=(thread,)) for thread in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
+
+
+_Content = tuple[int, int, Any]
+
+
+def _content(rank: int, number: int) -> _Content:
+    """Of another length each time; some have arrays that travel beside the pickle."""
+    length = 300_000 if number % 5 == 0 else 37 * number + rank
+    return rank, number, np.full(length, 1000 * rank + number, np.float64)
+
+
+def _number_in(content: _Content, rank: int) -> int:
+    sender, number, array = content
+    assert sender == rank
+    assert np.array_equal(array, _content(rank, number)[2]), f"object {number} of rank {rank}"
+    return number
+
+
+def _send_objects(hvd: Any, senders: list[int]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Objects in four threads: the numbers in those of rank 0, and of all that were gathered together."""
+    broadcast: list[int] = []
+    gathered: list[tuple[int, ...]] = []
+    rank = hvd.rank()
+
+    def work(thread: int) -> None:
+        for step in range(5):
+            mine = _content(rank, 5 * thread + step)
+            broadcast.append(_number_in(hvd.broadcast_object(mine), 0))
+            found = hvd.allgather_object(mine)
+            gathered.append(tuple(map(_number_in, found, senders)))
+
+    _in_four_threads(work)
+    assert sorted(broadcast) == list(range(20))
+    for numbers in zip(*gathered, strict=True):
+        assert sorted(numbers) == list(range(20))
+    return sorted(broadcast), sorted(gathered)
+
+
+def four_threads_with_objects(name: str) -> Any:
+    """What each call has brought together; the same on every rank."""
+    hvd = drivers.get(name).hvd
+    return _send_objects(hvd, list(range(hvd.size())))
+
+
+def objects_without_the_last(name: str) -> Any:
+    """The same after the last rank had joined, and the others went on for a while."""
+    hvd = drivers.get(name).hvd
+    everybody = list(range(hvd.size()))
+    if hvd.rank() != everybody[-1]:
+        _send_objects(hvd, everybody[:-1])
+    hvd.join()
+    return _send_objects(hvd, everybody)
+
+
+def four_threads_with_models(name: str) -> None:
+    """Each thread broadcasts models of its own; all of them have the same names, and come as one."""
+    driver = drivers.get(name)
+    found: list[float] = []
+
+    def work(thread: int) -> None:
+        for step in range(5):
+            value = 100.0 * driver.hvd.rank() + 5 * thread + step
+            mine = {key: driver.parameter(np.full(50, value, np.float32)) for key in "abcdef"}
+            driver.broadcast_parameters(mine, 0)
+            came = float(driver.to_numpy(mine["a"])[0])
+            for parameter in mine.values():
+                _check(driver, f"call {came}", parameter, came, 50)
+            found.append(came)
+
+    _in_four_threads(work)
+    assert sorted(found) == list(range(20))
+
+
+def objects_without_memory(name: str) -> int:
+    """Bytes that are in use after 10,000 calls and were not after 1,000."""
+    hvd = drivers.get(name).hvd
+
+    def resident(calls: int) -> int:
+        for call in range(calls):
+            hvd.broadcast_object(call % 300)
+            hvd.allgather_object(call % 300)
+        hvd.barrier()
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * int(fields["VmRSS"].split()[0])
+
+    before = resident(500)
+    return resident(5000) - before
 
 
 def mixed_kinds(name: str) -> None:
