@@ -51,7 +51,7 @@ from polyhvd.errors import (
 )
 from polyhvd.installed import make_mxnet_importable
 from polyhvd.launch import run
-from polyhvd.membership import add_process_set, barrier, join, remove_process_set
+from polyhvd.membership import add_process_set, barrier, join, process_set_of, remove_process_set
 from polyhvd.objects import allgather_object, broadcast_object
 from polyhvd.process_sets import ProcessSet, global_process_set
 
@@ -175,6 +175,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "process_set_of",
     "rank",
     "remove_process_set",
     "rocm_built",

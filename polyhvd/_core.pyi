@@ -146,6 +146,8 @@ class Engine:
         """Raise InvalidArgumentError for a bad call; BufferError when a tensor is not dense."""
     def take_turn(self, kind: int, process_set: int, /) -> int:
         """Count a call without a name that a native adapter submits later; from 1."""
+    def process_sets(self) -> dict[int, list[int]]:
+        """World ranks of every process set by its number, as of this rank's last operation."""
     def counters(self) -> dict[str, int]: ...
     def native_api(self) -> int:
         """Address of the polyhvd_engine_api (csrc/c_api.h) of this engine."""

@@ -30,6 +30,7 @@ __all__ = [
     "ranks_by_mpi",
     "register",
     "registered",
+    "registered_as",
     "shutdown",
     "unregister",
 ]
@@ -288,6 +289,19 @@ def unregister(process_set: ProcessSet) -> None:
     with _lock:
         process_set.process_set_id = None
         _registered[:] = [item for item in _registered if item is not process_set]
+
+
+def registered_as(number: int) -> ProcessSet:
+    """The engine's process set of this number; registered now if this rank has not heard of it."""
+    if number == 0:
+        return global_process_set
+    with _lock:
+        for item in _registered:
+            if item.process_set_id == number:
+                return item
+        found = ProcessSet(engine().process_sets()[number])
+        register(found, number)
+        return found
 
 
 def registered() -> dict[int, list[int]]:

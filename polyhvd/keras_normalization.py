@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from polyhvd import context
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.membership import process_set_of
 from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["SynchronizedNormalization"]
@@ -59,16 +59,10 @@ class SynchronizedNormalization:
         given = self._polyhvd_process_set
         if isinstance(given, ProcessSet):
             return given
-        context.engine()
-        found = ProcessSet(given)
-        numbers = [number for number, ranks in context.registered().items() if list(ranks) == found.ranks]
-        if not numbers:
-            raise self._polyhvd_invalid(
-                f"SyncBatchNormalization(process_set={found.ranks}): there is no such process set; register "
-                "it by init(process_sets=[...]) or add_process_set()"
-            )
-        found.process_set_id = numbers[0]
-        return found
+        try:
+            return process_set_of(given)
+        except InvalidArgumentError as error:
+            raise self._polyhvd_invalid(f"SyncBatchNormalization: {error}") from None
 
     def get_config(self) -> dict[str, Any]:
         """Of the base class, and the ranks of ``process_set`` unless it is all of them."""

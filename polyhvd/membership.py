@@ -11,7 +11,7 @@ from polyhvd.calls import process_set_id
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.process_sets import ProcessSet, global_process_set
 
-__all__ = ["add_process_set", "barrier", "join", "remove_process_set"]
+__all__ = ["add_process_set", "barrier", "join", "process_set_of", "remove_process_set"]
 
 
 def _run_alone(kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()) -> int:
@@ -33,7 +33,8 @@ def join() -> int:
 
     Meanwhile it takes part in the operations of the others: with zeros in sums and averages (which
     still divide by the number of ranks), with neutral elements in other reductions, without rows in
-    allgather and alltoall. It cannot be the root of a broadcast.
+    allgather and alltoall. It cannot be the root of a broadcast. For process sets that others have added
+    meanwhile, it asks :func:`process_set_of` afterwards.
 
     Returns:
         The rank that joined last: it has seen the most data.
@@ -54,9 +55,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
         InvalidArgumentError: these ranks are a process set already, or are not in the world.
         RankMismatchError: the ranks named different sets.
     """
-    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if added.members is not None:
-        added.ranks = context.ranks_by_mpi(added.members) or None
+    added = _with_ranks(process_set)
     if added.process_set_id is not None or added.ranks is None:
         raise InvalidArgumentError(f"{added} is registered already, or has no members")
     number = _run_alone(OpKind.ADD_PROCESS_SET, numbers=added.ranks)
@@ -64,8 +63,45 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     return added
 
 
+def process_set_of(ranks: Iterable[int] | Any) -> ProcessSet:
+    """The registered process set of exactly these ranks; sends nothing.
+
+    So a rank gets one that the others have added while it had joined, to use it, and to remove it with them.
+    It knows of what was added before its last operation ended.
+
+    Args:
+        ranks: world ranks, in any order, or a communicator or group of mpi4py.
+
+    Raises:
+        InvalidArgumentError: there is no such process set.
+
+    Example::
+
+        hvd.join()
+        pair = hvd.process_set_of([0, 1])
+    """
+    wanted = _with_ranks(ranks).ranks
+    numbers = [number for number, known in context.engine().process_sets().items() if known == wanted]
+    if not numbers:
+        raise InvalidArgumentError(
+            f"process_set_of({wanted}): there is no such process set; pass it to init(process_sets=[...]) or "
+            "add_process_set()"
+        )
+    return context.registered_as(numbers[0])
+
+
+def _with_ranks(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
+    """A process set that knows its ranks, unless this rank is not in its communicator."""
+    known = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if known.members is not None:
+        known.ranks = context.ranks_by_mpi(known.members) or None
+    return known
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; every rank of the world calls it. Its pending operations fail.
+
+    A rank that had joined while the others removed it calls it alone, or not at all.
 
     Returns:
         Whether it was registered. The global process set cannot be removed.
@@ -73,6 +109,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == 0:
         return False
-    _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
+    is_there = number in context.engine().process_sets()
+    if is_there:
+        _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
     context.unregister(process_set)
-    return True
+    return is_there

@@ -235,6 +235,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::map<std::string, std::uint64_t> counters() const { return engine_->counters(); }
+  std::map<ProcessSetId, std::vector<int>> process_sets() const { return engine_->process_sets(); }
   Turn take_turn(int kind, ProcessSetId set) { return engine_->take_turn(set, OpKind(kind)); }
   void tune(const Tuning& tuning) { engine_->tune(tuning); }
   Tuning tuning() const { return engine_->tuning(); }
@@ -536,6 +537,7 @@ PYBIND11_MODULE(_core, m) {
            py::arg("postscale") = 1.0, py::arg("process_set") = 0, py::arg("priority") = 0,
            py::arg("blocking") = false, py::arg("numbers") = std::vector<std::int64_t>{})
       .def("take_turn", &PyEngine::take_turn)
+      .def("process_sets", &PyEngine::process_sets)
       .def("counters", &PyEngine::counters)
       .def("native_api", &PyEngine::native_api)
       .def("shutdown", &PyEngine::shutdown)

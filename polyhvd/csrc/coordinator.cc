@@ -324,7 +324,7 @@ std::string Coordinator::why_not_add(const Agreement& agreement) const {
   for (const Shape& rank : agreement.shapes) ranks.push_back(static_cast<int>(rank.at(0)));
   if (const auto id = sets_.find(ranks)) {
     return concat({text_of_ranks(ranks), ranks.size() == 1 ? " is" : " are", " process set ",
-                   std::to_string(*id), " already; use that one"});
+                   std::to_string(*id), " already; use that one, or ask process_set_of() for it"});
   }
   const auto adds = [this](CacheId id) {
     return known_.at(id).agreement->kind == OpKind::kAddProcessSet;

@@ -86,6 +86,8 @@ class Engine {
 
   // See OpQueue::take_turn().
   Turn take_turn(ProcessSetId set, OpKind kind) { return queue_.take_turn(set, kind); }
+  // Members of every process set, by its number.
+  std::map<ProcessSetId, std::vector<int>> process_sets() const { return queue_.process_sets(); }
 
   // As submit(), with nobody waiting. True: nobody was woken, and lend() follows at once on
   // this thread; it drives until no operation is in flight, and for kLendTime at most while

@@ -373,6 +373,16 @@ void OpQueue::remove_process_set(ProcessSetId id) {
   std::erase_if(turns_, [id](const auto& item) { return item.first.first == id; });
 }
 
+std::map<ProcessSetId, std::vector<int>> OpQueue::process_sets() const {
+  std::lock_guard lock(mutex_);
+  std::map<ProcessSetId, std::vector<int>> found;
+  for (const ProcessSetId id : sets_.ids()) {
+    const std::span<const int> members = sets_.members(id);
+    found[id].assign(members.begin(), members.end());
+  }
+  return found;
+}
+
 std::uint64_t OpQueue::settle_removal() {
   std::lock_guard lock(mutex_);
   return sets_.settle_removal();

@@ -66,6 +66,8 @@ class OpQueue {
   // Driver: changes the process sets, which submit() reads.
   ProcessSetId add_process_set(std::vector<int> ranks);
   void remove_process_set(ProcessSetId id);
+  // Members of every process set, by its number. Any thread.
+  std::map<ProcessSetId, std::vector<int>> process_sets() const;
   // Driver: has executed the next removal; see ProcessSets.
   std::uint64_t settle_removal();
   // Driver: whether this rank has joined, and others go on without it.

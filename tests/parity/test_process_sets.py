@@ -183,3 +183,37 @@ def start_and_wait(name: str) -> None:
 def test_operations_of_overlapping_process_sets_may_be_in_flight_together(ranks: Ranks) -> None:
     ranks.needs(Capability.ASYNC)
     ranks.run(start_and_wait)
+
+
+def add_without_the_last(name: str) -> None:
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    rank, last = hvd.rank(), hvd.size() - 1
+    early = hvd.add_process_set(MEMBERS)
+    kept = []
+    if rank != last:
+        hvd.remove_process_set(early)
+        kept = [hvd.add_process_set(ranks) for ranks in (OTHERS, MEMBERS)]
+    hvd.join()
+    chosen = [hvd.process_set_of(ranks) for ranks in (reversed(OTHERS), MEMBERS)]
+    assert all(found is mine for found, mine in zip(chosen, kept, strict=rank != last))
+    assert [found.ranks for found in chosen] == [list(OTHERS), list(MEMBERS)]
+    assert hvd.process_set_of(range(hvd.size())) is hvd.global_process_set
+    for found in chosen:
+        assert hvd.process_set_of(found.ranks) is found
+        if not found.included():
+            continue
+        total = sum(10.0**r for r in found.ranks)
+        result = driver.call(
+            lambda x, s=found: hvd.allreduce(x, op=hvd.Sum, process_set=s), _tensor(driver, rank)
+        )
+        oracle.check("sum", driver.to_numpy(result), np.full((ROWS, 2), total, np.float32))
+    assert not hvd.remove_process_set(early), "it is gone, and whoever had joined removes it alone"
+    for found in chosen:
+        assert hvd.remove_process_set(found)
+        with pytest.raises(ValueError, match="there is no such process set"):
+            hvd.process_set_of(found.ranks or MEMBERS)
+
+
+def test_a_rank_that_had_joined_finds_the_process_sets_that_others_added(ranks: Ranks) -> None:
+    ranks.run(add_without_the_last)
