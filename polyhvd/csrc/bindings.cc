@@ -21,6 +21,7 @@
 #include "py_mpi.h"
 #include "py_settings.h"
 #include "py_tensor.h"
+#include "py_text.h"
 #include "shm/segment.h"
 #include "world.h"
 
@@ -33,7 +34,7 @@ namespace {
 
 void raise_as_python(const Error& error) {
   const py::object type = py::module_::import("polyhvd.errors").attr(class_name(error.code));
-  PyErr_SetString(type.ptr(), error.message.c_str());
+  PyErr_SetObject(type.ptr(), readable(error.message).ptr());
 }
 
 // Handles ---------------------------------------------------------------------
@@ -99,7 +100,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
             engine_.get(),
             &submit_native,
             &lend_native};
-    if (config.attr("flight_folder").cast<std::string>().empty()) return;
+    if (path_of(config.attr("flight_folder")).empty()) return;
     const auto write = [engine = engine_.get()] { engine->flight().write("SIGUSR2"); };
     dump_signal_ = std::make_unique<DumpSignal>(write);
   }
@@ -215,8 +216,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     engine_->flight().set_header(json);
     header_ = std::move(json);
   }
-  void start_timeline(std::string path, bool mark_cycles, std::uint64_t bytes_max) {
-    TimelineOptions options{std::move(path), mark_cycles, bytes_max, header_};
+  void start_timeline(const py::object& path, bool mark_cycles, std::uint64_t bytes_max) {
+    TimelineOptions options{path_of(path), mark_cycles, bytes_max, header_};
     const WithoutGil without_gil;
     engine_->timeline().start(std::move(options));
   }
@@ -501,7 +502,11 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox")
       .def(py::init<int, int>(), py::arg("signal") = 0, py::arg("descriptor") = -1)
       .def("wait", &Mailbox::wait, py::call_guard<WithoutGil>())
-      .def("take_line", &Mailbox::take_line)
+      .def("take_line",
+           [](Mailbox& self) -> py::object {
+             const auto line = self.take_line();
+             return line ? py::object(readable(*line)) : py::none();
+           })
       .def("take_sample", &Mailbox::take_sample)
       .def("take_question", &Mailbox::take_question)
       .def("answer", &Mailbox::answer)

@@ -2,20 +2,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include "py_text.h"
+
 namespace polyhvd {
 
 namespace py = pybind11;
-
-namespace {
-
-// As UTF-8. What is none, such as a file name in another encoding, stands escaped in it.
-std::string printable(const py::handle& text) {
-  auto* encoded = PyUnicode_AsEncodedString(py::str(text).ptr(), "utf-8", "backslashreplace");
-  if (encoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::bytes>(encoded);
-}
-
-}  // namespace
 
 std::string caller_line() {
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));

@@ -10,6 +10,7 @@
 
 #include "mpi/runtime.h"
 #include "py_gil.h"
+#include "py_text.h"
 
 namespace py = pybind11;
 
@@ -23,7 +24,9 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::shared_ptr<mpi::Runtime> open_mpi(const std::vector<std::string>& names, bool several) {
+std::shared_ptr<mpi::Runtime> open_mpi(const py::sequence& places, bool several) {
+  const std::vector<std::string> names = paths_of(places);
+  const WithoutGil without_gil;
   return std::make_shared<mpi::Runtime>(
       names, several ? mpi::ThreadLevel::kMultiple : mpi::ThreadLevel::kSerialized);
 }
@@ -48,13 +51,13 @@ void define_mpi(py::module_& m) {
   using Released = py::call_guard<WithoutGil>;
   m.def(
       "probe_mpi",
-      [](const std::vector<std::string>& names) {
-        const auto library = mpi::open_library(names, /*stays=*/false);
-        return std::make_pair(library->path(), library->version());
+      [](const py::sequence& names) {
+        const auto library = mpi::open_library(paths_of(names), /*stays=*/false);
+        return std::make_pair(path_from(library->path()), library->version());
       },
       py::arg("names"));
   py::class_<mpi::Runtime, std::shared_ptr<mpi::Runtime>>(m, "MpiRuntime")
-      .def(py::init(&open_mpi), py::arg("names"), py::arg("several_threads"), Released())
+      .def(py::init(&open_mpi), py::arg("names"), py::arg("several_threads"))
       .def(
           "initialize",
           [](mpi::Runtime& self, double timeout_s) {
@@ -66,7 +69,8 @@ void define_mpi(py::module_& m) {
       .def(
           "finish", [](mpi::Runtime& self) { self.finish(check_signals); }, Released())
       .def("give_up", &mpi::Runtime::give_up)
-      .def_property_readonly("path", [](mpi::Runtime& self) { return self.library().path(); })
+      .def_property_readonly("path",
+                             [](mpi::Runtime& self) { return path_from(self.library().path()); })
       .def_property_readonly("version", [](mpi::Runtime& self) { return self.library().version(); })
       .def_property_readonly(
           "family", [](mpi::Runtime& self) { return std::string(self.library().family()); })

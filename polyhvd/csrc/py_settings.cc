@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "mpi/runtime.h"
+#include "py_text.h"
 
 namespace py = pybind11;
 
@@ -26,7 +27,7 @@ Wiring read_wiring(const py::object& object) {
   wiring.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
   wiring.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
   wiring.backends = object.attr("backends").cast<std::vector<std::string>>();
-  wiring.nccl_libraries = object.attr("nccl_libraries").cast<std::vector<std::string>>();
+  wiring.nccl_libraries = paths_of(object.attr("nccl_libraries"));
   wiring.shares_gpus = object.attr("shares_gpus").cast<bool>();
   wiring.hierarchical = object.attr("hierarchical").cast<bool>();
   wiring.mpi = object.attr("mpi").cast<std::shared_ptr<mpi::Session>>();
@@ -49,7 +50,7 @@ EngineOptions read_options(const py::object& config, const std::shared_ptr<Mailb
   options.data_timeout = Seconds(number("data_timeout_s"));
   options.stalls.warn =
       Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
-  options.flights.root = config.attr("flight_folder").cast<std::string>();
+  options.flights.root = path_of(config.attr("flight_folder"));
   options.flights.job = config.attr("flight_job").cast<std::string>();
   options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
   options.mailbox = mailbox;

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,12 @@ import numpy as np
 import polyhvd.numpy as hvd
 import pytest
 import worker
+from flight_ranks import reduce_until_it_fails
 from launching import ROOT, wait_until
-from pool import Pool, Pools, PoolSpec
+from pool import Pool
 from ranks_alive import wait_until_asleep
 
 from polyhvd import cli, flight
-
-
-@pytest.fixture
-def start(pools: Pools, tmp_path: Path) -> Iterator[Callable[..., Pool]]:
-    """Starts a pool of this test alone, whose dumps go to tmp_path."""
-    pools.close()
-    started: list[Pool] = []
-
-    def start(ranks: int, **settings: str) -> Pool:
-        values = {"POLYHVD_FLIGHT_DIR": str(tmp_path), **settings}
-        started.append(Pool(PoolSpec("numpy", (ranks,), tuple(values.items()))))
-        return started[-1]
-
-    yield start
-    for pool in started:
-        pool.kill()
 
 
 def dumps_in(folder: Path) -> list[Path]:
@@ -51,17 +36,6 @@ def loaded(folder: Path, count: int) -> list[flight.Dump]:
 def differences(dumps: list[flight.Dump]) -> list[str]:
     lines = flight.explain(dumps)
     return [line.strip() for line in lines[lines.index("") + 1 :]]
-
-
-def reduce_until_it_fails() -> str:
-    try:
-        for i in range(1 << 30):
-            hvd.allreduce(np.ones(100, np.float32), name=f"loop {i % 7}")
-            if i == 20:
-                worker.note("in the loop")
-    except hvd.HorovodInternalError as error:
-        return type(error).__name__
-    raise AssertionError("unreachable")
 
 
 def test_survivors_of_a_killed_rank_write_their_last_operations(

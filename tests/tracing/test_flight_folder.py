@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-import polyhvd.numpy as hvd
 import pytest
-import worker
+from flight_ranks import reduce_until_it_fails
 from launching import DEADLINE_S, ROOT, Launcher, wait_until
-from pool import Pool, Pools, PoolSpec
+from pool import Pool
 
 from polyhvd import cli
 
@@ -149,32 +147,6 @@ def test_in_a_named_folder_of_the_user_dumps_lie_directly(tmp_path: Path) -> Non
     assert permissions(dump) == 0o600
 
 
-@pytest.fixture
-def start(pools: Pools, tmp_path: Path) -> Iterator[Callable[[int], Pool]]:
-    """Starts a pool of this test alone, whose dumps go to tmp_path."""
-    pools.close()
-    started: list[Pool] = []
-
-    def start(ranks: int) -> Pool:
-        started.append(Pool(PoolSpec("numpy", (ranks,), (("POLYHVD_FLIGHT_DIR", str(tmp_path)),))))
-        return started[-1]
-
-    yield start
-    for pool in started:
-        pool.kill()
-
-
-def reduce_until_it_fails() -> str:
-    try:
-        for i in range(1 << 30):
-            hvd.allreduce(np.ones(100, np.float32), name=f"loop {i % 7}")
-            if i == 20:
-                worker.note("in the loop")
-    except hvd.HorovodInternalError as error:
-        return type(error).__name__
-    raise AssertionError("unreachable")
-
-
 @pytest.mark.parametrize("occupied_by", ["a FIFO", "a link to a FIFO", "a folder"])
 def test_a_job_fails_in_time_whatever_lies_under_the_name_of_its_dump(
     occupied_by: str, start: Callable[[int], Pool], tmp_path: Path
@@ -200,6 +172,25 @@ def test_a_job_fails_in_time_whatever_lies_under_the_name_of_its_dump(
         return [path for path in found if stat.S_ISREG(path.lstat().st_mode)]
 
     wait_until(lambda: len(dumps()) == 1, "the dump under another name")
+
+
+def test_a_folder_whose_name_is_no_utf8_serves(shared: Path) -> None:
+    odd = shared / os.fsdecode(b"f\xfcr uns")
+    odd.mkdir(mode=0o1777)
+    text = said_of_a_dump(TMPDIR=str(odd))
+    assert r"the last operations are in " in text
+    assert r"f\xfcr uns" in text, "it is shown escaped"
+    (dump,) = odd.glob(f"polyhvd-flight-{os.geteuid()}/*/polyhvd-flight.rank0.*.json")
+    assert dump.read_text().startswith('{"flight":')
+    command = "import sys; from polyhvd.cli import main; sys.exit(main(['flight', sys.argv[1]]))"
+    done = subprocess.run([sys.executable, "-c", command, dump.parent], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"rank 0 (pid " in done.stdout
+
+
+def test_what_is_wrong_with_such_a_folder_is_said(tmp_path: Path) -> None:
+    text = said_of_a_dump(POLYHVD_FLIGHT_DIR=str(tmp_path / os.fsdecode(b"n\xfcll")))
+    assert r"n\xfcll: No such file or directory" in text
 
 
 @pytest.fixture

@@ -170,6 +170,14 @@ def test_a_path_that_cannot_be_written_is_an_error_that_names_it(pools: Pools, t
     assert [Path(answer).name for answer in answers] == ["t.json", "t.rank1.json"]
 
 
+def test_a_path_that_is_no_utf8_serves(pools: Pools, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"l\xe4ufe")
+    odd.mkdir()
+    pools.get(TWO).run(train, str(odd / os.fsdecode(b"\xff.json")))
+    for name in (b"\xff.json", b"\xff.rank1.json"):
+        assert "allreduce.layer.0.weight" in rows_of(events_of(odd / os.fsdecode(name)))
+
+
 def test_a_fifo_in_the_place_of_a_timeline_is_an_error_and_waited_for_by_nobody(
     pools: Pools, tmp_path: Path
 ) -> None:
