@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -54,3 +55,14 @@ def test_support_of_threads_is_known_after_init() -> None:
         assert hvd.mpi_threads_supported() is False
     finally:
         hvd.shutdown()
+
+
+def test_a_library_whose_path_is_no_utf8_is_looked_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYHVD_CONTROLLER", "mpi")
+    monkeypatch.setenv("POLYHVD_MPI_LIBRARY", os.fsdecode(b"/none\xff.so"))
+    done = subprocess.run(
+        [sys.executable, "-c", "import polyhvd; polyhvd.init()"], capture_output=True, text=True
+    )
+    assert (
+        r"ConfigError: MPI cannot be used, though it was asked for: /none\xff.so: cannot open" in done.stderr
+    )

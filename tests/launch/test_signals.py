@@ -199,13 +199,7 @@ def test_user_signal_does_not_kill_ranks_or_children_that_do_not_catch_it(
 
 
 def test_sigusr2_to_the_launcher_has_ranks_write_flight_dumps(launcher: Launcher, tmp_path: Path) -> None:
-    source = RANK + (
-        "import polyhvd.numpy as hvd\n"
-        "hvd.init()\n"
-        "os.write(1, b'pid %d\\n' % os.getpid())\n"
-        "while True: time.sleep(60)\n"
-    )
-    launcher.start("-np", "2", source=source)
+    launcher.start("-np", "2", source="import polyhvd.numpy as hvd\nhvd.init()\n" + WAITING)
     ranks = pids(launcher.wait_for("pid ", 2))
     launcher.signal(signal.SIGUSR2)
 

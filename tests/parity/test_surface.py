@@ -9,27 +9,14 @@ import pytest
 from worlds import Ranks
 
 import polyhvd
+from polyhvd import errors
 
 pytestmark = pytest.mark.sizes(3)
-
-ERRORS = (
-    "HorovodInternalError",
-    "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "InvalidArgumentError",
-    "NotInitializedError",
-    "PeerDepartedError",
-    "PeerLostError",
-    "RankMismatchError",
-    "ShutdownError",
-    "TransferTimeoutError",
-    "UnsupportedError",
-)
 
 
 def offer_errors(name: str) -> None:
     hvd = drivers.get(name).hvd
-    for error in ERRORS:
+    for error in errors.__all__:
         assert getattr(hvd, error) is getattr(polyhvd, error), error
         assert error in hvd.__all__, error
     assert hvd.gpu_available("no such framework") is False
