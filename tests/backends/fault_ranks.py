@@ -1,11 +1,12 @@
 """The ranks of the fault test: processes forked from one that has everything imported.
 
-Started as ``python -c "import fault_ranks; fault_ranks.serve(FD)"``. The server has no thread and no
+Started as ``python -c "import fault_ranks; fault_ranks.serve(FD, UID)"``. The server has no thread and no
 engine, so that a fork of it is as good as a fresh process.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import faulthandler
@@ -33,6 +34,7 @@ __all__ = ["Report", "serve"]
 Array = np.ndarray[Any, Any]
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _DTYPES = ("int32", "int64", "uint8", "uint16", "uint64", "float16", "float32", "float64")
 #: Small enough that sums of all ranks are exact in every type.
 _VALUES_MAX = 20
@@ -57,8 +59,10 @@ class WrongResultError(AssertionError):
 # The server ------------------------------------------------------------------------------------
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, user: int) -> None:
     """Fork a rank for each request, and tell of the ends of ranks, until the other side closes."""
+    if user != os.geteuid():
+        _become_user(user)
     _die_with_parent()
     control = socket.socket(fileno=descriptor)
     running: dict[int, int] = {}  # pidfd -> pid
@@ -81,6 +85,16 @@ def serve(descriptor: int) -> None:
             os.close(descriptors[0])
             running[os.pidfd_open(pid)] = pid
             control.send(pickle.dumps(("pid", pid, 0)))
+
+
+def _become_user(user: int) -> None:
+    """What is imported stays so, wherever it lies; the rest is as in a program that this user has started."""
+    for encoding in ("ascii", "idna"):  # which sockets look up when they need them
+        codecs.lookup(encoding)
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
 
 
 def _die_with_parent() -> None:

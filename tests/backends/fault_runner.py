@@ -42,16 +42,22 @@ class CaseError(AssertionError):
 
 
 class Server:
-    """The process that ranks are forked from; see ``fault_ranks.serve``."""
+    """The process that ranks are forked from; see ``fault_ranks.serve``.
 
-    def __init__(self) -> None:
+    Args:
+        user: whom it runs as; None: as this process does.
+    """
+
+    def __init__(self, user: int | None = None) -> None:
+        self.user = os.geteuid() if user is None else user
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         prefixes = ("POLYHVD_", "HOROVOD_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
+            serve = f"import fault_ranks; fault_ranks.serve({theirs.fileno()}, {self.user})"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"import fault_ranks; fault_ranks.serve({theirs.fileno()})"],
+                [sys.executable, "-c", serve],
                 cwd=ROOT,
                 env=env,
                 pass_fds=[theirs.fileno()],
@@ -123,6 +129,7 @@ class _Job:
         self._folder = folder
         self.temporary = folder / "tmp"  # what a job may use, and has to clear
         self.temporary.mkdir()
+        os.chown(self.temporary, server.user, -1)
         self._crowd = Crowd(case.seed)
         self.events: list[str] = []
         self._deadline = time.monotonic() + _DEADLINE_S

@@ -1,12 +1,15 @@
 """Random faults in random jobs: each case ends in right results, or in an error on every rank.
 
 A case comes from its number alone. ``make faults`` runs FAULT_CASES of them (300), the ordinary suite
-40; ``POLYHVD_TEST_FAULT_SEED=123 pytest tests/backends/test_random_faults.py`` runs the one.
+40; ``POLYHVD_TEST_FAULT_SEED=123 pytest tests/backends/test_random_faults.py`` runs the one. The first few
+are run by a user who is not root as well, and with every core of the machine busy.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,10 @@ _FIRST = 1
 _CASES = int(os.environ.get("POLYHVD_TEST_FAULT_CASES", "40"))
 _SEED = os.environ.get("POLYHVD_TEST_FAULT_SEED")
 _SEEDS = [int(_SEED)] if _SEED else range(_FIRST, _FIRST + _CASES)
+_FEW = _SEEDS[:12]
+_NOBODY = 65534
+#: It competes with the ranks on their own terms, and does not outlive this process.
+_BUSY = "import ctypes; ctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +34,50 @@ def server() -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def server_of_nobody() -> Iterator[Server]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user, and all the others are no root")
+    server = Server(_NOBODY)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def busy_cores() -> Iterator[None]:
+    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in os.sched_getaffinity(0)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_a_fault_ends_in_right_results_or_an_error_on_every_rank(
     server: Server, seed: int, tmp_path: Path
+) -> None:
+    case = case_of(seed)
+    print(case)
+    print(run_case(server, case, tmp_path))
+
+
+@pytest.mark.parametrize("seed", _FEW)
+def test_a_fault_ends_so_for_a_user_who_is_not_root(
+    server_of_nobody: Server, seed: int, tmp_path: Path
+) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:-2]):  # it is to get there
+        folder.chmod(folder.stat().st_mode | 0o011)
+    folder = tmp_path / "of nobody"
+    folder.mkdir()
+    os.chown(folder, _NOBODY, _NOBODY)
+    case = case_of(seed)
+    print(case)
+    print(run_case(server_of_nobody, case, folder))
+
+
+@pytest.mark.parametrize("seed", _FEW)
+def test_a_fault_ends_so_on_a_machine_whose_cores_are_busy(
+    server: Server, busy_cores: None, seed: int, tmp_path: Path
 ) -> None:
     case = case_of(seed)
     print(case)
