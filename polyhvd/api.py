@@ -408,8 +408,11 @@ class Collectives(Generic[T]):
         priority: int = 0,
         blocking: bool = False,
     ) -> Handle:
-        """Start exchanging rows with all ranks; see :meth:`alltoall`."""
-        rows = splits_of(splits)
+        """Start exchanging rows with all ranks; see :meth:`alltoall`.
+
+        ``synchronize(handle)`` returns the tuple of rows and counts, with ``splits`` and without, as
+        Horovod's does.
+        """
         return self._start(
             OpKind.ALLTOALL,
             (tensor,),
@@ -417,8 +420,8 @@ class Collectives(Generic[T]):
             process_set,
             priority,
             blocking,
-            _single if rows is None else tuple,
-            numbers=rows or (),
+            tuple,
+            numbers=splits_of(splits) or (),
         )
 
     def alltoall(self, tensor: T, splits: Any = None, **arguments: Any) -> Any:
@@ -437,7 +440,8 @@ class Collectives(Generic[T]):
         Raises:
             InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
         """
-        return self.synchronize(self.alltoall_async(tensor, splits, blocking=True, **arguments))
+        received = self.synchronize(self.alltoall_async(tensor, splits, blocking=True, **arguments))
+        return received[0] if splits is None else received
 
     def grouped_reducescatter_async(
         self,

@@ -281,7 +281,7 @@ class ArrayFunctions(Generic[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Handle:
-        """Start :meth:`alltoall`."""
+        """Start :meth:`alltoall`; ``synchronize(handle)`` returns rows and how many came from each rank."""
         return self._collectives.alltoall_async(
             self._check(tensor), splits, name=name, process_set=process_set
         )

@@ -132,15 +132,19 @@ def _as_array(value: Any) -> Any:
     return mx.nd.array([value], dtype=np.float32 if type(value) is float else number.dtype)
 
 
+def _result(handle: Handle) -> Any:
+    """What an operation writes, before it has."""
+    if handle.finish is not None:  # the result is made on this thread, in the end
+        return synchronize(handle)
+    return collectives.result(handle)
+
+
 def _returning(name: str, doc: str, start: Callable[P, Handle]) -> Callable[P, Any]:
     """The form of a verb that returns the results themselves."""
 
     @functools.wraps(start)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        handle = start(*args, **kwargs)
-        if handle.finish is not None:  # the result is made on this thread, in the end
-            return synchronize(handle)
-        return collectives.result(handle)
+        return _result(start(*args, **kwargs))
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = doc
@@ -306,9 +310,26 @@ def alltoall_async(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start :func:`alltoall`; ``synchronize(handle)`` returns what that returns, or raises."""
+    """Start :func:`alltoall`; ``synchronize(handle)`` returns the rows and how many came from each rank."""
     rows = splits.asnumpy() if isinstance(splits, NDArray) else splits
     return collectives.alltoall_async(tensor, rows, **_common(OpKind.ALLTOALL, name, priority, process_set))
+
+
+def alltoall(
+    tensor: NDArray,
+    splits: NDArray | Sequence[int] | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send consecutive rows to the ranks in turn; return what they sent, in order of rank.
+
+    ``splits``: rows for each rank, whole numbers; None: equal parts. With it the result is a tuple of
+    the new array and the rows received from each rank, as int32. The call waits until all ranks have
+    told their splits, not for the data. See :meth:`polyhvd.api.Collectives.alltoall`.
+    """
+    received = _result(alltoall_async(tensor, splits, name, priority, process_set))
+    return received[0] if splits is None else received
 
 
 def reducescatter_async(
@@ -420,16 +441,7 @@ broadcast_ = _returning(
     "Overwrite an array with the root's, and return it; see :func:`broadcast`.",
     broadcast_async_,
 )
-alltoall = _returning(
-    "alltoall",
-    """Send consecutive rows to the ranks in turn; return what they sent, in order of rank.
 
-    ``splits``: rows for each rank, whole numbers; None: equal parts. With it the result is a tuple of
-    the new array and the rows received from each rank, as int32. The call waits until all ranks have
-    told their splits, not for the data. See :meth:`polyhvd.api.Collectives.alltoall`.
-    """,
-    alltoall_async,
-)
 reducescatter = _returning(
     "reducescatter",
     """Reduce an array over the ranks; return this rank's rows, one more on the first ranks if need be.

@@ -102,7 +102,7 @@ def broadcast_async(
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start :func:`alltoall`; ``synchronize(handle)`` returns what it would."""
+    """Start :func:`alltoall`; ``synchronize(handle)`` returns the rows and how many came from each rank."""
     with as_tensorflow():
         rows = ops.rows_of(splits)
     return _start(ops.collectives.alltoall_async, tensor, rows, name=name, process_set=process_set)

@@ -328,9 +328,10 @@ def alltoall(
     with as_tensorflow():
         rows = rows_of(splits)
     if _goes_direct((tensor,)):
-        return _run_direct(
+        output, received = _run_direct(
             collectives.alltoall_async, tensor, rows, name=name, process_set=process_set, priority=priority
         )
+        return output if splits is None else (output, received)
     if not isinstance(rows, tf.Tensor):
         rows = tf.constant(rows or [], tf.int64)
     output, received = run_op(

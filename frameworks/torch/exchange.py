@@ -155,7 +155,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start :func:`alltoall`, without gradient; ``synchronize(handle)`` returns what that does."""
+    """Start :func:`alltoall`, without gradient.
+
+    ``synchronize(handle)`` returns the rows and how many came from each rank, also where ``splits`` is None.
+    """
     return collectives.alltoall_async(tensor, splits, name=name, process_set=process_set)
 
 
