@@ -14,14 +14,15 @@ def run(
     func: Callable[..., _T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int | None = None,
-    min_np: int | None = None,
-    max_np: int | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
     slots: int | None = None,
     reset_limit: int | None = None,
     cooldown_range: Sequence[int] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
+    host_discovery_script: str | None = None,
     start_timeout: float | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -31,26 +32,26 @@ def run(
     use_gloo: bool | None = None,
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
+    network_interface: str | None = None,
     network_interfaces: str | Sequence[str] | None = None,
     executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
     *,
-    num_proc: int | None = None,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    network_interface: str | None = None,
     env: Mapping[str, str] | None = None,
     term_grace_s: float = 30.0,
 ) -> list[_T]:
     """Call a function on every rank of a new job, and return the results in rank order.
 
-    The arguments, up to ``max_num_proc``, are ``horovod.run``'s.
+    The arguments, up to ``max_np``, are ``horovod.run``'s, in its order.
 
     Args:
         func: called as ``func(*args, **kwargs)`` in a process of its own on every rank; it, the
             arguments and the result travel by cloudpickle.
         args: positional arguments.
         kwargs: keyword arguments.
-        np: number of ranks; None: every slot of the hosts. ``num_proc`` is another name.
+        num_proc: number of ranks; None: every slot of the hosts, of this host one. ``np`` is another name.
         hosts: ``host1:2,host2:2``; None: this host.
         hostfile: the same from a file, with ``host slots=N`` in each line.
         start_timeout: seconds for all ranks to start, and to meet in ``init()``; None: 30.
@@ -62,8 +63,9 @@ def run(
             list. ``network_interface`` is another name.
         executable: Python of the ranks; None: the path of this one.
         disable_cache: has no effect, and neither has ``use_gloo``.
-        use_mpi: refused, as ``mpi_args`` is, and what is for elastic jobs: ``min_np``, ``max_np``, ``slots``,
-            ``reset_limit``, ``cooldown_range``, ``min_num_proc``, ``max_num_proc``.
+        use_mpi: refused, as ``mpi_args`` is, and what is for elastic jobs: ``min_num_proc``, ``min_np``,
+            ``max_num_proc``, ``max_np``, ``slots``, ``reset_limit``, ``cooldown_range``,
+            ``host_discovery_script``.
         env: environment variables of the ranks, on top of those of this process.
         term_grace_s: seconds that ranks have from SIGTERM to SIGKILL.
 
@@ -83,6 +85,7 @@ def run(
         "cooldown_range": cooldown_range,
         "min_num_proc": min_num_proc,
         "max_num_proc": max_num_proc,
+        "host_discovery_script": host_discovery_script,
     }
     for name, value in elastic.items():
         if value is not None:

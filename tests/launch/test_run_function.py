@@ -124,11 +124,19 @@ def test_what_horovod_takes_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank.2" / "stdout").exists()
 
 
+def test_arguments_come_in_the_order_of_horovod() -> None:
+    names = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts
+        hostfile host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose
+        use_gloo use_mpi mpi_args network_interface network_interfaces executable np min_np max_np"""
+    assert list(inspect.signature(run).parameters)[: len(names.split())] == names.split()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"min_np": 1}, "min_np=1.*no elastic jobs"),
         ({"max_num_proc": 2}, "max_num_proc=2.*no elastic jobs"),
+        ({"host_discovery_script": "hosts.sh"}, "host_discovery_script='hosts.sh'.*no elastic jobs"),
         ({"cooldown_range": (1, 2)}, "cooldown_range.*no elastic jobs"),
         ({"use_mpi": True}, "polyhvdrun --mpi"),
         ({"mpi_args": "-v"}, "polyhvdrun --mpi"),
