@@ -271,7 +271,9 @@ class BestModel:
 
     Args:
         monitor, verbose, mode, save_freq: as of ``keras.callbacks.ModelCheckpoint``.
-        filepath: where to; it is also an attribute that can be set later, as in Horovod.
+        filepath: where to; it is also an attribute that can be set later, as in Horovod. None:
+            ``best_model.keras``, or ``best_model.weights.h5`` of weights alone.
+        save_weights_only: save no more than the weights.
     """
 
     def __init__(
@@ -280,13 +282,16 @@ class BestModel:
         verbose: int = 0,
         mode: str = "auto",
         save_freq: str | int = "epoch",
-        filepath: Any = "best_model.keras",
+        filepath: Any = None,
+        save_weights_only: bool = False,
     ) -> None:
+        if filepath is None:
+            filepath = "best_model.weights.h5" if save_weights_only else "best_model.keras"
         arguments: dict[str, Any] = {
             "monitor": monitor,
             "verbose": verbose,
             "save_best_only": True,
-            "save_weights_only": False,
+            "save_weights_only": save_weights_only,
             "mode": mode,
             "save_freq": save_freq,
         }

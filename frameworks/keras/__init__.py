@@ -10,6 +10,8 @@ Example::
 
 from __future__ import annotations
 
+from typing import Any as _Any
+
 from polyhvd.installed import is_installed as _is_installed
 from polyhvd.installed import missing as _missing
 
@@ -21,11 +23,11 @@ from polyhvd.keras import callbacks
 from polyhvd.keras.backend import on
 
 from polyhvd import exports
+from polyhvd.compression import Compressor as _Compressor
 from polyhvd.exports import *
 from polyhvd.keras_optimizers import model_loader
 
 Compression = on.Compression
-DistributedOptimizer = on.DistributedOptimizer
 PartialDistributedOptimizer = on.PartialDistributedOptimizer
 allgather = on.allgather
 allgather_object = on.allgather_object
@@ -37,6 +39,36 @@ broadcast_object = on.broadcast_object
 broadcast_variables = on.broadcast_variables
 join = on.join
 reducescatter = on.reducescatter
+
+
+def DistributedOptimizer(
+    optimizer: _Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: _Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    num_groups: int = 0,
+    groups: _Any = None,
+    *,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> _Any:
+    """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
+
+    The arguments are those of :func:`polyhvd.tensorflow.DistributedOptimizer`, in the order of horovod.keras.
+
+    Example::
+
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss)
+    """
+    return on.DistributedOptimizer(**locals())
+
+
 SyncBatchNormalization = on.sync_batch_normalization(keras)
 load_model = model_loader(keras, DistributedOptimizer, Compression.none)
 

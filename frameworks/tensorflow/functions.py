@@ -76,9 +76,9 @@ def allreduce(
         op,
         prescale_factor,
         postscale_factor,
-        name,
         process_set,
         ignore_name_scope,
+        name,
     )[0]
 
 
@@ -92,14 +92,15 @@ def grouped_allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
+    name: str | None = None,
 ) -> list[Any]:
     """Reduce several tensors, of any dtypes, as one operation: all or none; see :func:`allreduce`.
 
     Those that are tf.IndexedSlices are an operation of their own.
     """
+    tensors = list(tensors)
     accept_device("allreduce", device_dense=device_dense, device_sparse=device_sparse)
     arguments: dict[str, Any] = {
         "op": reduction_of(op, average),
@@ -230,11 +231,11 @@ def reducescatter(
         device_dense,
         compression,
         op,
-        name,
         process_set,
-        ignore_name_scope,
         prescale_factor,
         postscale_factor,
+        name,
+        ignore_name_scope,
         exact_gradient,
     )[0]
     return result
@@ -246,11 +247,11 @@ def grouped_reducescatter(
     device_dense: str = "",
     compression: Compressor = Compression.none,
     op: int = ReduceOp.Average,
-    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
     exact_gradient: bool | None = None,
 ) -> list[tf.Tensor]:
     """Reduce several tensors, of any dtypes, and keep this rank's rows, as one operation: all or none."""

@@ -14,14 +14,17 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 EVERYWHERE = """
     init shutdown is_initialized start_timeline stop_timeline rank size local_rank local_size cross_rank
     cross_size is_homogeneous ProcessSet global_process_set add_process_set remove_process_set Average Sum
-    Adasum Min Max Product Compression broadcast_object allgather_object join barrier
+    Adasum Min Max Product Compression broadcast_object allgather_object join barrier gpu_available
+    HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt InvalidArgumentError
+    NotInitializedError PeerDepartedError PeerLostError RankMismatchError ShutdownError
+    TransferTimeoutError UnsupportedError
 """
 SIGNATURES = {
     "polyhvd.tensorflow": """
         allreduce(tensor, average=None, device_dense='', device_sparse='', compression=none, op=None,
             prescale_factor=1.0, postscale_factor=1.0, name=None, process_set=world, ignore_name_scope=False)
         grouped_allreduce(tensors, average=None, device_dense='', device_sparse='', compression=none, op=None,
-            prescale_factor=1.0, postscale_factor=1.0, name=None, process_set=world, ignore_name_scope=False)
+            prescale_factor=1.0, postscale_factor=1.0, process_set=world, ignore_name_scope=False, name=None)
         allgather(tensor, name=None, ignore_name_scope=False, process_set=world)
         grouped_allgather(tensors, name=None, ignore_name_scope=False, process_set=world)
         broadcast(tensor, root_rank, name=None, ignore_name_scope=False, process_set=world)
@@ -29,8 +32,8 @@ SIGNATURES = {
         alltoall(tensor, splits=None, name=None, ignore_name_scope=False, process_set=world)
         reducescatter(tensor, device_dense='', compression=none, op=Average, name=None, process_set=world,
             ignore_name_scope=False, prescale_factor=1.0, postscale_factor=1.0)
-        grouped_reducescatter(tensors, device_dense='', compression=none, op=Average, name=None,
-            process_set=world, ignore_name_scope=False, prescale_factor=1.0, postscale_factor=1.0)
+        grouped_reducescatter(tensors, device_dense='', compression=none, op=Average, process_set=world,
+            prescale_factor=1.0, postscale_factor=1.0)
         rank_op(name=None)
         local_rank_op(name=None)
         size_op(process_set_id=0, name=None)
@@ -59,9 +62,8 @@ SIGNATURES = {
             average_aggregated_gradients=False, num_groups=0, groups=None, process_set=world,
             scale_local_gradients=True)
         PartialDistributedOptimizer(optimizer, name=None, device_dense='', device_sparse='', compression=none,
-            sparse_as_dense=False, gradient_predivide_factor=1.0, op=Average, backward_passes_per_step=1,
-            average_aggregated_gradients=False, groups=None, process_set=world, local_layers=None,
-            scale_local_gradients=True)
+            sparse_as_dense=False, gradient_predivide_factor=1.0, op=Average, groups=None, process_set=world,
+            local_layers=None, scale_local_gradients=True)
         allreduce(value, name=None, average=None, prescale_factor=1.0, postscale_factor=1.0, op=None,
             compression=none)
         allgather(value, name=None)
@@ -75,10 +77,21 @@ SIGNATURES = {
             staircase=True, momentum_correction=True, steps_per_epoch=None)
         callbacks.LearningRateWarmupCallback(initial_lr, warmup_epochs=5, momentum_correction=True,
             steps_per_epoch=None, verbose=0)
-        callbacks.BestModelCheckpoint(monitor='val_loss', verbose=0, mode='auto', save_freq='epoch')
+        callbacks.BestModelCheckpoint(monitor='val_loss', verbose=0, save_weights_only=False, mode='auto',
+            save_freq='epoch')
         """,
 }
-SIGNATURES["polyhvd.keras"] = SIGNATURES["polyhvd.tensorflow.keras"]
+# Where horovod.keras has another order, or less.
+SIGNATURES["polyhvd.keras"] = (
+    SIGNATURES["polyhvd.tensorflow.keras"]
+    .replace(" save_weights_only=False,", "")
+    .replace(
+        """op=Average, backward_passes_per_step=1,
+            average_aggregated_gradients=False, num_groups=0, groups=None, process_set=world,
+            scale_local_gradients=True)""",
+        "op=Average, num_groups=0, groups=None)",
+    )
+)
 
 CASES = [
     (module, *match)

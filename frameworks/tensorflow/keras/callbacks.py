@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 from polyhvd.tensorflow.keras import _callbacks
 
@@ -34,3 +36,14 @@ class LearningRateWarmupCallback(keras_callbacks.LearningRateWarmup, tf.keras.ca
 
 class BestModelCheckpoint(keras_callbacks.BestModel, tf.keras.callbacks.ModelCheckpoint):  # noqa: D101
     __doc__ = keras_callbacks.BestModel.__doc__
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: Any = None,
+    ) -> None:
+        super().__init__(monitor, verbose, mode, save_freq, filepath, save_weights_only)

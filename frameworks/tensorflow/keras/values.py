@@ -67,12 +67,12 @@ def PartialDistributedOptimizer(
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = ReduceOp.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
 ) -> Any:
     """Wrap an optimizer of Keras; see :func:`polyhvd.tensorflow.PartialDistributedOptimizer`."""
     return hvd.PartialDistributedOptimizer(
