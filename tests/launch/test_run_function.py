@@ -126,8 +126,9 @@ def test_what_horovod_takes_is_taken(tmp_path: Path) -> None:
 
 def test_arguments_come_in_the_order_of_horovod() -> None:
     names = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts
-        hostfile host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose
-        use_gloo use_mpi mpi_args network_interface network_interfaces executable np min_np max_np"""
+        hostfile host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache
+        output_filename verbose use_gloo use_mpi mpi_args network_interface network_interfaces executable
+        np min_np max_np"""
     assert list(inspect.signature(run).parameters)[: len(names.split())] == names.split()
 
 
