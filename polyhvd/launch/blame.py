@@ -18,6 +18,8 @@ _ERROR_CHARACTERS_MAX = 300
 _TRACEBACK = b"Traceback (most recent call last)"
 #: Between the tracebacks of an exception and of what it has led to.
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
+#: Before exceptions that Python prints and goes on from: in destructors, and in functions of atexit.
+_GONE_ON = (b"Exception ignored ", b"Error in atexit.")
 #: A rank that ends with one of these suffered from another one.
 _VICTIM = re.compile(
     rb"\b(PeerLostError|PeerDepartedError|HorovodInternalError|ShutdownError|TransferTimeoutError)\b"
@@ -77,6 +79,7 @@ def others(endings: Sequence[Ending], cause: Ending) -> list[str]:
 
 def traceback_lines(tail: Sequence[bytes]) -> list[bytes]:
     """A rank's last words: its last traceback, with those that led to it, or the last few lines."""
+    tail = _of_the_end(tail)
     starts = [i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)]
     if not starts:
         return list(tail[-20:])
@@ -85,8 +88,31 @@ def traceback_lines(tail: Sequence[bytes]) -> list[bytes]:
     return list(tail[starts[-1] :])
 
 
+def _of_the_end(tail: Sequence[bytes]) -> Sequence[bytes]:
+    """The lines without exceptions that ended nothing, unless there are no others."""
+    kept = []
+    part = ""  # of such an exception: where the line before was
+    for line in tail:
+        if line.startswith(_GONE_ON):
+            part = "heading"
+        elif part == "heading":
+            part = "stack" if line.startswith(_TRACEBACK) else "error"
+        elif part == "stack":
+            part = "stack" if line.startswith(b" ") else "error"
+        elif part and line.startswith(_CHAINED):
+            part = "chained"
+        elif part == "chained" and line.startswith(_TRACEBACK):
+            part = "stack"
+        elif line:
+            part = ""
+        if not part:
+            kept.append(line)
+    return kept if any(line.strip() for line in kept) else tail
+
+
 def _last_error(tail: Sequence[bytes]) -> list[bytes]:
     """The lines that name the exception: below the stack of the last traceback, which is indented."""
+    tail = _of_the_end(tail)
     starts = [i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)]
     lines = tail[starts[-1] + 1 :] if starts else tail[-20:]
     return [line for line in lines if line[:1] not in (b" ", b"")]
@@ -97,7 +123,7 @@ def _error_line(tail: Sequence[bytes]) -> str:
     named = _last_error(tail)
     if not named:
         return ""
-    has_traceback = any(line.startswith(_TRACEBACK) for line in tail)
+    has_traceback = any(line.startswith(_TRACEBACK) for line in _of_the_end(tail))
     text = named[0 if has_traceback else -1].decode("utf-8", "surrogateescape").strip()
     return text if len(text) <= _ERROR_CHARACTERS_MAX else f"{text[:_ERROR_CHARACTERS_MAX]} ..."
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import RANK, Launcher
 
-from polyhvd.launch.blame import Ending, others, traceback_lines
+from polyhvd.launch.blame import Ending, first_cause, others, traceback_lines
 
 
 def closing(err: str) -> list[str]:
@@ -58,6 +58,50 @@ def test_earlier_traceback_that_was_caught_is_not_part_of_the_cause() -> None:
     tail = [b"Traceback (most recent call last):", b"  caught", b"ValueError: 1", b"going on"]
     last = [b"Traceback (most recent call last):", b"  raised", b"ValueError: 2"]
     assert traceback_lines([*tail, *last]) == last
+
+
+def test_exceptions_that_python_ignores_at_exit_are_not_the_cause(launcher: Launcher) -> None:
+    source = (
+        "import atexit\n"
+        "class Held:\n"
+        "  def __del__(self):\n"
+        "    try: {}['gone']\n"
+        "    except KeyError as e: raise TypeError('in a destructor') from e\n"
+        "held = Held()\n"
+        "atexit.register(lambda: 1 / 0)\n"
+        "raise RuntimeError('no data')\n"
+    )
+    _, _, err = launcher.run("-np", "1", source=source)
+    assert err.count("[0] ZeroDivisionError") == err.count("[0] TypeError: in a destructor") == 1
+    lines = closing(err)
+    assert lines[-1] == "[0] RuntimeError: no data"
+    assert [line for line in lines if "Traceback" in line] == ["[0] Traceback (most recent call last):"]
+
+
+IGNORED = [
+    b"Exception ignored in: <function Held.__del__ at 0x7f>",
+    b"Traceback (most recent call last):",
+    b'  File "x.py", line 2, in __del__',
+    b"TypeError: in a destructor",
+]
+
+
+def test_a_victim_stays_one_whatever_its_destructors_raise() -> None:
+    lost = [b"Traceback (most recent call last):", b"  frame", b"PeerLostError: rank 1"]
+    wrong = [b"Traceback (most recent call last):", b"  frame", b"ValueError: bad"]
+    victim, cause = Ending(0, "h", 1, [*lost, *IGNORED]), Ending(1, "h", 1, [*wrong, b"", *IGNORED, b"bye"])
+    assert first_cause([victim, cause]) is cause
+    assert others([victim, cause], cause) == ["rank 0 on h exited with status 1: PeerLostError: rank 1"]
+    assert traceback_lines(cause.tail) == [*wrong, b"", b"bye"]
+
+
+def test_where_there_is_nothing_else_an_ignored_exception_is_told() -> None:
+    pipe = [b"Exception ignored in: <_io.TextIOWrapper name='<stdout>'>", b"BrokenPipeError: [Errno 32]"]
+    assert traceback_lines(pipe) == pipe
+    assert others([Ending(0, "h", 120, pipe), cause := Ending(1, "h", -9)], cause) == [
+        "rank 0 on h exited with status 120: BrokenPipeError: [Errno 32]"
+    ]
+    assert traceback_lines([*pipe, b"fatal: no disk"]) == [b"fatal: no disk"]
 
 
 def test_long_traceback_is_told_from_its_beginning() -> None:
