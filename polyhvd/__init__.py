@@ -48,6 +48,7 @@ from polyhvd.errors import (
     ShutdownError,
     TransferTimeoutError,
     UnsupportedError,
+    UnsupportedTypeError,
 )
 from polyhvd.installed import make_mxnet_importable
 from polyhvd.launch import run
@@ -148,6 +149,7 @@ __all__ = [
     "Sum",
     "TransferTimeoutError",
     "UnsupportedError",
+    "UnsupportedTypeError",
     "__version__",
     "add_process_set",
     "allgather_object",

@@ -4,9 +4,10 @@
 
     Exception
     ├── ValueError
-    │   ├── NotInitializedError        a call before init()
+    │   ├── NotInitializedError        a call before init(); also a RuntimeError
     │   ├── InvalidArgumentError       a bad call, found at submit; the job goes on; also a RuntimeError
-    │   │   └── UnsupportedError       what cannot be had in this way; also a NotImplementedError
+    │   │   ├── UnsupportedError       what cannot be had in this way; also a NotImplementedError
+    │   │   └── UnsupportedTypeError   elements of a type that the core does not know; also a TypeError
     │   └── config.ConfigError         an environment variable cannot be used
     ├── RuntimeError
     │   ├── HorovodInternalError       a collective failed
@@ -34,11 +35,15 @@ __all__ = [
     "ShutdownError",
     "TransferTimeoutError",
     "UnsupportedError",
+    "UnsupportedTypeError",
 ]
 
 
-class NotInitializedError(ValueError):
-    """A call that needs ``init()`` came before it."""
+class NotInitializedError(ValueError, RuntimeError):
+    """A call that needs ``init()`` came before it.
+
+    Horovod raises a ValueError or, from a collective, a RuntimeError.
+    """
 
     def __init__(self, message: str = "polyhvd has not been initialized; use hvd.init().") -> None:
         super().__init__(message)
@@ -54,6 +59,10 @@ class InvalidArgumentError(ValueError, RuntimeError):
 
 class UnsupportedError(InvalidArgumentError, NotImplementedError):
     """A call that asks for what cannot be had in this way; Horovod raises NotImplementedError."""
+
+
+class UnsupportedTypeError(InvalidArgumentError, TypeError):
+    """A tensor whose elements are of a type that cannot be communicated; Horovod raises ValueError."""
 
 
 class HorovodInternalError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
@@ -23,9 +24,9 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Any) -> None:
         is_mpi = hasattr(ranks_or_comm, "Get_group") or hasattr(ranks_or_comm, "Translate_ranks")
+        ranks = None if is_mpi else _ranks(ranks_or_comm)
         #: A communicator or group of mpi4py. Its ranks are known once the world is.
         self.members: Any = ranks_or_comm if is_mpi else None
-        ranks = None if is_mpi else sorted(set(ranks_or_comm))
         #: World ranks of the members, in ascending order; None while they are not known.
         self.ranks: list[int] | None = ranks
         #: None while the set is not registered.
@@ -78,6 +79,16 @@ class ProcessSet:
         return (
             f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
         )
+
+
+def _ranks(given: Any) -> list[int]:
+    """In ascending order, each once, whatever kinds of integers they are."""
+    try:
+        return sorted({operator.index(rank) for rank in given})
+    except TypeError:
+        raise InvalidArgumentError(
+            f"ProcessSet({given!r}): expected a list of ranks, or a communicator of mpi4py"
+        ) from None
 
 
 class _World(ProcessSet):

@@ -44,7 +44,7 @@ class UnsupportedError(InvalidArgumentError, errors.UnsupportedError):
     """What cannot be had in this way, such as Max of tf.IndexedSlices; Horovod raises NotImplementedError."""
 
 
-class UnsupportedTypeError(InvalidArgumentError, TypeError):
+class UnsupportedTypeError(InvalidArgumentError, errors.UnsupportedTypeError):
     """A tensor of a type that an operation does not know; TensorFlow raises TypeError."""
 
 

@@ -9,7 +9,7 @@ import torch
 
 from polyhvd import _core, context
 from polyhvd.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.errors import InvalidArgumentError, UnsupportedTypeError
 
 __all__ = ["TorchAdapter", "check"]
 
@@ -22,7 +22,7 @@ if _EXCHANGE is not None:
 
 
 def check(tensor: Tensor) -> None:
-    """Raise TypeError for what cannot be communicated."""
+    """Raise TypeError for what cannot be communicated; of a tensor, a ValueError as well."""
     try:
         if (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided:
             return
@@ -31,10 +31,10 @@ def check(tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a torch.Tensor, found {type(tensor).__name__}; use torch.as_tensor()")
     if not (tensor.is_cpu or tensor.is_cuda):
-        raise TypeError(
+        raise UnsupportedTypeError(
             f"the tensor is on {tensor.device}, expected one on the CPU or an NVIDIA GPU; move it with .cpu()"
         )
-    raise TypeError(f"the layout is {tensor.layout}, expected torch.strided; use .to_dense()")
+    raise UnsupportedTypeError(f"the layout is {tensor.layout}, expected torch.strided; use .to_dense()")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

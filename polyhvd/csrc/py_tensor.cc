@@ -31,9 +31,13 @@ const DLPackExchangeAPI* exchange_for(PyTypeObject* type) {
 }
 
 [[noreturn]] void unsupported(const std::string& dtype) {
-  throw py::type_error("a tensor of " + dtype +
-                       " cannot be communicated; cast it to one of uint8, uint16, uint32, uint64, "
-                       "int8, int16, int32, int64, float16, bfloat16, float32, float64 or bool");
+  const py::object type = py::module_::import("polyhvd.errors").attr("UnsupportedTypeError");
+  const std::string message = "a tensor of " + dtype +
+                              " cannot be communicated; cast it to one of uint8, uint16, uint32, "
+                              "uint64, int8, int16, int32, int64, float16, bfloat16, float32, "
+                              "float64 or bool";
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
 }
 
 [[noreturn]] void not_dense() {

@@ -281,7 +281,7 @@ def send_unsupported(name: str) -> None:
         for call in (hvd.allreduce, hvd.allgather, lambda x, name: hvd.broadcast(x, 0, name=name)):
             try:
                 driver.to_numpy(call(tensor, name="unsupported"))
-            except (TypeError, *driver.argument_errors()):
+            except driver.argument_errors():
                 continue
             raise AssertionError(f"{tensor!r} was accepted")
     _assert_usable(driver)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import drivers
+import numpy as np
 import pytest
 from worlds import Ranks
 
@@ -60,6 +61,15 @@ def describe_a_set(name: str) -> None:
 
 def test_a_process_set_prints_as_horovods(ranks: Ranks) -> None:
     ranks.run(describe_a_set)
+
+
+def test_ranks_of_a_process_set_are_integers() -> None:
+    for given in (["0"], [0, "a"], [0, 0.5], [None], 3, None):
+        with pytest.raises(ValueError, match="expected a list of ranks"):
+            polyhvd.ProcessSet(given)
+    ranks = polyhvd.ProcessSet(np.array([2, 0, 2])).ranks
+    assert ranks == [0, 2]
+    assert all(type(rank) is int for rank in ranks)
 
 
 def begin_with_the_same_set_twice(name: str) -> None:

@@ -17,7 +17,7 @@ EVERYWHERE = """
     Adasum Min Max Product Compression broadcast_object allgather_object join barrier gpu_available
     HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt InvalidArgumentError
     NotInitializedError PeerDepartedError PeerLostError RankMismatchError ShutdownError
-    TransferTimeoutError UnsupportedError
+    TransferTimeoutError UnsupportedError UnsupportedTypeError
 """
 SIGNATURES = {
     "polyhvd.tensorflow": """
