@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from mxnet_models import assert_same_bits_on_all_ranks, weights
 
@@ -108,3 +110,17 @@ def metrics(hvd, mx, np):
 
 def test_metrics_are_averaged_by_samples(ranks):
     ranks(2, metrics)
+
+
+def metrics_in_threads(hvd, mx, np):
+    hvd.init()
+    made = [mx.metric.Accuracy() for _ in range(100)]
+    for metric in made:
+        metric.update([mx.nd.zeros(4)], [mx.nd.array([[1 - hvd.rank(), hvd.rank()]] * 4)])
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(hvd.estimator.average_metrics, made))
+    assert [metric.get()[1] for metric in made] == [0.5] * 100
+
+
+def test_four_threads_may_average_metrics_at_once(ranks):
+    ranks(2, metrics_in_threads)

@@ -60,3 +60,7 @@ def test_other_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
 
 def test_groups_of_parameters_keep_their_own_rates(ranks: Pool) -> None:
     ranks.run(cases.groups_keep_their_own_rates)
+
+
+def test_four_threads_may_broadcast_states_at_once(ranks: Pool) -> None:
+    ranks.run(cases.four_threads_broadcast_states)

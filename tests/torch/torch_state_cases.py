@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import polyhvd.torch as hvd
@@ -187,6 +188,26 @@ def other_parameters_are_an_error_on_every_rank() -> None:
     with raises(hvd.RankMismatchError, "other parameters", "root rank 0"):
         hvd.broadcast_optimizer_state(optimizer, 0)
     assert_usable()
+
+
+def four_threads_broadcast_states() -> None:
+    """Each thread has an optimizer of its own; each gets one of the root's states, as a whole."""
+
+    def work(thread: int) -> float:
+        parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(3)]
+        mark = 10.0 * hvd.rank() + thread
+        optimizer = torch.optim.SGD(parameters, lr=mark, momentum=0.9)
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.full((5,), mark)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        came: float = optimizer.param_groups[0]["lr"]
+        for parameter in parameters:
+            assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((5,), came))
+        return came
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            assert sorted(threads.map(work, range(4))) == [0, 1, 2, 3]
 
 
 def groups_keep_their_own_rates() -> None:
