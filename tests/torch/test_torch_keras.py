@@ -33,6 +33,10 @@ def test_callbacks_do_what_they_do_on_tensorflow(ranks: Pool, tmp_path: Path) ->
     ranks.run(cases.callbacks_do_what_they_do_elsewhere, str(tmp_path))
 
 
+def test_metrics_of_several_threads_are_averaged(ranks: Pool) -> None:
+    ranks.run(cases.metrics_of_several_threads_are_averaged)
+
+
 def test_a_saved_model_keeps_the_state_of_the_optimizer(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(cases.a_saved_model_keeps_the_optimizers_state, str(tmp_path))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,15 @@ def several_passes_make_a_step() -> None:
     summed = make_model()
     together(summed, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2))
     assert_equal(summed, alone(keras.optimizers.SGD(0.1), batches=2))
+
+
+def metrics_of_several_threads_are_averaged() -> None:
+    """As of models that train beside each other; here, all of them have seen the same."""
+    logs = [{"loss": float(hvd.rank()), "mae": 1.0} for _ in range(100)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda mine: hvd.callbacks.MetricAverageCallback().on_epoch_end(0, mine), logs))
+    mean = (hvd.size() - 1) / 2
+    assert logs == [{"loss": mean, "mae": 1.0}] * 100
 
 
 def callbacks_do_what_they_do_elsewhere(folder: str) -> None:
