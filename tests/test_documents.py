@@ -59,6 +59,35 @@ def examples_of_the_readme() -> dict[str, str]:
     return {re.findall(r"import polyhvd\.([\w.]+) as hvd", program)[0]: program for program in programs}
 
 
+MOVED = """
+import horovod
+import horovod.torch as hvd
+import os, horovod.keras
+    from horovod.torch import DistributedOptimizer
+from horovod import run
+import horovod.tensorflow.keras as hvd
+horovod.run(main, np=2)
+step(horovod.torch.rank())
+torch = importlib.import_module("horovod.torch")
+"""
+KEPT = """
+import horovod_helpers
+from mine.horovod import train
+strategy = "horovod"
+rate = args.horovod.rate
+use_horovod.start()
+see = "https://horovod.readthedocs.io"
+"""
+
+
+def test_command_of_the_migration_page_changes_horovods_names_alone(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "migrating-from-horovod.md").read_text()
+    (command,) = re.findall(r"^sed .*$", page, re.MULTILINE)
+    (tmp_path / "train.py").write_text(MOVED + KEPT)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "train.py").read_text() == MOVED.replace("horovod", "polyhvd") + KEPT
+
+
 def test_the_readme_has_an_example_for_each_framework() -> None:
     assert sorted(examples_of_the_readme()) == ["keras", "mxnet", "numpy", "tensorflow", "torch"]
     longest = max(examples_of_the_readme().values(), key=len)
