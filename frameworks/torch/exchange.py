@@ -6,7 +6,7 @@ are unknown to autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def allgather_async(
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     exact_gradient: bool | None = None,
@@ -72,14 +72,14 @@ def grouped_allgather(
 
     ``exact_gradient``: as for :func:`allgather`.
     """
-    return allgather_group(tensors, name=name, process_set=process_set, exact_gradient=exact_gradient)
+    return allgather_group(list(tensors), name=name, process_set=process_set, exact_gradient=exact_gradient)
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start :func:`grouped_allgather`, without gradient."""
-    return collectives.grouped_allgather_async(tensors, name=name, process_set=process_set)
+    return collectives.grouped_allgather_async(list(tensors), name=name, process_set=process_set)
 
 
 def broadcast(

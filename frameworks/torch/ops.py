@@ -6,7 +6,7 @@ are unknown to autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from polyhvd.torch.adapter import check
@@ -162,7 +162,7 @@ def allreduce_async_(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: Compressor = Compression.none,
@@ -185,7 +185,7 @@ def grouped_allreduce(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -195,6 +195,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """Reduce several tensors in place as one operation; see :func:`grouped_allreduce`."""
     if is_compiling():
+        tensors = list(tensors)
         new = grouped_allreduce(
             [tensor.detach() for tensor in tensors],
             average,
@@ -216,7 +217,7 @@ def grouped_allreduce_(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -226,7 +227,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start :func:`grouped_allreduce`, without gradient; ``synchronize(handle)`` returns the new tensors."""
     return collectives.grouped_allreduce_async(
-        tensors,
+        list(tensors),
         name=name,
         op=resolve_op(op, average),
         prescale_factor=prescale_factor,
@@ -236,7 +237,7 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
@@ -251,7 +252,7 @@ def grouped_allreduce_async_(
 
 
 def _start_group_in_place(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None,
     name: str | None,
     op: int | None,
@@ -260,6 +261,7 @@ def _start_group_in_place(
     process_set: ProcessSet,
     blocking: bool,
 ) -> Handle:
+    tensors = list(tensors)
     handle = collectives.grouped_allreduce_async(
         tensors,
         name=name,
@@ -316,7 +318,7 @@ def reducescatter_async(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: int = Average,
@@ -343,7 +345,7 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
@@ -352,7 +354,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start :func:`grouped_reducescatter`, without gradient; ``synchronize(handle)`` returns the rows."""
     return collectives.grouped_reducescatter_async(
-        tensors,
+        list(tensors),
         name=name,
         op=resolve_op(op),
         prescale_factor=prescale_factor,

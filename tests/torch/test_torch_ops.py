@@ -41,6 +41,10 @@ def test_groups_may_mix_dtypes(ranks: Pool) -> None:
     ranks.run(cases.groups_of_mixed_dtypes)
 
 
+def test_groups_may_be_generators(ranks: Pool) -> None:
+    ranks.run(cases.groups_may_be_generators)
+
+
 def test_a_group_is_one_operation(ranks: Pool) -> None:
     ranks.run(cases.groups_through_the_async_form_are_one_operation)
 

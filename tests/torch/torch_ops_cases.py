@@ -128,6 +128,28 @@ def negative_views_have_their_values() -> None:
         assert torch.equal(z, -total(n))
 
 
+def groups_may_be_generators() -> None:
+    """As in ``grouped_allreduce_(p.grad for p in model.parameters())``."""
+    n = hvd.size()
+    whole, mine = total(n, 2), [rank_tensor(n, 2), rank_tensor(n, 2)]
+    rows = whole[hvd.rank() : hvd.rank() + 1]
+    for call, want in (
+        (lambda some: hvd.grouped_allreduce(some, op=hvd.Sum), whole),
+        (lambda some: hvd.grouped_allreduce_async(some, op=hvd.Sum), whole),
+        (hvd.grouped_allgather, torch.cat(everyones(n, 2))),
+        (hvd.grouped_allgather_async, torch.cat(everyones(n, 2))),
+        (lambda some: hvd.grouped_reducescatter(some, op=hvd.Sum), rows),
+        (lambda some: hvd.grouped_reducescatter_async(some, op=hvd.Sum), rows),
+        (lambda some: hvd.grouped_allreduce_async_(some, op=hvd.Sum), whole),
+    ):
+        result = call(t.clone() for t in mine)
+        results = result if isinstance(result, list) else hvd.synchronize(result)
+        assert len(results) == 2
+        assert all(torch.equal(t, want) for t in results)
+    hvd.grouped_allreduce_((t for t in mine), op=hvd.Sum)
+    assert all(torch.equal(t, whole) for t in mine)
+
+
 def groups_of_mixed_dtypes() -> None:
     def some() -> list[Tensor]:
         return [
