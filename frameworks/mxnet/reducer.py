@@ -112,22 +112,28 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
             if sparse_as_dense or not is_sparse[key]
         }
         for keys in groups.divide(list(dense)):
-            first = keys[0]
-            # The first layers are needed first in the next forward pass.
-            priority = -first if isinstance(first, int) else 0
-            if len(keys) > 1:
-                self.start_group(f"group.{first}", [dense[key] for key in keys], priority=priority)
-            else:
-                self.start(first, str(first), dense[first], priority=priority)
-        for key, gradient in gradients.items():
-            if not is_sparse[key]:
-                continue
-            if sparse_as_dense:
+            self._start_together("group", {key: dense[key] for key in keys})
+        by_rows = {key: gradient for key, gradient in gradients.items() if is_sparse[key]}
+        if sparse_as_dense:
+            for key, gradient in by_rows.items():
                 dense[key].tostype("row_sparse").copyto(gradient)
-            else:
-                self._reduce_rows(key, gradient)
+        elif by_rows:
+            self._reduce_rows(by_rows)
 
-    def _reduce_rows(self, key: Any, gradient: NDArray) -> None:
-        indices, values = sparse.spread(f"{self._prefix}.{key}", gradient, self._process_set)
-        self.start(key, str(key), values, priority=-key if isinstance(key, int) else 0)
-        sparse.collect(indices, values, gradient).copyto(gradient)
+    def _start_together(self, kind: str, gradients: Mapping[Any, NDArray]) -> None:
+        """Reduce gradients in place as one operation, in whose name the kind is if there are several."""
+        first = next(iter(gradients))
+        # The first layers are needed first in the next forward pass.
+        priority = -first if isinstance(first, int) else 0
+        if len(gradients) > 1:
+            self.start_group(f"{kind}.{first}", list(gradients.values()), priority=priority)
+        else:
+            self.start(first, str(first), gradients[first], priority=priority)
+
+    def _reduce_rows(self, gradients: Mapping[Any, NDArray]) -> None:
+        """Reduce row_sparse gradients; all are under way before the first is waited for."""
+        names = {f"{self._prefix}.{key}": gradient for key, gradient in gradients.items()}
+        parts = sparse.spread(names, self._process_set)
+        self._start_together("rows", dict(zip(gradients, (values for _, values in parts), strict=True)))
+        for gradient, (indices, values) in zip(gradients.values(), parts, strict=True):
+            sparse.collect(indices, values, gradient).copyto(gradient)

@@ -138,3 +138,47 @@ def optimizer(hvd, mx, np):
 
 def test_the_optimizer_takes_sparse_gradients(ranks):
     ranks(2, optimizer)
+
+
+def many(hvd, mx, np):
+    hvd.init()
+    count, shape = 200, (40, 3)
+    random = np.random.RandomState(hvd.rank())
+    weights = {
+        stype: [
+            mx.gluon.Parameter(f"weight{i}", shape=shape, init=mx.init.Zero(), grad_stype=stype)
+            for i in range(count)
+        ]
+        for stype in ("row_sparse", "default")
+    }
+    trainers = {}
+    for stype, parameters in weights.items():
+        for parameter in parameters:
+            parameter.initialize()
+        trainers[stype] = hvd.DistributedTrainer(parameters, "sgd", {"learning_rate": 0.3}, prefix=stype)
+    batches = []
+    for _ in range(5):
+        words = [mx.nd.array(random.randint(0, shape[0], random.randint(1, 9))) for _ in range(count)]
+        factors = [mx.nd.array(random.randn(word.size, shape[1])) for word in words]
+        for stype, parameters in weights.items():
+            with mx.autograd.record():
+                rows = [
+                    mx.nd.Embedding(word, p.data(), *shape, sparse_grad=stype == "row_sparse")
+                    for word, p in zip(words, parameters, strict=True)
+                ]
+                loss = sum((row * factor).sum() for row, factor in zip(rows, factors, strict=True))
+            loss.backward()
+            mx.nd.waitall()
+            hvd.barrier()
+            before = hvd.counters()["batches"]
+            trainers[stype].step(1)
+            mx.nd.waitall()
+            if stype == "row_sparse":
+                batches.append(hvd.counters()["batches"] - before)
+    assert min(batches) <= 10, batches
+    for sparse, dense in zip(weights["row_sparse"], weights["default"], strict=True):
+        np.testing.assert_array_equal(sparse.data().asnumpy(), dense.data().asnumpy())
+
+
+def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches_with_the_same_bits(ranks):
+    ranks(2, many)
