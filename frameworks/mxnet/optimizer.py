@@ -32,6 +32,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     updates belongs to the wrapped optimizer, its attributes included. Gradients are averages:
     ``rescale_grad`` is 1 / (batch size of this rank).
 
+    Every rank updates the same weights. A ``gluon.Trainer`` with ``ignore_stale_grad=True`` does not see to
+    that where ranks use different ones, and the others would wait: :class:`DistributedTrainer` does.
+
     Args:
         optimizer: of MXNet.
         gradient_predivide_factor: gradients are divided by it before the sum, the rest after it.

@@ -53,6 +53,10 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
     that any rank has used is updated by all, with zeros from those that have not; one that nobody has used
     is left alone. To find out which, the call waits until all ranks have made it.
 
+    A gradient holds the reduced one after a step. With ``grad_req='add'`` and no zero after the step, the
+    next backward adds to that, which then is reduced a second time: right for an average, while
+    ``op=Sum`` multiplies the older part by the number of ranks.
+
     Args:
         params: as of ``gluon.Trainer``; the same on every rank. Gradients meet by their position.
         optimizer, optimizer_params: as of ``gluon.Trainer``.
@@ -190,7 +194,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         self._reducer.reduce(gradients, self._groups, sparse_as_dense=self._sparse_as_dense)
 
     def _used_by_any(self, parameters: dict[int, Parameter]) -> dict[int, Parameter]:
-        """Those whose gradient is fresh on any rank; where it was stale here, it is zero now."""
+        """Those whose gradient is fresh on any rank; where it was stale here, it adds nothing now."""
         data = {position: parameter.list_data()[0] for position, parameter in parameters.items()}
         used = np.array([bool(array._fresh_grad) for array in data.values()], dtype=np.uint8)
         anywhere = self._agree("used", used, ReduceOp.Max)
@@ -199,9 +203,11 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             if not there:
                 continue
             kept[position] = parameters[position]
-            if not here:
-                fill(kept[position].list_grad()[0], 0)
-                data[position]._fresh_grad = True
+            if here:
+                continue
+            data[position]._fresh_grad = True
+            if parameters[position].grad_req == "write":  # else it is a sum, to which nothing was added
+                fill(parameters[position].list_grad()[0], 0)
         return kept
 
     def _agree(self, what: str, numbers: np.ndarray[Any, Any], op: ReduceOp) -> np.ndarray[Any, Any]:
