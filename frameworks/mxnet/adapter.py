@@ -9,7 +9,7 @@ import numpy as np
 from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native, reads
-from polyhvd.mxnet.errors import InvalidArgumentError
+from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.gradients import record
 from polyhvd.mxnet.names import derived, unnamed
 from polyhvd.mxnet.native import Handle
@@ -107,15 +107,16 @@ class _Members:
     def tell(self, operation: Operation, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Every member's numbers by its position, but for those that have joined; waits for them."""
         mine = np.array([[self.position, *numbers]], dtype=np.int64)
-        handle = context.engine().submit(
-            OpKind.ALLGATHER,
-            derived(operation.name or "", "rows"),
-            (mine,),
-            None,
-            process_set=operation.process_set,
-            blocking=True,
-        )
-        handle.wait()
+        with as_mxnets():
+            handle = context.engine().submit(
+                OpKind.ALLGATHER,
+                derived(operation.name or "", "rows"),
+                (mine,),
+                None,
+                process_set=operation.process_set,
+                blocking=True,
+            )
+            handle.wait()
         every = np.frombuffer(handle.buffers()[0], dtype=np.int64).reshape(-1, mine.size)
         return {row[0]: row[1:] for row in every.tolist()}
 

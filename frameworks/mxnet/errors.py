@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from mxnet.base import MXNetError
 
 from polyhvd import errors
@@ -15,6 +18,7 @@ __all__ = [
     "ShutdownError",
     "TransferTimeoutError",
     "UnsupportedError",
+    "as_mxnets",
 ]
 
 
@@ -48,3 +52,25 @@ class ShutdownError(errors.ShutdownError, MXNetError):
 
 class TransferTimeoutError(errors.TransferTimeoutError, MXNetError):
     """An agreed transfer did not finish within POLYHVD_DATA_TIMEOUT_SECONDS."""
+
+
+_CLASSES = {
+    cls.__base__: cls
+    for cls in (
+        HorovodInternalError,
+        RankMismatchError,
+        PeerLostError,
+        PeerDepartedError,
+        ShutdownError,
+        TransferTimeoutError,
+    )
+}
+
+
+@contextlib.contextmanager
+def as_mxnets() -> Iterator[None]:
+    """Raise errors of operations that MXNet's engine has no part in as these classes, too."""
+    try:
+        yield
+    except errors.HorovodInternalError as error:
+        raise _CLASSES.get(type(error), HorovodInternalError)(*error.args) from error.__cause__

@@ -68,6 +68,12 @@ class Failures {
     return known_.back();
   }
 
+  // The last failure of all; code 0: there is none.
+  std::pair<int, std::string> last() const {
+    std::lock_guard lock(mutex_);
+    return known_.empty() ? std::pair<int, std::string>() : known_.back();
+  }
+
   // Whether nothing can succeed any more with the engine of this generation.
   bool has_ended(std::uint64_t generation) const noexcept { return ended_.load() == generation; }
 

@@ -16,6 +16,11 @@
 
 namespace polyhvd::mxnet {
 
+// By which MXNet's engine orders operations.
+struct Variable {
+  void* handle;
+};
+
 // An operation on one array that tells when it is over, and so is all that came before it.
 class Fence {
  public:
@@ -36,6 +41,12 @@ class Fence {
     push(array, Kind::kReads);
   }
 
+  // Reads the variable of an array.
+  explicit Fence(Variable variable) : state_(std::make_shared<State>()) {
+    check(g_mx.MXEnginePushAsync(&run, new Shared(state_), &end, &kCpu, &variable.handle, 1,
+                                 nullptr, 0, &kAsync, 0, kLabel, false));
+  }
+
   void wait() const { state_->over.wait(false); }
   bool is_over() const { return state_->over.load(); }
   // Once it is over: whether it ran. Else it was skipped, as the array holds an error.
@@ -43,6 +54,9 @@ class Fence {
   bool has_copied() const { return state_->copied; }
 
  private:
+  static constexpr Context kCpu{kDevCpu, 0};
+  static constexpr char kLabel[] = "polyhvd fence";
+
   enum class Kind { kNone, kReads, kWrites };  // a write is also behind what reads the array now
 
   struct State {
@@ -57,12 +71,11 @@ class Fence {
   using Shared = std::shared_ptr<State>;
 
   void push(NDArrayHandle array, Kind kind) {
-    static constexpr Context kCpu{kDevCpu, 0};
     NDArrayHandle arrays[] = {array};
     const int reads = kind == Kind::kReads ? 1 : 0;
     const int writes = kind == Kind::kWrites ? 1 : 0;
     check(g_mx.MXEnginePushAsyncND(&run, new Shared(state_), &end, &kCpu, arrays, reads, arrays,
-                                   writes, reads != 0 ? &kAsync : &kNormal, 0, "polyhvd fence",
+                                   writes, reads != 0 ? &kAsync : &kNormal, 0, kLabel,
                                    !state_->error.empty()));
   }
 

@@ -47,6 +47,10 @@ using Deleter = void (*)(void* param);
     (AsyncFunction, void* param, Deleter, const Context*, NDArrayHandle* reads, int read_count,    \
      NDArrayHandle* writes, int write_count, const int* property, int priority, const char* label, \
      bool wait))                                                                                   \
+  X(MXEnginePushAsync, int,                                                                        \
+    (AsyncFunction, void* param, Deleter, const Context*, void* read_variables, int read_count,    \
+     void* written_variables, int write_count, const int* property, int priority,                  \
+     const char* label, bool wait))                                                                \
   X(MXShallowCopyNDArray, int, (NDArrayHandle, NDArrayHandle * copy))                              \
   X(MXNDArrayFree, int, (NDArrayHandle))                                                           \
   X(MXNDArrayGetData, int, (NDArrayHandle, void** data))                                           \

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -28,6 +29,7 @@
 #include "mxnet_c_api.h"
 #include "program_order.h"
 #include "types.h"
+#include "waits_guard.h"
 
 #define POLYHVD_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -85,6 +87,8 @@ std::string about(const Op& op) { return about(op.submission.kind, op.submission
 EngineSlot& g_slot = *new EngineSlot;  // the engine that is current
 ProgramOrder<OpPtr>& g_order = *new ProgramOrder<OpPtr>;
 
+void* g_library = nullptr;  // libmxnet.so; set once, before anything else is called
+
 // MXNet's engine: one that runs everything inside the push, or the usual ones.
 enum class Kind { kUnknown, kNaive, kThreaded };
 std::atomic<Kind> g_kind{Kind::kUnknown};
@@ -92,6 +96,8 @@ Attempts g_inside;  // to have an operation run inside the push, as its arrays a
 
 Failures<Array>& g_failures = *new Failures<Array>;
 Watch g_watch;
+// Held while updates are pushed that need what collectives write, and while an error is taken out.
+std::recursive_timed_mutex& g_updates = *new std::recursive_timed_mutex;
 std::atomic<int> g_held{0};  // of what is in flight, what MXNet has neither run nor skipped
 
 thread_local bool t_ran = false;      // run() has been on this thread
@@ -391,6 +397,26 @@ void settle() {
   }
 }
 
+// For all waits of MXNet's own code: an error goes out as it does to Python, after all that
+// depends on it has been skipped. To one reader: the others that have met it are told all the same.
+void wait_for_variable(void* engine, void* variable) {
+  constexpr std::chrono::seconds kDeadline{20};  // whoever holds it may wait for this thread
+  const auto self = static_cast<std::int64_t>(pthread_self());
+  const std::int64_t pusher = g_watch.pusher.load();
+  if (g_watch.in_flight.load() == 0 && g_watch.unsettled.load() == 0 &&
+      (pusher == 0 || pusher == self)) {  // nothing can be in flight that this thread reads
+    return WaitsGuard::original(engine, variable);
+  }
+  const Fence fence(Variable{variable});
+  fence.wait();
+  if (fence.has_run()) return;
+  const std::unique_lock lock(g_updates, kDeadline);
+  settle();
+  WaitsGuard::original(engine, variable);
+  const auto [code, text] = g_failures.last();
+  if (code != 0) throw std::runtime_error(text);
+}
+
 }  // namespace
 }  // namespace polyhvd::mxnet
 
@@ -412,6 +438,7 @@ POLYHVD_EXPORT const char* polyhvd_mxnet_load(const char* path) {
   g_mx.reorder = reinterpret_cast<void (*)(void*)>(dlsym(library, kReorder));
   if (g_mx.reorder_async != nullptr && g_mx.in_onednn_layout == nullptr) return kInOnednnLayout;
   if (g_mx.reorder_async != nullptr && g_mx.reorder == nullptr) return kReorder;
+  g_library = library;
   (void)ExceptionsLock::install(library);  // else failures are as unsafe as MXNet makes them
   return nullptr;
 }
@@ -471,6 +498,9 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
     s.done = &on_done;
     take_inputs(*op, {inputs, static_cast<std::size_t>(count)});
     if (outputs != inputs) take_outputs(*op, {outputs, static_cast<std::size_t>(count)});
+    // MXNet's engine exists by now, and was chosen by whoever made the first array.
+    static const bool guarded = WaitsGuard::install(g_library, &wait_for_variable);
+    (void)guarded;  // else its own waits are as unsafe as MXNet makes them
     {
       const EngineSlot::Visit visit(g_slot);
       if (visit.api() == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");
@@ -537,6 +567,10 @@ POLYHVD_EXPORT int polyhvd_mxnet_read(NDArrayHandle array, void* data, std::size
   return data == nullptr || fence.has_copied() ? 0 : 2;
 }
 
+// See g_updates.
+POLYHVD_EXPORT void polyhvd_mxnet_lock() { g_updates.lock(); }
+POLYHVD_EXPORT void polyhvd_mxnet_unlock() { g_updates.unlock(); }
+
 // See settle().
 POLYHVD_EXPORT void polyhvd_mxnet_settle() { settle(); }
 
@@ -560,5 +594,6 @@ POLYHVD_EXPORT int polyhvd_mxnet_failure_in(const char* message, const char** te
 POLYHVD_EXPORT void polyhvd_mxnet_forget() {
   g_watch.in_flight.store(0);
   g_held.store(0);
+  new (&g_updates) std::recursive_timed_mutex;
   ExceptionsLock::forget();
 }

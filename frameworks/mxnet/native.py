@@ -28,11 +28,13 @@ __all__ = [
     "drain",
     "failure_in",
     "forget",
+    "lock",
     "push",
     "push_in_place",
     "read",
     "set_engine",
     "settle",
+    "unlock",
     "watch",
 ]
 
@@ -74,6 +76,8 @@ def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
     quick.polyhvd_mxnet_watch.restype = ctypes.POINTER(ctypes.c_int64)
     quick.polyhvd_mxnet_failure_in.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p)]
     library.polyhvd_mxnet_settle.restype = None
+    library.polyhvd_mxnet_lock.restype = None
+    quick.polyhvd_mxnet_unlock.restype = None
     library.polyhvd_mxnet_drain.argtypes = [ctypes.c_double]
     quick.polyhvd_mxnet_forget.restype = None
     return library, quick
@@ -277,6 +281,10 @@ def watch() -> Any:
 #: ``read(handle, data, size)`` waits for an array and copies it, but leaves an error in it; 0: that is done,
 #: 1: there is an error, 2: it cannot be copied so. ``data`` may be None.
 read = _library.polyhvd_mxnet_read
+
+
+#: Of one lock, which the thread that has it may take again; threads of MXNet's take it as well.
+lock, unlock = _library.polyhvd_mxnet_lock, _quick.polyhvd_mxnet_unlock
 
 
 def settle() -> None:

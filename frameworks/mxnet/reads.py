@@ -4,6 +4,7 @@ MXNet's engine gives an exception to the first reader and forgets it for all tha
 operation: an update that is still queued would then run on a gradient that was never reduced. So the
 functions by which MXNet's Python reads are given a wait of our own, which takes nothing away; an error is
 taken out by one reader at a time, after all that depends on it has been skipped, and raised as our class.
+What MXNet's own code waits for, native.cc guards likewise.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from mxnet import base
 from mxnet.base import _LIB
 from polyhvd.mxnet import native
 
 __all__ = ["failures", "forgive", "install", "updates"]
 
-#: Held while updates are pushed that need what collectives write, and while an error is taken out.
-updates = threading.RLock()
+
+class _Updates:
+    """Held while updates are pushed that need what collectives write, and while an error is taken out."""
+
+    def __enter__(self) -> None:
+        native.lock()
+
+    def __exit__(self, *_: object) -> None:
+        native.unlock()
+
+
+updates = _Updates()
 
 _IN_FLIGHT, _FAILURES, _PUSHER, _UNSETTLED = 0, 1, 2, 3
 _watch = native.watch()
@@ -29,6 +41,7 @@ _mxnet_wait = _LIB.MXNDArrayWaitToRead
 _mxnet_wait_to_write = _LIB.MXNDArrayWaitToWrite
 _mxnet_wait_for_all = _LIB.MXNDArrayWaitAll
 _mxnet_copy = _LIB.MXNDArraySyncCopyToCPU
+_mxnet_error = base.get_last_ffi_error
 _forgiven = [0]  # of the failures
 
 
@@ -37,12 +50,9 @@ def failures() -> int:
     return _watch[_FAILURES]
 
 
-def _raised() -> int:
-    """MXNet's status of a call that has failed; raises if that is from a collective of ours."""
-    error = native.failure_in(_LIB.MXGetLastError())
-    if error is not None:
-        raise error
-    return -1
+def _last_error() -> Exception:
+    """What a call of MXNet's has failed with: of our class, if that is from a collective of ours."""
+    return native.failure_in(_LIB.MXGetLastError()) or _mxnet_error()
 
 
 def _is_simple() -> bool:
@@ -56,33 +66,34 @@ def _take_error(read: Callable[..., int], *arguments: Any) -> int:
     """Let MXNet raise, once all updates that wait for what has failed have been skipped."""
     with updates:
         native.settle()
-        return read(*arguments) and _raised()
+        return read(*arguments)
 
 
 def _wait(handle: Any) -> int:
     if _is_simple():
-        return _mxnet_wait(handle) and _raised()
+        return _mxnet_wait(handle)
     return native.read(handle, None, _NOTHING) and _take_error(_mxnet_wait, handle)
 
 
 def _wait_to_write(handle: Any) -> int:
-    return _wait(handle) or (_mxnet_wait_to_write(handle) and _raised())
+    return _wait(handle) or _mxnet_wait_to_write(handle)
 
 
 def _wait_for_all() -> int:
     if _watch[_UNSETTLED]:
         return _take_error(_mxnet_wait_for_all)
-    return _mxnet_wait_for_all() and _raised()
+    return _mxnet_wait_for_all()
 
 
 def _copy(handle: Any, data: Any, size: Any) -> int:
     if _is_simple():
-        return _mxnet_copy(handle, data, size) and _raised()
+        return _mxnet_copy(handle, data, size)
     return native.read(handle, data, size) and _take_error(_mxnet_copy, handle, data, size)
 
 
 def install() -> None:
-    """Guard what Python calls of MXNet to read arrays."""
+    """Guard what Python calls of MXNet to read arrays, and let it raise our classes."""
+    base.get_last_ffi_error = _last_error
     _LIB.MXNDArrayWaitToRead = _wait
     _LIB.MXNDArrayWaitToWrite = _wait_to_write
     _LIB.MXNDArrayWaitAll = _wait_for_all
@@ -105,6 +116,4 @@ def forgive() -> None:
 
 def _forget() -> None:
     """A forked process has no collectives in flight, and none of the threads that would end them."""
-    global updates
-    updates = threading.RLock()
     native.forget()

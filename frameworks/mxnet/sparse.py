@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
-from polyhvd.mxnet.errors import RankMismatchError
+from polyhvd.mxnet.errors import RankMismatchError, as_mxnets
 from polyhvd.mxnet.names import derived, unnamed
 
 from polyhvd import context
@@ -25,20 +25,21 @@ def _gather(
 ) -> list[np.ndarray[Any, Any]]:
     """All ranks' numbers, for each name; all of them travel together."""
     engine = context.engine()
-    handles = [
-        engine.submit(
-            OpKind.ALLGATHER,
-            derived(name, "indices"),
-            (own,),
-            None,
-            process_set=process_set_id(process_set),
-            blocking=True,
-        )
-        for name, own in zip(names, numbers, strict=True)
-    ]
-    errors = [error for error in map(_failure, handles) if error is not None]
-    if errors:
-        raise errors[0]
+    with as_mxnets():
+        handles = [
+            engine.submit(
+                OpKind.ALLGATHER,
+                derived(name, "indices"),
+                (own,),
+                None,
+                process_set=process_set_id(process_set),
+                blocking=True,
+            )
+            for name, own in zip(names, numbers, strict=True)
+        ]
+        errors = [error for error in map(_failure, handles) if error is not None]
+        if errors:
+            raise errors[0]
     return [np.frombuffer(handle.buffers()[0], dtype=np.int64) for handle in handles]
 
 

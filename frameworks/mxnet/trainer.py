@@ -12,7 +12,7 @@ from mxnet import gluon
 from mxnet.gluon import Parameter
 from mxnet.gluon.parameter import ParameterDict
 from polyhvd.mxnet import reads
-from polyhvd.mxnet.errors import InvalidArgumentError
+from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.ops import Compression, collectives
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill, scale
@@ -215,7 +215,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         result = numbers.copy()
         name = f"{self._prefix}.{what}"
         number = process_set_id(self._process_set)
-        with in_line(name, number):
+        with as_mxnets(), in_line(name, number):
             context.engine().submit(
                 OpKind.ALLREDUCE,
                 name,
