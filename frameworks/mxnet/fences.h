@@ -119,23 +119,6 @@ class Fence {
     return true;
   }
 
-  static std::size_t item_bytes(DType dtype) {
-    switch (dtype) {
-      case DType::kFloat64:
-      case DType::kInt64:
-        return 8;
-      case DType::kFloat32:
-      case DType::kInt32:
-        return 4;
-      case DType::kFloat16:
-      case DType::kBfloat16:
-      case DType::kInt16:
-        return 2;
-      default:
-        return 1;
-    }
-  }
-
   Shared state_;
 };
 

@@ -7,6 +7,7 @@ same backward. Nothing here waits for a collective.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from polyhvd.mxnet.names import derived
 
 from polyhvd import context
 from polyhvd.adapter import Operation, OpKind, ReduceOp
-from polyhvd.adjoints import gradient_factor, rows_kept
+from polyhvd.adjoints import gradient_factor
 from polyhvd.calls import Call
 
 __all__ = ["record"]
@@ -89,28 +90,27 @@ def _of_allgather(
     ]
 
 
+@functools.lru_cache(maxsize=64)
+def _position(position: int) -> NDArray:
+    return mx.nd.full((1,), position, dtype=np.int64)
+
+
 def _of_reducescatter(
     forward: Operation, shapes: Sequence[Sequence[int]], rows: Any, gradients: Arrays
 ) -> Arrays:
-    """The gradients of all ranks' rows, scaled alike.
+    """The gradients of all ranks' rows, scaled alike; those of ranks that have joined are zero.
 
-    A sum, to which each rank brings its own rows and zeros: those of ranks that have joined are then zero,
-    where a concatenation would be short of them, and have another shape than was told to MXNet.
+    Rows of these are missing in what is gathered, so each rank sends its position along, and native.cc puts
+    the others where they belong.
     """
     _require_linear(forward)
     members = context.registered()[forward.process_set]
-    position = members.index(context.config().rank)
-    spread = []
-    for gradient, shape in zip(gradients, shapes, strict=True):
-        counts = rows_kept(shape[0], len(members))
-        spread.append(mx.nd.zeros(shape, dtype=gradient.dtype, ctx=gradient.ctx))
-        _assign_rows(spread[-1], sum(counts[:position]), gradient, 0, counts[position])
-    return _sum(forward, spread, postscale=forward.prescale * forward.postscale * _factor(forward))
-
-
-def _assign_rows(target: NDArray, place: int, source: NDArray, first: int, count: int) -> None:
-    if source.size and count:  # MXNet assigns nothing else
-        target[place : place + count] = source[first : first + count]
+    factor = forward.prescale * forward.postscale * _factor(forward)
+    scaled = [g if factor == 1.0 or not g.size else g * factor for g in gradients]
+    position = _position(members.index(context.config().rank))
+    whole = [*shapes, (len(members),)]
+    *results, _ = _run(forward, OpKind.ALLGATHER, [*scaled, position], whole, numbers=[len(members)])
+    return results
 
 
 def _of_alltoall(

@@ -39,6 +39,23 @@ inline int dtype_of(NDArrayHandle array) {
                                                                  : -1;
 }
 
+inline std::size_t item_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBfloat16:
+    case DType::kInt16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
 // A reference of our own to an array, so that it outlives the caller's.
 class Array {
  public:

@@ -27,6 +27,7 @@
 #include "fences.h"
 #include "library.h"
 #include "mxnet_c_api.h"
+#include "operation.h"
 #include "program_order.h"
 #include "types.h"
 #include "waits_guard.h"
@@ -42,40 +43,6 @@ constexpr const char* kKindNames[] = {"allreduce", "allgather", "broadcast",
 
 constexpr int kSkipped = 100;  // is added to codes of ErrorCode
 constexpr char kSkippedText[] = "was not done, as an array of it holds the error of another one";
-
-constexpr std::size_t kItemSizeMax = 8;  // of any element type
-
-// One collective, shared by MXNet's engine, the core and Python's handle.
-struct Op {
-  std::string name;
-  std::string line;  // in the program order
-  std::string where;
-  polyhvd_submission submission{};
-  std::uint64_t generation = 0;  // of the engine that it was meant for
-  ProgramOrder<std::shared_ptr<Op>>::Ticket ticket = 0;
-
-  std::vector<Array> inputs;
-  std::vector<Array> outputs;  // empty: in place
-  std::vector<Shape> shapes;   // of the inputs, then of the outputs
-  std::vector<int> dtypes;     // of the inputs; the outputs have the same
-  std::vector<std::int64_t> numbers;
-
-  // Of the outputs, where the core asks for memory: written when MXNet runs the operation,
-  // then by the thread that completes it.
-  std::vector<void*> places;
-  std::vector<std::unique_ptr<std::byte[]>> spare;  // for what no output takes
-  std::string unexpected;                           // shape of an output, if one differs
-
-  OnComplete on_complete{};  // from MXNet, when its engine runs the operation
-  bool has_run = false;      // likewise
-
-  // Written once, by the thread that completes the operation: the text before the code.
-  std::atomic<int> error_code{0};
-  std::string error;
-  bool was_skipped = false;
-  std::atomic<bool> finished{false};
-};
-using OpPtr = std::shared_ptr<Op>;
 
 // Begins messages.
 std::string about(std::int32_t kind, const char* name) {
@@ -142,7 +109,7 @@ void complete(Op& op, int code, const char* message) {
 void on_done(void* context, std::int32_t code, const char* message) {
   const std::unique_ptr<OpPtr> box(static_cast<OpPtr*>(context));
   Op& op = **box;
-  if (code != 0 || op.unexpected.empty()) return complete(op, code, message);
+  if (code != 0 || op.unexpected.empty() || op.fill_absent()) return complete(op, code, message);
   const std::string text = about(op) + "the result has shape " + op.unexpected +
                            ", not the one that the ranks told before; a rank has joined meanwhile";
   complete(op, static_cast<int>(ErrorCode::kInternal), text.c_str());
@@ -163,10 +130,7 @@ void* allocate(void* context, std::int32_t index, const std::int64_t* dims, std:
   const bool has_place = i < op.places.size();
   if (has_place && op.shapes[op.inputs.size() + i] == shape) return op.places[i];
   if (has_place) op.unexpected = to_string(shape);
-  std::size_t bytes = kItemSizeMax;
-  for (const std::int64_t dim : shape) bytes *= static_cast<std::size_t>(dim);
-  op.spare.push_back(std::make_unique<std::byte[]>(bytes));
-  return op.spare.back().get();
+  return op.make_spare(i, shape);
 }
 
 // Of one that MXNet's engine lets us write, if `written`.
@@ -490,9 +454,11 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
     s.postscale = manner->postscale;
     s.process_set = manner->process_set;
     s.count = count;
-    op->numbers.assign(numbers, numbers + number_count);
+    const bool has_members = static_cast<OpKind>(s.kind) == OpKind::kAllgather && number_count == 1;
+    if (has_members) op->members = numbers[0];
+    if (!has_members) op->numbers.assign(numbers, numbers + number_count);
     if (!op->numbers.empty()) s.numbers = op->numbers.data();
-    s.number_count = number_count;
+    s.number_count = static_cast<std::int32_t>(op->numbers.size());
     s.turn = turn;
     s.queue_duplicates = 1;
     s.done = &on_done;
