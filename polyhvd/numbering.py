@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,18 +24,20 @@ class ObjectNumbers:
     def __init__(self) -> None:
         self._sets: dict[tuple[int, ...], WeakKeyDictionary[Any, int]] = {}
         self._next: dict[tuple[int, ...], int] = {}
+        self._lock = threading.Lock()  # of what `of` reads and writes
         context.on_engine_change(self._begin_anew)
 
     def of(self, item: Any, process_set: ProcessSet) -> int:
         """The number of an object, by identity; it is held weakly."""
         # Not the set's number, which may be another one with the next engine.
         members = () if process_set is global_process_set else tuple(process_set.ranks or ())
-        known = self._sets.setdefault(members, WeakKeyDictionary())
-        number = known.get(item)
-        if number is None:
-            number = known[item] = self._next.get(members, 0)
-            self._next[members] = number + 1
-        return number
+        with self._lock:
+            known = self._sets.setdefault(members, WeakKeyDictionary())
+            number = known.get(item)
+            if number is None:
+                number = known[item] = self._next.get(members, 0)
+                self._next[members] = number + 1
+            return number
 
     def _begin_anew(self, _: int) -> None:
         if not self._sets:

@@ -82,7 +82,9 @@ class Gradients(Section):
         self.on_hold = False
         #: ``step()`` waits for gradients, unless the program has done so.
         self.awaited_in_step = True
-        self._prefix = f"{_PREFIX}.{_registry.number(self, process_set)}"
+        #: Of the optimizer in its process set, the same on every rank.
+        self.number = _registry.number(self, process_set)
+        self._prefix = f"{_PREFIX}.{self.number}"
         self._reducer = GradientReducer(
             collectives,
             prefix=self._prefix,
@@ -102,11 +104,9 @@ class Gradients(Section):
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._scale_local = scale_local and op == ReduceOp.Average
-        self._process_set = process_set
+        self.process_set = process_set
         self._groups = [_Group(number, positions) for number, positions in enumerate(groups)]
         self._group_of = {position: group for group in self._groups for position in group.positions}
-        #: Where the rounds of its process set are held.
-        self.board = _registry.board(process_set)
         self._parameters: list[Tensor] = []
         self._local: set[int] = set()  # those whose gradients stay on this rank
         self._passes: list[int] = []  # counted up to passes_per_step
@@ -117,7 +117,8 @@ class Gradients(Section):
         self._reduced: set[int] = set()  # in this step
         self._reported = b""  # in the last round
         self._backward = -1  # the graph task whose end we have asked to hear of
-        self._seat = self.board.add(self)
+        self._entered = -1  # the graph task whose thread is known to use this
+        _registry.seat(self)
         self.adopt(parameters)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
@@ -128,7 +129,7 @@ class Gradients(Section):
             position = len(self._parameters)
             self._parameters.append(parameter)
             self._passes.append(0)
-            self._seat.size += 1
+            self.seat.size += 1
             _registry.take(parameter, self, position)
 
     def keep_local(self, parameter: Tensor) -> None:
@@ -158,7 +159,7 @@ class Gradients(Section):
             gradients = owner()
             if gradients is None or not gradients._scale_local or not gradients._is_member():
                 return gradient
-            return gradient / gradients._process_set.size()
+            return gradient / gradients.process_set.size()
 
         return scale
 
@@ -168,25 +169,42 @@ class Gradients(Section):
         return f"parameter {position}" if name is None else f"parameter {name!r}"
 
     @property
+    def count(self) -> int:
+        """The number of parameters."""
+        return len(self._parameters)
+
+    def claim(self) -> None:
+        """Say that the calling thread uses the optimizer from now on, and holds its rounds."""
+        _registry.claim(self)
+
+    @property
     def in_flight(self) -> bool:
         """Whether reductions run: within backward, or after one that has failed."""
         return bool(self._started)
 
     def _is_member(self) -> bool:
-        return self._process_set is global_process_set or self._process_set.included()
+        return self.process_set is global_process_set or self.process_set.included()
 
     # Within backward ---------------------------------------------------------
+
+    def _enter(self, task: int, position: int) -> None:
+        """A backward has come to a parameter: its thread uses the optimizer from now on."""
+        if self._parameters[position].is_cpu:  # for other devices autograd has threads of its own
+            self._entered = task
+            self.claim()
 
     def on_gradient(self, position: int) -> None:
         """Called by autograd when ``grad`` of a parameter is complete for this backward."""
         if self.retired or not self._is_member():
             return
+        task = torch._C._current_graph_task_id()
+        if task != self._entered:
+            self._enter(task, position)
         self.settled = False
         self._fresh.add(position)
         if self.on_hold:
             return
         self._passes[position] += 1
-        task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._backward = task
             _registry.hold_rounds_after(task, self)
@@ -198,8 +216,11 @@ class Gradients(Section):
 
         What a step has left there, equal on all ranks, counts once in their sum: on the first of them.
         """
-        if self.retired or not self._is_member() or self._process_set.rank() == 0:
+        if self.retired or not self._is_member() or self.process_set.rank() == 0:
             return
+        task = torch._C._current_graph_task_id()
+        if task != self._entered:
+            self._enter(task, position)
         parameter = self._parameters[position]
         if self._leftovers.has(position, parameter.grad):
             parameter.grad = None
@@ -262,7 +283,7 @@ class Gradients(Section):
 
     def _counts_elsewhere(self, position: int, gradient: Tensor) -> bool:
         """Whether another rank's sum has this gradient; see :meth:`before_gradient`."""
-        return self.looks_before and self._leftovers.has(position, gradient) and self._process_set.rank() != 0
+        return self.looks_before and self._leftovers.has(position, gradient) and self.process_set.rank() != 0
 
     def _start_sparse(self, position: int, gradient: Tensor) -> Handle:
         try:
@@ -275,7 +296,7 @@ class Gradients(Section):
             gradient,
             name=f"{self._prefix}.{position}",
             op=self._op,
-            process_set=self._process_set,
+            process_set=self.process_set,
             compression=self._compression,
             priority=-position,
         )
@@ -416,7 +437,7 @@ class Gradients(Section):
         """The ranks' losses as one; see :func:`polyhvd.torch.closures.joint_loss`."""
         if not self._is_member():
             return loss
-        return joint_loss(loss, name=f"{self._prefix}.loss", op=self._op, process_set=self._process_set)
+        return joint_loss(loss, name=f"{self._prefix}.loss", op=self._op, process_set=self.process_set)
 
     def forget_passes(self) -> None:
         """The gradients were set to zero."""

@@ -36,6 +36,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "this is a copy of a DistributedOptimizer, which reduces nothing; "
                 "make the copy of the original optimizer, and wrap that"
             )
+        gradients.claim()
         return gradients
 
     def synchronize(self) -> None:
@@ -209,6 +210,9 @@ def DistributedOptimizer(
     lies between ``backward()`` and ``step()`` (clipping, ``GradScaler.unscale_``) sees the result.
     A gradient that only some ranks have is zero on the others; one that no rank has stays None.
     A new DistributedOptimizer takes over the parameters of an older one.
+
+    Ranks make their optimizers in the same order. Threads may use optimizers at the same time, each its own,
+    the same ones on every rank.
 
     Args:
         optimizer: of ``torch.optim``, or a subclass; the same on every rank.

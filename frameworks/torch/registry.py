@@ -1,4 +1,4 @@
-"""Which optimizer each parameter belongs to, and where the rounds of each process set are held."""
+"""Which optimizer each parameter belongs to, and where each thread holds the rounds of a process set."""
 
 from __future__ import annotations
 
@@ -37,8 +37,15 @@ class _Ending(threading.local):
         self.among: list[Gradients] = []
 
 
+class _Own(threading.local):
+    """The boards of a thread."""
+
+    def __init__(self) -> None:
+        self.boards: dict[ProcessSet, Board] = {}
+
+
 class Registry:
-    """Parameters have one owner at a time, and process sets one board.
+    """Parameters have one owner at a time, and process sets one board for each thread.
 
     Args:
         prefix: begins the names of operations.
@@ -47,7 +54,8 @@ class Registry:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._numbers = ObjectNumbers()
-        self._boards: dict[ProcessSet, Board] = {}
+        self._own = _Own()
+        self._everyone: weakref.WeakSet[Gradients] = weakref.WeakSet()
         self._owners: Any = WeakIdKeyDictionary()
         self._ending = _Ending()
         # After the numbers have: they free what is gone.
@@ -58,18 +66,41 @@ class Registry:
         return self._numbers.of(gradients, process_set)
 
     def _begin_anew(self, _: int) -> None:
-        """The ranks of a new engine have made no optimizers but those that are in use."""
-        for board in self._boards.values():
-            board.forget_the_gone()
+        """The ranks of a new engine have made no optimizers but those that are in use, in this thread."""
+        self._own = _Own()
+        for gradients in sorted(self._everyone, key=lambda gradients: gradients.number):
+            if not gradients.retired:
+                self.seat(gradients)
 
-    def board(self, process_set: ProcessSet) -> Board:
-        """Where the rounds of a process set are held."""
-        if process_set not in self._boards:
+    def seat(self, gradients: Gradients) -> None:
+        """Let an optimizer that has just been made take part in the rounds of the calling thread."""
+        self._everyone.add(gradients)
+        number = gradients.number
+        self._seat(gradients, f".{number}" if number else "")
+
+    def claim(self, gradients: Gradients) -> None:
+        """Let an optimizer take part in the rounds of the calling thread, which uses it from now on.
+
+        How often it has gone from thread to thread does not count in the name of a board: ranks may have
+        pools of threads, or have joined. So a thread that has given the first optimizer that it claimed to
+        a new thread is not to go on with others that it has claimed.
+        """
+        if self._own.boards.get(gradients.process_set) is not gradients.board:
+            self._seat(gradients, f".{gradients.number}.claimed")
+
+    def _seat(self, gradients: Gradients, suffix: str) -> None:
+        board = self._board(gradients.process_set, suffix)
+        board.add(gradients, gradients.count)
+
+    def _board(self, process_set: ProcessSet, suffix: str) -> Board:
+        """Where the calling thread holds rounds; ``suffix`` ends the names of a new board."""
+        boards = self._own.boards
+        if process_set not in boards:
 
             def start(name: str, array: Any, op: int, blocking: bool) -> Any:
                 return context.engine().submit(
                     OpKind.ALLREDUCE,
-                    f"{self._prefix}.{name}",
+                    f"{self._prefix}.{name}{suffix}",
                     (array,),
                     (array,),
                     op,
@@ -93,8 +124,8 @@ class Registry:
 
                 return are_all_there
 
-            self._boards[process_set] = Board(agree, call_roll)
-        return self._boards[process_set]
+            boards[process_set] = Board(agree, call_roll)
+        return boards[process_set]
 
     def hold_rounds_after(self, task: int, gradients: Gradients) -> None:
         """Reduce what an optimizer has ready, and all others in this backward, at the end of it.

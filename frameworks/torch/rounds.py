@@ -6,17 +6,26 @@ reduced by all of them, zeros from those that have none; one that nobody has sta
 A step that is not settled by then (some parameter might still get its gradient) holds rounds
 until every rank has reached it, so ranks may differ in what and how often they compute.
 
-All optimizers of a process set share its rounds: whoever waits, for whichever optimizer, answers for
-all, and no order of waiting can deadlock. At the end of a backward the rounds of all process sets are
-under way before one is waited for.
+All optimizers that a thread uses share its rounds in a process set: whoever waits, for whichever of them,
+answers for all, and no order of waiting can deadlock. At the end of a backward the rounds of all process
+sets are under way before one is waited for.
+
+Threads do not answer for each other. A rank cannot know whether an optimizer of another thread is about to
+have gradients, and threads get ahead of each other differently on each rank. So each has boards of its own,
+and an optimizer sits on the board of the thread that used it last. A board is named for its first optimizer,
+and what else sits on it follows from what its thread has done so far: where a thread does the same on every
+rank, its rounds meet its own ones alone, in the order of its program. A round changes none but the optimizers
+that are ready or at their step on some rank, which this thread uses on all of them. No thread holds a lock
+while it waits for ranks. So each thread is by itself the case of one thread, and none waits for another.
 """
 
 from __future__ import annotations
 
 import abc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyhvd.errors import HorovodInternalError, RankMismatchError
 
@@ -38,7 +47,9 @@ EXPECTED = 1  # may still get one before the step
 REDUCED = 2  # was reduced in an earlier round of this step
 READY = 3  # is being reduced; READY + n: as a sparse tensor of n sparse dimensions
 
-_HEADER_BYTES = 4  # alive, not at its step, rounds since the last step, 255 minus these
+# Whether a section is here, whether it is not at its step, rounds since the last step, 255 minus these.
+_HEADER_BYTES = 4
+_GONE, _HERE, _AT_STEP = range(3)
 _ROUNDS_MAX = 255
 #: Sections that are gone on every rank keep their places until these take more than this.
 GONE_BYTES_MAX = 8192
@@ -49,12 +60,18 @@ def _any_ready(states: bytes | bytearray) -> bool:
 
 
 class Section(abc.ABC):
-    """One optimizer's part in the rounds."""
+    """One optimizer's part in the rounds. One thread uses it at a time."""
+
+    #: Where it takes part, and its place there.
+    board: Board
+    seat: Seat
 
     def __init__(self) -> None:
+        #: Held while it reports, or goes to another board.
+        self.moving = threading.Lock()
         #: No rank will start another gradient before the step.
         self.settled = False
-        #: Rounds since the last step.
+        #: Rounds since the last step that it was ready in, on some rank.
         self.rounds = 0
         #: Why it takes part no more; the same on every rank.
         self.retired: str | None = None
@@ -81,7 +98,10 @@ class Section(abc.ABC):
 
 
 class Seat:
-    """A section's place in the rounds. It outlives the section, which ranks delete when they like."""
+    """A section's place in the rounds. It outlives the section, which ranks delete when they like.
+
+    It stays empty when the section goes to another board, until it comes back.
+    """
 
     __slots__ = ("section", "size")
 
@@ -93,11 +113,11 @@ class Seat:
     def occupant(self) -> Section | None:
         """The section, if it takes part."""
         section = self.section()
-        return None if section is None or section.retired else section
+        return None if section is None or section.retired or section.seat is not self else section
 
 
 class Board:
-    """The rounds of one process set. Not thread-safe.
+    """The rounds of one thread in one process set. No other thread uses it.
 
     Args:
         agree: begins to replace each byte with the largest among the ranks, and returns what waits for it
@@ -116,14 +136,19 @@ class Board:
         self.call_roll = call_roll
         self.seats: list[Seat] = []
 
-    def add(self, section: Section) -> Seat:
-        """Let a section take part; in the same order on every rank. It is held weakly."""
-        self.seats.append(Seat(section))
-        return self.seats[-1]
+    def add(self, section: Section, size: int = 0) -> None:
+        """Let a section take part here, and nowhere else; in the same order on every rank. It is held weakly.
 
-    def forget_the_gone(self) -> None:
-        """Give up the seats of sections that take part no more, as every rank does at this point."""
-        self.seats = [seat for seat in self.seats if seat.occupant() is not None]
+        Args:
+            size: the number of its parameters.
+        """
+        seat = next((seat for seat in self.seats if seat.section() is section), None)
+        if seat is None:
+            seat = Seat(section)
+            self.seats.append(seat)
+        seat.size = size
+        with section.moving:
+            section.board, section.seat = self, seat
 
     def hold_round(self, at_step: Section | None) -> None:
         """Reduce what any rank has ready; return when it is done on this one.
@@ -170,36 +195,53 @@ def hold_rounds(boards: Sequence[Board], at_step: Section | None = None) -> None
         raise errors[0]
 
 
+class _Part(NamedTuple):
+    """What a section has said in a round."""
+
+    seat: Seat
+    section: Section
+    begin: int  # in the states
+    reported: bytes
+
+
 class _Round:
     """One round of a board, which begins when this is made."""
 
     def __init__(self, board: Board, at_step: Section | None, *, alone: bool) -> None:
         self._board = board
-        self._states = states = bytearray()
-        self._live: list[tuple[Section, int, bytes]] = []
+        self._states = bytearray()
+        self._live: list[_Part] = []
         self._errors: list[Exception] = []
         self._present: Callable[[], bool] | None = None
         self._taken = list(board.seats)
         for seat in self._taken:
-            section = seat.occupant()
-            if section is None:
-                states += bytes(_HEADER_BYTES + seat.size)
-                continue
-            reported = section.report(at_step=section is at_step)
-            rounds = min(section.rounds, _ROUNDS_MAX)
-            self._live.append((section, len(states), reported))
-            states += bytes((1, section is not at_step, rounds, _ROUNDS_MAX - rounds))
-            states += reported
+            self._ask(seat, at_step)
         try:
-            self._wait = board.agree(states, alone)
+            self._wait = board.agree(self._states, alone)
         except BaseException:
             self.drop()
             raise
 
+    def _ask(self, seat: Seat, at_step: Section | None) -> None:
+        """Add what the section of a seat has to say."""
+        states, section = self._states, seat.section()
+        if section is not None:
+            with section.moving:  # from here on its new thread may use it, if it has gone
+                if seat.occupant() is not None:
+                    is_at_step = section is at_step
+                    reported = section.report(at_step=is_at_step)
+                    self._live.append(_Part(seat, section, len(states), reported))
+                    rounds = min(section.rounds, _ROUNDS_MAX)
+                    here = _AT_STEP if is_at_step else _HERE
+                    states += bytes((here, not is_at_step, rounds, _ROUNDS_MAX - rounds)) + reported
+                    return
+        states += bytes(_HEADER_BYTES + seat.size)
+
     def drop(self) -> None:
         """Let all sections forget what was started."""
-        for section, _, _ in self._live:
-            section.drop()
+        for part in self._live:
+            if part.section.seat is part.seat:
+                part.section.drop()
 
     def conclude(self) -> None:
         """Wait for the other ranks, and start what any of them has ready."""
@@ -210,32 +252,42 @@ class _Round:
             # Every rank is here: all begin anew.
             self._board.seats.clear()
             text = "the optimizers of the ranks do not have the same number of parameters"
-            for section, _, _ in self._live:
-                section.retired = f"{text}; make them anew"
+            for part in self._live:
+                part.section.retired = f"{text}; make them anew"
             raise RankMismatchError(f"{text}: {error}") from error
         except BaseException:
             self.drop()
             raise
-        states = self._states
-        for section, begin, reported in self._live:
-            union = bytes(states[begin + _HEADER_BYTES :][: len(reported)])
-            section.settled = EXPECTED not in union or not states[begin + 1]
+        for part, union in self._concerned():
+            part.section.settled = EXPECTED not in union or not self._states[part.begin + 1]
             try:
-                section.start_missing(union)
+                part.section.start_missing(union)
             except Exception as error:
                 self._errors.append(error)
+
+    def _concerned(self) -> list[tuple[_Part, bytes]]:
+        """Sections that are ready or at their step on some rank, and the states of their parameters.
+
+        The others may be in use by another thread by now.
+        """
+        found = []
+        for part in self._live:
+            union = bytes(self._states[part.begin + _HEADER_BYTES :][: len(part.reported)])
+            if self._states[part.begin] == _AT_STEP or _any_ready(union):
+                found.append((part, union))
+        return found
 
     def finish(self) -> list[Exception]:
         """Wait for what was started, and note what is known to every rank now; what went wrong."""
         errors, states = self._errors, self._states
-        for section, begin, reported in self._live:
+        for part, union in self._concerned():
             try:
-                section.finish()
+                part.section.finish()
             except Exception as error:
                 errors.append(error)
-            most, least = states[begin + 2], _ROUNDS_MAX - states[begin + 3]
-            section.rounds = most + 1
-            if most != least and _any_ready(states[begin + _HEADER_BYTES :][: len(reported)]):
+            most, least = states[part.begin + 2], _ROUNDS_MAX - states[part.begin + 3]
+            part.section.rounds = most + 1
+            if most != least and _any_ready(union):
                 errors.append(
                     RankMismatchError(
                         "the ranks are not in the same step: since the last one, some have made "
@@ -246,7 +298,10 @@ class _Round:
         for begin, seat in self._seats():
             if seat.occupant() is None and _any_ready(states[begin + _HEADER_BYTES :][: seat.size]):
                 errors.append(
-                    HorovodInternalError("an optimizer that other ranks still use was deleted on this rank")
+                    HorovodInternalError(
+                        "an optimizer that other ranks still use was deleted on this rank, or is used by "
+                        "another thread here"
+                    )
                 )
         return errors
 
@@ -260,12 +315,12 @@ class _Round:
 
     def ask_who_is_there(self) -> None:
         """Begin to ask, if many sections are gone on every rank; one that has joined would not hear of it."""
-        gone = (seat for begin, seat in self._seats() if not self._states[begin])
+        gone = (seat for begin, seat in self._seats() if self._states[begin] == _GONE)
         if sum(_HEADER_BYTES + seat.size for seat in gone) > GONE_BYTES_MAX:
             self._present = self._board.call_roll()
 
     def clear(self) -> None:
         """Give up the seats of sections that are gone on every rank, if every rank knows."""
         if self._present is not None and self._present():
-            gone = {id(seat) for begin, seat in self._seats() if not self._states[begin]}
+            gone = {id(seat) for begin, seat in self._seats() if self._states[begin] == _GONE}
             self._board.seats = [seat for seat in self._board.seats if id(seat) not in gone]
