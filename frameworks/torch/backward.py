@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,6 +95,9 @@ class Gradients(Section):
             process_set=process_set,
         )
         self._names = names
+        if names:
+            ordered = "\0".join(names.get(id(parameter), "") for parameter in parameters)
+            self.digest = zlib.crc32(ordered.encode()) & 0xFFFF
         self._op = op
         # Averaging twice changes nothing: mean(mean(a) + b) = mean(a) + mean(b). So do Min and Max.
         self._repeatable = op in (ReduceOp.Average, ReduceOp.Min, ReduceOp.Max)

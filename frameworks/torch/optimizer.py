@@ -216,7 +216,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: of ``torch.optim``, or a subclass; the same on every rank.
-        named_parameters: pairs of name and parameter, for messages.
+        named_parameters: pairs of name and parameter, for messages, and to tell optimizers from each other.
         compression: what is sent; see :class:`polyhvd.compression.Compression`.
         backward_passes_per_step: gradients of this many passes are added up, then reduced.
         op: Average (default), Sum, Adasum, Min, Max or Product. With Adasum each rank takes its own step,

@@ -47,12 +47,19 @@ EXPECTED = 1  # may still get one before the step
 REDUCED = 2  # was reduced in an earlier round of this step
 READY = 3  # is being reduced; READY + n: as a sparse tensor of n sparse dimensions
 
-# Whether a section is here, whether it is not at its step, rounds since the last step, 255 minus these.
-_HEADER_BYTES = 4
+# Whether a section is here, whether it is not at its step, rounds since the last step, 255 minus these, and
+# what tells its parameters from others'.
+_HEADER_BYTES = 8
 _GONE, _HERE, _AT_STEP = range(3)
 _ROUNDS_MAX = 255
 #: Sections that are gone on every rank keep their places until these take more than this.
 GONE_BYTES_MAX = 8192
+
+
+def _doubled(digest: int) -> bytes:
+    """Two bytes of a digest, and 255 minus each: the largest among ranks add up to 255 if all are equal."""
+    first, second = digest.to_bytes(2, "little")
+    return bytes((first, second, 255 - first, 255 - second)) if digest else bytes(4)
 
 
 def _any_ready(states: bytes | bytearray) -> bool:
@@ -73,6 +80,8 @@ class Section(abc.ABC):
         self.settled = False
         #: Rounds since the last step that it was ready in, on some rank.
         self.rounds = 0
+        #: Tells its parameters from others', if not 0; the same on every rank.
+        self.digest = 0
         #: Why it takes part no more; the same on every rank.
         self.retired: str | None = None
 
@@ -233,7 +242,8 @@ class _Round:
                     self._live.append(_Part(seat, section, len(states), reported))
                     rounds = min(section.rounds, _ROUNDS_MAX)
                     here = _AT_STEP if is_at_step else _HERE
-                    states += bytes((here, not is_at_step, rounds, _ROUNDS_MAX - rounds)) + reported
+                    states += bytes((here, not is_at_step, rounds, _ROUNDS_MAX - rounds))
+                    states += _doubled(section.digest) + reported
                     return
         states += bytes(_HEADER_BYTES + seat.size)
 
@@ -285,6 +295,14 @@ class _Round:
                 part.section.finish()
             except Exception as error:
                 errors.append(error)
+            digests = states[part.begin + 4 :][:4]
+            if any(digests) and (digests[0] + digests[2], digests[1] + digests[3]) != (255, 255):
+                errors.append(
+                    RankMismatchError(
+                        "the parameters of an optimizer have other names on other ranks; make optimizers in "
+                        "the same order on every rank, threads that make some one after the other"
+                    )
+                )
             most, least = states[part.begin + 2], _ROUNDS_MAX - states[part.begin + 3]
             part.section.rounds = most + 1
             if most != least and _any_ready(union):

@@ -67,6 +67,13 @@ def test_threads_meet_after_init(ranks: Pool) -> None:
     ranks.run(cases.other_threads_after_init)
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["same shapes", "other shapes"])
+def test_optimizers_that_ranks_make_in_different_orders_are_an_error_on_every_rank(
+    ranks: Pool, named: bool
+) -> None:
+    ranks.run(cases.optimizers_made_in_different_orders, named)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_lost_rank_is_an_error_in_both_threads(fork_servers: ForkServers, size: int) -> None:
     victim = size - 1

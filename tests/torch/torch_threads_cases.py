@@ -348,3 +348,29 @@ def other_threads_after_init() -> None:
     run_threads(*(lambda t=t: t.train(5) for t in trainings))
     for training in trainings:
         training.check()
+
+
+def optimizers_made_in_different_orders(named: bool) -> None:
+    """The threads of the first rank make theirs in another order; only names, or shapes, tell them apart."""
+    made = threading.Event()
+    sizes = (2, 2) if named else (2, 3)
+    errors: list[str] = []
+
+    def run(number: int) -> None:
+        is_second = number == (0 if hvd.rank() == 0 else 1)
+        assert not is_second or made.wait(60)
+        weight = torch.nn.Parameter(torch.zeros(sizes[number]))
+        names = [(f"weight{number}", weight)] if named else None
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named_parameters=names)
+        made.set()
+        try:
+            weight.sum().backward()
+            optimizer.step()
+        except hvd.HorovodInternalError as error:
+            errors.append(str(error))
+
+    run_threads(lambda: run(0), lambda: run(1))
+    assert len(errors) == 2, errors
+    if named:
+        assert all("have other names" in error for error in errors), errors
+    assert_usable()
