@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mxnet.gluon.contrib.estimator import EpochEnd, TrainBegin
 from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
-from polyhvd.mxnet.errors import InvalidArgumentError
+from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 
 from polyhvd import context
@@ -107,7 +107,7 @@ def average_metrics(
     if not sums.size:
         return
     number = process_set_id(process_set)
-    with in_line("average_metrics", number):
+    with as_mxnets(), in_line("average_metrics", number):
         context.engine().submit(
             OpKind.ALLREDUCE,
             "average_metrics",
