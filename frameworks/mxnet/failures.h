@@ -22,8 +22,9 @@ struct Watch {
   std::atomic<std::int64_t> failures{0};   // since the process began
   std::atomic<std::int64_t> pusher{0};     // the thread of the last collective, as pthread_self()
   std::atomic<std::int64_t> unsettled{0};  // arrays of failures whose readers may wait still
+  std::atomic<std::int64_t> forgiven{0};   // of the failures, when the last job began
 };
-static_assert(sizeof(Watch) == 4 * sizeof(std::int64_t));
+static_assert(sizeof(Watch) == 5 * sizeof(std::int64_t));
 
 template <class Array>
 class Failures {

@@ -367,8 +367,9 @@ void wait_for_variable(void* engine, void* variable) {
   constexpr std::chrono::seconds kDeadline{20};  // whoever holds it may wait for this thread
   const auto self = static_cast<std::int64_t>(pthread_self());
   const std::int64_t pusher = g_watch.pusher.load();
+  // Nothing can be in flight that this thread reads, nor can another one take the same error out.
   if (g_watch.in_flight.load() == 0 && g_watch.unsettled.load() == 0 &&
-      (pusher == 0 || pusher == self)) {  // nothing can be in flight that this thread reads
+      g_watch.failures.load() == g_watch.forgiven.load() && (pusher == 0 || pusher == self)) {
     return WaitsGuard::original(engine, variable);
   }
   const Fence fence(Variable{variable});

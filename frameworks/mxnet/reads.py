@@ -34,7 +34,7 @@ class _Updates:
 
 updates = _Updates()
 
-_IN_FLIGHT, _FAILURES, _PUSHER, _UNSETTLED = 0, 1, 2, 3
+_IN_FLIGHT, _FAILURES, _PUSHER, _UNSETTLED, _FORGIVEN = range(5)
 _watch = native.watch()
 _NOTHING = ctypes.c_size_t(0)
 _mxnet_wait = _LIB.MXNDArrayWaitToRead
@@ -42,7 +42,6 @@ _mxnet_wait_to_write = _LIB.MXNDArrayWaitToWrite
 _mxnet_wait_for_all = _LIB.MXNDArrayWaitAll
 _mxnet_copy = _LIB.MXNDArraySyncCopyToCPU
 _mxnet_error = base.get_last_ffi_error
-_forgiven = [0]  # of the failures
 
 
 def failures() -> int:
@@ -56,8 +55,8 @@ def _last_error() -> Exception:
 
 
 def _is_simple() -> bool:
-    """Whether nothing can be in flight that this thread reads."""
-    if _watch[_IN_FLIGHT] or _watch[_UNSETTLED]:
+    """Whether nothing can be in flight that this thread reads, nor another thread take the same error out."""
+    if _watch[_IN_FLIGHT] or _watch[_UNSETTLED] or _watch[_FAILURES] != _watch[_FORGIVEN]:
         return False
     return _watch[_PUSHER] in (0, threading.get_ident())
 
@@ -106,12 +105,13 @@ def forgive() -> None:
 
     What waited for these has been skipped, so parameters are as the last update left them.
     """
-    if _watch[_FAILURES] == _forgiven[0]:
+    failed = _watch[_FAILURES]
+    if failed == _watch[_FORGIVEN]:
         return
-    _forgiven[0] = _watch[_FAILURES]
     with updates:
         native.settle()
     _mxnet_wait_for_all()  # takes them out of all arrays, and tells the first
+    _watch[_FORGIVEN] = failed
 
 
 def _forget() -> None:
