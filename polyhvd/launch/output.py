@@ -1,12 +1,13 @@
 """Prints what the ranks write: whole lines, each with its rank, never two mixed into one.
 
 Works on bytes, since a rank may write anything. A progress bar of rank 0 moves on a terminal and
-leaves its last state elsewhere. A closed pipe (``| head``) ends the printing, not the job, and a full
-disk only the copies in files.
+leaves its last state elsewhere. A closed pipe (``| head``) ends the printing, not the job; nor does a
+full disk, of which standard error tells.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import shutil
@@ -186,8 +187,10 @@ class Output:
                     self._closed.add(stream)
             except BlockingIOError:
                 pass
-            except OSError:
-                self._closed.add(stream)  # nobody reads any more; the job goes on
+            except OSError as error:
+                self._closed.add(stream)
+                if stream == STDOUT and error.errno != errno.EPIPE:  # else nobody reads any more
+                    self.say(f"cannot write standard output: {error.strerror}; the job goes on without it")
 
 
 def _is_open(descriptor: int) -> bool:

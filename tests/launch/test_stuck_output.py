@@ -76,6 +76,16 @@ def test_full_disk_is_told_once_and_does_not_end_the_job(launcher: Launcher, tmp
     assert "/stdout" in told[0]
 
 
+def test_full_disk_below_standard_output_is_told_once(launcher: Launcher) -> None:
+    source = RANK + "for i in range(500): print('line', i)\n"
+    launcher.start("-np", "2", source=source, before=["sh", "-c", 'exec "$@" > /dev/full', "sh"])
+    status, _, err = launcher.finish()
+    assert status == 0
+    assert [line for line in err.splitlines() if "No space left on device" in line] == [
+        "polyhvdrun: cannot write standard output: No space left on device; the job goes on without it"
+    ]
+
+
 def test_number_of_a_closed_stream_is_not_written_to_when_another_file_has_got_it() -> None:
     read, write = os.pipe()
     os.close(write)
