@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -49,6 +50,8 @@ def begin(engine: _core.Engine, config: Config, hosts: Sequence[str]) -> None:
 
 def start_timeline(engine: _core.Engine, config: Config, file_path: str, mark_cycles: bool) -> None:
     """See :func:`polyhvd.start_timeline`."""
+    if os.path.isdir(file_path):  # whose neighbours the other ranks could write
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file_path)
     path = os.fspath(path_of_rank(Path(file_path), config.rank))
     with claimed(path):  # says what is wrong as Python does
         engine.start_timeline(path, mark_cycles, config.timeline_bytes_max)

@@ -170,6 +170,12 @@ def test_a_path_that_cannot_be_written_is_an_error_that_names_it(pools: Pools, t
     assert [Path(answer).name for answer in answers] == ["t.json", "t.rank1.json"]
 
 
+def test_a_folder_in_the_place_of_a_timeline_is_an_error_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    assert pools.get(TWO).run(start_nowhere, str(tmp_path / "traces")) == [str(tmp_path / "traces")] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["traces"]
+
+
 def test_a_path_that_is_no_utf8_serves(pools: Pools, tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"l\xe4ufe")
     odd.mkdir()
