@@ -102,6 +102,7 @@ void complete(Op& op, int code, const char* message) {
   op.error_code.store(code);
   note_failure(op);
   const std::runtime_error error(op.error);
+  ExceptionsLock::arm();
   op.on_complete.callback(op.on_complete.engine, op.on_complete.param, &error);
 }
 
