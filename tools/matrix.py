@@ -122,7 +122,9 @@ def check(environment: Environment, python: Path) -> None:
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / STAND_INS, WORK / STAND_INS, dirs_exist_ok=True)
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (2, 3))
-    pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    # Above that pytest would import the checkout's __init__.py, and so put the sources in the place of the
+    # wheel where the checkout's folder has no name that a package can have.
+    pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", WORK)
     env = {**os.environ, **dict(environment.settings)}
     if environment.drivers:
         run(*pytest, "-k", chosen, "tests/parity", cwd=WORK, env=env)
