@@ -98,7 +98,7 @@ def count_batches() -> tuple[int, int]:
     not matter then.
     """
     fewest = [200, 200]
-    large = np.ones(4 << 20, np.float32)
+    large = np.ones(8 << 20, np.float32)
     values = [np.full((1 + (i + hvd.rank()) % 3, 4), i, np.float32) for i in range(200)]
     rows = [np.arange(len(value)) for value in values]
     parts = [np.ones((hvd.size(), 4), np.float32)] * 200
@@ -124,6 +124,8 @@ def count_batches() -> tuple[int, int]:
 
 
 def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches(pool: Pool) -> None:
+    if pool.size < 2:
+        pytest.skip("one rank sends nothing that others would wait behind")
     for gathers, scatters in pool.run(count_batches):
         assert gathers <= 10
         assert scatters <= 10
