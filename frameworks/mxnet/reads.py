@@ -58,7 +58,8 @@ def _is_simple() -> bool:
     """Whether nothing can be in flight that this thread reads, nor another thread take the same error out."""
     if _watch[_IN_FLIGHT] or _watch[_UNSETTLED] or _watch[_FAILURES] != _watch[_FORGIVEN]:
         return False
-    return _watch[_PUSHER] in (0, threading.get_ident())
+    pusher = _watch[_PUSHER]
+    return not pusher or pusher == threading.get_ident()
 
 
 def _take_error(read: Callable[..., int], *arguments: Any) -> int:
