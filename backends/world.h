@@ -15,7 +15,7 @@ namespace mpi {
 class Session;
 }
 
-// What connects a rank to the others; see polyhvd/wiring.py, its Python form.
+// What connects a rank to the others; see polyhvd/runtime/connections.py, its Python form.
 // Descriptors are taken over.
 struct Wiring {
   int rank = 0;

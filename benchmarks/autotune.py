@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.workloads import KB, MB, resnet50_elements
 from polyhvd import _core
-from polyhvd.autotune import GRID
+from polyhvd.observe.autotune import GRID
 
 #: Elements of the tensors of a step; float32, one operation each.
 WORKLOADS: dict[str, tuple[int, ...]] = {
@@ -80,7 +80,7 @@ class Job:
 
     def seconds(self, values: Values, steps: int) -> float:
         """Of a step with these values, which all ranks work with by then."""
-        from polyhvd import context
+        from polyhvd.runtime import context
 
         if self.hvd.rank() == 0:
             context.engine().tune(_core.Tuning(**values))

@@ -26,8 +26,8 @@ SECRET = "5e" * 32  # of jobs in namespaces that nobody else can enter
 #: Serves a rendezvous on argv[1] until standard input ends.
 RENDEZVOUS = """
 import sys
-from polyhvd.launch.auth import parse_secret
-from polyhvd.launch.rendezvous import Server
+from polyhvd.rendezvous.auth import parse_secret
+from polyhvd.rendezvous.server import Server
 with Server(parse_secret(sys.argv[2]), sys.argv[1]) as server:
     print(server.endpoint, flush=True)
     sys.stdin.read()

@@ -17,10 +17,7 @@ from polyhvd import installed as _installed
 if not _installed.has_core(_Path(__file__).parent):
     raise _installed.without_core(_Path(__file__).parent)
 
-from polyhvd import context as _context
-from polyhvd import tracing as _tracing
-from polyhvd.adapter import ReduceOp
-from polyhvd.built import (
+from polyhvd.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -33,9 +30,11 @@ from polyhvd.built import (
     nccl_built,
     rocm_built,
 )
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.membership import add_process_set, barrier, join, process_set_of, remove_process_set
+from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.config import Config
-from polyhvd.context import init, is_initialized, shutdown
-from polyhvd.doctor import doctor
 from polyhvd.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
@@ -52,9 +51,10 @@ from polyhvd.errors import (
 )
 from polyhvd.installed import make_mxnet_importable
 from polyhvd.launch import run
-from polyhvd.membership import add_process_set, barrier, join, process_set_of, remove_process_set
-from polyhvd.objects import allgather_object, broadcast_object
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.observe import tracing as _tracing
+from polyhvd.observe.doctor import doctor
+from polyhvd.runtime import context as _context
+from polyhvd.runtime.context import init, is_initialized, shutdown
 
 __version__ = "0.1.0"
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyhvd import autotune, flight, timeline
 from polyhvd.bench import command as bench
-from polyhvd.doctor import report
+from polyhvd.observe import autotune, flight, timeline
+from polyhvd.observe.doctor import report
 
 __all__ = ["main"]
 

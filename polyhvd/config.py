@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from polyhvd import launchers
-from polyhvd.launchers import Foreign
+from polyhvd.launch.providers import foreign as launchers
+from polyhvd.launch.providers.foreign import Foreign
 
 __all__ = [
     "Config",

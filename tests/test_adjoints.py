@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.adjoints import gradient_factor, rows_before, rows_kept
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.adjoints import gradient_factor, rows_before, rows_kept
 from polyhvd.errors import InvalidArgumentError
 
 

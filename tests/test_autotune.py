@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyhvd import autotune, cli
-from polyhvd.autotune import GRID, Autotuner, Search
+from polyhvd import cli
 from polyhvd.config import Config, ConfigError
 from polyhvd.launch import run
+from polyhvd.observe import autotune
+from polyhvd.observe.autotune import GRID, Autotuner, Search
 
 SIZES = tuple(len(values) for values in GRID.values())
 
@@ -158,8 +159,8 @@ def train_until_tuned() -> tuple[bool, dict[str, int], int]:
 
     import polyhvd.numpy as hvd
 
-    from polyhvd import context
-    from polyhvd.autotune import GRID
+    from polyhvd.observe.autotune import GRID
+    from polyhvd.runtime import context
 
     hvd.init()
     sizes = [10, 5000, 30, 70_000, 900]

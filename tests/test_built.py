@@ -24,7 +24,7 @@ def test_what_cannot_serve_is_not_built() -> None:
 
 
 def test_cuda_and_nccl_are_built_where_their_libraries_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyhvd.gpu._CUDA", "libcuda.so.0")
+    monkeypatch.setattr("polyhvd.runtime.gpu._CUDA", "libcuda.so.0")
     assert hvd.cuda_built() is False
     monkeypatch.setenv("POLYHVD_NCCL_LIBRARY", "libnccl.so.0")
     assert hvd.nccl_built(verbose=True) == 0
@@ -40,7 +40,7 @@ def test_cuda_and_nccl_are_built_where_their_libraries_are(monkeypatch: pytest.M
 
 
 def test_mpi_is_built_where_its_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyhvd.mpi.places", lambda settings: ["libmpi.so.0"])
+    monkeypatch.setattr("polyhvd.runtime.mpi.places", lambda settings: ["libmpi.so.0"])
     assert hvd.mpi_built() is False
     if shutil.which("mpirun"):
         monkeypatch.undo()

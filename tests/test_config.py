@@ -11,8 +11,8 @@ import polyhvd.numpy as hvd
 import pytest
 from pool import Pool, PoolSpec
 
-from polyhvd import context
 from polyhvd.config import Config, ConfigError, ineffective, table, unknown
+from polyhvd.runtime import context
 
 #: What scripts for Horovod set, with a value that Horovod takes.
 HOROVODS = {

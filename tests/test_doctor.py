@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import polyhvd
-from polyhvd.doctor import Finding, examine
+from polyhvd.observe.doctor import Finding, examine
 
 
 def find(name: str) -> Finding:
@@ -27,7 +27,7 @@ def test_what_is_installed_is_listed_with_its_version_and_place() -> None:
 
 
 def test_what_is_missing_has_a_reason_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyhvd.mpi.places", lambda settings: ["libmpi.so.0"])
+    monkeypatch.setattr("polyhvd.runtime.mpi.places", lambda settings: ["libmpi.so.0"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     mpi, torch = find("MPI"), find("PyTorch")
     assert (mpi.found, torch.found) == (False, False)
@@ -37,7 +37,7 @@ def test_what_is_missing_has_a_reason_and_a_remedy(monkeypatch: pytest.MonkeyPat
 
 
 def test_libraries_of_gpus_are_listed_with_version_or_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyhvd.gpu._CUDA", "libcuda.so.0")
+    monkeypatch.setattr("polyhvd.runtime.gpu._CUDA", "libcuda.so.0")
     monkeypatch.setenv("POLYHVD_NCCL_LIBRARY", "libnccl.so.0")
     cuda, nccl = find("CUDA driver"), find("NCCL")
     assert (cuda.found, nccl.found) == (False, False)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polyhvd.launchers import foreign_launch
+from polyhvd.launch.providers.foreign import foreign_launch
 
 #: What launchers set, shortened to what could matter.
 TORCHRUN = {

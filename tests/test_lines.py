@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from polyhvd import lines
-from polyhvd.lines import in_line
+from polyhvd.collectives import lines
+from polyhvd.collectives.lines import in_line
 
 
 def test_one_is_in_a_line_and_others_are_in_others() -> None:

@@ -22,7 +22,7 @@ import cupy  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from polyhvd.cupy.adapter import CupyAdapter
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports, join
-from polyhvd.arrays import ArrayFunctions
+from polyhvd.collectives.arrays import ArrayFunctions
 from polyhvd.exports import *
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import cupy  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import numpy as np
 
-from polyhvd import _core, context
-from polyhvd.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.arrays import named_arrays
+from polyhvd import _core
+from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
+from polyhvd.collectives.arrays import named_arrays
+from polyhvd.runtime import context
 
 __all__ = ["CupyAdapter"]
 
@@ -42,7 +43,7 @@ def _array(buffer: _core.Buffer) -> Array:
 
 
 class CupyAdapter:
-    """See :class:`polyhvd.adapter.FrameworkAdapter`.
+    """See :class:`polyhvd.collectives.adapter.FrameworkAdapter`.
 
     An operation begins after what the current stream was given before the call, and the stream that is
     current at ``synchronize()`` goes on after it; no call waits for the GPU.

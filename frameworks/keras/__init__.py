@@ -23,9 +23,9 @@ from polyhvd.keras import callbacks
 from polyhvd.keras.backend import on
 
 from polyhvd import exports
-from polyhvd.compression import Compressor as _Compressor
 from polyhvd.exports import *
-from polyhvd.keras_optimizers import model_loader
+from polyhvd.training.compression import Compressor as _Compressor
+from polyhvd.training.keras.optimizers import model_loader
 
 Compression = on.Compression
 PartialDistributedOptimizer = on.PartialDistributedOptimizer

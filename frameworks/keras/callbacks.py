@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 from polyhvd.keras.backend import on
 
-from polyhvd import keras_callbacks
+from polyhvd.training.keras import callbacks as keras_callbacks
 
 __all__ = [
     "BestModelCheckpoint",

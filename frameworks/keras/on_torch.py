@@ -11,11 +11,12 @@ from polyhvd.keras.torch_normalization import sync_batch_normalization
 from polyhvd.keras.torch_optimizer import DistributedOptimizer, PartialDistributedOptimizer, accept_device
 from polyhvd.torch import Compression, join
 
-from polyhvd import allgather_object, barrier, broadcast_object, keras_callbacks
+from polyhvd import allgather_object, barrier, broadcast_object
 from polyhvd import torch as hvd
-from polyhvd.adapter import ReduceOp
-from polyhvd.compression import Compressor
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.compression import Compressor
+from polyhvd.training.keras import callbacks as keras_callbacks
 
 __all__ = [
     "BroadcastGlobalVariables",

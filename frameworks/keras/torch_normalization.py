@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from polyhvd.torch.autograd import allreduce_group
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.keras_normalization import SynchronizedNormalization
-from polyhvd.process_sets import ProcessSet
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.training.keras.normalization import SynchronizedNormalization
 
 __all__ = ["sync_batch_normalization"]
 

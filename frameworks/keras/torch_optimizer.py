@@ -9,15 +9,15 @@ import keras
 import torch
 from polyhvd.torch.base import Compression, collectives
 
-from polyhvd import context
-from polyhvd.adapter import ReduceOp
-from polyhvd.api import resolve_op
-from polyhvd.compression import Compressor
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import resolve_op
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.groups import KeyGroups
-from polyhvd.keras_optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
-from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.reducer import GradientReducer
+from polyhvd.runtime import context
+from polyhvd.training.compression import Compressor
+from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
+from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "accept_device"]
 

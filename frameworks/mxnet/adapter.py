@@ -14,10 +14,10 @@ from polyhvd.mxnet.gradients import record
 from polyhvd.mxnet.names import derived, unnamed
 from polyhvd.mxnet.native import Handle
 
-from polyhvd import context
-from polyhvd.adapter import Capability, Operation, OpKind, ReduceOp
-from polyhvd.api import Collectives, process_set_id
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import Capability, Operation, OpKind, ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import Collectives, process_set_id
+from polyhvd.runtime import context
 
 __all__ = ["MxnetAdapter", "MxnetCollectives"]
 
@@ -126,7 +126,7 @@ class _Members:
 
 
 class MxnetAdapter:
-    """See :class:`polyhvd.adapter.FrameworkAdapter`."""
+    """See :class:`polyhvd.collectives.adapter.FrameworkAdapter`."""
 
     name = "mxnet"
     capabilities = frozenset(
@@ -244,7 +244,7 @@ class MxnetAdapter:
 
 
 class MxnetCollectives(Collectives[NDArray]):
-    """:class:`polyhvd.api.Collectives`, with a short way for what a step does hundreds of times."""
+    """:class:`Collectives`, with a short way for what a step does hundreds of times."""
 
     def allreduce_async(
         self,
@@ -259,7 +259,7 @@ class MxnetCollectives(Collectives[NDArray]):
         in_place: bool = False,
         blocking: bool = False,
     ) -> Handle:
-        """Start the reduction of an array; see :meth:`polyhvd.api.Collectives.allreduce`."""
+        """Start the reduction of an array; see :meth:`Collectives.allreduce`."""
         if not in_place:
             return super().allreduce_async(
                 tensor,

@@ -11,11 +11,11 @@ from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
 from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 
-from polyhvd import context
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.api import process_set_id
-from polyhvd.lines import in_line
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.lines import in_line
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import process_set_id
+from polyhvd.runtime import context
 
 __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
 

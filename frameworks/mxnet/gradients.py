@@ -20,10 +20,10 @@ from polyhvd.mxnet import native
 from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.names import derived
 
-from polyhvd import context
-from polyhvd.adapter import Operation, OpKind, ReduceOp
-from polyhvd.adjoints import gradient_factor
-from polyhvd.calls import Call
+from polyhvd.collectives.adapter import Operation, OpKind, ReduceOp
+from polyhvd.collectives.adjoints import gradient_factor
+from polyhvd.collectives.operation import Call
+from polyhvd.runtime import context
 
 __all__ = ["record"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 
-from polyhvd import context
-from polyhvd.adapter import OpKind
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.runtime import context
 
 __all__ = ["Unnamed", "derived", "turn_of", "unnamed"]
 

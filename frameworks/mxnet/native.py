@@ -20,8 +20,8 @@ from mxnet.ndarray import NDArray
 from polyhvd.mxnet import errors
 from polyhvd.mxnet.names import turn_of
 
-from polyhvd import context
-from polyhvd.adapter import Operation
+from polyhvd.collectives.adapter import Operation
+from polyhvd.runtime import context
 
 __all__ = [
     "Handle",
@@ -130,7 +130,7 @@ def _error(code: int, message: ctypes.c_char_p) -> Exception:
 
 
 class Handle:
-    """An operation that MXNet's engine has been given; see :class:`polyhvd.adapter.Handle`.
+    """An operation that MXNet's engine has been given; see :class:`polyhvd.collectives.adapter.Handle`.
 
     It may be dropped at any time: the operation goes on, and reads of the arrays wait for it.
     """

@@ -1,4 +1,4 @@
-"""The collectives on MXNet arrays, with Horovod's signatures. What they mean stands in polyhvd.api.
+"""The collectives on MXNet arrays, with Horovod's signatures. What they mean stands in collectives.verbs.
 
 Each verb is written once, as the form that returns a handle. The form without ``_async`` returns the
 results themselves: MXNet's engine makes reads of them wait. Results in new arrays are known to
@@ -21,12 +21,13 @@ from polyhvd.mxnet.adapter import MxnetAdapter, MxnetCollectives
 from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.mxnet.native import Handle
 
-from polyhvd import context, membership
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.api import Collectives, process_set_id, resolve_op
-from polyhvd.calls import is_number
-from polyhvd.compression import Compression as _Compression
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives import membership
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.operation import is_number
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import Collectives, process_set_id, resolve_op
+from polyhvd.runtime import context
+from polyhvd.training.compression import Compression as _Compression
 
 __all__ = [
     "Compression",
@@ -326,7 +327,7 @@ def alltoall(
 
     ``splits``: rows for each rank, whole numbers; None: equal parts. With it the result is a tuple of
     the new array and the rows received from each rank, as int32. The call waits until all ranks have
-    told their splits, not for the data. See :meth:`polyhvd.api.Collectives.alltoall`.
+    told their splits, not for the data. See :meth:`Collectives.alltoall`.
     """
     received = _result(alltoall_async(tensor, splits, name, priority, process_set))
     return received[0] if splits is None else received
@@ -390,7 +391,7 @@ def join() -> int:
 
 allreduce = _returning(
     "allreduce",
-    """Reduce an array over the ranks into a new array; see :meth:`polyhvd.api.Collectives.allreduce`.
+    """Reduce an array over the ranks into a new array; see :meth:`Collectives.allreduce`.
 
     Returns at once; reads of the result wait. Of a row_sparse array only rows that a rank has are sent,
     and the call waits. ``priority``: higher ones go first. Sums and averages have a gradient.
@@ -446,7 +447,7 @@ reducescatter = _returning(
     "reducescatter",
     """Reduce an array over the ranks; return this rank's rows, one more on the first ranks if need be.
 
-    See :meth:`polyhvd.api.Collectives.reducescatter`. Sums and averages have a gradient;
+    See :meth:`Collectives.reducescatter`. Sums and averages have a gradient;
     ``exact_gradient``: as for :func:`allgather`.
     """,
     reducescatter_async,

@@ -15,9 +15,9 @@ from polyhvd.mxnet.ops import collectives
 from polyhvd.mxnet.passes import Sums, checked_passes, scale
 from polyhvd.mxnet.reducer import EngineOrderedReducer
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.groups import KeyGroups
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.gradient_groups import KeyGroups
 
 __all__ = ["DistributedOptimizer"]
 

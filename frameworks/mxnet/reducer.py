@@ -14,10 +14,10 @@ from polyhvd.mxnet import reads, sparse
 from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.native import Handle
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.api import Collectives
-from polyhvd.groups import KeyGroups
-from polyhvd.reducer import GradientReducer
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.verbs import Collectives
+from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["EngineOrderedReducer"]
 

@@ -12,10 +12,10 @@ from mxnet.ndarray.sparse import RowSparseNDArray
 from polyhvd.mxnet.errors import RankMismatchError, as_mxnets
 from polyhvd.mxnet.names import derived, unnamed
 
-from polyhvd import context
-from polyhvd.adapter import Handle, OpKind
-from polyhvd.api import Collectives, process_set_id
-from polyhvd.process_sets import ProcessSet
+from polyhvd.collectives.adapter import Handle, OpKind
+from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.collectives.verbs import Collectives, process_set_id
+from polyhvd.runtime import context
 
 __all__ = ["allreduce_async", "collect", "spread"]
 

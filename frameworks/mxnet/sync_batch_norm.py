@@ -16,12 +16,12 @@ from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native
 from polyhvd.mxnet.errors import InvalidArgumentError
 
-from polyhvd import context
-from polyhvd.adapter import OpKind
-from polyhvd.api import process_set_id
-from polyhvd.calls import Call
-from polyhvd.numbering import ObjectNumbers
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.numbering import ObjectNumbers
+from polyhvd.collectives.operation import Call
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import process_set_id
+from polyhvd.runtime import context
 
 __all__ = ["SyncBatchNorm"]
 

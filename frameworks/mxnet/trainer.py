@@ -18,13 +18,13 @@ from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill, scale
 from polyhvd.mxnet.reducer import EngineOrderedReducer
 
-from polyhvd import context
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.api import process_set_id
-from polyhvd.compression import Compressor
-from polyhvd.groups import KeyGroups, parameter_groups
-from polyhvd.lines import in_line
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.lines import in_line
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import process_set_id
+from polyhvd.runtime import context
+from polyhvd.training.compression import Compressor
+from polyhvd.training.gradient_groups import KeyGroups, parameter_groups
 
 __all__ = ["DistributedTrainer"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from polyhvd.numpy.adapter import NumpyAdapter
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports, join
-from polyhvd.arrays import ArrayFunctions
+from polyhvd.collectives.arrays import ArrayFunctions
 from polyhvd.exports import *
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from polyhvd import context
-from polyhvd.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.arrays import named_arrays
+from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
+from polyhvd.collectives.arrays import named_arrays
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import context
 
 __all__ = ["NumpyAdapter"]
 
@@ -32,7 +32,7 @@ def _array(buffer: Any) -> Array:
 
 
 class NumpyAdapter:
-    """See :class:`polyhvd.adapter.FrameworkAdapter`."""
+    """See :class:`polyhvd.collectives.adapter.FrameworkAdapter`."""
 
     name = "numpy"
     capabilities = frozenset(

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 from polyhvd.tensorflow import dtypes as known_dtypes
 
-from polyhvd import context
-from polyhvd.adapter import Capability, Handle, Operation, OpKind
+from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
+from polyhvd.runtime import context
 
 __all__ = ["TensorflowAdapter"]
 
@@ -39,7 +39,7 @@ def _tensor(buffer: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 class TensorflowAdapter:
-    """See :class:`polyhvd.adapter.FrameworkAdapter`."""
+    """See :class:`polyhvd.collectives.adapter.FrameworkAdapter`."""
 
     name = "tensorflow"
     capabilities = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyhvd.tensorflow.ops import adapter
 
-from polyhvd.compression import Compression as _Compression
+from polyhvd.training.compression import Compression as _Compression
 
 __all__ = ["Compression"]
 

@@ -13,9 +13,9 @@ from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.native import library
 from polyhvd.tensorflow.ops import bits, number, run_op
 
-from polyhvd import context
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.adjoints import gradient_factor, rows_kept
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.adjoints import gradient_factor, rows_kept
+from polyhvd.runtime import context
 
 __all__ = []  # TensorFlow finds them by the names of ops
 
@@ -165,7 +165,7 @@ def _reducescatter_gradient(op: Any, *gradients: Any) -> list[Any]:
 
 
 def _rows_kept(rows: tf.Tensor, size: int) -> tf.Tensor:
-    """:func:`polyhvd.adjoints.rows_kept` of a number that a graph will know."""
+    """:func:`polyhvd.collectives.adjoints.rows_kept` of a number that a graph will know."""
     known = tf.get_static_value(rows)
     if known is not None:
         return tf.constant(rows_kept(int(known), size))
@@ -214,7 +214,7 @@ def _allgather_gradient(op: Any, *gradients: Any) -> list[Any]:
 
 
 def _rows_before(op: Any, table: tf.Tensor, own: int, totals: tf.Tensor) -> tf.Tensor:
-    """:func:`polyhvd.adjoints.rows_before` of a table that a graph will know."""
+    """:func:`polyhvd.collectives.adjoints.rows_before` of a table that a graph will know."""
     size = len(_members(op))
     told, rows = table[:, 0], table[:, 1:]
     before = tf.reduce_sum(tf.where(table[:, :1] < own, rows, 0), axis=0)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow.errors import UnsupportedTypeError
 
-from polyhvd.adapter import OpKind
+from polyhvd.collectives.adapter import OpKind
 
 __all__ = ["check"]
 

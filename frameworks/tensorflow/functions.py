@@ -11,9 +11,9 @@ from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.gradients import accept_device, as_dense, reduction_of
 from polyhvd.tensorflow.names import do_not_convert
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.compression import Compressor
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.compression import Compressor
 
 __all__ = [
     "allgather",
@@ -45,7 +45,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduce a tensor elementwise over the ranks; see :meth:`polyhvd.api.Collectives.allreduce`.
+    """Reduce a tensor elementwise over the ranks; see :meth:`Collectives.allreduce`.
 
     Args:
         tensor: any shape; the same shape and dtype on every rank. Of a tf.IndexedSlices, whose rows may
@@ -188,7 +188,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Exchange rows with all ranks; see :meth:`polyhvd.api.Collectives.alltoall`.
+    """Exchange rows with all ranks; see :meth:`Collectives.alltoall`.
 
     Args:
         tensor: at least one dimension; all but the first are the same on every rank.
@@ -221,7 +221,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     exact_gradient: bool | None = None,
 ) -> tf.Tensor:
-    """Reduce a tensor and keep this rank's rows; see :meth:`polyhvd.api.Collectives.reducescatter`.
+    """Reduce a tensor and keep this rank's rows; see :meth:`Collectives.reducescatter`.
 
     Arguments and errors are those of :func:`allreduce`; Adasum is not possible. ``exact_gradient``: as for
     :func:`allgather`.

@@ -9,10 +9,10 @@ from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
-from polyhvd import context
-from polyhvd.adapter import ReduceOp
-from polyhvd.compression import Compressor
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.runtime import context
+from polyhvd.training.compression import Compressor
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 

@@ -9,12 +9,12 @@ import tensorflow as tf
 from polyhvd.tensorflow import names, ops, sparse
 from polyhvd.tensorflow.errors import as_tensorflow, invalid
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.api import resolve_op
-from polyhvd.compression import Compressor
-from polyhvd.groups import parameter_groups
-from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.reducer import scale_factors
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import resolve_op
+from polyhvd.training.compression import Compressor
+from polyhvd.training.gradient_groups import parameter_groups
+from polyhvd.training.reducer import scale_factors
 
 __all__ = ["Reduction", "accept_device", "as_dense", "reduction_of"]
 
@@ -27,7 +27,7 @@ def accept_device(where: str, **devices: str) -> None:
 
 
 def reduction_of(op: int | None, average: bool | None = None) -> int:
-    """See :func:`polyhvd.api.resolve_op`."""
+    """See :func:`polyhvd.collectives.verbs.resolve_op`."""
     with as_tensorflow():
         return resolve_op(op, average)
 

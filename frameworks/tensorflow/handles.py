@@ -9,8 +9,8 @@ from polyhvd.tensorflow import ops
 from polyhvd.tensorflow.errors import as_tensorflow
 from polyhvd.tensorflow.gradients import as_dense, reduction_of
 
-from polyhvd.adapter import Handle, ReduceOp
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import Handle, ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "allgather_async",

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyhvd.keras_optimizers import is_distributed, reduced_first, replace
+from polyhvd.training.keras.optimizers import is_distributed, reduced_first, replace
 
 __all__ = ["build_before_branching", "teach_keras_2", "teach_keras_3"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow import ops
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 
 __all__ = ["moments"]
 

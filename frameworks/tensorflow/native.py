@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow.call_order import keep_calls_in_order
 
-from polyhvd import context
 from polyhvd.errors import HorovodVersionMismatchError
+from polyhvd.runtime import context
 
 __all__ = ["library"]
 

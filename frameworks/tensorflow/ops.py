@@ -17,10 +17,10 @@ from polyhvd.tensorflow.errors import as_tensorflow, invalid
 from polyhvd.tensorflow.native import library
 
 import polyhvd
-from polyhvd import context
-from polyhvd.adapter import OpKind
-from polyhvd.api import Collectives, process_set_id, splits_of
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import Collectives, process_set_id, splits_of
+from polyhvd.runtime import context
 
 __all__ = [
     "adapter",

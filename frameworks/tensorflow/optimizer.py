@@ -19,11 +19,11 @@ from polyhvd.tensorflow.keras_hooks import build_before_branching, teach_keras_2
 from polyhvd.tensorflow.names import do_not_convert
 from polyhvd.tensorflow.passes import Passes, only_effects
 
-from polyhvd import context
-from polyhvd.adapter import ReduceOp
-from polyhvd.compression import Compressor
-from polyhvd.keras_optimizers import Wrapped, is_distributed, sharing_state
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.runtime import context
+from polyhvd.training.compression import Compressor
+from polyhvd.training.keras.optimizers import Wrapped, is_distributed, sharing_state
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "wrap"]
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.names import do_not_convert
 
-from polyhvd import context
+from polyhvd.runtime import context
 
 __all__ = ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 

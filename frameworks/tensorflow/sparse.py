@@ -9,9 +9,9 @@ import tensorflow as tf
 from polyhvd.tensorflow import ops
 from polyhvd.tensorflow.errors import UnsupportedError
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.compression import Compressor
-from polyhvd.process_sets import ProcessSet
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.training.compression import Compressor
 
 __all__ = ["allreduce", "divided", "merged"]
 

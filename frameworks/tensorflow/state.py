@@ -12,9 +12,9 @@ from polyhvd.tensorflow.errors import as_tensorflow
 from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
-from polyhvd import objects
-from polyhvd.lines import in_line
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives import objects
+from polyhvd.collectives.lines import in_line
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "BroadcastGlobalVariablesHook",

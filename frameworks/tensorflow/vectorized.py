@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow.errors import invalid
 
-from polyhvd.adapter import ReduceOp
+from polyhvd.collectives.adapter import ReduceOp
 
 __all__ = []  # TensorFlow finds them by the names of ops
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from polyhvd import _core, context
-from polyhvd.adapter import Capability, Handle, Operation, OpKind
+from polyhvd import _core
+from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.errors import InvalidArgumentError, UnsupportedTypeError
+from polyhvd.runtime import context
 
 __all__ = ["TorchAdapter", "check"]
 
@@ -91,7 +92,7 @@ def _held(gpu: int, finish: Any) -> Any:
 
 
 class TorchAdapter:
-    """See :class:`polyhvd.adapter.FrameworkAdapter`.
+    """See :class:`polyhvd.collectives.adapter.FrameworkAdapter`.
 
     Args:
         by_reference: describe tensors in Python, even where torch has DLPack's C exchange API.

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from polyhvd.torch.base import collectives, increment_version
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.compression import Compressor
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.numbering import ObjectNumbers
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.groups import KeyGroups
-from polyhvd.numbering import ObjectNumbers
-from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.reducer import GradientReducer
+from polyhvd.training.compression import Compressor
+from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["AdasumOptimizer", "Steps"]
 

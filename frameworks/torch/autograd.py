@@ -13,11 +13,11 @@ import torch
 from polyhvd.torch import compiled
 from polyhvd.torch.base import collectives
 
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.adjoints import gradient_factor, rows_before, rows_kept
-from polyhvd.api import splits_of
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.adjoints import gradient_factor, rows_before, rows_kept
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import splits_of
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "allgather_gradients",

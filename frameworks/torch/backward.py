@@ -16,11 +16,11 @@ from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Section
 from polyhvd.torch.sparse import check_sparse_op, start_sparse_allreduce
 from polyhvd.torch.written import Leftovers, Submitted
 
-from polyhvd.adapter import Handle, ReduceOp
-from polyhvd.compression import Compressor
+from polyhvd.collectives.adapter import Handle, ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
-from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.reducer import GradientReducer
+from polyhvd.training.compression import Compressor
+from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["Gradients"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from polyhvd.torch.adapter import TorchAdapter
 
-from polyhvd.api import Collectives
-from polyhvd.calls import is_number
-from polyhvd.compression import Compression as _Compression
+from polyhvd.collectives.operation import is_number
+from polyhvd.collectives.verbs import Collectives
+from polyhvd.training.compression import Compression as _Compression
 
 __all__ = ["Compression", "adapter", "as_tensor", "collectives", "increment_version", "poll", "synchronize"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from polyhvd.torch.base import collectives
 
-from polyhvd.adapter import ReduceOp
-from polyhvd.process_sets import ProcessSet
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet
 
 __all__ = ["joint_loss"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from polyhvd.process_sets import ProcessSet
+from polyhvd.collectives.process_sets import ProcessSet
 
 __all__ = [
     "AVAILABLE",

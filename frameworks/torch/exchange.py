@@ -1,4 +1,4 @@
-"""What moves tensors, and join, with Horovod's signatures. What they mean stands in polyhvd.api.
+"""What moves tensors, and join, with Horovod's signatures. What they mean stands in collectives.verbs.
 
 Forms that return new tensors are differentiable. Asynchronous and in-place forms are not: their results
 are unknown to autograd.
@@ -15,9 +15,9 @@ from polyhvd.torch.autograd import allgather_group, alltoall_parts, broadcast_on
 from polyhvd.torch.base import as_tensor, collectives, increment_version, synchronize
 from polyhvd.torch.compiled import is_compiling, overwritten
 
-from polyhvd import membership
-from polyhvd.adapter import Handle
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives import membership
+from polyhvd.collectives.adapter import Handle
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "allgather",
@@ -42,7 +42,7 @@ def allgather(
     process_set: ProcessSet = global_process_set,
     exact_gradient: bool | None = None,
 ) -> Tensor:
-    """Concatenate the ranks' tensors; see :meth:`polyhvd.api.Collectives.allgather`. Differentiable.
+    """Concatenate the ranks' tensors; see :meth:`Collectives.allgather`. Differentiable.
 
     Args:
         exact_gradient: True: the gradient is that of the sum of all ranks' losses; False: divided by the
@@ -89,7 +89,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
     exact_gradient: bool | None = None,
 ) -> Tensor:
-    """Return the root's tensor as a new one; see :meth:`polyhvd.api.Collectives.broadcast`.
+    """Return the root's tensor as a new one; see :meth:`Collectives.broadcast`.
 
     Differentiable: pass tensors that require gradients on every rank, or on none. ``exact_gradient``: as for
     :func:`allgather`.
@@ -145,7 +145,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Exchange rows with all ranks; see :meth:`polyhvd.api.Collectives.alltoall`. Differentiable."""
+    """Exchange rows with all ranks; see :meth:`Collectives.alltoall`. Differentiable."""
     return alltoall_parts(tensor, splits, name=name, process_set=process_set)
 
 
@@ -163,7 +163,7 @@ def alltoall_async(
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has run out of data; see :func:`polyhvd.membership.join`.
+    """Say that this rank has run out of data; see :func:`polyhvd.collectives.membership.join`.
 
     Args:
         device: does not matter: what stands in for this rank's tensors lies where the others' do, on a GPU

@@ -1,6 +1,6 @@
 """The collectives as operators of torch, ``torch.ops.polyhvd``, for graphs: of forward and of backward.
 
-Each is a call of polyhvd.api when it runs. To a graph it is known by the shapes of its results, by its
+Each is a call of the shared verbs when it runs. To a graph it is known by the shapes of its results, by its
 gradient, which is another operator, and by its effect: effects stay in the order of the program.
 """
 
@@ -16,9 +16,9 @@ from polyhvd.torch import autograd
 from polyhvd.torch.base import collectives
 from polyhvd.torch.compiled import AVAILABLE
 
-from polyhvd import context
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.runtime import context
 
 __all__ = ["LIBRARY"]
 

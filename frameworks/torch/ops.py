@@ -1,4 +1,4 @@
-"""The reductions of tensors, with Horovod's signatures. What they mean stands in polyhvd.api.
+"""The reductions of tensors, with Horovod's signatures. What they mean stands in collectives.verbs.
 
 Forms that return new tensors are differentiable. Asynchronous and in-place forms are not: their results
 are unknown to autograd.
@@ -15,10 +15,10 @@ from polyhvd.torch.base import Compression, as_tensor, collectives, increment_ve
 from polyhvd.torch.compiled import is_compiling, overwritten
 
 from polyhvd import _core
-from polyhvd.adapter import Handle, OpKind, ReduceOp
-from polyhvd.api import resolve_op
-from polyhvd.compression import Compressor
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import Handle, OpKind, ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import resolve_op
+from polyhvd.training.compression import Compressor
 
 __all__ = [
     "allreduce",
@@ -52,7 +52,7 @@ def allreduce(
 ) -> Tensor:
     """Reduce a tensor, or a number, over the ranks into a new one.
 
-    See :meth:`polyhvd.api.Collectives.allreduce` for what the arguments mean.
+    See :meth:`Collectives.allreduce` for what the arguments mean.
 
     Differentiable for Average and Sum, where every rank runs the same backward.
     """
@@ -89,7 +89,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor over the ranks in place; see :meth:`polyhvd.api.Collectives.allreduce`."""
+    """Reduce a tensor over the ranks in place; see :meth:`Collectives.allreduce`."""
     if is_compiling():
         new = allreduce(
             tensor.detach(),
@@ -287,7 +287,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     exact_gradient: bool | None = None,
 ) -> Tensor:
-    """Reduce a tensor and keep this rank's rows; see :meth:`polyhvd.api.Collectives.reducescatter`.
+    """Reduce a tensor and keep this rank's rows; see :meth:`Collectives.reducescatter`.
 
     Differentiable for Average and Sum, where every rank runs the same backward. ``exact_gradient``: as for
     :func:`allgather`.

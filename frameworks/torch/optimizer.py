@@ -11,14 +11,14 @@ from polyhvd.torch.adasum import AdasumOptimizer, Steps
 from polyhvd.torch.backward import Gradients
 from polyhvd.torch.base import Compression
 
-from polyhvd import context
-from polyhvd.adapter import ReduceOp
-from polyhvd.api import resolve_op
-from polyhvd.compression import Compressor
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import resolve_op
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.groups import parameter_groups
-from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.reducer import scale_factors
+from polyhvd.runtime import context
+from polyhvd.training.compression import Compressor
+from polyhvd.training.gradient_groups import parameter_groups
+from polyhvd.training.reducer import scale_factors
 
 __all__ = ["DistributedOptimizer"]
 
@@ -217,7 +217,7 @@ def DistributedOptimizer(
     Args:
         optimizer: of ``torch.optim``, or a subclass; the same on every rank.
         named_parameters: pairs of name and parameter, for messages, and to tell optimizers from each other.
-        compression: what is sent; see :class:`polyhvd.compression.Compression`.
+        compression: what is sent; see :class:`polyhvd.training.compression.Compression`.
         backward_passes_per_step: gradients of this many passes are added up, then reduced.
         op: Average (default), Sum, Adasum, Min, Max or Product. With Adasum each rank takes its own step,
             with its own gradients, and the differences that the steps have made to the model are combined

@@ -14,11 +14,11 @@ from polyhvd.torch.compiled import AVAILABLE, is_compiling
 from polyhvd.torch.rounds import Board, hold_rounds
 from torch.utils.weak import WeakIdKeyDictionary
 
-from polyhvd import context
-from polyhvd.adapter import OpKind, ReduceOp
-from polyhvd.api import process_set_id
-from polyhvd.numbering import ObjectNumbers
-from polyhvd.process_sets import ProcessSet
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.numbering import ObjectNumbers
+from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.collectives.verbs import process_set_id
+from polyhvd.runtime import context
 
 if TYPE_CHECKING:
     from polyhvd.torch.backward import Gradients

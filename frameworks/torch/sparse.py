@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from polyhvd.torch.base import Compression, collectives, synchronize
 
-from polyhvd.adapter import Handle, ReduceOp
-from polyhvd.api import resolve_op
-from polyhvd.compression import Compressor
+from polyhvd.collectives.adapter import Handle, ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import resolve_op
 from polyhvd.errors import RankMismatchError, UnsupportedError
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.training.compression import Compressor
 
 __all__ = ["check_sparse_op", "sparse_allreduce_async", "start_sparse_allreduce"]
 
@@ -21,7 +21,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _SparseHandle:
-    """See :class:`polyhvd.adapter.Handle`. Can be called, as Horovod's, for what ``synchronize`` returns."""
+    """A :class:`Handle`. Can be called, as Horovod's, for what ``synchronize`` returns."""
 
     finish = None  # wait() makes the result, so that an error of its is raised at each call
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from polyhvd.torch.base import adapter, collectives, increment_version
 
-from polyhvd import context
-from polyhvd.calls import process_set_id
+from polyhvd.collectives.lines import in_line
+from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.collectives.operation import process_set_id
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError, RankMismatchError
-from polyhvd.lines import in_line
-from polyhvd.objects import allgather_object, broadcast_object
-from polyhvd.process_sets import ProcessSet, global_process_set
-from polyhvd.state_sync import broadcast_named, put_tensors, take_tensors
+from polyhvd.runtime import context
+from polyhvd.training.state import broadcast_named, put_tensors, take_tensors
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -10,9 +10,9 @@ from polyhvd.torch.compiled import is_compiling
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyhvd.adapter import ReduceOp
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.process_sets import ProcessSet, global_process_set
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import polyhvd
-from polyhvd.adapter import ReduceOp
 from polyhvd.bench.limits import copy_seconds
+from polyhvd.collectives.adapter import ReduceOp
 
 __all__ = ["OPS", "REDOPS", "Library", "Plan", "Row", "measure"]
 

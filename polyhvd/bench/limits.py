@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import polyhvd
-from polyhvd import context
-from polyhvd.launch import network
+from polyhvd.rendezvous import network
+from polyhvd.runtime import context
 
 __all__ = ["Link", "copy_seconds", "link"]
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from polyhvd.config import Config
-from polyhvd.doctor import report
 from polyhvd.launch import horovodrun
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.mpirun import find_launcher
 from polyhvd.launch.output import Output
 from polyhvd.launch.spawn import SshOptions
+from polyhvd.observe.doctor import report
 
 __all__ = ["main"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from polyhvd.config import Config
-from polyhvd.launch.auth import LAUNCHER, parse_secret
 from polyhvd.launch.blame import describe, traceback_lines
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
-from polyhvd.launch.rendezvous import Client
 from polyhvd.launch.spawn import SshOptions
+from polyhvd.rendezvous.auth import LAUNCHER, parse_secret
+from polyhvd.rendezvous.server import Client
 
 __all__ = ["main", "run_function"]
 

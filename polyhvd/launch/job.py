@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyhvd.launch import agent, network
-from polyhvd.launch.auth import new_secret, parse_secret
+from polyhvd.launch import agent
 from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, others, traceback_lines
 from polyhvd.launch.hosts import Host, Placement
 from polyhvd.launch.output import Output, await_reader
-from polyhvd.launch.rendezvous import Server
 from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment, kill_strays
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.server import Server
 
 __all__ = ["Job", "JobSpec"]
 

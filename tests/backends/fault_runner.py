@@ -22,9 +22,9 @@ from fault_cases import ON_THE_WIRE, TO_A_RANK, Case, Fault
 from fault_ranks import Report
 from fault_wire import Crowd, Rendezvous, Wire
 
-from polyhvd.launch import network
-from polyhvd.launch.auth import new_secret, parse_secret
 from polyhvd.launch.hosts import Host, place
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import new_secret, parse_secret
 
 __all__ = ["CaseError", "Server", "run_case"]
 

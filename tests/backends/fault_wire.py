@@ -21,8 +21,8 @@ from typing import Any
 
 from fault_cases import Fault
 
-from polyhvd.launch import network
-from polyhvd.launch.rendezvous import Server
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.server import Server
 
 __all__ = ["Crowd", "Rendezvous", "Wire"]
 

@@ -20,7 +20,7 @@ import worker
 from pool import Pool, PoolSpec
 from ranks_alive import is_running, wait_until_asleep
 
-from polyhvd import context
+from polyhvd.runtime import context
 
 #: The promise: a lost rank is an error on all others within this time.
 LIVENESS_S = 1.0

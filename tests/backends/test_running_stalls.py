@@ -15,7 +15,7 @@ import pytest
 import worker
 from pool import Pool, PoolSpec
 
-from polyhvd.process_sets import ProcessSet
+from polyhvd.collectives.process_sets import ProcessSet
 
 REPORT_S = 40.0  # for liveness only
 WARN = ("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")

@@ -19,8 +19,8 @@ import numpy as np
 import polyhvd.numpy as hvd
 from device_arrays import DeviceArray, cuda, current_stream, device
 
-from polyhvd import context
-from polyhvd.gpu import nccl_libraries
+from polyhvd.runtime import context
+from polyhvd.runtime.gpu import nccl_libraries
 
 _SIZES = [1 << n for n in range(10, 29, 2)]
 _ROUNDS = 7

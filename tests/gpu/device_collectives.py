@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 from device_arrays import DeviceArray, current_stream
 
-from polyhvd import ProcessSet, barrier, context, global_process_set, join
-from polyhvd.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.api import Collectives, resolve_op
+from polyhvd import ProcessSet, barrier, global_process_set, join
+from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
+from polyhvd.collectives.verbs import Collectives, resolve_op
 from polyhvd.exports import *  # noqa: F403 - as an adapter does
+from polyhvd.runtime import context
 
 __all__ = ["DeviceAdapter", "ProcessSet", "barrier", "global_process_set", "join"]
 
 
 class DeviceAdapter:
-    """What the tests need of polyhvd.adapter.FrameworkAdapter."""
+    """What the tests need of polyhvd.collectives.adapter.FrameworkAdapter."""
 
     name = "device"
     capabilities = frozenset(

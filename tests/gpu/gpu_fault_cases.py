@@ -14,8 +14,9 @@ import numpy as np
 import polyhvd.numpy as hvd
 from device_arrays import DeviceArray
 
-from polyhvd import _core, context
-from polyhvd.adapter import OpKind
+from polyhvd import _core
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.runtime import context
 
 __all__ = [
     "die_in_transfer",

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from polyhvd import bootstrap
 from polyhvd.config import Config
-from polyhvd.launch.auth import new_secret, parse_secret
-from polyhvd.launch.rendezvous import Server
-from polyhvd.wiring import Wiring
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.server import Server
+from polyhvd.runtime import bootstrap
+from polyhvd.runtime.connections import Wiring
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0  # for liveness only

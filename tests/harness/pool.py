@@ -26,9 +26,9 @@ from fork_servers import IMPORTS, ForkServers
 from inside import inside
 from netns import Namespace
 
-from polyhvd.launch.auth import new_secret, parse_secret
 from polyhvd.launch.hosts import Host, Placement, place
-from polyhvd.launch.rendezvous import Server
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.server import Server
 
 __all__ = ["MARK", "Pool", "PoolSpec", "Pools", "RankFailure"]
 

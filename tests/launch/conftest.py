@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import Launcher, World  # tests/harness, on the path by tests/conftest.py
 
-from polyhvd import bootstrap
+from polyhvd.runtime import bootstrap
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyhvd.launch.auth import Answerer, AuthError, Caller, Claim, new_secret, parse_secret, prove
-from polyhvd.launch.gate import Gate, Passed
+from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Claim, new_secret, parse_secret, prove
+from polyhvd.rendezvous.handshakes import Gate, Passed
 
 SECRET = parse_secret(new_secret())
 CLAIM = Claim("data", 7, 2, 1)

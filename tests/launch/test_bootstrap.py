@@ -15,13 +15,13 @@ import time
 import pytest
 from launching import World, descriptors, wait_until
 
-from polyhvd import bootstrap
 from polyhvd.config import Config, ConfigError
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
-from polyhvd.launch import segment
-from polyhvd.launch.auth import Claim, new_secret, parse_secret, prove
-from polyhvd.launch.rendezvous import Client
-from polyhvd.wiring import Wiring, tree_parent
+from polyhvd.rendezvous import segment
+from polyhvd.rendezvous.auth import Claim, new_secret, parse_secret, prove
+from polyhvd.rendezvous.server import Client
+from polyhvd.runtime import bootstrap
+from polyhvd.runtime.connections import Wiring, tree_parent
 
 
 def assert_joined(wirings: list[Wiring], table: str, a: int, b: int) -> None:

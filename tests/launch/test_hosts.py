@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polyhvd.launch import network
 from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, traceback_lines
 from polyhvd.launch.hosts import Host, HostsError, Placement, parse_hostfile, parse_hosts, place
+from polyhvd.rendezvous import network
 
 
 @pytest.mark.parametrize(

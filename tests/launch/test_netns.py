@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(not netns.available(), reason="needs root and ip
 #: Serves a rendezvous on argv[1] until standard input ends.
 SERVER = """
 import sys
-from polyhvd.launch.rendezvous import Server
-from polyhvd.launch.auth import parse_secret
+from polyhvd.rendezvous.server import Server
+from polyhvd.rendezvous.auth import parse_secret
 with Server(parse_secret("ab" * 32), sys.argv[1]) as server:
     print(server.endpoint, flush=True)
     sys.stdin.read()
@@ -25,7 +25,7 @@ with Server(parse_secret("ab" * 32), sys.argv[1]) as server:
 
 RANK = """
 import os, socket, sys
-from polyhvd import bootstrap
+from polyhvd.runtime import bootstrap
 from polyhvd.config import Config
 bootstrap._segment_bytes = lambda ranks: 4096
 rank, size, host, endpoint, interface = sys.argv[1:]

@@ -11,7 +11,7 @@ import netns
 import pytest
 from launching import ROOT, Launcher
 
-from polyhvd.launch import network
+from polyhvd.rendezvous import network
 
 PROGRAM = """
 import os, sys

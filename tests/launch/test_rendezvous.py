@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 from launching import wait_until
 
-from polyhvd.launch.auth import new_secret, parse_secret
-from polyhvd.launch.network import parse_endpoint
-from polyhvd.launch.rendezvous import Client, GatherTimeoutError, RendezvousError, Server
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.network import parse_endpoint
+from polyhvd.rendezvous.server import Client, GatherTimeoutError, RendezvousError, Server
 
 SECRET = parse_secret(new_secret())
 

@@ -111,7 +111,7 @@ with pytest.raises(ValueError, match="expected a communicator"):
     hvd.init(comm="world")
 
 # What MPI refuses is an exception with its words.
-from polyhvd import context
+from polyhvd.runtime import context
 with pytest.raises(RuntimeError, match="MPI_Comm_test_inter of .* failed: .*communicator"):
     context._mpi.meet(MPI._handleof(MPI.COMM_NULL), [], 5.0)
 say("worked", world.rank, True, True)
@@ -169,7 +169,8 @@ LATE = (
 import time
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 import polyhvd as hvd
-from polyhvd import context, mpi
+from polyhvd.runtime import context
+from polyhvd.runtime import mpi
 from polyhvd.config import Config
 context._mpi = mpi.open_library(Config.from_environment())
 mpi.start(context._mpi, Config.from_environment())

@@ -13,9 +13,9 @@ import jobs
 import mpirun
 import pytest
 
-from polyhvd import mpi
 from polyhvd.config import Config
 from polyhvd.errors import PeerLostError
+from polyhvd.runtime import mpi
 
 Write = Callable[[str], Path]
 

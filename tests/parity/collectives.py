@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 from drivers import Driver
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 __all__ = [
     "allgather",

@@ -16,7 +16,7 @@ import gpu
 import ml_dtypes
 import numpy as np
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 __all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "counters", "few_elements", "get"]
 

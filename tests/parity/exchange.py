@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 from drivers import Driver
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 __all__ = [
     "adasum",

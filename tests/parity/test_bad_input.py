@@ -13,7 +13,7 @@ import pytest
 from drivers import Driver
 from worlds import Ranks
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 pytestmark = pytest.mark.sizes(2, 3)
 

@@ -6,7 +6,7 @@ import exchange
 import pytest
 from worlds import Ranks
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 #: Patterns in which some rank sends or gets nothing.
 _EMPTY = ("all to the last", "some none")

@@ -6,7 +6,7 @@ import collectives
 import pytest
 from worlds import Ranks
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 #: Patterns in which some rank has no rows.
 _EMPTY = ("one has none", "only the last has some", "none")

@@ -16,7 +16,7 @@ import pytest
 from drivers import Driver
 from worlds import Ranks
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 pytestmark = pytest.mark.sizes(3)
 

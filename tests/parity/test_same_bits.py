@@ -6,7 +6,7 @@ import collectives
 import pytest
 from worlds import Ranks
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 
 # Two ranks could never show a fault: a + b is b + a.

@@ -6,7 +6,7 @@ import pytest
 import unnamed
 from worlds import Ranks
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 
 @pytest.mark.sizes(2, 3)

@@ -10,7 +10,7 @@ import drivers
 import pytest
 from pool import Pool
 
-from polyhvd.adapter import Capability
+from polyhvd.collectives.adapter import Capability
 
 __all__ = ["Ranks", "World", "assert_alike"]
 

@@ -12,7 +12,7 @@ import torch
 from polyhvd.torch.adapter import TorchAdapter
 from torch_common import Tensor, assert_usable, everyones, raises, rank_tensor
 
-from polyhvd.api import Collectives
+from polyhvd.collectives.verbs import Collectives
 
 DTYPES = [
     getattr(torch, name)

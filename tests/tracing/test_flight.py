@@ -20,7 +20,8 @@ from launching import ROOT, wait_until
 from pool import Pool
 from ranks_alive import wait_until_asleep
 
-from polyhvd import cli, flight
+from polyhvd import cli
+from polyhvd.observe import flight
 
 
 def dumps_in(folder: Path) -> list[Path]:

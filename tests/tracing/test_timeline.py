@@ -18,7 +18,8 @@ from launching import ROOT, wait_until
 from pool import Pool, Pools, PoolSpec
 from ranks_alive import is_running
 
-from polyhvd import cli, timeline, tracing
+from polyhvd import cli
+from polyhvd.observe import timeline, tracing
 
 TWO = PoolSpec("numpy", (2,))
 SPANS_OF_ALLREDUCE = ["NEGOTIATE_ALLREDUCE", "WAIT", "QUEUE", "ALLREDUCE", "TRANSPORT"]

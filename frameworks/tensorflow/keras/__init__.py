@@ -33,7 +33,7 @@ from polyhvd.tensorflow.keras.values import (
 
 from polyhvd import exports
 from polyhvd.exports import *
-from polyhvd.keras_optimizers import model_loader
+from polyhvd.training.keras.optimizers import model_loader
 
 SyncBatchNormalization = sync_batch_normalization(tf.keras)
 load_model = model_loader(tf.keras, DistributedOptimizer, Compression.none)

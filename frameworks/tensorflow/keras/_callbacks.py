@@ -9,7 +9,7 @@ import tensorflow as tf
 from polyhvd.tensorflow import Average, broadcast_variables, ops
 from polyhvd.tensorflow.gradients import _reference, accept_device
 
-from polyhvd import keras_callbacks
+from polyhvd.training.keras import callbacks as keras_callbacks
 
 __all__ = ["BroadcastGlobalVariables", "MetricAverage"]
 

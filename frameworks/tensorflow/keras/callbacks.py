@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow.keras import _callbacks
 
-from polyhvd import keras_callbacks
+from polyhvd.training.keras import callbacks as keras_callbacks
 
 __all__ = [
     "BestModelCheckpoint",

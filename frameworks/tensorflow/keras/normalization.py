@@ -11,7 +11,7 @@ import tensorflow as tf
 from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.moments import moments
 
-from polyhvd.keras_normalization import SynchronizedNormalization
+from polyhvd.training.keras.normalization import SynchronizedNormalization
 
 __all__ = ["sync_batch_normalization"]
 

@@ -9,9 +9,9 @@ from polyhvd.tensorflow import Compression
 from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd import tensorflow as hvd
-from polyhvd.adapter import ReduceOp
-from polyhvd.compression import Compressor
-from polyhvd.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.compression import Compressor
 
 __all__ = [
     "DistributedOptimizer",

@@ -1,0 +1,118 @@
+"""What Horovod was built with, as scripts ask for it. They ask which path will serve them, not for a name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from polyhvd.config import Config
+from polyhvd.runtime import context, gpu, mpi
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether MPI's library is on this machine. ``verbose`` is accepted and does nothing, here and below."""
+    return isinstance(mpi.probe(Config.from_environment()), mpi.Found)
+
+
+def mpi_enabled() -> bool:
+    """Whether the ranks of this job have met through MPI; False before ``init()``."""
+    return context.mpi_runtime() is not None
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called from several threads, beside polyhvd's: by mpi4py, say.
+
+    Raises:
+        NotInitializedError: before ``init()``, as in Horovod.
+    """
+    context.engine()
+    runtime = context.mpi_runtime()
+    return runtime is not None and runtime.threads_supported
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Whether CPU tensors are served without MPI: yes, by polyhvd's own shared memory and TCP.
+
+    Scripts assert ``hvd.gloo_built() or hvd.mpi_built()`` to know that some transport is there. Gloo itself
+    is not used.
+    """
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Whether this job runs without MPI. See :func:`gloo_built`."""
+    return not mpi_enabled()
+
+
+# How each framework, once it is imported, says how many GPUs it can use.
+_COUNTS: dict[str, Callable[[Any], int]] = {
+    "torch": lambda torch: torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    "tensorflow": lambda tensorflow: len(tensorflow.config.list_physical_devices("GPU")),
+    "mxnet": lambda mxnet: mxnet.context.num_gpus(),
+    "cupy": lambda cupy: cupy.cuda.runtime.getDeviceCount(),
+}
+
+
+def gpu_available(ext_base_name: str | None = None, verbose: bool = False) -> bool:
+    """Whether a framework of this process can use a GPU.
+
+    Args:
+        ext_base_name: "torch", "tensorflow", "mxnet" or "cupy"; None asks all that have been imported.
+        verbose: accepted, and does nothing.
+    """
+    names = list(_COUNTS) if ext_base_name is None else [ext_base_name]
+    for name in names:
+        module = sys.modules.get(name)
+        if module is None or name not in _COUNTS:
+            continue
+        try:
+            if _COUNTS[name](module) > 0:
+                return True
+        except Exception:  # CUDA without a driver or a device, in the framework's own words
+            continue
+    return False
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Version of NCCL on this machine, such as 21805; 0: GPU tensors pass through memory of the host.
+
+    Opens the library, as the first operation on a GPU would.
+    """
+    settings = Config.from_environment()
+    found = gpu.probe_nccl(settings) if settings.may_use_nccl else ""
+    return found.version if isinstance(found, gpu.Found) else 0
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Whether IBM's DDL can serve: no."""
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Whether Intel's oneCCL can serve: no."""
+    return False
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine."""
+    return isinstance(gpu.probe_cuda(), gpu.Found)
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Whether tensors on AMD's GPUs are served: no; move them with ``.cpu()``."""
+    return False

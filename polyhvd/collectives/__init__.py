@@ -1,0 +1,1 @@
+"""What a collective means, once for all frameworks."""

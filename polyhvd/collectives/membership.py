@@ -1,0 +1,116 @@
+"""Operations without tensors: barriers, joining, and process sets that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.operation import process_set_id
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import context
+
+__all__ = ["add_process_set", "barrier", "join", "process_set_of", "remove_process_set"]
+
+
+def _run_alone(kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()) -> int:
+    """Run an operation without tensors, and return the number that it yields."""
+    handle = context.engine().submit(
+        kind, None, (), None, root=root, process_set=set_id, blocking=True, numbers=list(numbers)
+    )
+    handle.wait()
+    return handle.number
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the process set has called it."""
+    _run_alone(OpKind.BARRIER, process_set_id(process_set))
+
+
+def join() -> int:
+    """Say that this rank has run out of data; return when all ranks have.
+
+    Meanwhile it takes part in the operations of the others: with zeros in sums and averages (which
+    still divide by the number of ranks), with neutral elements in other reductions, without rows in
+    allgather and alltoall. It cannot be the root of a broadcast. For process sets that others have added
+    meanwhile, it asks :func:`process_set_of` afterwards.
+
+    Returns:
+        The rank that joined last: it has seen the most data.
+    """
+    return _run_alone(OpKind.JOIN)
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
+    """Register a process set while the job runs; every rank of the world calls it with the same ranks.
+
+    Args:
+        process_set: a new :class:`ProcessSet`, world ranks, or a communicator or group of mpi4py.
+
+    Returns:
+        The process set, ready for ``process_set=``.
+
+    Raises:
+        InvalidArgumentError: these ranks are a process set already, or are not in the world.
+        RankMismatchError: the ranks named different sets.
+    """
+    added = _with_ranks(process_set)
+    if added.process_set_id is not None or added.ranks is None:
+        raise InvalidArgumentError(f"{added} is registered already, or has no members")
+    number = _run_alone(OpKind.ADD_PROCESS_SET, numbers=added.ranks)
+    context.register(added, number)
+    return added
+
+
+def process_set_of(ranks: Iterable[int] | Any) -> ProcessSet:
+    """The registered process set of exactly these ranks; sends nothing.
+
+    So a rank gets one that the others have added while it had joined, to use it, and to remove it with them.
+    It knows of what was added before its last operation ended.
+
+    Args:
+        ranks: world ranks, in any order, or a communicator or group of mpi4py.
+
+    Raises:
+        InvalidArgumentError: there is no such process set.
+
+    Example::
+
+        hvd.join()
+        pair = hvd.process_set_of([0, 1])
+    """
+    wanted = _with_ranks(ranks).ranks
+    numbers = [number for number, known in context.engine().process_sets().items() if known == wanted]
+    if not numbers:
+        raise InvalidArgumentError(
+            f"process_set_of({wanted}): there is no such process set; pass it to init(process_sets=[...]) or "
+            "add_process_set()"
+        )
+    return context.registered_as(numbers[0])
+
+
+def _with_ranks(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
+    """A process set that knows its ranks, unless this rank is not in its communicator."""
+    known = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if known.members is not None:
+        known.ranks = context.ranks_by_mpi(known.members) or None
+    return known
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; every rank of the world calls it. Its pending operations fail.
+
+    A rank that had joined while the others removed it calls it alone, or not at all.
+
+    Returns:
+        Whether it was registered. The global process set cannot be removed.
+    """
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    is_there = number in context.engine().process_sets()
+    if is_there:
+        _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
+    context.unregister(process_set)
+    return is_there

@@ -1,0 +1,46 @@
+"""Numbers for things that ranks make in the same order, such as layers: for names on the wire."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.runtime import context
+
+__all__ = ["ObjectNumbers"]
+
+
+class ObjectNumbers:
+    """Numbers objects in the order in which they first ask; each process set counts for itself.
+
+    A new engine may be one of other processes, which have made nothing yet. Objects keep their numbers then,
+    since these stand in compiled graphs, but those of objects that are gone are free again: a process that
+    has been there before and makes its model anew numbers it as one that has just been started.
+    """
+
+    def __init__(self) -> None:
+        self._sets: dict[tuple[int, ...], WeakKeyDictionary[Any, int]] = {}
+        self._next: dict[tuple[int, ...], int] = {}
+        self._lock = threading.Lock()  # of what `of` reads and writes
+        context.on_engine_change(self._begin_anew)
+
+    def of(self, item: Any, process_set: ProcessSet) -> int:
+        """The number of an object, by identity; it is held weakly."""
+        # Not the set's number, which may be another one with the next engine.
+        members = () if process_set is global_process_set else tuple(process_set.ranks or ())
+        with self._lock:
+            known = self._sets.setdefault(members, WeakKeyDictionary())
+            number = known.get(item)
+            if number is None:
+                number = known[item] = self._next.get(members, 0)
+                self._next[members] = number + 1
+            return number
+
+    def _begin_anew(self, _: int) -> None:
+        if not self._sets:
+            return
+        gc.collect()  # what is left in cycles would count
+        self._next = {members: max(known.values(), default=-1) + 1 for members, known in self._sets.items()}

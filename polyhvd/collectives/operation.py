@@ -1,0 +1,108 @@
+"""What a collective is called with: its name, its operation, its process set, its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.errors import InvalidArgumentError
+
+__all__ = ["Call", "is_number", "process_set_id", "resolve_op", "splits_of"]
+
+_REDUCTIONS = frozenset(ReduceOp)
+_SUM: int = ReduceOp.Sum  # looking a member up costs as much as the call
+_AVERAGE: int = ReduceOp.Average
+
+
+def resolve_op(op: int | None, average: bool | None = None) -> int:
+    """The reduction that Horovod's ``op`` and older ``average`` arguments mean; Average by default."""
+    if op is None:
+        return _SUM if average is False else _AVERAGE
+    if average is not None:
+        raise InvalidArgumentError("op and average exclude each other; pass op alone")
+    if op not in _REDUCTIONS:
+        raise InvalidArgumentError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
+    return op
+
+
+def process_set_id(process_set: ProcessSet) -> int:
+    """Number of a registered process set."""
+    number = process_set.process_set_id
+    if number is None:
+        raise InvalidArgumentError(
+            f"{process_set} is not registered; pass it to init(process_sets=[...]) or add_process_set()"
+        )
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of Python's or NumPy's: verbs take it for a tensor without dimensions."""
+    return isinstance(value, (bool, int, float, np.bool_, np.number))
+
+
+def splits_of(splits: Any) -> list[int] | None:
+    """Rows for each rank, from a list, an array or a tensor of integers; None for equal parts."""
+    if splits is None:
+        return None
+    values = splits.tolist() if hasattr(splits, "tolist") else splits
+    if not isinstance(values, Iterable):
+        values = [values]
+    rows = list(values)
+    if not rows or not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
+        raise InvalidArgumentError(
+            f"splits={splits!r}: expected one whole number of rows for each rank, in one dimension"
+        )
+    return rows
+
+
+class Call:
+    """One collective, for the adapter; see :class:`polyhvd.collectives.adapter.Operation`."""
+
+    __slots__ = (
+        "blocking",
+        "exact_gradient",
+        "kind",
+        "name",
+        "numbers",
+        "op",
+        "postscale",
+        "prescale",
+        "priority",
+        "process_set",
+        "root",
+    )
+
+    def __init__(
+        self,
+        kind: int,
+        name: str | None,
+        op: int = ReduceOp.Sum,
+        root: int = -1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        process_set: int = 0,
+        priority: int = 0,
+        blocking: bool = False,
+        numbers: Sequence[int] = (),
+        exact_gradient: bool | None = None,
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.op = op
+        self.root = root
+        self.prescale = prescale
+        self.postscale = postscale
+        self.process_set = process_set
+        self.priority = priority
+        self.blocking = blocking
+        self.numbers = numbers
+        self.exact_gradient = exact_gradient
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name or f"{OpKind(self.kind).name.lower()}.noname"

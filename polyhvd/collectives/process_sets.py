@@ -1,0 +1,113 @@
+"""Groups of ranks that communicate among themselves."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from polyhvd.errors import InvalidArgumentError, NotInitializedError
+
+__all__ = ["ProcessSet", "global_process_set"]
+
+
+class ProcessSet:
+    """The given ranks, or the members of a communicator or group of mpi4py. Pass it to
+    ``init(process_sets=[...])`` or to ``add_process_set()``, then to ``process_set=`` of operations.
+
+    Example::
+
+        even = hvd.ProcessSet([0, 2])
+        hvd.init(process_sets=[even])
+        if even.included():
+            hvd.allreduce(x, process_set=even)
+    """
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        is_mpi = hasattr(ranks_or_comm, "Get_group") or hasattr(ranks_or_comm, "Translate_ranks")
+        ranks = None if is_mpi else _ranks(ranks_or_comm)
+        #: A communicator or group of mpi4py. Its ranks are known once the world is.
+        self.members: Any = ranks_or_comm if is_mpi else None
+        #: World ranks of the members, in ascending order; None while they are not known.
+        self.ranks: list[int] | None = ranks
+        #: None while the set is not registered.
+        self.process_set_id: int | None = None
+        if not is_mpi and not ranks:
+            raise InvalidArgumentError("a process set needs at least one rank")
+
+    @property
+    def mpi_comm(self) -> Any:
+        """The communicator of mpi4py that the set was made of, or None."""
+        return self.members
+
+    def _registered(self) -> list[int]:
+        from polyhvd.runtime import context
+
+        if self.process_set_id is None:
+            raise NotInitializedError(
+                f"{self} is not registered; pass it to init(process_sets=[...]) on every rank"
+            )
+        context.engine()
+        return self.ranks or []
+
+    def included(self) -> bool:
+        """Whether this process is a member."""
+        from polyhvd.runtime import context
+
+        return context.config().rank in self._registered()
+
+    def rank(self) -> int:
+        """Position of this process in the set, or -1 when it is not a member."""
+        from polyhvd.runtime import context
+
+        ranks = self._registered()
+        world_rank = context.config().rank
+        return ranks.index(world_rank) if world_rank in ranks else -1
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._registered())
+
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        """The set itself: a copy of a layer or an optimizer communicates in the same one."""
+        return self
+
+    def __reduce__(self) -> str | tuple[type[ProcessSet], tuple[list[int]]]:
+        """A set comes back unregistered; that of all ranks as itself."""
+        return (ProcessSet, (self.ranks or [],))
+
+    def __repr__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
+
+
+def _ranks(given: Any) -> list[int]:
+    """In ascending order, each once, whatever kinds of integers they are."""
+    try:
+        return sorted({operator.index(rank) for rank in given})
+    except TypeError:
+        raise InvalidArgumentError(
+            f"ProcessSet({given!r}): expected a list of ranks, or a communicator of mpi4py"
+        ) from None
+
+
+class _World(ProcessSet):
+    """The set of all ranks: those of the running job, whichever that is."""
+
+    def __init__(self) -> None:
+        self.members = None
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        """All ranks; None before ``init()``."""
+        from polyhvd.runtime import context
+
+        return list(range(context.config().size)) if context.is_initialized() else None
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
+
+
+#: All ranks.
+global_process_set: ProcessSet = _World()

@@ -1,0 +1,1 @@
+"""What ranks write about themselves, and what is read from it."""

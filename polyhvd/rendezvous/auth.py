@@ -1,0 +1,164 @@
+"""The mutual challenge that opens every connection of a job.
+
+Both sides prove that they know the job's secret before any other byte is parsed. The messages have
+fixed sizes and carry no length, so an unauthenticated peer can make nobody allocate anything. What
+follows the handshake is neither encrypted nor signed: it keeps strangers out, not whoever can
+rewrite packets on the way.
+
+::
+
+    caller                                answerer
+    hello: magic, claim, nonce   ----->
+                                 <-----   magic, nonce, proof of the answerer
+    proof of the caller          ----->
+
+The machines here do no input or output; :mod:`polyhvd.rendezvous.handshakes` drives them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+__all__ = ["LAUNCHER", "Answerer", "AuthError", "Caller", "Claim", "new_secret", "parse_secret", "prove"]
+
+#: The launcher's place among ranks.
+LAUNCHER = -1
+
+_MAGIC = b"polyhvd\x01"  # the last byte is the version of this protocol
+_SECRET_BYTES_MIN = 16
+_CLAIM = struct.Struct("!16sQii")
+_HELLO = struct.Struct(f"!8s{_CLAIM.size}s32s")
+_ANSWER = struct.Struct("!8s32s32s")
+_PROOF_BYTES = 32
+
+
+class AuthError(OSError):
+    """The peer did not prove that it belongs to this job."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a connection is for: signed by both sides, so that a stale or crossed one fails."""
+
+    purpose: str  # ASCII, at most 16 characters
+    generation: int
+    source: int  # rank of the side that connects
+    target: int  # rank of the side that accepts
+
+    def pack(self) -> bytes:
+        """The claim in its fixed size."""
+        return _CLAIM.pack(self.purpose.encode("ascii"), self.generation, self.source, self.target)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Claim:
+        """Read a claim; raises :class:`AuthError` where it is not one."""
+        purpose, generation, source, target = _CLAIM.unpack(data)
+        try:
+            text = purpose.rstrip(b"\0").decode("ascii")
+        except UnicodeDecodeError:
+            raise AuthError("the peer speaks another protocol") from None
+        return cls(text, generation, source, target)
+
+
+def new_secret() -> str:
+    """A fresh secret for one job, in hexadecimal."""
+    return secrets.token_hex(32)
+
+
+def parse_secret(text: str) -> bytes:
+    """The secret's bytes; raises ValueError unless it is hexadecimal and long enough."""
+    try:
+        secret = bytes.fromhex(text.strip())
+    except ValueError:
+        raise ValueError("the job's secret must be hexadecimal") from None
+    if len(secret) < _SECRET_BYTES_MIN:
+        raise ValueError(f"the job's secret must have at least {_SECRET_BYTES_MIN} bytes")
+    return secret
+
+
+def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.new(secret, role + hello + nonce, hashlib.sha256).digest()
+
+
+class Caller:
+    """The connecting side. Send ``hello``, then feed ``receive`` with exactly ``wanted`` bytes."""
+
+    def __init__(self, secret: bytes, claim: Claim) -> None:
+        self.claim = claim
+        self.wanted = _ANSWER.size
+        self.hello = _HELLO.pack(_MAGIC, claim.pack(), secrets.token_bytes(32))
+        self._secret = secret
+
+    def receive(self, data: bytes) -> bytes:
+        """Check the answer and return what to send; ``wanted`` is 0 afterwards."""
+        magic, nonce, proof = _ANSWER.unpack(data)
+        if magic != _MAGIC:
+            raise AuthError("the peer speaks another protocol")
+        if not hmac.compare_digest(proof, _proof(self._secret, b"answer", self.hello, nonce)):
+            raise AuthError("the peer does not know this job's secret")
+        self.wanted = 0
+        return _proof(self._secret, b"call", self.hello, nonce)
+
+
+class Answerer:
+    """The accepting side. Feed ``receive`` with exactly ``wanted`` bytes until that is 0.
+
+    ``claim`` is known after the first message but proved only after the last. Whoever drives this
+    looks at it before sending the answer.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self.claim: Claim | None = None
+        self.wanted = _HELLO.size
+        self._secret = secret
+        self._hello = b""
+        self._nonce = secrets.token_bytes(32)
+
+    def receive(self, data: bytes) -> bytes:
+        """Take the next message and return what to send; raises :class:`AuthError`."""
+        if self.claim is None:
+            return self._greet(data)
+        if not hmac.compare_digest(data, _proof(self._secret, b"call", self._hello, self._nonce)):
+            raise AuthError("the peer does not know this job's secret")
+        self.wanted = 0
+        return b""
+
+    def _greet(self, data: bytes) -> bytes:
+        magic, claim, _ = _HELLO.unpack(data)
+        if magic != _MAGIC:
+            raise AuthError("the peer speaks another protocol")
+        self.claim = Claim.unpack(claim)
+        self._hello = data
+        self.wanted = _PROOF_BYTES
+        return _ANSWER.pack(_MAGIC, self._nonce, _proof(self._secret, b"answer", data, self._nonce))
+
+
+def prove(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> None:
+    """Run the caller's side on a connected socket, until ``deadline`` (time.monotonic) at most.
+
+    Raises AuthError for a peer of another job, and another OSError where a new try may help.
+    """
+    caller = Caller(secret, claim)
+    _set_deadline(connection, deadline)
+    connection.sendall(caller.hello)
+    answer = b""
+    while len(answer) < caller.wanted:
+        _set_deadline(connection, deadline)
+        part = connection.recv(caller.wanted - len(answer))
+        if not part:
+            raise ConnectionError("the peer closed the connection: another job, generation or protocol")
+        answer += part
+    connection.sendall(caller.receive(answer))
+
+
+def _set_deadline(connection: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the peer did not answer in time")
+    connection.settimeout(left)

@@ -1,0 +1,1 @@
+"""One world of ranks, as a value: placements, connections, engines."""

@@ -1,0 +1,502 @@
+"""Brings the ranks of a job together: from a Config to a Wiring of authenticated descriptors.
+
+Ranks meet in the launcher's store, see who shares a host, hand the shared memory around there, and
+open TCP connections to everybody else. One loop drives all of it, so no order of arrival deadlocks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyhvd.config import Config, ConfigError
+from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import Claim, parse_secret
+from polyhvd.rendezvous.handshakes import Dial, Gate, Passed
+from polyhvd.rendezvous.segment import make_segment, receive_segment, send_segment
+from polyhvd.rendezvous.server import Client, GatherTimeoutError, RendezvousError
+from polyhvd.runtime.connections import Wiring, tree_parent
+
+__all__ = ["connect"]
+
+_LOG = logging.getLogger("polyhvd")
+_BACKLOG = 1024
+_TICK_S = 1.0
+
+
+def connect(config: Config, generation: int, process_sets: list[list[int]]) -> Wiring:
+    """Meet the other ranks and return the connections to them; the caller owns the descriptors.
+
+    ``generation`` tells this meeting from earlier ones of the same processes. Raises
+    PeerLostError naming the ranks that did not come within ``config.start_timeout_s``,
+    RankMismatchError when ranks disagree on ``process_sets`` or the size, HorovodInternalError when
+    another rank failed meanwhile, and ConfigError for settings that cannot work.
+    """
+    if config.size == 1:
+        return Wiring(process_sets=process_sets, backends=list(config.backends))
+    if not config.rendezvous:
+        raise ConfigError(f"POLYHVD_SIZE={config.size} needs POLYHVD_RENDEZVOUS; start with polyhvdrun")
+    secret = _secret(config)
+    deadline = time.monotonic() + config.start_timeout_s
+    try:
+        store = Client(config.rendezvous, secret, rank=config.rank, generation=generation, deadline=deadline)
+    except RendezvousError as error:
+        raise HorovodInternalError(f"rank {config.rank}: {error}") from None
+    with store:
+        meeting = _Meeting(config, generation, process_sets, secret, store, deadline)
+        try:
+            return meeting.run()
+        except RendezvousError as error:
+            raise HorovodInternalError(f"rank {config.rank}: {error}") from None
+        except BaseException as error:
+            meeting.tell(error)
+            raise
+        finally:
+            meeting.close()
+
+
+def _secret(config: Config) -> bytes:
+    text, name = config.secret, "POLYHVD_SECRET"
+    if not text and config.secret_file:
+        name = f"POLYHVD_SECRET_FILE={config.secret_file}"
+        try:
+            text = Path(config.secret_file).read_text("ascii")
+        except OSError as error:
+            raise ConfigError(f"{name}: {error.strerror}") from None
+    try:
+        return parse_secret(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _pid_space() -> str:
+    """This boot of the machine and its namespace of process ids: two containers share a host, not that."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _segment_bytes(local_size: int) -> int:
+    from polyhvd import _core
+
+    return _core.segment_bytes(local_size)
+
+
+@dataclass
+class _Card:
+    """What a rank tells the others about itself."""
+
+    rank: int
+    size: int
+    pid: int
+    uid: int
+    hostname: str
+    host_id: str
+    address: str
+    port: int
+    unix_name: str  # of its abstract socket; empty: no shared memory
+    pid_space: str  # equal where process ids mean the same; empty: unknown
+    process_sets: list[list[int]] = field(default_factory=list)
+    reproducible: bool = False
+    data_checksums: bool = False
+    backends: list[str] = field(default_factory=list)
+    hierarchical_allreduce: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"pid {self.pid} on {self.hostname}"
+
+
+class _Meeting:
+    """One rank's part in one generation; ``close`` drops whatever was not handed out."""
+
+    def __init__(
+        self,
+        config: Config,
+        generation: int,
+        process_sets: list[list[int]],
+        secret: bytes,
+        store: Client,
+        deadline: float,
+    ) -> None:
+        self._config = config
+        self._rank = config.rank
+        self._generation = generation
+        self._process_sets = process_sets
+        self._store = store
+        self._deadline = deadline
+        self._gate = Gate(secret, self._admit)
+        self._cards: list[_Card] = []
+        #: Finished connections and own dials, by (purpose, peer).
+        self._open: dict[tuple[str, int], socket.socket] = {}
+        self._dials: dict[tuple[str, int], Dial] = {}
+        self._host = _Host()
+        self._failure = -1  # the request that is answered when another rank fails
+        self._told = False
+
+    def run(self) -> Wiring:
+        """Go through the stages; whatever can fail fails here."""
+        self._store.forget(self._scope("failed"), 0)  # of an earlier process in this rank's place
+        self._failure = self._store.post_gather(self._scope("failed"), 1, self._left_s() + 60)
+        cards = self._exchange("hello", asdict(self._introduce()), "they have not called init()")
+        self._cards = [_Card(**card) for card in cards]
+        self._compare()
+        domains = self._share_memory()
+        self._connect_domains(domains)
+        self._exchange("done", None, "they did not finish connecting")
+        wiring = Wiring(
+            rank=self._rank,
+            size=self._config.size,
+            domains=domains,
+            labels=[card.label for card in self._cards],
+            hosts=[card.host_id for card in self._cards],
+            pids=self._pids(),
+            process_sets=self._process_sets,
+            backends=list(self._config.backends),
+        )
+        self._hand_out(wiring)
+        return wiring
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know why this rank gives up, those too that come later, unless they know."""
+        if self._told or isinstance(error, RankMismatchError):
+            return
+        lost = isinstance(error, PeerLostError)  # says itself which rank
+        reason = (
+            str(error) if lost else f"rank {self._rank} failed in init(): {error or type(error).__name__}"
+        )
+        with suppress(OSError, ValueError):
+            self._store.put(self._scope("failed"), 0, json.dumps([lost, reason[:4000]]).encode())
+
+    def close(self) -> None:
+        """Close every socket, and the memory, that this object still owns."""
+        self._gate.close()
+        for connection in self._open.values():
+            connection.close()
+        self._open.clear()
+        self._host.close()
+
+    # Stages
+
+    def _introduce(self) -> _Card:
+        """Open the listeners, and say where they are."""
+        address = self._store.address
+        if self._config.interface:
+            try:
+                address = network.address_of(self._config.interface)
+            except ValueError as error:
+                raise ConfigError(f"POLYHVD_GLOO_IFACE: {error}") from None
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._gate.listen(listener)
+        unix_name = ""
+        if self._config.shared_memory:
+            unix_name = f"polyhvd-{secrets.token_hex(16)}"
+            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._gate.listen(local)
+            local.bind(f"\0{unix_name}")
+            local.listen(_BACKLOG)
+        return _Card(
+            rank=self._rank,
+            size=self._config.size,
+            pid=os.getpid(),
+            uid=os.geteuid(),
+            hostname=socket.gethostname(),
+            host_id=self._config.host_id,
+            address=address,
+            port=listener.getsockname()[1],
+            unix_name=unix_name,
+            pid_space=_pid_space(),
+            process_sets=self._process_sets,
+            reproducible=self._config.reproducible,
+            data_checksums=self._config.data_checksums,
+            hierarchical_allreduce=self._config.hierarchical_allreduce,
+            backends=list(self._config.backends),
+        )
+
+    def _compare(self) -> None:
+        """Raise on every rank what the ranks do not agree on."""
+        for what in (
+            "size",
+            "process_sets",
+            "reproducible",
+            "data_checksums",
+            "backends",
+            "hierarchical_allreduce",
+        ):
+            sides: dict[str, list[int]] = {}
+            for card in self._cards:
+                sides.setdefault(str(getattr(card, what)), []).append(card.rank)
+            if len(sides) > 1:
+                text = "; ".join(f"ranks {ranks} have {value}" for value, ranks in sides.items())
+                raise RankMismatchError(f"init(): {what} must be the same on all ranks: {text}")
+
+    def _pids(self) -> list[int]:
+        """Ids of the processes whose state this rank may look up."""
+        own = self._cards[self._rank]
+        mine = (own.host_id, own.uid, own.pid_space)
+        near = [bool(own.pid_space) and (c.host_id, c.uid, c.pid_space) == mine for c in self._cards]
+        return [card.pid if is_near else 0 for card, is_near in zip(self._cards, near, strict=True)]
+
+    def _share_memory(self) -> list[list[int]]:
+        """Group the ranks into domains: those of a host, if all of them got at its memory."""
+        hosts: dict[str, list[int]] = {}
+        for card in self._cards:
+            hosts.setdefault(card.host_id, []).append(card.rank)
+        groups = [ranks for ranks in hosts.values() if len(ranks) > 1 and self._may_share(ranks)]
+        verdicts = [""] * self._config.size
+        if groups:
+            own = next((ranks for ranks in groups if self._rank in ranks), [])
+            problem = self._join_host(own) if own else ""
+            verdicts = self._exchange("local", problem, "they did not say whether they share memory")
+        domains = []
+        for ranks in hosts.values():
+            reasons = [f"rank {rank}: {verdicts[rank]}" for rank in ranks if verdicts[rank]]
+            if reasons and ranks[0] == self._rank:
+                _LOG.warning("ranks %s of one host use TCP, not shared memory: %s", ranks, "; ".join(reasons))
+            shared = ranks in groups and not reasons
+            domains += [ranks] if shared else [[rank] for rank in ranks]
+            if self._rank in ranks and not shared:
+                self._leave_host()
+        return sorted(domains)
+
+    def _may_share(self, ranks: list[int]) -> bool:
+        cards = [self._cards[rank] for rank in ranks]
+        return all(card.unix_name for card in cards) and len({card.uid for card in cards}) == 1
+
+    def _join_host(self, ranks: list[int]) -> str:
+        """Connect within the host and get hold of its memory; returns what went wrong, or nothing."""
+        size = _segment_bytes(len(ranks))
+        self._host.open(ranks, size, leading=ranks[0] == self._rank)
+        for peer in ranks:
+            self._meet("local", peer, socket.AF_UNIX, f"\0{self._cards[peer].unix_name}")
+            if (early := self._open.get(("local", peer))) is not None:
+                self._host.serve(peer, early)
+        if ranks[0] == self._rank:
+            return self._host.problem  # and go on serving while the others answer
+        dials = [self._dials["local", peer] for peer in ranks if peer < self._rank]
+        # Not all of the time that there is: TCP may still be needed.
+        give_up_at = time.monotonic() + self._left_s() / 2
+
+        def settled() -> bool:
+            failed = [dial for dial in dials if dial.failed]
+            if failed and not self._host.problem:
+                self._host.problem = f"cannot reach rank {failed[0].claim.target}: {failed[0].error}"
+            complete = self._host.descriptor >= 0 and all(dial.done for dial in dials)
+            return complete or bool(self._host.problem) or time.monotonic() >= give_up_at
+
+        self._until(settled, lambda: f"shared memory of rank {ranks[0]}")
+        if self._host.descriptor < 0 and not self._host.problem:
+            return "it did not arrive in time"
+        return self._host.problem
+
+    def _leave_host(self) -> None:
+        self._host.close()
+        for key in [key for key in self._dials if key[0] == "local"]:
+            del self._dials[key]
+        for key in [key for key in self._open if key[0] == "local"]:
+            self._open.pop(key).close()
+
+    def _connect_domains(self, domains: list[list[int]]) -> None:
+        """TCP between leaders along the tree, and between all ranks that share no memory."""
+        mine = next(i for i, ranks in enumerate(domains) if self._rank in ranks)
+        for i, ranks in enumerate(domains):
+            if i == mine:
+                continue
+            for peer in ranks:
+                self._meet_by_tcp("data", peer)
+            if self._rank == domains[mine][0] and (tree_parent(i) == mine or tree_parent(mine) == i):
+                self._meet_by_tcp("control", ranks[0])
+        self._until(lambda: not self._absent(), self._absent_text)
+
+    def _meet_by_tcp(self, purpose: str, peer: int) -> None:
+        card = self._cards[peer]
+        family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+        self._meet(purpose, peer, family, (card.address, card.port))
+
+    def _meet(self, purpose: str, peer: int, family: int, address: Any) -> None:
+        """The higher rank dials; the lower one notes whom to expect."""
+        if peer == self._rank:
+            return
+        source, target = max(peer, self._rank), min(peer, self._rank)
+        claim = Claim(purpose, self._generation, source, target)
+        if peer < self._rank:
+            persistent = family != socket.AF_UNIX  # who cannot be reached in here never will
+            self._dials[purpose, peer] = self._gate.dial(family, address, claim, persistent=persistent)
+        else:
+            self._dials[purpose, peer] = Dial(family, address, claim, persistent=True)
+
+    def _absent(self) -> list[tuple[str, int]]:
+        return [key for key in self._dials if key not in self._open]
+
+    def _absent_text(self) -> str:
+        absent = self._absent()
+        parts = []
+        for rank in sorted({peer for _, peer in absent}):
+            card = self._cards[rank]
+            errors = [self._dials[key].error for key in absent if key[1] == rank]
+            parts.append(f"rank {rank} ({card.label}, {card.address} port {card.port}): {errors[0]}")
+        return (
+            f"connections with ranks {sorted({peer for _, peer in absent})} (of {self._config.size}): "
+            f"{'; '.join(parts)}; a firewall, or the wrong interface (POLYHVD_GLOO_IFACE)?"
+        )
+
+    def _hand_out(self, wiring: Wiring) -> None:
+        """Move the descriptors into the wiring; nothing here fails."""
+        tables = {"local": wiring.local_fds, "control": wiring.control_fds, "data": wiring.data_fds}
+        for purpose, peer in sorted(self._dials):
+            tables[purpose][peer] = self._open.pop((purpose, peer)).detach()
+        wiring.segment_fd, self._host.descriptor = self._host.descriptor, -1
+
+    # The loop
+
+    def _exchange(self, stage: str, mine: Any, meaning: str) -> list[Any]:
+        """Tell all ranks something and hear it from all of them, in rank order."""
+        request = self._store.post_gather(
+            self._scope(stage),
+            self._config.size,
+            self._left_s(),
+            own=(self._rank, json.dumps(mine).encode()),
+        )
+        answer: list[Any] = []
+
+        def answered() -> bool:
+            try:
+                values = self._store.take(request)
+            except GatherTimeoutError as error:
+                raise PeerLostError(self._late(f"ranks {error.missing}", meaning)) from None
+            answer.extend(json.loads(value) for value in values or [])
+            return bool(answer)
+
+        # The server's own deadline comes first, since it knows who is missing.
+        self._until(answered, lambda: "the rendezvous", slack_s=5.0)
+        return answer
+
+    def _until(self, done: Callable[[], bool], what: Callable[[], str], slack_s: float = 0.0) -> None:
+        """Drive everything until ``done``; raises at the deadline, or when another rank has failed."""
+        while not done():
+            left_s = self._left_s() + slack_s
+            if left_s <= 0:
+                raise PeerLostError(
+                    f"rank {self._rank} waited {self._config.start_timeout_s:g} s for {what()}"
+                )
+            poller = select.poll()
+            poller.register(self._store, select.POLLIN)
+            poller.register(self._gate, select.POLLIN)
+            if self._host.source is not None:
+                poller.register(self._host.source, select.POLLIN)
+            poller.poll(1000 * min(left_s, self._gate.timer_s(), _TICK_S))
+            for passed in self._gate.poll(0):
+                self._arrived(passed)
+            self._host.receive()
+            self._check_failure()
+            self._check_dials()
+
+    def _admit(self, claim: Claim) -> bool:
+        return (
+            claim.generation == self._generation
+            and claim.target == self._rank
+            and self._rank < claim.source < self._config.size
+            and claim.purpose in ("local", "control", "data")
+        )
+
+    def _arrived(self, passed: Passed) -> None:
+        claim = passed.claim
+        peer = claim.source if passed.incoming else claim.target
+        if claim.purpose == "local" and self._host.closed:
+            passed.connection.close()  # this host has gone over to TCP
+            return
+        if (former := self._open.pop((claim.purpose, peer), None)) is not None:
+            former.close()  # the peer has given that one up
+        self._open[claim.purpose, peer] = passed.connection
+        if claim.purpose == "local":
+            self._host.serve(peer, passed.connection)
+
+    def _check_failure(self) -> None:
+        with suppress(GatherTimeoutError):
+            if values := self._store.take(self._failure):
+                self._told = True
+                lost, reason = json.loads(values[0])
+                raise (PeerLostError if lost else HorovodInternalError)(str(reason))
+
+    def _check_dials(self) -> None:
+        for (purpose, peer), dial in self._dials.items():
+            if dial.failed and purpose != "local":
+                raise HorovodInternalError(f"rank {self._rank} cannot connect to rank {peer}: {dial.error}")
+
+    def _scope(self, stage: str) -> str:
+        return f"init/{self._generation}/{stage}"
+
+    def _left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _late(self, whom: str, meaning: str) -> str:
+        return (
+            f"rank {self._rank} waited {self._config.start_timeout_s:g} s for {whom} "
+            f"(of {self._config.size}): {meaning}; POLYHVD_START_TIMEOUT sets the time"
+        )
+
+
+class _Host:
+    """The shared memory of the own host: made here by its first rank, received by the others."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self.problem = ""
+        self.closed = False
+        self.source: socket.socket | None = None  # that the memory will come from
+        self._ranks: list[int] = []
+        self._leading = False
+        self._size = 0
+
+    def open(self, ranks: list[int], size: int, *, leading: bool) -> None:
+        self._ranks, self._size, self._leading = ranks, size, leading
+        if leading:
+            try:
+                self.descriptor = make_segment(size)
+            except OSError as error:
+                self.problem = f"cannot make shared memory: {error.strerror}"
+
+    def serve(self, peer: int, connection: socket.socket) -> None:
+        """A connection to another rank of the host is there."""
+        if peer not in self._ranks:
+            return  # not known yet, or no rank of this host
+        if self._leading:
+            with suppress(OSError):  # then the peer says so
+                send_segment(connection, self.descriptor)
+        elif peer == self._ranks[0]:
+            self.source = connection
+
+    def receive(self) -> None:
+        """Take the memory if it has come."""
+        if self.source is None:
+            return
+        try:
+            descriptor = receive_segment(self.source, self._size)
+        except OSError as error:
+            self.problem = str(error)
+            self.source = None
+            return
+        if descriptor is not None:
+            self.descriptor = descriptor
+            self.source = None
+
+    def close(self) -> None:
+        self.closed = True
+        self.source = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

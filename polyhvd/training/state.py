@@ -1,0 +1,78 @@
+"""Named tensors from one rank to all, in any framework, and states of nested containers that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from polyhvd.collectives.lines import in_line
+from polyhvd.collectives.operation import process_set_id
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import Collectives
+
+__all__ = ["broadcast_named", "put_tensors", "take_tensors"]
+
+T = TypeVar("T")
+
+
+def broadcast_named(
+    collectives: Collectives[T],
+    named: list[tuple[str, T]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    prefix: str = "parameter",
+) -> None:
+    """Overwrite tensors with the root's, in place; names are the same on every rank.
+
+    When one fails, the others are waited for all the same, and the first error is raised. Calls with one
+    prefix follow each other, whatever their threads.
+    """
+    first_error: Exception | None = None
+    with in_line(prefix, process_set_id(process_set)):
+        handles = [
+            collectives.broadcast_async(
+                tensor, root_rank, name=f"{prefix}.{name}", process_set=process_set, in_place=True
+            )
+            for name, tensor in named
+        ]
+        for handle in handles:
+            try:
+                collectives.synchronize(handle)
+            except Exception as error:
+                first_error = first_error or error
+    if first_error is not None:
+        raise first_error
+
+
+class _Place:
+    """Stands for a tensor in a state that is sent without them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples in which ``change`` was applied to what they hold."""
+    if type(value) is dict:
+        return {key: _changed(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_changed(item, change) for item in value)
+    return change(value)
+
+
+def take_tensors(state: Any, is_tensor: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
+    """A copy of a state of nested dicts, lists and tuples without its tensors, and these in order."""
+    tensors: list[Any] = []
+
+    def take(value: Any) -> Any:
+        if not is_tensor(value):
+            return value
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+
+    return _changed(state, take), tensors
+
+
+def put_tensors(state: Any, tensors: Sequence[Any]) -> Any:
+    """The state that :func:`take_tensors` has taken apart, with these tensors in their places."""
+    return _changed(state, lambda value: tensors[value.number] if isinstance(value, _Place) else value)
