@@ -1,0 +1,70 @@
+"""Where one rank is in a world: the result of meeting the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["ALONE", "Placement", "placements"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rank's place in one generation of the world.
+
+    Raises:
+        ValueError: a rank is not below its size.
+    """
+
+    #: Which world this is, of those that follow one another in a job; from 1, the same on all its ranks.
+    generation: int = 1
+    rank: int = 0
+    size: int = 1
+    #: Among the ranks of this host.
+    local_rank: int = 0
+    local_size: int = 1
+    #: Position of this host among those that have this local rank.
+    cross_rank: int = 0
+    cross_size: int = 1
+    #: What the launcher calls the host. Ranks with the same one try shared memory.
+    host: str = "0"
+
+    def __post_init__(self) -> None:
+        for rank, size, what in (
+            (self.rank, self.size, "RANK"),
+            (self.local_rank, self.local_size, "LOCAL_RANK"),
+            (self.cross_rank, self.cross_size, "CROSS_RANK"),
+        ):
+            if not 0 <= rank < size:
+                sized = what.replace("RANK", "SIZE")
+                raise ValueError(f"POLYHVD_{what}={rank} is not below POLYHVD_{sized}={size}")
+
+
+#: A world of one rank.
+ALONE = Placement()
+
+
+def placements(hosts: Sequence[str], generation: int = 1) -> list[Placement]:
+    """The places of ranks 0, 1, ... of which it is known on which host each one is.
+
+    Example::
+
+        placements(["a", "a", "b"])[2].local_rank  # 0
+    """
+    position = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    placed = []
+    for rank, host in enumerate(hosts):
+        across = [other for other in range(len(hosts)) if position[other] == position[rank]]
+        placed.append(
+            Placement(
+                generation=generation,
+                rank=rank,
+                size=len(hosts),
+                local_rank=position[rank],
+                local_size=hosts.count(host),
+                cross_rank=across.index(rank),
+                cross_size=len(across),
+                host=host,
+            )
+        )
+    return placed
