@@ -55,7 +55,7 @@ class Restricted final : public Backend {
 // Owns the connections of one rank, and what its communicators share.
 class World final : public Liveness {
  public:
-  World(Wiring wiring, Parking& parking, bool data_checksums);
+  World(Connections connections, Parking& parking, bool data_checksums);
   ~World() override { close(); }
 
   std::unique_ptr<Channel> connect_parent();
@@ -66,7 +66,7 @@ class World final : public Liveness {
   // `between_hosts` moves bytes of CPUs where NCCL serves within hosts alone.
   void prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOptions& options);
   std::unique_ptr<Backend> make_staged_backend(const Backend& on_cpu) {
-    return std::make_unique<gpu::StagedBackend>(wiring_.rank, staging_, on_cpu);
+    return std::make_unique<gpu::StagedBackend>(connections_.rank, staging_, on_cpu);
   }
   std::shared_ptr<Devices> devices() const { return devices_; }
 
@@ -82,7 +82,7 @@ class World final : public Liveness {
   void close() noexcept override;
   std::vector<int> descriptors() const override { return descriptors_; }
   std::string name_of(int rank) const override {
-    return wiring_.labels.at(static_cast<std::size_t>(rank));
+    return connections_.labels.at(static_cast<std::size_t>(rank));
   }
   std::optional<ProcessState> look_at(int rank) const override {
     return local_ == 0 ? look_beside(rank) : std::nullopt;
@@ -92,10 +92,12 @@ class World final : public Liveness {
 
  private:
   const std::vector<int>& here() const {
-    return wiring_.domains[static_cast<std::size_t>(domain_)];
+    return connections_.domains[static_cast<std::size_t>(domain_)];
   }
   int rank_on_host() const;
-  int leader_of(int domain) const { return wiring_.domains[static_cast<std::size_t>(domain)][0]; }
+  int leader_of(int domain) const {
+    return connections_.domains[static_cast<std::size_t>(domain)][0];
+  }
   std::vector<int> subtree_of(int domain) const;
   std::vector<shm::LocalPeer> local_peers() const;
   std::string described(int rank) const {
@@ -103,7 +105,7 @@ class World final : public Liveness {
   }
   [[noreturn]] void on_lost(int rank) const;
 
-  Wiring wiring_;
+  Connections connections_;
   Parking& parking_;
   int domain_ = 0;
   int local_ = 0;
@@ -121,51 +123,53 @@ class World final : public Liveness {
   std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
 };
 
-World::World(Wiring wiring, Parking& parking, bool data_checksums)
-    : wiring_(std::move(wiring)), parking_(parking) {
-  fabric_.rank = wiring_.rank;
-  fabric_.domains = wiring_.domains;
-  fabric_.pids = wiring_.pids;
-  fabric_.domain_of.resize(static_cast<std::size_t>(wiring_.size));
-  for (std::size_t d = 0; d < wiring_.domains.size(); ++d) {
-    for (std::size_t i = 0; i < wiring_.domains[d].size(); ++i) {
-      const int rank = wiring_.domains[d][i];
+World::World(Connections connections, Parking& parking, bool data_checksums)
+    : connections_(std::move(connections)), parking_(parking) {
+  fabric_.rank = connections_.rank;
+  fabric_.domains = connections_.domains;
+  fabric_.pids = connections_.pids;
+  fabric_.domain_of.resize(static_cast<std::size_t>(connections_.size));
+  for (std::size_t d = 0; d < connections_.domains.size(); ++d) {
+    for (std::size_t i = 0; i < connections_.domains[d].size(); ++i) {
+      const int rank = connections_.domains[d][i];
       fabric_.domain_of.at(static_cast<std::size_t>(rank)) = static_cast<int>(d);
-      if (rank != wiring_.rank) continue;
+      if (rank != connections_.rank) continue;
       domain_ = static_cast<int>(d);
       local_ = static_cast<int>(i);
     }
   }
-  for (const auto* fds : {&wiring_.local_fds, &wiring_.control_fds, &wiring_.data_fds}) {
+  for (const auto* fds :
+       {&connections_.local_fds, &connections_.control_fds, &connections_.data_fds}) {
     for (const auto& [rank, fd] : *fds) descriptors_.push_back(fd);
   }
   const auto lost = [this](int rank) { on_lost(rank); };
   if (here().size() > 1) {
-    segment_ = std::make_unique<shm::Segment>(wiring_.segment_fd, static_cast<int>(here().size()));
-    ::close(wiring_.segment_fd);
+    segment_ =
+        std::make_unique<shm::Segment>(connections_.segment_fd, static_cast<int>(here().size()));
+    ::close(connections_.segment_fd);
     parking_.set_sleep_flag(&segment_->sleep_flag(local_));
     peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, local_peers(), local_, lost);
   }
-  if (wiring_.domains.size() > 1) {
+  if (connections_.domains.size() > 1) {
     const auto name = [this](int rank) { return described(rank); };
     transport_ = std::make_unique<tcp::TcpTransport>(
-        wiring_.data_fds, parking_,
-        tcp::TcpTransport::Options{wiring_.rank, data_checksums, name, lost});
+        connections_.data_fds, parking_,
+        tcp::TcpTransport::Options{connections_.rank, data_checksums, name, lost});
   }
   fabric_.segment = segment_.get();
   fabric_.peers = peers_.get();
   fabric_.transport = transport_.get();
   fabric_.parking = &parking_;
-  devices_ =
-      std::make_shared<gpu::Devices>(std::make_shared<gpu::Driver>(wiring_.rank), rank_on_host());
+  devices_ = std::make_shared<gpu::Devices>(std::make_shared<gpu::Driver>(connections_.rank),
+                                            rank_on_host());
   staging_ = std::make_shared<gpu::Staging>(devices_, parking_);
 }
 
 // Also where ranks of a host share no memory.
 int World::rank_on_host() const {
   int lower = 0;
-  for (std::size_t rank = 0; rank < wiring_.pids.size(); ++rank) {
-    if (static_cast<int>(rank) < wiring_.rank && wiring_.pids[rank] > 0) ++lower;
+  for (std::size_t rank = 0; rank < connections_.pids.size(); ++rank) {
+    if (static_cast<int>(rank) < connections_.rank && connections_.pids[rank] > 0) ++lower;
   }
   return std::max(lower, local_);
 }
@@ -174,7 +178,7 @@ int World::rank_on_host() const {
 void World::on_lost(int rank) const {
   if (const auto reason = abort_reason()) throw Failure(*reason);
   throw Failure(ErrorCode::kPeerLost, described(rank) + " was lost to rank " +
-                                          std::to_string(wiring_.rank) +
+                                          std::to_string(connections_.rank) +
                                           ": it ended or was cut off without shutdown()");
 }
 
@@ -182,15 +186,15 @@ std::vector<shm::LocalPeer> World::local_peers() const {
   std::vector<shm::LocalPeer> peers;
   for (std::size_t i = 0; i < here().size(); ++i) {
     const int rank = here()[i];
-    const int fd = rank == wiring_.rank ? -1 : wiring_.local_fds.at(rank);
+    const int fd = rank == connections_.rank ? -1 : connections_.local_fds.at(rank);
     peers.push_back({static_cast<int>(i), rank, fd});
   }
   return peers;
 }
 
 std::vector<int> World::subtree_of(int domain) const {
-  std::vector<int> ranks = wiring_.domains[static_cast<std::size_t>(domain)];
-  for (int d = domain + 1; d < static_cast<int>(wiring_.domains.size()); ++d) {
+  std::vector<int> ranks = connections_.domains[static_cast<std::size_t>(domain)];
+  for (int d = domain + 1; d < static_cast<int>(connections_.domains.size()); ++d) {
     if (tree_parent(d) != domain) continue;
     const std::vector<int> below = subtree_of(d);
     ranks.insert(ranks.end(), below.begin(), below.end());
@@ -207,7 +211,7 @@ std::unique_ptr<Channel> World::connect_parent() {
   }
   if (domain_ == 0) return nullptr;
   const int leader = leader_of(tree_parent(domain_));
-  return std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader,
+  return std::make_unique<tcp::TcpChannel>(connections_.control_fds.at(leader), leader,
                                            described(leader), parking_);
 }
 
@@ -221,11 +225,11 @@ std::vector<Child> World::connect_children() {
                                            segment_->ring_to_leader(local), *peers_, local, rank),
          {rank}});
   }
-  for (int d = 1; d < static_cast<int>(wiring_.domains.size()); ++d) {
+  for (int d = 1; d < static_cast<int>(connections_.domains.size()); ++d) {
     if (tree_parent(d) != domain_) continue;
     const int leader = leader_of(d);
-    children.push_back({std::make_unique<tcp::TcpChannel>(wiring_.control_fds.at(leader), leader,
-                                                          described(leader), parking_),
+    children.push_back({std::make_unique<tcp::TcpChannel>(connections_.control_fds.at(leader),
+                                                          leader, described(leader), parking_),
                         subtree_of(d)});
   }
   return children;
@@ -242,26 +246,26 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
   if (is_nccl(name)) {
     return std::make_unique<nccl::NcclBackend>(*nccl_, *staged_, *between_hosts_);
   }
-  if (name != "mpi" || !wiring_.mpi) {
+  if (name != "mpi" || !connections_.mpi) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "there is no backend '" + name + "' in this job; see POLYHVD_BACKENDS");
   }
-  if (!mpi_) mpi_ = std::make_unique<mpi::Fabric>(wiring_.mpi, fabric_);
+  if (!mpi_) mpi_ = std::make_unique<mpi::Fabric>(connections_.mpi, fabric_);
   return std::make_unique<mpi::MpiBackend>(*mpi_);
 }
 
 void World::prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOptions& options) {
   const auto is_required = [](const std::string& name) { return base_of(name) == "nccl"; };
-  nccl::Settings settings{.libraries = wiring_.nccl_libraries,
-                          .required = std::ranges::any_of(wiring_.backends, is_required),
-                          .shares_gpus = wiring_.shares_gpus,
+  nccl::Settings settings{.libraries = connections_.nccl_libraries,
+                          .required = std::ranges::any_of(connections_.backends, is_required),
+                          .shares_gpus = connections_.shares_gpus,
                           .reproducible = options.reproducible,
-                          .hierarchical = wiring_.hierarchical};
+                          .hierarchical = connections_.hierarchical};
   const auto label = [this](int rank) { return name_of(rank); };
   const auto host = [this](int rank) {
     return fabric_.domain_of.at(static_cast<std::size_t>(rank));
   };
-  nccl_ = std::make_unique<nccl::Fabric>(wiring_.rank, std::move(settings), devices_, parking_,
+  nccl_ = std::make_unique<nccl::Fabric>(connections_.rank, std::move(settings), devices_, parking_,
                                          label, host, options.log);
   staged_ = &staged;
   between_hosts_ = &between_hosts;
@@ -269,7 +273,7 @@ void World::prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOp
 
 void World::spread_abort(const Error& error) noexcept {
   // MPI would wait for ranks that do not come any more.
-  if (wiring_.mpi) wiring_.mpi->runtime().give_up();
+  if (connections_.mpi) connections_.mpi->runtime().give_up();
   if (segment_) {
     segment_->set_abort(error);
     peers_->wake_all();
@@ -297,14 +301,14 @@ void World::close() noexcept {
   std::lock_guard lock(transport_mutex_);
   transport_.reset();
   mpi_.reset();
-  wiring_.mpi.reset();
+  connections_.mpi.reset();
 }
 
 std::optional<ProcessState> World::look_beside(int rank) const {
   const auto index = static_cast<std::size_t>(rank);
-  const bool may_look = index < wiring_.pids.size() && wiring_.pids[index] > 0;
-  if (!may_look || rank == wiring_.rank) return std::nullopt;
-  return process_state(wiring_.pids[index]);
+  const bool may_look = index < connections_.pids.size() && connections_.pids[index] > 0;
+  if (!may_look || rank == connections_.rank) return std::nullopt;
+  return process_state(connections_.pids[index]);
 }
 
 void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
@@ -319,10 +323,10 @@ void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   counters["mpi_bytes"] = mpi_ ? mpi_->bytes() : 0;
 }
 
-bool is_crowded(const Wiring& wiring) {
+bool is_crowded(const Connections& connections) {
   const auto cores = static_cast<std::size_t>(std::thread::hardware_concurrency());
-  for (const auto& domain : wiring.domains) {
-    if (std::ranges::count(domain, wiring.rank) > 0) return domain.size() > cores;
+  for (const auto& domain : connections.domains) {
+    if (std::ranges::count(domain, connections.rank) > 0) return domain.size() > cores;
   }
   return false;
 }
@@ -331,20 +335,20 @@ bool is_crowded(const Wiring& wiring) {
 
 int tree_parent(int domain) noexcept { return domain == 0 ? -1 : (domain - 1) / kTreeRadix; }
 
-std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options) {
-  if (wiring.process_sets.size() >= kProcessSetsMax) {
+std::unique_ptr<Engine> make_engine(Connections connections, EngineOptions options) {
+  if (connections.process_sets.size() >= kProcessSetsMax) {
     throw Failure(ErrorCode::kInvalidArgument, "at most " + std::to_string(kProcessSetsMax - 1) +
                                                    " process sets are possible; " +
-                                                   std::to_string(wiring.process_sets.size()) +
+                                                   std::to_string(connections.process_sets.size()) +
                                                    " were given");
   }
-  ProcessSets sets(wiring.size);
-  for (const std::vector<int>& ranks : wiring.process_sets) sets.add(ranks);
-  options.crowded = options.crowded || is_crowded(wiring);
-  const int rank = wiring.rank;
-  const std::vector<std::string> backends = wiring.backends;
+  ProcessSets sets(connections.size);
+  for (const std::vector<int>& ranks : connections.process_sets) sets.add(ranks);
+  options.crowded = options.crowded || is_crowded(connections);
+  const int rank = connections.rank;
+  const std::vector<std::string> backends = connections.backends;
   auto parking = std::make_unique<Parking>();
-  auto world = std::make_unique<World>(std::move(wiring), *parking, options.data_checksums);
+  auto world = std::make_unique<World>(std::move(connections), *parking, options.data_checksums);
   host::Fabric& fabric = world->fabric();
   fabric.reproducible = options.reproducible;
   fabric.attaching = static_cast<host::Attaching>(options.attaching);

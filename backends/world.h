@@ -17,7 +17,7 @@ class Session;
 
 // What connects a rank to the others; see polyhvd/runtime/connections.py, its Python form.
 // Descriptors are taken over.
-struct Wiring {
+struct Connections {
   int rank = 0;
   int size = 1;
   std::vector<std::vector<int>> domains{{0}};
@@ -37,9 +37,9 @@ struct Wiring {
   bool hierarchical = false;                // NCCL reduces within hosts, CPUs between them
 };
 
-// Parent of a domain in the control tree; -1 for domain 0. As wiring.tree_parent.
+// Parent of a domain in the control tree; -1 for domain 0. As tree_parent() of connections.py.
 int tree_parent(int domain) noexcept;
 
-std::unique_ptr<Engine> make_engine(Wiring wiring, EngineOptions options);
+std::unique_ptr<Engine> make_engine(Connections connections, EngineOptions options);
 
 }  // namespace polyhvd

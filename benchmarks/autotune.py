@@ -80,10 +80,10 @@ class Job:
 
     def seconds(self, values: Values, steps: int) -> float:
         """Of a step with these values, which all ranks work with by then."""
-        from polyhvd.runtime import context
+        from polyhvd.runtime import current
 
         if self.hvd.rank() == 0:
-            context.engine().tune(_core.Tuning(**values))
+            current.world().engine.tune(_core.Tuning(**values))
         self.hvd.barrier()
         self.step()
         begin = time.perf_counter()

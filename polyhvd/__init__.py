@@ -34,7 +34,7 @@ from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.membership import add_process_set, barrier, join, process_set_of, remove_process_set
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.config import Config
+from polyhvd.config import Settings
 from polyhvd.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
@@ -51,10 +51,10 @@ from polyhvd.errors import (
 )
 from polyhvd.installed import make_mxnet_importable
 from polyhvd.launch import run
+from polyhvd.launch.init import init, is_initialized, shutdown
 from polyhvd.observe import tracing as _tracing
 from polyhvd.observe.doctor import doctor
-from polyhvd.runtime import context as _context
-from polyhvd.runtime.context import init, is_initialized, shutdown
+from polyhvd.runtime import current as _current
 
 __version__ = "0.1.0"
 
@@ -68,42 +68,42 @@ Product = ReduceOp.Product
 
 def rank() -> int:
     """World rank of this process, from 0 to ``size() - 1``."""
-    return _context.config().rank
+    return _current.world().placement.rank
 
 
 def size() -> int:
     """Number of ranks in the job."""
-    return _context.config().size
+    return _current.world().placement.size
 
 
 def local_rank() -> int:
     """Rank among the processes of this host."""
-    return _context.config().local_rank
+    return _current.world().placement.local_rank
 
 
 def local_size() -> int:
     """Number of ranks on this host."""
-    return _context.config().local_size
+    return _current.world().placement.local_size
 
 
 def cross_rank() -> int:
     """Position of this host among the hosts that have this local rank."""
-    return _context.config().cross_rank
+    return _current.world().placement.cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have this local rank."""
-    return _context.config().cross_size
+    return _current.world().placement.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
-    return _context.is_homogeneous()
+    return _current.world().is_homogeneous
 
 
 def counters() -> dict[str, int]:
     """Statistics of the engine since ``init()``: operations, bytes per transport, cache hits, wakes."""
-    return _context.engine().counters()
+    return _current.world().engine.counters()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -120,18 +120,17 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         InvalidArgumentError: a timeline is being written already.
         OSError: the file cannot be written.
     """
-    _tracing.start_timeline(_context.engine(), _context.config(), file_path, mark_cycles)
+    _tracing.start_timeline(_current.world(), file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
     """Finish the file of :func:`start_timeline`; does nothing when there is none."""
-    _context.engine().stop_timeline()
+    _current.world().engine.stop_timeline()
 
 
 __all__ = [
     "Adasum",
     "Average",
-    "Config",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
@@ -145,6 +144,7 @@ __all__ = [
     "Product",
     "RankMismatchError",
     "ReduceOp",
+    "Settings",
     "ShutdownError",
     "Sum",
     "TransferTimeoutError",

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar
 
+from polyhvd.config import Settings
+from polyhvd.runtime.connections import Connections
+from polyhvd.runtime.placement import Placement
+
 _Result = TypeVar("_Result", covariant=True)
 
 DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/types.h
@@ -126,8 +130,17 @@ class Tuning:
 class Engine:
     """The operation queue of one rank."""
 
-    def __init__(self, wiring: Any, config: Any, generation: int, mailbox: Mailbox) -> None:
-        """`wiring` is a bootstrap.Wiring, whose descriptors are taken over; `config` a Config."""
+    def __init__(
+        self,
+        connections: Connections,  # whose descriptors are taken over
+        settings: Settings,
+        placement: Placement,
+        mailbox: Mailbox,
+        *,
+        job: str,  # names it on this host, for flight dumps
+        nccl_libraries: Sequence[str] = (),  # paths and file names at which NCCL may be
+        mpi: MpiSession | None = None,  # all ranks in their order, as MPI knows them
+    ) -> None: ...
     def submit(
         self,
         kind: int,  # adapter.OpKind

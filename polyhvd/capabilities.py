@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from polyhvd.config import Config
-from polyhvd.runtime import context, gpu, mpi
+from polyhvd.config import Settings
+from polyhvd.runtime import current, gpu, mpi
 
 __all__ = [
     "ccl_built",
@@ -26,12 +26,13 @@ __all__ = [
 
 def mpi_built(verbose: bool = False) -> bool:
     """Whether MPI's library is on this machine. ``verbose`` is accepted and does nothing, here and below."""
-    return isinstance(mpi.probe(Config.from_environment()), mpi.Found)
+    return isinstance(mpi.probe(Settings.from_environment()), mpi.Found)
 
 
 def mpi_enabled() -> bool:
     """Whether the ranks of this job have met through MPI; False before ``init()``."""
-    return context.mpi_runtime() is not None
+    world = current.find()
+    return world is not None and world.met_by_mpi is not None
 
 
 def mpi_threads_supported() -> bool:
@@ -40,8 +41,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         NotInitializedError: before ``init()``, as in Horovod.
     """
-    context.engine()
-    runtime = context.mpi_runtime()
+    runtime = mpi.runtime() if current.world().met_by_mpi is not None else None
     return runtime is not None and runtime.threads_supported
 
 
@@ -93,7 +93,7 @@ def nccl_built(verbose: bool = False) -> int:
 
     Opens the library, as the first operation on a GPU would.
     """
-    settings = Config.from_environment()
+    settings = Settings.from_environment()
     found = gpu.probe_nccl(settings) if settings.may_use_nccl else ""
     return found.version if isinstance(found, gpu.Found) else 0
 

@@ -1,4 +1,5 @@
-"""The configuration: one table, one frozen dataclass. Nothing else reads the environment.
+"""The configuration: one table, of what a launcher tells its ranks and of the settings. Nothing else reads
+the environment, but the launcher, which makes it.
 
 Every variable is accepted as ``POLYHVD_<NAME>`` and as ``HOROVOD_<NAME>``; the former wins. Those
 of Horovod that have nothing to set here stand in the table as well, with the reason.
@@ -7,26 +8,21 @@ of Horovod that have nothing to set here stand in the table as well, with the re
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
-
-from polyhvd.launch.providers import foreign as launchers
-from polyhvd.launch.providers.foreign import Foreign
+from typing import Any, TypeVar
 
 __all__ = [
-    "Config",
     "ConfigError",
     "Ineffective",
+    "Launched",
     "MpiLaunch",
+    "Settings",
     "Variable",
-    "foreign_launch",
     "ineffective",
     "mpi_launch",
-    "shares_gpus",
     "table",
     "tell_mpi4py",
     "unknown",
@@ -151,9 +147,33 @@ def _row(name: str, parse: Callable[[str], Any], default: Any, meaning: str, oth
     return field(default=default, metadata={"variable": Variable(name, parse, default, meaning, other_name)})
 
 
+_T = TypeVar("_T", bound="_Table")
+
+
+class _Table:
+    """Reads rows from the environment."""
+
+    @classmethod
+    def from_environment(cls: type[_T], environ: Mapping[str, str] | None = None) -> _T:
+        """Read the table's variables; raises :class:`ConfigError` naming the variable and the value."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for item in fields(cls):  # type: ignore[arg-type]
+            variable: Variable = item.metadata["variable"]
+            names = filter(None, (variable.name, variable.other_name))
+            found = [prefix + name for name in names for prefix in _PREFIXES if prefix + name in environ]
+            if not found:
+                continue
+            try:
+                values[item.name] = variable.parse(environ[found[0]])
+            except ValueError as error:
+                raise ConfigError(f"{found[0]}={environ[found[0]]!r}: {error}") from None
+        return cls(**values)
+
+
 @dataclass(frozen=True)
-class Config:
-    """All settings of one process, as read at ``init()``."""
+class Launched(_Table):
+    """What polyhvdrun tells each of its ranks. Under other launchers only defaults are left of it."""
 
     rank: int = _row("RANK", _count, 0, "World rank of this process; set by the launcher.")
     size: int = _row("SIZE", _count, 1, "Number of ranks; set by the launcher.")
@@ -167,6 +187,17 @@ class Config:
     rendezvous: str = _row("RENDEZVOUS", str, "", "host:port of the launcher's rendezvous; empty: one rank.")
     secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal; made by the launcher.")
     secret_file: str = _row("SECRET_FILE", str, "", "A file that holds the secret instead.")
+
+    @property
+    def by_polyhvdrun(self) -> bool:
+        """Whether it has started this process."""
+        return self.size > 1 or bool(self.rendezvous)
+
+
+@dataclass(frozen=True)
+class Settings(_Table):
+    """How this process works, whichever its rank: read at ``init()``, and handed on unchanged."""
+
     interface: str = _row("GLOO_IFACE", str, "", "Network interface or address to listen on; empty: chosen.")
     alone: bool = _row(
         "ALONE",
@@ -348,20 +379,31 @@ class Config:
         """Whether NCCL is one of the backends."""
         return any(item.startswith("nccl") for item in self.backends)
 
+    def engine_core(self, local_rank: int, local_size: int) -> int:
+        """Core that the engine's own thread is bound to; -1: none. Raises ConfigError where none is named."""
+        if not self.thread_affinity:
+            return -1
+        if len(self.thread_affinity) <= local_rank:
+            raise ConfigError(
+                f"POLYHVD_THREAD_AFFINITY has cores for {len(self.thread_affinity)} local ranks, and "
+                f"none for local rank {local_rank}; list {local_size}"
+            )
+        return self.thread_affinity[local_rank]
+
     @property
-    def engine_core(self) -> int:
-        """Core that the engine's own thread is bound to; -1: none."""
-        return self.thread_affinity[self.local_rank] if self.thread_affinity else -1
+    def shares_gpus(self) -> bool:
+        """Whether NCCL is told to have several ranks on one GPU, by a variable of its own."""
+        return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() not in ("", "0")
 
     @property
     def attaching(self) -> int:
         """The setting of CMA by the core's number."""
         return _ATTACHING.index(self.cma)
 
-    @property
-    def steps_per_sample(self) -> int:
+    def steps_per_sample(self, rank: int, size: int) -> int:
         """How many steps rank 0 measures at a time for the autotuner; 0 on others, and without it."""
-        return self.autotune_steps_per_sample if self.autotune and self.rank == 0 and self.size > 1 else 0
+        measures = self.autotune and rank == 0 and size > 1
+        return self.autotune_steps_per_sample if measures else 0
 
     @property
     def flight_folder(self) -> str:
@@ -373,44 +415,9 @@ class Config:
         except OSError:
             return ""
 
-    @property
-    def flight_job(self) -> str:
-        """Name of this job's folder in the private one; empty where FLIGHT_DIR names the folder itself."""
-        if self.flight_dir:
-            return ""
-        if not self.rendezvous:
-            return f"process-{os.getpid()}"
-        # Nobody else may enter the folder that it lies in; still, a digest tells no secret.
-        told = f"{self.rendezvous} {self.secret} {self.secret_file}".encode(errors="surrogateescape")
-        return f"job-{hashlib.sha256(told).hexdigest()[:16]}"
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read the table's variables; raises :class:`ConfigError` naming the variable and the value."""
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        for item in fields(cls):
-            variable: Variable = item.metadata["variable"]
-            names = filter(None, (variable.name, variable.other_name))
-            found = [prefix + name for name in names for prefix in _PREFIXES if prefix + name in environ]
-            if not found:
-                continue
-            try:
-                values[item.name] = variable.parse(environ[found[0]])
-            except ValueError as error:
-                raise ConfigError(f"{found[0]}={environ[found[0]]!r}: {error}") from None
-        return cls(**values).checked()
-
-    def checked(self) -> Config:
-        """The same, if ranks and what is given for each of them fit together; else :class:`ConfigError`."""
-        if self.rank >= self.size:
-            raise ConfigError(f"POLYHVD_RANK={self.rank} is not below POLYHVD_SIZE={self.size}")
-        if 0 < len(self.thread_affinity) <= self.local_rank:
-            raise ConfigError(
-                f"POLYHVD_THREAD_AFFINITY has cores for {len(self.thread_affinity)} local ranks, and "
-                f"none for local rank {self.local_rank}; list {self.local_size}"
-            )
-        return self
+    def flight_job(self, job: str) -> str:
+        """Name of a job's folder in the private one; empty where FLIGHT_DIR names the folder itself."""
+        return "" if self.flight_dir else job
 
 
 _NO_ELASTIC = "There are no elastic jobs yet."
@@ -476,11 +483,6 @@ def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
     return None
 
 
-def foreign_launch(*, met_by_mpi: bool) -> Foreign | None:
-    """Another launcher's job that this process is one of several of, and that it has not joined."""
-    return launchers.foreign_launch(os.environ, met_by_mpi=met_by_mpi)
-
-
 def tell_mpi4py(path: str) -> None:
     """Have mpi4py, if it is imported later, use the library that is in the process already."""
     os.environ.setdefault("MPI4PY_LIBMPI", path)
@@ -509,14 +511,9 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return found
 
 
-def shares_gpus() -> bool:
-    """Whether NCCL is told to have several ranks on one GPU, by a variable of its own."""
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() not in ("", "0")
-
-
 def table() -> list[Variable]:
-    """The rows of the table that have an effect, in the order of the fields of :class:`Config`."""
-    return [item.metadata["variable"] for item in fields(Config)]
+    """The rows of the table that have an effect, in their order."""
+    return [item.metadata["variable"] for group in (Launched, Settings) for item in fields(group)]
 
 
 def _as_markdown() -> str:

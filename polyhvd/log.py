@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from polyhvd.config import Config, unknown
+from polyhvd.config import Settings, unknown
 
 __all__ = ["configure", "report_unknown"]
 
@@ -31,19 +31,17 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-def configure(config: Config) -> None:
+def configure(settings: Settings, rank: int) -> None:
     """Give the logger its level and form; a level that the program has set gives way to LOG_LEVEL alone."""
     logging.addLevelName(_TRACE, "TRACE")
-    if _LOG.level == logging.NOTSET or config.log_level != Config.log_level:
-        _LOG.setLevel(_LEVELS[config.log_level])
+    if _LOG.level == logging.NOTSET or settings.log_level != Settings.log_level:
+        _LOG.setLevel(_LEVELS[settings.log_level])
     for handler in [handler for handler in _LOG.handlers if isinstance(handler, _Stderr)]:
         _LOG.removeHandler(handler)
     if not _LOG.handlers:
         handler = _Stderr()
-        time = "" if config.log_hide_time else "%(asctime)s "
-        handler.setFormatter(
-            logging.Formatter(f"{time}polyhvd rank {config.rank} %(levelname)s: %(message)s")
-        )
+        time = "" if settings.log_hide_time else "%(asctime)s "
+        handler.setFormatter(logging.Formatter(f"{time}polyhvd rank {rank} %(levelname)s: %(message)s"))
         _LOG.addHandler(handler)
 
 

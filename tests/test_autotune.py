@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from polyhvd import cli
-from polyhvd.config import Config, ConfigError
+from polyhvd.config import ConfigError, Settings
 from polyhvd.launch import run
 from polyhvd.observe import autotune
 from polyhvd.observe.autotune import GRID, Autotuner, Search
@@ -79,12 +79,11 @@ class Sample:
 
 def tuner(tmp_path: Path, **changes: Any) -> tuple[Autotuner, list[Any]]:
     tuned: list[Any] = []
-    config = Config(
-        size=2,
+    settings = Settings(
         autotune=True,
         **{"autotune_log": str(tmp_path / "log.csv"), "autotune_samples_max": 6, **changes},
     )
-    return Autotuner(config, ["a", "a"], tuned.append), tuned
+    return Autotuner(settings, ["a", "a"], tuned.append), tuned
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -160,7 +159,7 @@ def train_until_tuned() -> tuple[bool, dict[str, int], int]:
     import polyhvd.numpy as hvd
 
     from polyhvd.observe.autotune import GRID
-    from polyhvd.runtime import context
+    from polyhvd.runtime import current
 
     hvd.init()
     sizes = [10, 5000, 30, 70_000, 900]
@@ -175,13 +174,13 @@ def train_until_tuned() -> tuple[bool, dict[str, int], int]:
         right = right and all((g == expected).all() for g in gradients)
         steps += 1
         # Rank 0 knows when it is over; some steps later all have heard of it.
-        attendant = context._attendant
-        done = attendant is not None and attendant.on_sample is not None and attendant.on_sample.__self__.done
+        attendant = current.world()._mailbox_thread
+        done = attendant.on_sample is not None and attendant.on_sample.__self__.done
         stop = hvd.broadcast_object((done or time.monotonic() > ending) if hvd.rank() == 0 else None, 0)
         if stop and left < 0:
             left = 5
         left -= left > 0
-    tuning = context.engine().tuning
+    tuning = current.world().engine.tuning
     result = right, {name: getattr(tuning, name) for name in GRID}, steps
     hvd.shutdown()
     return result

@@ -11,8 +11,8 @@ import polyhvd.numpy as hvd
 import pytest
 from pool import Pool, PoolSpec
 
-from polyhvd.config import Config, ConfigError, ineffective, table, unknown
-from polyhvd.runtime import context
+from polyhvd.config import ConfigError, Settings, ineffective, table, unknown
+from polyhvd.runtime import current
 
 #: What scripts for Horovod set, with a value that Horovod takes.
 HOROVODS = {
@@ -80,8 +80,8 @@ READ = {
 @pytest.mark.parametrize("prefix", ["POLYHVD_", "HOROVOD_"])
 def test_every_variable_is_accepted_under_both_prefixes(prefix: str) -> None:
     environ = {prefix + name: value for name, value in HOROVODS.items()}
-    config = Config.from_environment(environ)
-    assert {name: getattr(config, name) for name in READ} == READ
+    settings = Settings.from_environment(environ)
+    assert {name: getattr(settings, name) for name in READ} == READ
     assert unknown(environ) == {}
 
 
@@ -110,15 +110,15 @@ def test_a_variable_without_effect_has_a_reason() -> None:
 def test_who_says_how_cpus_are_served_says_nothing_about_gpus(
     value: str, backends: tuple[str, ...], may_use_nccl: bool
 ) -> None:
-    config = Config.from_environment({"POLYHVD_BACKENDS": value})
+    config = Settings.from_environment({"POLYHVD_BACKENDS": value})
     assert (config.backends, config.may_use_nccl) == (backends, may_use_nccl)
 
 
 def test_our_prefix_wins_and_so_does_our_name() -> None:
     both = {"HOROVOD_CYCLE_TIME": "1", "POLYHVD_CYCLE_TIME": "2"}
-    assert Config.from_environment(both).cycle_time_ms == 2
+    assert Settings.from_environment(both).cycle_time_ms == 2
     both = {"POLYHVD_GLOO_TIMEOUT_SECONDS": "1", "HOROVOD_DATA_TIMEOUT_SECONDS": "2"}
-    assert Config.from_environment(both).data_timeout_s == 2
+    assert Settings.from_environment(both).data_timeout_s == 2
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,21 @@ def test_our_prefix_wins_and_so_does_our_name() -> None:
 )
 def test_a_bad_value_is_told_with_its_variable(variable: str, value: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable}={value!r}: {reason}"):
-        Config.from_environment({variable: value})
+        Settings.from_environment({variable: value})
 
 
 def test_a_local_rank_without_a_core_is_told() -> None:
     ours = {"POLYHVD_LOCAL_RANK": "2", "POLYHVD_LOCAL_SIZE": "4", "HOROVOD_THREAD_AFFINITY": "0,1"}
+    settings = Settings.from_environment(ours)
     with pytest.raises(ConfigError, match="cores for 2 local ranks, and none for local rank 2; list 4"):
-        Config.from_environment(ours)
+        settings.engine_core(2, 4)
+    done = subprocess.run(
+        [sys.executable, "-c", "import polyhvd; polyhvd.init()"],
+        env={**os.environ, **ours},
+        capture_output=True,
+        text=True,
+    )
+    assert "ConfigError: POLYHVD_THREAD_AFFINITY has cores for 2 local ranks" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -238,7 +246,7 @@ def reduce_a_group_beside_others() -> int:
     for _ in range(50):  # whether all of it is ready at once is a matter of timing
         before = hvd.counters()["batches"]
         handles = [hvd.allreduce_async(t, name=f"single{i}", op=hvd.Sum) for i, t in enumerate(single)]
-        context.engine().submit(0, "group", group, group, blocking=True).wait()
+        current.world().engine.submit(0, "group", group, group, blocking=True).wait()
         for handle in handles:
             hvd.synchronize(handle)
         after = hvd.counters()["batches"]

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
-from polyhvd.collectives import lines
-from polyhvd.collectives.lines import in_line
+import pytest
+
+from polyhvd.config import Settings
+from polyhvd.runtime.world import World
 
 
-def test_one_is_in_a_line_and_others_are_in_others() -> None:
-    with in_line("call", 0):
-        assert not in_line("call", 0).acquire(blocking=False)
-        for other in (in_line("call", 1), in_line("another call", 0)):
+@pytest.fixture
+def world() -> Iterator[World]:
+    with World.connect(Settings()) as world:
+        yield world
+
+
+def test_one_is_in_a_line_and_others_are_in_others(world: World) -> None:
+    with world.line("call", 0), World.connect(Settings()) as another_world:
+        assert not world.line("call", 0).acquire(blocking=False)
+        for other in (world.line("call", 1), world.line("another call", 0), another_world.line("call", 0)):
             assert other.acquire(blocking=False)
 
 
-def test_nothing_is_left_of_a_line() -> None:
+def test_nothing_is_left_of_a_line(world: World) -> None:
     for number in range(1000):
-        with in_line("call", number):
-            assert (number, "call") in lines._lines
-    assert not lines._lines
+        with world.line("call", number):
+            assert (number, "call") in world._lines
+    assert not world._lines
 
 
-def test_a_forked_child_finds_nobody_in_line() -> None:
-    with in_line("call", 0):
+def test_a_forked_child_has_no_line_to_stand_in(world: World) -> None:
+    with world.line("call", 0):
         child = os.fork()
         if child == 0:
-            os._exit(0 if in_line("call", 0).acquire(blocking=False) else 1)
+            from polyhvd.runtime import current
+
+            os._exit(0 if current.find() is None else 1)
     assert os.waitpid(child, 0)[1] == 0

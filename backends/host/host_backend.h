@@ -23,7 +23,7 @@ enum class Attaching : std::uint8_t { kNever = 0, kAuto = 1, kAlways = 2 };
 // What a rank's communicators share. Everything outlives them.
 struct Fabric {
   int rank = 0;
-  std::vector<std::vector<int>> domains;  // ranks that share a segment, as in wiring.py
+  std::vector<std::vector<int>> domains;  // ranks that share a segment, as in connections.py
   std::vector<int> domain_of;             // by world rank
   shm::Segment* segment = nullptr;        // null when this rank's domain has one rank
   shm::LocalPeers* peers = nullptr;       // likewise

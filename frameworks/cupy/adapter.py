@@ -11,7 +11,6 @@ import numpy as np
 from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.collectives.arrays import named_arrays
-from polyhvd.runtime import context
 
 __all__ = ["CupyAdapter"]
 
@@ -76,7 +75,7 @@ class CupyAdapter:
         stream = _stream()
         inputs = [_reference(tensor, stream) for tensor in tensors]
         outputs = inputs if out is tensors else out and [_reference(tensor, stream) for tensor in out]
-        handle = context.engine().submit(
+        handle = operation.world.engine.submit(
             operation.kind,
             operation.name,
             inputs,

@@ -13,7 +13,7 @@ from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import resolve_op
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
@@ -168,7 +168,7 @@ class _Distributed(Wrapped):
         self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
     ) -> Any:
         """See the base class."""
-        context.engine()
+        current.world()
         parts = list(gradients)
         if self._polyhvd_reduced:
             return apply(parts)

@@ -14,10 +14,12 @@ from polyhvd.mxnet.gradients import record
 from polyhvd.mxnet.names import derived, unnamed
 from polyhvd.mxnet.native import Handle
 
+from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Operation, OpKind, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, process_set_id
-from polyhvd.runtime import context
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 
 __all__ = ["MxnetAdapter", "MxnetCollectives"]
 
@@ -100,15 +102,15 @@ class _Members:
     """The process set of an operation, as its members see it."""
 
     def __init__(self, operation: Operation) -> None:
-        ranks = context.registered()[operation.process_set]
+        ranks = current.world().process_sets()[operation.process_set]
         self.count = len(ranks)
-        self.position = ranks.index(context.config().rank)
+        self.position = ranks.index(current.world().placement.rank)
 
     def tell(self, operation: Operation, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Every member's numbers by its position, but for those that have joined; waits for them."""
         mine = np.array([[self.position, *numbers]], dtype=np.int64)
         with as_mxnets():
-            handle = context.engine().submit(
+            handle = current.world().engine.submit(
                 OpKind.ALLGATHER,
                 derived(operation.name or "", "rows"),
                 (mine,),
@@ -142,17 +144,18 @@ class MxnetAdapter:
 
     def __init__(self) -> None:
         reads.install()
-        context.on_engine_change(self._on_engine_change)
-        context.on_shutdown(self._on_shutdown)
+        current.on_change(self._on_engine_change)
+        current.on_leave(self._on_leave)
 
-    def _on_engine_change(self, table: int) -> None:
-        native.set_engine(table)
-        if table:
+    @staticmethod
+    def _on_engine_change(engine: _core.Engine | None) -> None:
+        native.set_engine(engine)
+        if engine is not None:
             reads.forgive()
 
     @staticmethod
-    def _on_shutdown() -> None:
-        native.drain(context.config().shutdown_drain_s)
+    def _on_leave(world: World) -> None:
+        native.drain(world.settings.shutdown_drain_s)
 
     def submit(
         self, operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray] | None
@@ -272,7 +275,7 @@ class MxnetCollectives(Collectives[NDArray]):
                 in_place=in_place,
                 blocking=blocking,
             )
-        context.engine()
+        current.world()
         number = 0 if process_set is global_process_set else process_set_id(process_set)
         if not isinstance(tensor, NDArray):
             raise _no_array(f"allreduce '{name or 'allreduce.noname'}'", tensor)

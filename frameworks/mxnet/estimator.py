@@ -12,10 +12,9 @@ from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
-from polyhvd.collectives.lines import in_line
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import process_set_id
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
 
@@ -107,8 +106,8 @@ def average_metrics(
     if not sums.size:
         return
     number = process_set_id(process_set)
-    with as_mxnets(), in_line("average_metrics", number):
-        context.engine().submit(
+    with as_mxnets(), current.world().line("average_metrics", number):
+        current.world().engine.submit(
             OpKind.ALLREDUCE,
             "average_metrics",
             (sums,),

@@ -23,7 +23,7 @@ from polyhvd.mxnet.names import derived
 from polyhvd.collectives.adapter import Operation, OpKind, ReduceOp
 from polyhvd.collectives.adjoints import gradient_factor
 from polyhvd.collectives.operation import Call
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["record"]
 
@@ -53,7 +53,7 @@ def _sum(forward: Operation, gradients: Arrays, **changes: Any) -> Arrays:
 
 
 def _factor(forward: Operation) -> float:
-    size = len(context.registered()[forward.process_set])
+    size = len(current.world().process_sets()[forward.process_set])
     return gradient_factor(forward.kind, size, forward.exact_gradient, forward.op)
 
 
@@ -74,7 +74,7 @@ def _of_allreduce(forward: Operation, shapes: Any, rows: Any, gradients: Arrays)
 def _of_broadcast(forward: Operation, shapes: Any, rows: Any, gradients: Arrays) -> Arrays:
     """The sum of the ranks' gradients on the root, zero elsewhere."""
     totals = _sum(forward, gradients, postscale=_factor(forward))
-    if context.config().rank == forward.root:
+    if current.world().placement.rank == forward.root:
         return totals
     return [mx.nd.zeros_like(total) for total in totals]  # MXNet orders it after the reduction
 
@@ -104,10 +104,10 @@ def _of_reducescatter(
     the others where they belong.
     """
     _require_linear(forward)
-    members = context.registered()[forward.process_set]
+    members = current.world().process_sets()[forward.process_set]
     factor = forward.prescale * forward.postscale * _factor(forward)
     scaled = [g if factor == 1.0 or not g.size else g * factor for g in gradients]
-    position = _position(members.index(context.config().rank))
+    position = _position(members.index(current.world().placement.rank))
     whole = [*shapes, (len(members),)]
     *results, _ = _run(forward, OpKind.ALLGATHER, [*scaled, position], whole, numbers=[len(members)])
     return results

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 
 from polyhvd.collectives.adapter import OpKind
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["Unnamed", "derived", "turn_of", "unnamed"]
 
@@ -30,7 +30,7 @@ class Unnamed(str):
 
 def unnamed(kind: OpKind, process_set: int) -> Unnamed:
     """What the next call of this kind on the process set is called, if it has no name."""
-    turn = context.engine().take_turn(kind, process_set)
+    turn = current.world().engine.take_turn(kind, process_set)
     stem = f"{kind.name.lower()}.noname."
     name = Unnamed(f"{stem}{turn - 1}")
     name.turn = ctypes.c_uint64(turn)

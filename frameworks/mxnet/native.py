@@ -20,8 +20,8 @@ from mxnet.ndarray import NDArray
 from polyhvd.mxnet import errors
 from polyhvd.mxnet.names import turn_of
 
+from polyhvd import _core, shutdown
 from polyhvd.collectives.adapter import Operation
-from polyhvd.runtime import context
 
 __all__ = [
     "Handle",
@@ -101,7 +101,7 @@ def _finish() -> None:
     MXNet itself waits at exit for all of them, and for ever: also for one that a rank alone has
     asked for. So this comes before.
     """
-    context.shutdown()
+    shutdown()
     # What nobody has read is nobody's concern any more, and MXNet would print it.
     with contextlib.suppress(RuntimeError):  # newer Pythons start no thread at exit
         waiting = threading.Thread(target=_wait_for_all, daemon=True)
@@ -268,9 +268,9 @@ def push_in_place(
     return _pushed(native, (tensor,), tensor)
 
 
-def set_engine(table: int) -> None:
-    """Submit to the engine with this C table from now on; 0: to none."""
-    _library.polyhvd_mxnet_set_engine(table or None)
+def set_engine(engine: _core.Engine | None) -> None:
+    """Submit to this engine from now on; None: to none."""
+    _library.polyhvd_mxnet_set_engine(None if engine is None else engine.native_api())
 
 
 def watch() -> memoryview:

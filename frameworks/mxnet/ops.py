@@ -26,7 +26,7 @@ from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.operation import is_number
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, process_set_id, resolve_op
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compression as _Compression
 
 __all__ = [
@@ -75,18 +75,19 @@ def _name(
     kind: OpKind, name: str | None, process_set: ProcessSet, root_rank: int | None = None
 ) -> str | None:
     """The operation's name, after the checks that MXNet's engine would otherwise make later."""
-    context.engine()
+    current.world()
     if process_set is global_process_set and root_rank is None:
         return name
     process_set_id(process_set)
     about = f"{kind.name.lower()} '{name or 'without a name'}'"
     if process_set is not global_process_set and not process_set.included():
         raise InvalidArgumentError(
-            f"{about}: rank {context.config().rank} is not in {process_set}; call it on its members only"
+            f"{about}: rank {current.world().placement.rank} is not in {process_set}; call it on its "
+            "members only"
         )
     ranks = process_set.ranks
     if root_rank is not None and not (
-        0 <= root_rank < context.config().size and (ranks is None or root_rank in ranks)
+        0 <= root_rank < current.world().placement.size and (ranks is None or root_rank in ranks)
     ):
         raise InvalidArgumentError(f"{about}: root rank {root_rank} is not in {process_set}")
     return name

@@ -15,7 +15,7 @@ from polyhvd.mxnet.names import derived, unnamed
 from polyhvd.collectives.adapter import Handle, OpKind
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.collectives.verbs import Collectives, process_set_id
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["allreduce_async", "collect", "spread"]
 
@@ -24,7 +24,7 @@ def _gather(
     names: Iterable[str], numbers: Iterable[np.ndarray[Any, Any]], process_set: ProcessSet
 ) -> list[np.ndarray[Any, Any]]:
     """All ranks' numbers, for each name; all of them travel together."""
-    engine = context.engine()
+    engine = current.world().engine
     with as_mxnets():
         handles = [
             engine.submit(

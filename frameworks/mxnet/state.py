@@ -13,11 +13,10 @@ from polyhvd.mxnet import ops
 from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 
-from polyhvd.collectives.lines import in_line
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.state import broadcast_named, put_tensors, take_tensors
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
@@ -102,7 +101,7 @@ def broadcast_optimizer_state(
     # Gluon numbers parameters by names that hold counters of the process; positions agree between ranks.
     position_of = {number: position for position, number in enumerate(parameters)}
     scaler = getattr(trainer, "_amp_loss_scaler", None)
-    is_root = context.config().rank == root_rank
+    is_root = current.world().placement.rank == root_rank
     whole = None
     if is_root:
         whole = (
@@ -110,7 +109,7 @@ def broadcast_optimizer_state(
             _attributes(optimizer, position_of),
             None if scaler is None else vars(scaler),
         )
-    with in_line("broadcast_optimizer_state", process_set_id(process_set)):
+    with current.world().line("broadcast_optimizer_state", process_set_id(process_set)):
         _check_alike(optimizer, parameters, root_rank, process_set)
         received = _broadcast_state(whole, root_rank, process_set)
     if is_root:
@@ -129,7 +128,7 @@ def _broadcast_state(state: Any, root_rank: int, process_set: ProcessSet) -> Any
     sent, arrays = take_tensors(state, lambda v: isinstance(v, NDArray) and v.stype == "default")
     kinds = [(array.dtype, array.shape) for array in arrays]
     sent, kinds = broadcast_object((sent, kinds), root_rank, "optimizer_state", process_set)
-    if context.config().rank != root_rank:
+    if current.world().placement.rank != root_rank:
         arrays = [mx.nd.empty(shape, dtype=dtype) for dtype, shape in kinds]
     named = [(str(i), array) for i, array in enumerate(arrays)]
     broadcast_named(ops.collectives, named, root_rank, process_set, "optimizer_state")
@@ -161,7 +160,7 @@ def _updater_of(trainer: Any) -> tuple[mx.optimizer.Updater, dict[Any, Any]]:
 def _check_alike(optimizer: Any, parameters: dict[Any, Any], root_rank: int, process_set: ProcessSet) -> None:
     own = (type(optimizer).__name__, list(parameters.values()))
     every = allgather_object(own, "optimizer_state.kind", process_set)
-    ranks = range(context.config().size) if process_set.ranks is None else process_set.ranks
+    ranks = range(current.world().placement.size) if process_set.ranks is None else process_set.ranks
     by_rank = dict(zip(ranks, every, strict=True))
     different = [rank for rank, other in by_rank.items() if other != by_rank[root_rank]]
     if different:

@@ -21,7 +21,7 @@ from polyhvd.collectives.numbering import ObjectNumbers
 from polyhvd.collectives.operation import Call
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import process_set_id
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["SyncBatchNorm"]
 
@@ -289,11 +289,11 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
     ) -> Any:
         """Normalize ``x``, of any shape with the channels in their axis."""
         if mx.autograd.is_training():
-            context.engine()
+            current.world()
             if not self._process_set.included():
                 raise InvalidArgumentError(
-                    f"{self.name}: rank {context.config().rank} is not in {self._process_set}; train the "
-                    "layer on its members only"
+                    f"{self.name}: rank {current.world().placement.rank} is not in {self._process_set}; "
+                    "train the layer on its members only"
                 )
         arrays = (x, gamma, beta, running_mean, running_var)
         if self._kwargs["use_global_stats"]:

@@ -19,10 +19,9 @@ from polyhvd.mxnet.passes import Passes, fill, scale
 from polyhvd.mxnet.reducer import EngineOrderedReducer
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
-from polyhvd.collectives.lines import in_line
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import process_set_id
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import KeyGroups, parameter_groups
 
@@ -215,8 +214,8 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         result = numbers.copy()
         name = f"{self._prefix}.{what}"
         number = process_set_id(self._process_set)
-        with as_mxnets(), in_line(name, number):
-            context.engine().submit(
+        with as_mxnets(), current.world().line(name, number):
+            current.world().engine.submit(
                 OpKind.ALLREDUCE,
                 name,
                 (result,),

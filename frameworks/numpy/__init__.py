@@ -17,12 +17,18 @@ from polyhvd.numpy.adapter import NumpyAdapter
 from polyhvd import allgather_object, barrier, broadcast_object, exports, join
 from polyhvd.collectives.arrays import ArrayFunctions
 from polyhvd.exports import *
+from polyhvd.runtime.world import World
 
 
 def _checked(tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if not isinstance(tensor, np.ndarray):
         raise TypeError(f"expected a numpy array, found {type(tensor).__name__}; use np.asarray()")
     return tensor
+
+
+def functions_of(world: World) -> ArrayFunctions[np.ndarray[Any, Any]]:
+    """The functions of this module, in a given world instead of the current one; for ``world.numpy``."""
+    return ArrayFunctions(NumpyAdapter(), _checked, np.asarray, world)
 
 
 _functions = ArrayFunctions(NumpyAdapter(), _checked, np.asarray)

@@ -10,7 +10,6 @@ import numpy as np
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.collectives.arrays import named_arrays
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.runtime import context
 
 __all__ = ["NumpyAdapter"]
 
@@ -60,7 +59,7 @@ class NumpyAdapter:
         keeps_shape = operation.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
         if out is None and keeps_shape:
             out = [np.empty_like(tensor) for tensor in tensors]
-        handle = context.engine().submit(
+        handle = operation.world.engine.submit(
             operation.kind,
             operation.name,
             tensors,

@@ -10,7 +10,6 @@ import tensorflow as tf
 from polyhvd.tensorflow import dtypes as known_dtypes
 
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.runtime import context
 
 __all__ = ["TensorflowAdapter"]
 
@@ -62,7 +61,7 @@ class TensorflowAdapter:
         arrays = [_array(tensor) for tensor in tensors]
         dtypes = [tf.as_dtype(array.dtype) for array in arrays]
         try:
-            handle = context.engine().submit(
+            handle = operation.world.engine.submit(
                 operation.kind,
                 operation.name,
                 arrays,

@@ -15,7 +15,7 @@ from polyhvd.tensorflow.ops import bits, number, run_op
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.adjoints import gradient_factor, rows_kept
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = []  # TensorFlow finds them by the names of ops
 
@@ -71,7 +71,7 @@ def _linear_reduction(op: Any) -> int:
 
 def _members(op: Any) -> list[int]:
     """World ranks of the process set."""
-    found: list[int] = context.registered()[_attribute(op, "process_set")]
+    found: list[int] = current.world().process_sets()[_attribute(op, "process_set")]
     return found
 
 
@@ -150,7 +150,7 @@ def _reducescatter_gradient(op: Any, *gradients: Any) -> list[Any]:
         op,
         "grad",
         # With the rank, since those that have joined are missing.
-        tensors=[*_dense(op, gradients, positions), tf.constant([context.config().rank])],
+        tensors=[*_dense(op, gradients, positions), tf.constant([current.world().placement.rank])],
         exact_gradient=_attribute(op, "exact_gradient"),
     )
     present = tf.reduce_any(tf.equal(ranks[:, None], tf.constant(members)), axis=0)
@@ -179,7 +179,7 @@ def _broadcast_gradient(op: Any, *gradients: Any) -> list[Any]:
     if not positions:
         return [None] * len(op.outputs)
     reduced = _sum(op, _dense(op, gradients, positions), _factor(op, OpKind.BROADCAST))
-    is_root = tf.constant(context.config().rank == _attribute(op, "root_rank"))
+    is_root = tf.constant(current.world().placement.rank == _attribute(op, "root_rank"))
     # Zeros that depend on the sum: its own gradient is a collective of every rank.
     own = [tf.where(is_root, gradient, tf.zeros_like(gradient)) for gradient in reduced]
     return _at(positions, own, op)
@@ -191,7 +191,7 @@ def _allgather_gradient(op: Any, *gradients: Any) -> list[Any]:
     positions = _differentiable(op)
     if not positions:
         return [None] * len(op.outputs)
-    own = _members(op).index(context.config().rank)
+    own = _members(op).index(current.world().placement.rank)
     rows = [tf.shape(op.inputs[i], out_type=tf.int64)[0] for i in positions]
     (table,) = _run(
         library.polyhvd_allgather,

@@ -11,7 +11,7 @@ from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
@@ -43,7 +43,7 @@ class _Mixin:
         gradients = super().gradient(  # type: ignore[misc]
             target, sources, output_gradients, unconnected_gradients
         )
-        context.engine()
+        current.world()
         flat = self._polyhvd(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(gradients, flat)
 

@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 from polyhvd.tensorflow.call_order import keep_calls_in_order
 
+from polyhvd import _core
 from polyhvd.errors import HorovodVersionMismatchError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["library"]
 
@@ -50,13 +51,13 @@ def _load() -> Any:
     _exempt_from_ordering()
     keep_calls_in_order(tf.__version__)
 
-    def follow(address: int) -> None:
-        if not native.polyhvd_tensorflow_set_engine(address or None):
+    def follow(engine: _core.Engine | None) -> None:
+        if not native.polyhvd_tensorflow_set_engine(None if engine is None else engine.native_api()):
             raise HorovodVersionMismatchError(
                 "the op library of polyhvd.tensorflow is of another version than the core; reinstall polyhvd"
             )
 
-    context.on_engine_change(follow)
+    current.on_change(follow)
     os.register_at_fork(after_in_child=native.polyhvd_tensorflow_forget_engine)
     return ops
 

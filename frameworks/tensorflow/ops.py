@@ -20,7 +20,7 @@ import polyhvd
 from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, process_set_id, splits_of
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = [
     "adapter",
@@ -133,7 +133,7 @@ def run_op(
             return op(tensor_name=name or "", **common)
     verb = kind.name.lower()
     _refuse_xla(verb)
-    if process_set not in context.registered():
+    if process_set not in current.world().process_sets():
         raise invalid(
             f"{verb}: process set {process_set} does not exist; pass it to init(process_sets=[...]) or "
             "add_process_set() on every rank"
@@ -151,7 +151,7 @@ def run_op(
 
 
 def _number_of(process_set: ProcessSet) -> int:
-    context.engine()
+    current.world()
     with as_tensorflow():
         return process_set_id(process_set)
 

@@ -21,7 +21,7 @@ from polyhvd.tensorflow.passes import Passes, only_effects
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, sharing_state
 
@@ -55,7 +55,7 @@ class _Distributed(Wrapped):
         Returns:
             What it returned; of several passes in a step nothing of interest.
         """
-        context.engine()
+        current.world()
         gradients = list(gradients)
         if self._polyhvd_reduced:
             return apply(gradients)
@@ -107,7 +107,7 @@ class _Version1(_Distributed):
         Of several passes in a step, those before the last return this rank's own.
         """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
-        context.engine()
+        current.world()
         variables = [variable for _, variable in pairs]
         gradients = [gradient for gradient, _ in pairs]
         passes = self.polyhvd_passes

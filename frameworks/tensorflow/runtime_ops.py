@@ -9,7 +9,7 @@ import tensorflow as tf
 from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.names import do_not_convert
 
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 
@@ -24,14 +24,14 @@ def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:
 
 def _of_set(read: Callable[[list[int]], int], process_set_id: int, name: str | None) -> tf.Tensor:
     """A number that is read from the members of a set, which is to be there when a graph is made, too."""
-    if not tf.executing_eagerly() and context.is_initialized():
+    if not tf.executing_eagerly() and current.find() is not None:
         _members(process_set_id)
     return _scalar(lambda: read(_members(process_set_id)), name)
 
 
 def _members(process_set_id: int) -> list[int]:
-    context.engine()
-    ranks = context.registered().get(process_set_id)
+    current.world()
+    ranks = current.world().process_sets().get(process_set_id)
     if ranks is None:
         raise invalid(f"process_set_id={process_set_id}: there is no such process set; see add_process_set()")
     return ranks
@@ -40,13 +40,13 @@ def _members(process_set_id: int) -> list[int]:
 @do_not_convert
 def rank_op(name: str | None = None) -> tf.Tensor:
     """World rank of this process; a scalar of int32, like all of these."""
-    return _scalar(lambda: context.config().rank, name)
+    return _scalar(lambda: current.world().placement.rank, name)
 
 
 @do_not_convert
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Rank among the processes of this host."""
-    return _scalar(lambda: context.config().local_rank, name)
+    return _scalar(lambda: current.world().placement.local_rank, name)
 
 
 @do_not_convert
@@ -58,10 +58,10 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 @do_not_convert
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Number of ranks on this host."""
-    return _scalar(lambda: context.config().local_size, name)
+    return _scalar(lambda: current.world().placement.local_size, name)
 
 
 @do_not_convert
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """1 if this rank is in the process set, else 0."""
-    return _of_set(lambda ranks: int(context.config().rank in ranks), process_set_id, name)
+    return _of_set(lambda ranks: int(current.world().placement.rank in ranks), process_set_id, name)

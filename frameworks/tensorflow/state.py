@@ -13,8 +13,8 @@ from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd.collectives import objects
-from polyhvd.collectives.lines import in_line
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.runtime import current
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -47,7 +47,7 @@ def broadcast_(
         return []
     sent = [tf.convert_to_tensor(variable) for variable in variables]
     label = name or "broadcast_variables"
-    with nullcontext() if name else in_line(label, process_set.process_set_id or 0):
+    with nullcontext() if name else current.world().line(label, process_set.process_set_id or 0):
         received = ops.broadcast(sent, root_rank, name=label, process_set=process_set)
     assigned = [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
     return variables if tf.executing_eagerly() else assigned

@@ -10,7 +10,6 @@ import torch
 from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.errors import InvalidArgumentError, UnsupportedTypeError
-from polyhvd.runtime import context
 
 __all__ = ["TorchAdapter", "check"]
 
@@ -146,7 +145,7 @@ class TorchAdapter:
         if self._by_reference:
             inputs = [_reference(t) for t in tensors]
             outputs = inputs if out is tensors else out and [_reference(t) for t in out]
-        handle = context.engine().submit(
+        handle = operation.world.engine.submit(
             operation.kind,
             operation.name,
             inputs,

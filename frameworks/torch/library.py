@@ -18,7 +18,7 @@ from polyhvd.torch.compiled import AVAILABLE
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["LIBRARY"]
 
@@ -97,7 +97,7 @@ def _gradient(name: str, setup: Callable[..., None], backward: Callable[..., Any
 def _process_set(number: int) -> ProcessSet:
     if number == 0:
         return global_process_set
-    ranks = context.registered().get(number)
+    ranks = current.world().process_sets().get(number)
     if ranks is None:
         raise InvalidArgumentError(f"process set {number} is not registered any more; compile again")
     found = ProcessSet(ranks)

@@ -15,7 +15,7 @@ from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import resolve_op
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import parameter_groups
 from polyhvd.training.reducer import scale_factors
@@ -242,7 +242,7 @@ def DistributedOptimizer(
 
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     """
-    context.engine()
+    current.world()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):

@@ -18,7 +18,7 @@ from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.numbering import ObjectNumbers
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.collectives.verbs import process_set_id
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 if TYPE_CHECKING:
     from polyhvd.torch.backward import Gradients
@@ -59,13 +59,13 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         self._ending = _Ending()
         # After the numbers have: they free what is gone.
-        context.on_engine_change(self._begin_anew)
+        current.on_change(self._begin_anew)
 
     def number(self, gradients: Gradients, process_set: ProcessSet) -> int:
         """Of an optimizer, the same on every rank."""
         return self._numbers.of(gradients, process_set)
 
-    def _begin_anew(self, _: int) -> None:
+    def _begin_anew(self, _: object) -> None:
         """The ranks of a new engine have made no optimizers but those that are in use, in this thread."""
         self._own = _Own()
         for gradients in sorted(self._everyone, key=lambda gradients: gradients.number):
@@ -98,7 +98,7 @@ class Registry:
         if process_set not in boards:
 
             def start(name: str, array: Any, op: int, blocking: bool) -> Any:
-                return context.engine().submit(
+                return current.world().engine.submit(
                     OpKind.ALLREDUCE,
                     f"{self._prefix}.{name}{suffix}",
                     (array,),

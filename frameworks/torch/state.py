@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from polyhvd.torch.base import adapter, collectives, increment_version
 
-from polyhvd.collectives.lines import in_line
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError, RankMismatchError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.training.state import broadcast_named, put_tensors, take_tensors
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
@@ -46,7 +45,7 @@ def broadcast_parameters(
             raise InvalidArgumentError(
                 f"broadcast_parameters: {name!r} has no shape yet; run the model once before"
             )
-    with in_line("broadcast_parameters", process_set_id(process_set)):
+    with current.world().line("broadcast_parameters", process_set_id(process_set)):
         for some in _without_shared_memory(named):
             broadcast_named(collectives, some, root_rank, process_set)
     for _, tensor in named:
@@ -97,16 +96,16 @@ def broadcast_optimizer_state(
     Raises:
         RankMismatchError: the ranks' parameter groups differ.
     """
-    with in_line("broadcast_optimizer_state", process_set_id(global_process_set)):
+    with current.world().line("broadcast_optimizer_state", process_set_id(global_process_set)):
         _check_groups(optimizer, root_rank)
         state = _received_state(optimizer, root_rank)
-    if context.config().rank != root_rank:
+    if current.world().placement.rank != root_rank:
         _load(optimizer, state)
 
 
 def _received_state(optimizer: torch.optim.Optimizer, root_rank: int) -> Any:
     """The root's state, on every rank."""
-    is_root = context.config().rank == root_rank
+    is_root = current.world().placement.rank == root_rank
     state: Any = None
     tensors: list[Tensor] = []
     if is_root:

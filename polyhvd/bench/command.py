@@ -14,7 +14,7 @@ import polyhvd
 from polyhvd.bench import limits
 from polyhvd.bench.collectives import OPS, REDOPS, Library, Plan, measure
 from polyhvd.bench.table import Table
-from polyhvd.config import Config
+from polyhvd.config import Launched
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
 
 __all__ = ["add_arguments", "main", "run"]
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 def speaks() -> bool:
     """Whether this process is rank 0, before anything is known to work."""
     try:
-        return Config.from_environment().rank == 0
+        return Launched.from_environment().rank == 0
     except ValueError:
         return True
 

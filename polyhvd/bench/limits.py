@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 import polyhvd
+from polyhvd.config import Launched
 from polyhvd.rendezvous import network
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["Link", "copy_seconds", "link"]
 
@@ -55,7 +56,7 @@ class Link:
 
 def link() -> Link | None:
     """Measure it, on all ranks alike; None on a single host. Raises OSError when the hosts cannot meet."""
-    hosts: list[str] = polyhvd.allgather_object(context.config().host_id)
+    hosts: list[str] = polyhvd.allgather_object(current.world().placement.host)
     other = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
     if other is None:
         return None
@@ -77,10 +78,10 @@ def link() -> Link | None:
 
 def _own_address() -> str:
     """Where the other ranks reach this one."""
-    config = context.config()
-    if config.interface:
-        return network.address_of(config.interface)
-    return network.address_towards(network.parse_endpoint(config.rendezvous)[0])
+    settings = current.world().settings
+    if settings.interface:
+        return network.address_of(settings.interface)
+    return network.address_towards(network.parse_endpoint(Launched.from_environment().rendezvous)[0])
 
 
 def _accepted(listener: socket.socket, token: bytes) -> socket.socket:

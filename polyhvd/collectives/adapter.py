@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from polyhvd.runtime.world import World
 
 __all__ = ["Capability", "FrameworkAdapter", "Handle", "OpKind", "Operation", "ReduceOp"]
 
@@ -59,6 +62,7 @@ class Capability(enum.Enum):
 class Operation(Protocol):
     """One collective, as :mod:`.verbs` asks an adapter for it; see :class:`.operation.Call`."""
 
+    world: World  # that it is made in; an adapter submits to its engine
     kind: int
     name: str | None  # None: the core counts it, see Submission::turn in csrc/operation.h
     op: int

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["gradient_factor", "rows_before", "rows_kept"]
 
@@ -27,7 +27,7 @@ def gradient_factor(kind: int, size: int, exact: bool | None, op: int = ReduceOp
         op: of a reducescatter, Average or Sum.
     """
     if exact is None:
-        exact = context.config().exact_gradients
+        exact = current.world().settings.exact_gradients
     if kind == OpKind.REDUCESCATTER:
         if op == ReduceOp.Average:
             return 1.0 / size if exact else 1.0

@@ -10,6 +10,7 @@ from polyhvd.collectives.adapter import FrameworkAdapter, Handle, OpKind, Reduce
 from polyhvd.collectives.operation import is_number
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, resolve_op
+from polyhvd.runtime.world import World
 from polyhvd.training.compression import NO_COMPRESSION, Compression, Compressor
 from polyhvd.training.state import broadcast_named
 
@@ -36,15 +37,20 @@ class ArrayFunctions(Generic[T]):
         adapter: the framework's.
         check: returns the array that it is given, or raises TypeError for what is none.
         from_number: an array without dimensions that holds a number of Python's or NumPy's.
+        world: in which they are; None: in the current one of the process.
     """
 
     def __init__(
-        self, adapter: FrameworkAdapter[T], check: Callable[[T], T], from_number: Callable[[Any], T]
+        self,
+        adapter: FrameworkAdapter[T],
+        check: Callable[[T], T],
+        from_number: Callable[[Any], T],
+        world: World | None = None,
     ) -> None:
         self._adapter = adapter
         self._check = check
         self._from_number = from_number
-        self._collectives: Collectives[T] = Collectives(adapter)
+        self._collectives: Collectives[T] = Collectives(adapter, world)
         self.Compression = Compression(adapter)
         self.poll = self._collectives.poll
         self.synchronize = self._collectives.synchronize

@@ -9,23 +9,30 @@ from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 
 __all__ = ["add_process_set", "barrier", "join", "process_set_of", "remove_process_set"]
 
 
-def _run_alone(kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()) -> int:
+def _run_alone(
+    world: World, kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()
+) -> int:
     """Run an operation without tensors, and return the number that it yields."""
-    handle = context.engine().submit(
+    handle = world.engine.submit(
         kind, None, (), None, root=root, process_set=set_id, blocking=True, numbers=list(numbers)
     )
     handle.wait()
     return handle.number
 
 
+def _world_of(process_set: ProcessSet) -> World:
+    return process_set.world or current.world()
+
+
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    _run_alone(OpKind.BARRIER, process_set_id(process_set))
+    _run_alone(_world_of(process_set), OpKind.BARRIER, process_set_id(process_set))
 
 
 def join() -> int:
@@ -39,7 +46,7 @@ def join() -> int:
     Returns:
         The rank that joined last: it has seen the most data.
     """
-    return _run_alone(OpKind.JOIN)
+    return _run_alone(current.world(), OpKind.JOIN)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
@@ -55,11 +62,12 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
         InvalidArgumentError: these ranks are a process set already, or are not in the world.
         RankMismatchError: the ranks named different sets.
     """
-    added = _with_ranks(process_set)
+    world = current.world()
+    added = _with_ranks(process_set, world)
     if added.process_set_id is not None or added.ranks is None:
         raise InvalidArgumentError(f"{added} is registered already, or has no members")
-    number = _run_alone(OpKind.ADD_PROCESS_SET, numbers=added.ranks)
-    context.register(added, number)
+    number = _run_alone(world, OpKind.ADD_PROCESS_SET, numbers=added.ranks)
+    world.register(added, number)
     return added
 
 
@@ -80,21 +88,23 @@ def process_set_of(ranks: Iterable[int] | Any) -> ProcessSet:
         hvd.join()
         pair = hvd.process_set_of([0, 1])
     """
-    wanted = _with_ranks(ranks).ranks
-    numbers = [number for number, known in context.engine().process_sets().items() if known == wanted]
+    world = current.world()
+    wanted = _with_ranks(ranks, world)
+    sets = world.engine.process_sets()
+    numbers = [number for number, known in sets.items() if known == wanted.ranks]
     if not numbers:
         raise InvalidArgumentError(
-            f"process_set_of({wanted}): there is no such process set; pass it to init(process_sets=[...]) or "
-            "add_process_set()"
+            f"process_set_of({wanted.ranks}): there is no such process set; pass it to "
+            "init(process_sets=[...]) or add_process_set()"
         )
-    return context.registered_as(numbers[0])
+    return global_process_set if numbers[0] == 0 else world.registered_as(numbers[0], wanted)
 
 
-def _with_ranks(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
+def _with_ranks(process_set: ProcessSet | Iterable[int] | Any, world: World) -> ProcessSet:
     """A process set that knows its ranks, unless this rank is not in its communicator."""
     known = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if known.members is not None:
-        known.ranks = context.ranks_by_mpi(known.members) or None
+        known.ranks = world.ranks_of(known.members) or None
     return known
 
 
@@ -109,8 +119,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == 0:
         return False
-    is_there = number in context.engine().process_sets()
+    world = _world_of(process_set)
+    is_there = number in world.engine.process_sets()
     if is_there:
-        _run_alone(OpKind.REMOVE_PROCESS_SET, root=number)
-    context.unregister(process_set)
+        _run_alone(world, OpKind.REMOVE_PROCESS_SET, root=number)
+    world.unregister(process_set)
     return is_there

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = ["ObjectNumbers"]
 
@@ -25,7 +25,7 @@ class ObjectNumbers:
         self._sets: dict[tuple[int, ...], WeakKeyDictionary[Any, int]] = {}
         self._next: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()  # of what `of` reads and writes
-        context.on_engine_change(self._begin_anew)
+        current.on_change(self._begin_anew)
 
     def of(self, item: Any, process_set: ProcessSet) -> int:
         """The number of an object, by identity; it is held weakly."""
@@ -39,7 +39,7 @@ class ObjectNumbers:
                 self._next[members] = number + 1
             return number
 
-    def _begin_anew(self, _: int) -> None:
+    def _begin_anew(self, _: object) -> None:
         if not self._sets:
             return
         gc.collect()  # what is left in cycles would count

@@ -12,11 +12,11 @@ import numpy as np
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
-from polyhvd.collectives.lines import in_line
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 
 __all__ = ["allgather_object", "broadcast_object"]
 
@@ -52,10 +52,11 @@ def broadcast_object(
 
         epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
+    world = process_set.world or current.world()
     set_id = process_set_id(process_set)
-    wire = _Broadcast(name or "broadcast_object", root_rank, set_id)
-    line = in_line("broadcast_object", set_id) if not name else nullcontext()
-    if context.config().rank == root_rank:
+    wire = _Broadcast(world, name or "broadcast_object", root_rank, set_id)
+    line = world.line("broadcast_object", set_id) if not name else nullcontext()
+    if world.placement.rank == root_rank:
         pickled, buffers, error = _pickled(obj)
         with line:
             _send(wire, pickled, buffers, error)
@@ -90,7 +91,8 @@ def _receive(wire: _Broadcast) -> tuple[Bytes, list[Bytes]]:
 class _Broadcast:
     """Arrays of bytes or numbers from the root to the others, one after the other, under a common name."""
 
-    def __init__(self, label: str, root: int, set_id: int) -> None:
+    def __init__(self, world: World, label: str, root: int, set_id: int) -> None:
+        self._world = world
         self.label = label
         self.root = root
         self._set_id = set_id
@@ -105,7 +107,7 @@ class _Broadcast:
         return array
 
     def _run(self, part: str, tensor: Any) -> None:
-        context.engine().submit(
+        self._world.engine.submit(
             OpKind.BROADCAST,
             f"{self.label}.{part}",
             (tensor,),
@@ -135,12 +137,12 @@ def allgather_object(
 
         losses = hvd.allgather_object({"loss": loss, "host": socket.gethostname()})
     """
-    engine = context.engine()
+    world = process_set.world or current.world()
     label = name or "allgather_object"
     number = process_set_id(process_set)
 
     def gather(array: np.ndarray[Any, Any], part: str) -> np.ndarray[Any, Any]:
-        handle = engine.submit(
+        handle = world.engine.submit(
             OpKind.ALLGATHER, f"{label}.{part}", (array,), None, process_set=number, blocking=True
         )
         handle.wait()
@@ -148,8 +150,8 @@ def allgather_object(
         return gathered
 
     pickled, _, error = _pickled(obj, keep_together=True)
-    rank = context.config().rank
-    with in_line("allgather_object", number) if not name else nullcontext():
+    rank = world.placement.rank
+    with world.line("allgather_object", number) if not name else nullcontext():
         # With its rank: those that have joined send nothing.
         told = gather(np.array([[rank, _signed(pickled, error)]], dtype=np.int64), "size").reshape(-1, 2)
         everything = gather(pickled, "data").data

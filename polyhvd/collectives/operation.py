@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from polyhvd.runtime.world import World
 
 __all__ = ["Call", "is_number", "process_set_id", "resolve_op", "splits_of"]
 
@@ -29,10 +32,18 @@ def resolve_op(op: int | None, average: bool | None = None) -> int:
     return op
 
 
-def process_set_id(process_set: ProcessSet) -> int:
-    """Number of a registered process set."""
+def process_set_id(process_set: ProcessSet, world: World | None = None) -> int:
+    """Number of a registered process set.
+
+    Args:
+        process_set: of ``world``, or of all ranks of whichever.
+        world: in which it is used; None: not to be checked.
+
+    Raises:
+        InvalidArgumentError: it is not registered, or is one of another world.
+    """
     number = process_set.process_set_id
-    if number is None:
+    if number is None or (world is not None and process_set.world not in (None, world)):
         raise InvalidArgumentError(
             f"{process_set} is not registered; pass it to init(process_sets=[...]) or add_process_set()"
         )
@@ -74,10 +85,12 @@ class Call:
         "priority",
         "process_set",
         "root",
+        "world",
     )
 
     def __init__(
         self,
+        world: World,
         kind: int,
         name: str | None,
         op: int = ReduceOp.Sum,
@@ -90,6 +103,7 @@ class Call:
         numbers: Sequence[int] = (),
         exact_gradient: bool | None = None,
     ) -> None:
+        self.world = world
         self.kind = kind
         self.name = name
         self.op = op

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyhvd.errors import InvalidArgumentError, NotInitializedError
+from polyhvd.runtime import current
+
+if TYPE_CHECKING:
+    from polyhvd.runtime.world import World
 
 __all__ = ["ProcessSet", "global_process_set"]
 
@@ -31,6 +35,8 @@ class ProcessSet:
         self.ranks: list[int] | None = ranks
         #: None while the set is not registered.
         self.process_set_id: int | None = None
+        #: The world in which it is registered; None for the set of all ranks, which is in each.
+        self.world: World | None = None
         if not is_mpi and not ranks:
             raise InvalidArgumentError("a process set needs at least one rank")
 
@@ -39,33 +45,35 @@ class ProcessSet:
         """The communicator of mpi4py that the set was made of, or None."""
         return self.members
 
-    def _registered(self) -> list[int]:
-        from polyhvd.runtime import context
+    def bind(self, world: World, number: int) -> None:
+        """Say where it is registered, and by which number; for worlds alone."""
+        self.world, self.process_set_id = world, number
 
+    def unbind(self) -> None:
+        """Say that it is registered no more; for worlds alone."""
+        self.world = self.process_set_id = None
+
+    def _registered(self) -> tuple[World, list[int]]:
         if self.process_set_id is None:
             raise NotInitializedError(
                 f"{self} is not registered; pass it to init(process_sets=[...]) on every rank"
             )
-        context.engine()
-        return self.ranks or []
+        world = self.world or current.world()
+        return world, list(range(world.placement.size)) if self.process_set_id == 0 else self.ranks or []
 
     def included(self) -> bool:
         """Whether this process is a member."""
-        from polyhvd.runtime import context
-
-        return context.config().rank in self._registered()
+        world, ranks = self._registered()
+        return world.placement.rank in ranks
 
     def rank(self) -> int:
         """Position of this process in the set, or -1 when it is not a member."""
-        from polyhvd.runtime import context
-
-        ranks = self._registered()
-        world_rank = context.config().rank
-        return ranks.index(world_rank) if world_rank in ranks else -1
+        world, ranks = self._registered()
+        return ranks.index(world.placement.rank) if world.placement.rank in ranks else -1
 
     def size(self) -> int:
         """Number of members."""
-        return len(self._registered())
+        return len(self._registered()[1])
 
     def __deepcopy__(self, memo: object) -> ProcessSet:
         """The set itself: a copy of a layer or an optimizer communicates in the same one."""
@@ -97,13 +105,15 @@ class _World(ProcessSet):
     def __init__(self) -> None:
         self.members = None
         self.process_set_id = 0
+        self.world = None
 
     @property
     def ranks(self) -> list[int] | None:  # type: ignore[override]
         """All ranks; None before ``init()``."""
-        from polyhvd.runtime import context
+        world = current.find()
+        return None if world is None else list(range(world.placement.size))
 
-        return list(range(context.config().size)) if context.is_initialized() else None
+        return list(range(current.world().placement.size)) if current.find() is not None else None
 
     def __reduce__(self) -> str:
         return "global_process_set"

@@ -14,7 +14,8 @@ from polyhvd.collectives.adapter import Capability, FrameworkAdapter, Handle, Op
 from polyhvd.collectives.membership import barrier
 from polyhvd.collectives.operation import Call, process_set_id, resolve_op, splits_of
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.runtime import context
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 
 __all__ = ["Collectives", "barrier", "process_set_id", "resolve_op", "splits_of"]
 
@@ -33,11 +34,22 @@ _ALLREDUCE = OpKind.ALLREDUCE  # read once: an enum's member takes a look-up
 
 
 class Collectives(Generic[T]):
-    """The collectives of one framework. Stateless but for the adapter; thread-safe."""
+    """The collectives of one framework. Stateless; thread-safe.
 
-    def __init__(self, adapter: FrameworkAdapter[T]) -> None:
+    Args:
+        adapter: of the framework.
+        world: in which they are; None: in the current one of the process.
+    """
+
+    def __init__(self, adapter: FrameworkAdapter[T], world: World | None = None) -> None:
         self.adapter = adapter
+        self._world = world
         self._direct = Capability.DIRECT in adapter.capabilities
+
+    @property
+    def world(self) -> World:
+        """In which they are; raises NotInitializedError where there is none."""
+        return self._world or current.world()
 
     def in_place(
         self,
@@ -58,10 +70,10 @@ class Collectives(Generic[T]):
         """
         if not self._direct:
             return None
-        set_id = 0 if process_set is global_process_set else process_set_id(process_set)
-        engine = context.engine()
+        world = self._world or current.world()
+        set_id = 0 if process_set is global_process_set else process_set_id(process_set, world)
         try:
-            return call(engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
+            return call(world.engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
         except BufferError:  # not dense
             return None
 
@@ -83,9 +95,10 @@ class Collectives(Generic[T]):
         numbers: Sequence[int] = (),
         exact_gradient: bool | None = None,
     ) -> Handle:
-        context.engine()
-        set_id = 0 if process_set is global_process_set else process_set_id(process_set)
+        world = self._world or current.world()
+        set_id = 0 if process_set is global_process_set else process_set_id(process_set, world)
         call = Call(
+            world,
             kind,
             name,
             op,

@@ -16,6 +16,7 @@
 #include "engine.h"
 #include "host/kernels.h"
 #include "mailbox.h"
+#include "mpi/runtime.h"
 #include "py_caller.h"
 #include "py_gil.h"
 #include "py_mpi.h"
@@ -83,24 +84,24 @@ void lend_native(void* engine) { static_cast<Engine*>(engine)->lend(); }
 
 class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
-  PyEngine(const py::object& wiring, const py::object& config, std::uint64_t generation,
-           const std::shared_ptr<Mailbox>& mailbox)
-      : generation_(generation) {
-    Wiring connections = read_wiring(wiring);
-    EngineOptions options = read_options(config, mailbox);
+  PyEngine(const py::object& connected, const py::object& settings, const py::object& placement,
+           const std::shared_ptr<Mailbox>& mailbox, const std::string& job,
+           const py::object& nccl_libraries, std::shared_ptr<mpi::Session> session)
+      : generation_(placement.attr("generation").cast<std::uint64_t>()) {
+    Connections connections = read_connections(connected, settings);
+    connections.nccl_libraries = paths_of(nccl_libraries);
+    connections.mpi = std::move(session);
+    EngineOptions options = read_options(settings, placement, job, mailbox);
     {
       // To make communicators takes all ranks, and some may still wait for this rank's
       // rendezvous, which is a thread of Python.
       const WithoutGil without_gil;
       engine_ = make_engine(std::move(connections), std::move(options));
     }
-    api_ = {POLYHVD_C_API_VERSION,
-            sizeof(polyhvd_engine_api),
-            generation,
-            engine_.get(),
-            &submit_native,
-            &lend_native};
-    if (path_of(config.attr("flight_folder")).empty()) return;
+    api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api),
+            generation_,           engine_.get(),
+            &submit_native,        &lend_native};
+    if (path_of(settings.attr("flight_folder")).empty()) return;
     const auto write = [engine = engine_.get()] { engine->flight().write("SIGUSR2"); };
     dump_signal_ = std::make_unique<DumpSignal>(write);
   }
@@ -534,9 +535,11 @@ PYBIND11_MODULE(_core, m) {
   define_mpi(m);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
-      .def(py::init<const py::object&, const py::object&, std::uint64_t,
-                    const std::shared_ptr<Mailbox>&>(),
-           py::arg("wiring"), py::arg("config"), py::arg("generation"), py::arg("mailbox"))
+      .def(py::init<const py::object&, const py::object&, const py::object&,
+                    const std::shared_ptr<Mailbox>&, const std::string&, const py::object&,
+                    std::shared_ptr<mpi::Session>>(),
+           py::arg("connections"), py::arg("settings"), py::arg("placement"), py::arg("mailbox"),
+           py::arg("job"), py::arg("nccl_libraries") = py::tuple(), py::arg("mpi") = py::none())
       .def("submit", &PyEngine::submit, py::arg("kind"), py::arg("name"), py::arg("inputs"),
            py::arg("outputs"), py::arg("op") = 1, py::arg("root") = -1, py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("process_set") = 0, py::arg("priority") = 0,

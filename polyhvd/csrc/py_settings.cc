@@ -7,51 +7,52 @@
 #include <string>
 #include <vector>
 
-#include "mpi/runtime.h"
 #include "py_text.h"
 
 namespace py = pybind11;
 
 namespace polyhvd {
 
-Wiring read_wiring(const py::object& object) {
-  Wiring wiring;
-  wiring.rank = object.attr("rank").cast<int>();
-  wiring.size = object.attr("size").cast<int>();
-  wiring.domains = object.attr("domains").cast<std::vector<std::vector<int>>>();
-  wiring.labels = object.attr("labels").cast<std::vector<std::string>>();
-  wiring.pids = object.attr("pids").cast<std::vector<int>>();
-  wiring.segment_fd = object.attr("segment_fd").cast<int>();
-  wiring.local_fds = object.attr("local_fds").cast<std::map<int, int>>();
-  wiring.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
-  wiring.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
-  wiring.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
-  wiring.backends = object.attr("backends").cast<std::vector<std::string>>();
-  wiring.nccl_libraries = paths_of(object.attr("nccl_libraries"));
-  wiring.shares_gpus = object.attr("shares_gpus").cast<bool>();
-  wiring.hierarchical = object.attr("hierarchical").cast<bool>();
-  wiring.mpi = object.attr("mpi").cast<std::shared_ptr<mpi::Session>>();
-  return wiring;
+Connections read_connections(const py::object& object, const py::object& settings) {
+  Connections connections;
+  connections.rank = object.attr("rank").cast<int>();
+  connections.size = object.attr("size").cast<int>();
+  connections.domains = object.attr("domains").cast<std::vector<std::vector<int>>>();
+  connections.labels = object.attr("labels").cast<std::vector<std::string>>();
+  connections.pids = object.attr("pids").cast<std::vector<int>>();
+  connections.segment_fd = object.attr("segment_fd").cast<int>();
+  connections.local_fds = object.attr("local_fds").cast<std::map<int, int>>();
+  connections.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
+  connections.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
+  connections.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
+  connections.backends = settings.attr("backends").cast<std::vector<std::string>>();
+  connections.shares_gpus = settings.attr("shares_gpus").cast<bool>();
+  connections.hierarchical = settings.attr("hierarchical_allreduce").cast<bool>();
+  return connections;
 }
 
-EngineOptions read_options(const py::object& config, const std::shared_ptr<Mailbox>& mailbox) {
+EngineOptions read_options(const py::object& settings, const py::object& placement,
+                           const std::string& job, const std::shared_ptr<Mailbox>& mailbox) {
   using Seconds = std::chrono::duration<double>;
-  const auto number = [&](const char* name) { return config.attr(name).cast<double>(); };
+  const auto number = [&](const char* name) { return settings.attr(name).cast<double>(); };
   EngineOptions options;
-  options.coordinator.cache_capacity = config.attr("cache_capacity").cast<std::size_t>();
-  options.coordinator.fusion.bytes_max = config.attr("fusion_bytes_max").cast<std::size_t>();
-  options.coordinator.fusion.groups_apart = config.attr("groups_apart").cast<bool>();
-  options.core = config.attr("engine_core").cast<int>();
+  options.coordinator.cache_capacity = settings.attr("cache_capacity").cast<std::size_t>();
+  options.coordinator.fusion.bytes_max = settings.attr("fusion_bytes_max").cast<std::size_t>();
+  options.coordinator.fusion.groups_apart = settings.attr("groups_apart").cast<bool>();
+  options.core =
+      settings.attr("engine_core")(placement.attr("local_rank"), placement.attr("local_size"))
+          .cast<int>();
   options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
-  options.steps_per_sample = config.attr("steps_per_sample").cast<int>();
-  options.data_checksums = config.attr("data_checksums").cast<bool>();
-  options.reproducible = config.attr("reproducible").cast<bool>();
-  options.attaching = config.attr("attaching").cast<int>();
+  options.steps_per_sample =
+      settings.attr("steps_per_sample")(placement.attr("rank"), placement.attr("size")).cast<int>();
+  options.data_checksums = settings.attr("data_checksums").cast<bool>();
+  options.reproducible = settings.attr("reproducible").cast<bool>();
+  options.attaching = settings.attr("attaching").cast<int>();
   options.data_timeout = Seconds(number("data_timeout_s"));
   options.stalls.warn =
-      Seconds(config.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
-  options.flights.root = path_of(config.attr("flight_folder"));
-  options.flights.job = config.attr("flight_job").cast<std::string>();
+      Seconds(settings.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
+  options.flights.root = path_of(settings.attr("flight_folder"));
+  options.flights.job = settings.attr("flight_job")(job).cast<std::string>();
   options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
   options.mailbox = mailbox;
   options.log = [mailbox](const std::string& text) { mailbox->log(text); };

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <string>
 
 #include "engine.h"
 #include "mailbox.h"
@@ -11,10 +12,11 @@
 
 namespace polyhvd {
 
-// Of polyhvd.wiring.Wiring.
-Wiring read_wiring(const pybind11::object& object);
+// Of polyhvd.runtime.connections.Connections, and of the settings that say what moves data.
+Connections read_connections(const pybind11::object& object, const pybind11::object& settings);
 
-// Of polyhvd.config.Config.
-EngineOptions read_options(const pybind11::object& config, const std::shared_ptr<Mailbox>& mailbox);
+// Of polyhvd.config.Settings and polyhvd.runtime.placement.Placement; `job` names it on this host.
+EngineOptions read_options(const pybind11::object& settings, const pybind11::object& placement,
+                           const std::string& job, const std::shared_ptr<Mailbox>& mailbox);
 
 }  // namespace polyhvd

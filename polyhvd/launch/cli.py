@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from polyhvd.config import Config
+from polyhvd.config import Settings
 from polyhvd.launch import horovodrun
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
@@ -236,7 +236,7 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
                 f"--fusion-threshold-mb {given['FUSION_THRESHOLD']}: expected a number"
             ) from None
     env = {f"POLYHVD_{name}": value for name, value in given.items()}
-    Config.from_environment(env)
+    Settings.from_environment(env)
     return env
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from polyhvd.config import Config
+from polyhvd.config import Launched, Settings
 from polyhvd.launch.blame import describe, traceback_lines
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
@@ -98,17 +98,17 @@ def _client(job: Job) -> Client:
 
 def main() -> None:
     """Call the function on this rank and hand its result in."""
-    config = Config.from_environment()
-    deadline = time.monotonic() + config.start_timeout_s
-    secret = parse_secret(config.secret)
-    with Client(config.rendezvous, secret, rank=config.rank, generation=0, deadline=deadline) as client:
-        (payload,) = client.gather(_FUNCTION, 1, config.start_timeout_s)
+    launched, start_timeout_s = Launched.from_environment(), Settings.from_environment().start_timeout_s
+    deadline = time.monotonic() + start_timeout_s
+    secret = parse_secret(launched.secret)
+    with Client(launched.rendezvous, secret, rank=launched.rank, generation=0, deadline=deadline) as client:
+        (payload,) = client.gather(_FUNCTION, 1, start_timeout_s)
     func, args, kwargs = cloudpickle.loads(payload)
     result = cloudpickle.dumps(func(*args, **kwargs))
-    deadline = time.monotonic() + config.start_timeout_s
-    with Client(config.rendezvous, secret, rank=config.rank, generation=0, deadline=deadline) as client:
-        client.put(_RESULT, config.rank, result)
-        client.gather(f"{_RESULT}/{config.rank}", 1, 60.0, own=(0, b""))  # answered after it has arrived
+    deadline = time.monotonic() + start_timeout_s
+    with Client(launched.rendezvous, secret, rank=launched.rank, generation=0, deadline=deadline) as client:
+        client.put(_RESULT, launched.rank, result)
+        client.gather(f"{_RESULT}/{launched.rank}", 1, 60.0, own=(0, b""))  # answered after it has arrived
 
 
 if __name__ == "__main__":

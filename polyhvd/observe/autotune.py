@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from polyhvd import _core
-from polyhvd.config import Config, ConfigError
+from polyhvd.config import ConfigError, Settings
 from polyhvd.observe.files import FULL, opener
 
 __all__ = ["GRID", "Autotuner", "Search", "plot", "summary"]
@@ -123,30 +123,32 @@ class Autotuner:
         OSError: the log cannot be opened. A disk that is full is only warned of.
     """
 
-    def __init__(self, config: Config, hosts: Sequence[str], tune: Callable[[_core.Tuning], None]) -> None:
+    def __init__(
+        self, settings: Settings, hosts: Sequence[str], tune: Callable[[_core.Tuning], None]
+    ) -> None:
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError(
                 "POLYHVD_AUTOTUNE=1 needs scikit-learn; install it with: pip install 'polyhvd[autotune]'"
             )
         self._tune = tune
-        self._config = config
+        self._settings = settings
         self._topology = sorted(Counter(hosts).values())
         start = {
-            "fusion_bytes_max": config.fusion_bytes_max,
-            "cycle_us": round(config.cycle_time_ms * 1000),
+            "fusion_bytes_max": settings.fusion_bytes_max,
+            "cycle_us": round(settings.cycle_time_ms * 1000),
             "chunk_bytes": 128 << 10,
             "direct_bytes_max": 128 << 10,
         }
         self._search = Search(
             [len(values) for values in GRID.values()],
             tuple(_nearest(values, start[name]) for name, values in GRID.items()),
-            config.autotune_noise,
+            settings.autotune_noise,
         )
         self._point = self._search.ask()
-        self._warmup_left = config.autotune_warmup_samples
+        self._warmup_left = settings.autotune_warmup_samples
         self._samples = 0
         self._file: TextIO | None = None
-        if config.autotune_log:
+        if settings.autotune_log:
             self._open_log()
             self._write(_COLUMNS)
         #: Whether the search has ended.
@@ -168,7 +170,7 @@ class Autotuner:
         known = self._saved().get(self._key(sample)) if self._warmup_left else None
         if known is not None:
             self._log_sample("saved", known, sample, speed)
-            self._end(known, f"as {self._config.autotune_cache} has it")
+            self._end(known, f"as {self._settings.autotune_cache} has it")
             return
         if self._warmup_left > 0:
             self._warmup_left -= 1
@@ -178,7 +180,7 @@ class Autotuner:
         self._log_sample("sample", self._point, sample, speed)
         self._search.tell(self._point, speed)
         self._samples += 1
-        if self._samples < self._config.autotune_samples_max:
+        if self._samples < self._settings.autotune_samples_max:
             self._point = self._search.ask()
             self._tune(_tuning(self._point))
             return
@@ -210,7 +212,7 @@ class Autotuner:
             self._give_log_up(error)
 
     def _open_log(self) -> None:
-        path = self._config.autotune_log
+        path = self._settings.autotune_log
         try:
             self._file = open(path, "w", newline="", encoding="utf-8", opener=opener)  # noqa: SIM115
         except OSError as error:
@@ -219,7 +221,7 @@ class Autotuner:
             self._give_log_up(error)
 
     def _give_log_up(self, error: OSError) -> None:
-        path = self._config.autotune_log
+        path = self._settings.autotune_log
         _LOG.warning("autotune: the log %s ends here, and tuning goes on: %s", path, error)
         self.close()
 
@@ -229,7 +231,7 @@ class Autotuner:
         return f"ranks {self._topology}, step {sample.fingerprint:016x}"
 
     def _saved(self) -> dict[str, Point]:
-        path = self._config.autotune_cache
+        path = self._settings.autotune_cache
         if not path or not os.path.exists(path):
             return {}
         try:
@@ -244,9 +246,9 @@ class Autotuner:
             return {}
 
     def _save(self, key: str, point: Point) -> None:
-        if not self._config.autotune_cache:
+        if not self._settings.autotune_cache:
             return
-        path = Path(self._config.autotune_cache)
+        path = Path(self._settings.autotune_cache)
         rows = {known: _values(at) for known, at in self._saved().items()} | {key: _values(point)}
         try:
             # In one go: another job may read it.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyhvd import _core
-from polyhvd.config import Config, ConfigError
+from polyhvd.config import ConfigError, Settings
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.segment import make_segment
 from polyhvd.runtime import gpu, mpi
@@ -114,7 +114,7 @@ def _frameworks() -> Iterator[Finding]:
 
 def _mpi() -> Finding:
     try:
-        settings = Config.from_environment()
+        settings = Settings.from_environment()
     except ConfigError as error:
         return Finding("MPI", False, note=f"the configuration cannot be read: {error}")
     found = mpi.probe(settings)
@@ -138,7 +138,7 @@ def _cuda() -> Finding:
 
 def _nccl() -> Finding:
     try:
-        settings = Config.from_environment()
+        settings = Settings.from_environment()
     except ConfigError as error:
         return Finding("NCCL", False, note=f"the configuration cannot be read: {error}")
     found = gpu.probe_nccl(settings)
@@ -169,7 +169,7 @@ def _shared_memory() -> Finding:
 
 def _tcp() -> Finding:
     try:
-        settings = Config.from_environment()
+        settings = Settings.from_environment()
         address = network.address_of(settings.interface) if settings.interface else "127.0.0.1"
         with socket.create_server((address, 0)):
             pass

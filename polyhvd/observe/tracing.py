@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
-from polyhvd.config import Config
 from polyhvd.observe.files import claimed
+from polyhvd.runtime.world import World
 
 __all__ = ["begin", "clock_offset", "path_of_rank", "start_timeline"]
 
@@ -27,34 +26,35 @@ DYNAMIC = "DYNAMIC"
 _ROUNDS = 8
 
 
-def begin(engine: _core.Engine, config: Config, hosts: Sequence[str]) -> None:
+def begin(world: World) -> None:
     """Describe this rank to its engine, and start the timeline that the environment asks for.
 
     Called by ``init()`` on all ranks: with several hosts it compares their clocks.
     """
-    offset_ns, error_ns = _measure_clock(engine, config) if len(set(hosts)) > 1 else (0, 0)
+    offset_ns, error_ns = _measure_clock(world) if len(set(world.hosts)) > 1 else (0, 0)
     header = {
-        "rank": config.rank,
-        "size": config.size,
+        "rank": world.placement.rank,
+        "size": world.placement.size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "generation": engine.generation,
+        "generation": world.placement.generation,
         "boot": _boot(),
         "clock_offset_ns": offset_ns,
         "clock_error_ns": error_ns,
     }
-    engine.set_header(json.dumps(header))
-    if config.timeline and config.timeline.upper() != DYNAMIC:
-        start_timeline(engine, config, config.timeline, config.timeline_mark_cycles)
+    world.engine.set_header(json.dumps(header))
+    settings = world.settings
+    if settings.timeline and settings.timeline.upper() != DYNAMIC:
+        start_timeline(world, settings.timeline, settings.timeline_mark_cycles)
 
 
-def start_timeline(engine: _core.Engine, config: Config, file_path: str, mark_cycles: bool) -> None:
+def start_timeline(world: World, file_path: str, mark_cycles: bool) -> None:
     """See :func:`polyhvd.start_timeline`."""
     if os.path.isdir(file_path):  # whose neighbours the other ranks could write
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file_path)
-    path = os.fspath(path_of_rank(Path(file_path), config.rank))
+    path = os.fspath(path_of_rank(Path(file_path), world.placement.rank))
     with claimed(path):  # says what is wrong as Python does
-        engine.start_timeline(path, mark_cycles, config.timeline_bytes_max)
+        world.engine.start_timeline(path, mark_cycles, world.settings.timeline_bytes_max)
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
@@ -76,24 +76,24 @@ def clock_offset(rounds: Sequence[tuple[int, int, int, int]]) -> tuple[int, int]
     return (least + most) // 2, abs(most - least + 1) // 2
 
 
-def _measure_clock(engine: _core.Engine, config: Config) -> tuple[int, int]:
+def _measure_clock(world: World) -> tuple[int, int]:
     """Offset of this rank's clock to rank 0's, by a few small collectives."""
     gathered = []
     left = 0
     for _ in range(_ROUNDS + 1):
         own = np.array([[time.monotonic_ns(), left]], dtype=np.int64)
-        handle = engine.submit(OpKind.ALLGATHER, "polyhvd.clock", (own,), None, blocking=True)
+        handle = world.engine.submit(OpKind.ALLGATHER, "polyhvd.clock", (own,), None, blocking=True)
         handle.wait()
         left = time.monotonic_ns()
-        times = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(config.size, 2)
+        times = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(
+            world.placement.size, 2
+        )
         gathered.append(times.tolist())
-    if config.rank == 0:
+    rank = world.placement.rank
+    if rank == 0:
         return 0, 0
     return clock_offset(
-        [
-            (this[config.rank][0], after[config.rank][1], this[0][0], after[0][1])
-            for this, after in pairwise(gathered)
-        ]
+        [(this[rank][0], after[rank][1], this[0][0], after[0][1]) for this, after in pairwise(gathered)]
     )
 
 

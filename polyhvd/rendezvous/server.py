@@ -9,6 +9,7 @@ body, both bounded.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -23,8 +24,10 @@ from typing import Any
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import LAUNCHER, AuthError, Claim, prove
 from polyhvd.rendezvous.handshakes import Gate
+from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
+from polyhvd.rendezvous.store import Store as StoreInterface
 
-__all__ = ["Client", "GatherTimeoutError", "RendezvousError", "Server", "Store"]
+__all__ = ["Client", "Server", "Store"]
 
 _FRAME = struct.Struct("!II")
 _HEADER_BYTES_MAX = 1 << 20
@@ -34,18 +37,6 @@ _READ_BYTES = 1 << 18
 _PATIENCE_S = 10.0  # of one try to connect
 
 Header = dict[str, Any]
-
-
-class RendezvousError(OSError):
-    """The rendezvous cannot be reached, has gone away, or does not accept this rank."""
-
-
-class GatherTimeoutError(RendezvousError):
-    """Not everybody came in time; ``missing`` are the absent indices."""
-
-    def __init__(self, missing: list[int]) -> None:
-        super().__init__(f"still missing: {missing}")
-        self.missing = missing
 
 
 def _frame(header: Header, body: bytes = b"") -> bytes:
@@ -65,12 +56,12 @@ class _Inbox:
         self._data += data
 
     def take(self) -> tuple[Header, bytes] | None:
-        """The next complete frame; raises RendezvousError for one that cannot be right."""
+        """The next complete frame; raises StoreError for one that cannot be right."""
         if len(self._data) < _FRAME.size:
             return None
         header_size, body_size = _FRAME.unpack_from(self._data)
         if header_size > _HEADER_BYTES_MAX or body_size > _BODY_BYTES_MAX:
-            raise RendezvousError(f"a frame of {header_size} + {body_size} bytes is too long")
+            raise StoreError(f"a frame of {header_size} + {body_size} bytes is too long")
         begin = _FRAME.size + header_size
         if len(self._data) < begin + body_size:
             return None
@@ -80,9 +71,9 @@ class _Inbox:
         try:
             header = json.loads(text)
         except ValueError:
-            raise RendezvousError("a frame is not JSON") from None
+            raise StoreError("a frame is not JSON") from None
         if not isinstance(header, dict):
-            raise RendezvousError("a frame is not a JSON object")
+            raise StoreError("a frame is not a JSON object")
         return header, body
 
 
@@ -272,7 +263,7 @@ class Server:
             if mask & selectors.EVENT_READ:
                 data = peer.connection.recv(_READ_BYTES)
                 if not data:
-                    raise RendezvousError("closed")
+                    raise StoreError("closed")
                 peer.inbox.feed(data)
                 while frame := peer.inbox.take():
                     self._perform(peer, *frame)
@@ -339,15 +330,18 @@ class Server:
             self._store.forget(scope, index, peer.rank)
 
 
-class Client:
+class Client(StoreInterface):
     """A rank's connection to the store. Not thread-safe.
 
     ``post`` and ``take`` let an event loop wait for replies beside other things; the rest blocks.
     """
 
     def __init__(self, endpoint: str, secret: bytes, *, rank: int, generation: int, deadline: float) -> None:
-        """Connect and authenticate until ``deadline`` (time.monotonic); raises RendezvousError."""
+        """Connect and authenticate until ``deadline`` (time.monotonic); raises StoreError."""
         claim = Claim("store", generation, rank, LAUNCHER)
+        self.secret = secret
+        told = hashlib.sha256(f"{endpoint} {secret.hex()}".encode()).hexdigest()
+        self.job = f"job-{told[:16]}"
         self._socket = _connect(endpoint, secret, claim, deadline)
         self._inbox = _Inbox()
         self._replies: dict[int, tuple[Header, bytes]] = {}
@@ -397,7 +391,7 @@ class Client:
         reply = self._replies.pop(request, None)
         if reply is None:
             if self._lost and not self._replies:  # what came before the end still counts
-                raise RendezvousError(f"the launcher is gone: {self._lost}")
+                raise StoreError(f"the launcher is gone: {self._lost}")
             return None
         header, body = reply
         if "missing" in header:
@@ -422,7 +416,7 @@ class Client:
             self._socket.setblocking(True)
             self._socket.sendall(_frame(header, body))
         except OSError as error:
-            raise RendezvousError(f"the launcher is gone: {error}") from error
+            raise StoreError(f"the launcher is gone: {error}") from error
 
     def _receive(self) -> None:
         try:
@@ -444,7 +438,7 @@ def _connect(endpoint: str, secret: bytes, claim: Claim, deadline: float) -> soc
     try:
         address = network.parse_endpoint(endpoint)
     except ValueError as error:
-        raise RendezvousError(f"POLYHVD_RENDEZVOUS: {error}") from None
+        raise StoreError(f"POLYHVD_RENDEZVOUS: {error}") from None
     while True:
         connection = None
         try:
@@ -457,9 +451,9 @@ def _connect(endpoint: str, secret: bytes, claim: Claim, deadline: float) -> soc
             if connection is not None:
                 connection.close()
             if isinstance(error, AuthError):
-                raise RendezvousError(f"the rendezvous at {endpoint} refused this rank: {error}") from None
+                raise StoreError(f"the rendezvous at {endpoint} refused this rank: {error}") from None
             if not isinstance(error, OSError):
                 raise
             if time.monotonic() + 0.1 >= deadline:
-                raise RendezvousError(f"cannot reach the rendezvous at {endpoint}: {error}") from None
+                raise StoreError(f"cannot reach the rendezvous at {endpoint}: {error}") from None
         time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""Brings the ranks of a job together: from a Config to a Wiring of authenticated descriptors.
+"""Brings the ranks of a world together: from a store to authenticated connections.
 
-Ranks meet in the launcher's store, see who shares a host, hand the shared memory around there, and
+Ranks meet in the job's store, see who shares a host, hand the shared memory around there, and
 open TCP connections to everybody else. One loop drives all of it, so no order of arrival deadlocks.
 """
 
@@ -19,14 +19,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polyhvd.config import Config, ConfigError
+from polyhvd.config import ConfigError, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import Claim, parse_secret
+from polyhvd.rendezvous.auth import Claim
 from polyhvd.rendezvous.handshakes import Dial, Gate, Passed
 from polyhvd.rendezvous.segment import make_segment, receive_segment, send_segment
-from polyhvd.rendezvous.server import Client, GatherTimeoutError, RendezvousError
-from polyhvd.runtime.connections import Wiring, tree_parent
+from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
+from polyhvd.runtime.connections import Connections, tree_parent
+from polyhvd.runtime.placement import Placement
 
 __all__ = ["connect"]
 
@@ -35,49 +36,30 @@ _BACKLOG = 1024
 _TICK_S = 1.0
 
 
-def connect(config: Config, generation: int, process_sets: list[list[int]]) -> Wiring:
+def connect(
+    settings: Settings, placement: Placement, store: Store | None, process_sets: list[list[int]]
+) -> Connections:
     """Meet the other ranks and return the connections to them; the caller owns the descriptors.
 
-    ``generation`` tells this meeting from earlier ones of the same processes. Raises
-    PeerLostError naming the ranks that did not come within ``config.start_timeout_s``,
+    The placement's generation tells this meeting from earlier ones of the same processes. Raises
+    PeerLostError naming the ranks that did not come within ``settings.start_timeout_s``,
     RankMismatchError when ranks disagree on ``process_sets`` or the size, HorovodInternalError when
     another rank failed meanwhile, and ConfigError for settings that cannot work.
     """
-    if config.size == 1:
-        return Wiring(process_sets=process_sets, backends=list(config.backends))
-    if not config.rendezvous:
-        raise ConfigError(f"POLYHVD_SIZE={config.size} needs POLYHVD_RENDEZVOUS; start with polyhvdrun")
-    secret = _secret(config)
-    deadline = time.monotonic() + config.start_timeout_s
+    if placement.size == 1:
+        return Connections(process_sets=process_sets, hosts=[placement.host])
+    if store is None:
+        raise ConfigError(f"a world of {placement.size} ranks needs a store in which they meet")
+    meeting = _Meeting(settings, placement, process_sets, store)
     try:
-        store = Client(config.rendezvous, secret, rank=config.rank, generation=generation, deadline=deadline)
-    except RendezvousError as error:
-        raise HorovodInternalError(f"rank {config.rank}: {error}") from None
-    with store:
-        meeting = _Meeting(config, generation, process_sets, secret, store, deadline)
-        try:
-            return meeting.run()
-        except RendezvousError as error:
-            raise HorovodInternalError(f"rank {config.rank}: {error}") from None
-        except BaseException as error:
-            meeting.tell(error)
-            raise
-        finally:
-            meeting.close()
-
-
-def _secret(config: Config) -> bytes:
-    text, name = config.secret, "POLYHVD_SECRET"
-    if not text and config.secret_file:
-        name = f"POLYHVD_SECRET_FILE={config.secret_file}"
-        try:
-            text = Path(config.secret_file).read_text("ascii")
-        except OSError as error:
-            raise ConfigError(f"{name}: {error.strerror}") from None
-    try:
-        return parse_secret(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        return meeting.run()
+    except StoreError as error:
+        raise HorovodInternalError(f"rank {placement.rank}: {error}") from None
+    except BaseException as error:
+        meeting.tell(error)
+        raise
+    finally:
+        meeting.close()
 
 
 def _pid_space() -> str:
@@ -125,20 +107,20 @@ class _Meeting:
 
     def __init__(
         self,
-        config: Config,
-        generation: int,
+        settings: Settings,
+        placement: Placement,
         process_sets: list[list[int]],
-        secret: bytes,
-        store: Client,
-        deadline: float,
+        store: Store,
     ) -> None:
-        self._config = config
-        self._rank = config.rank
-        self._generation = generation
+        self._settings = settings
+        self._placement = placement
+        self._rank = placement.rank
+        self._size = placement.size
+        self._generation = placement.generation
         self._process_sets = process_sets
         self._store = store
-        self._deadline = deadline
-        self._gate = Gate(secret, self._admit)
+        self._deadline = time.monotonic() + settings.start_timeout_s
+        self._gate = Gate(store.secret, self._admit)
         self._cards: list[_Card] = []
         #: Finished connections and own dials, by (purpose, peer).
         self._open: dict[tuple[str, int], socket.socket] = {}
@@ -147,7 +129,7 @@ class _Meeting:
         self._failure = -1  # the request that is answered when another rank fails
         self._told = False
 
-    def run(self) -> Wiring:
+    def run(self) -> Connections:
         """Go through the stages; whatever can fail fails here."""
         self._store.forget(self._scope("failed"), 0)  # of an earlier process in this rank's place
         self._failure = self._store.post_gather(self._scope("failed"), 1, self._left_s() + 60)
@@ -157,18 +139,17 @@ class _Meeting:
         domains = self._share_memory()
         self._connect_domains(domains)
         self._exchange("done", None, "they did not finish connecting")
-        wiring = Wiring(
+        connections = Connections(
             rank=self._rank,
-            size=self._config.size,
+            size=self._size,
             domains=domains,
             labels=[card.label for card in self._cards],
             hosts=[card.host_id for card in self._cards],
             pids=self._pids(),
             process_sets=self._process_sets,
-            backends=list(self._config.backends),
         )
-        self._hand_out(wiring)
-        return wiring
+        self._hand_out(connections)
+        return connections
 
     def tell(self, error: BaseException) -> None:
         """Let the others know why this rank gives up, those too that come later, unless they know."""
@@ -193,17 +174,17 @@ class _Meeting:
 
     def _introduce(self) -> _Card:
         """Open the listeners, and say where they are."""
-        address = self._store.address
-        if self._config.interface:
+        address = self._store.address or network.loopback()
+        if self._settings.interface:
             try:
-                address = network.address_of(self._config.interface)
+                address = network.address_of(self._settings.interface)
             except ValueError as error:
                 raise ConfigError(f"POLYHVD_GLOO_IFACE: {error}") from None
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._gate.listen(listener)
         unix_name = ""
-        if self._config.shared_memory:
+        if self._settings.shared_memory:
             unix_name = f"polyhvd-{secrets.token_hex(16)}"
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._gate.listen(local)
@@ -211,20 +192,20 @@ class _Meeting:
             local.listen(_BACKLOG)
         return _Card(
             rank=self._rank,
-            size=self._config.size,
+            size=self._size,
             pid=os.getpid(),
             uid=os.geteuid(),
             hostname=socket.gethostname(),
-            host_id=self._config.host_id,
+            host_id=self._placement.host,
             address=address,
             port=listener.getsockname()[1],
             unix_name=unix_name,
             pid_space=_pid_space(),
             process_sets=self._process_sets,
-            reproducible=self._config.reproducible,
-            data_checksums=self._config.data_checksums,
-            hierarchical_allreduce=self._config.hierarchical_allreduce,
-            backends=list(self._config.backends),
+            reproducible=self._settings.reproducible,
+            data_checksums=self._settings.data_checksums,
+            hierarchical_allreduce=self._settings.hierarchical_allreduce,
+            backends=list(self._settings.backends),
         )
 
     def _compare(self) -> None:
@@ -257,7 +238,7 @@ class _Meeting:
         for card in self._cards:
             hosts.setdefault(card.host_id, []).append(card.rank)
         groups = [ranks for ranks in hosts.values() if len(ranks) > 1 and self._may_share(ranks)]
-        verdicts = [""] * self._config.size
+        verdicts = [""] * self._size
         if groups:
             own = next((ranks for ranks in groups if self._rank in ranks), [])
             problem = self._join_host(own) if own else ""
@@ -350,16 +331,20 @@ class _Meeting:
             errors = [self._dials[key].error for key in absent if key[1] == rank]
             parts.append(f"rank {rank} ({card.label}, {card.address} port {card.port}): {errors[0]}")
         return (
-            f"connections with ranks {sorted({peer for _, peer in absent})} (of {self._config.size}): "
+            f"connections with ranks {sorted({peer for _, peer in absent})} (of {self._size}): "
             f"{'; '.join(parts)}; a firewall, or the wrong interface (POLYHVD_GLOO_IFACE)?"
         )
 
-    def _hand_out(self, wiring: Wiring) -> None:
-        """Move the descriptors into the wiring; nothing here fails."""
-        tables = {"local": wiring.local_fds, "control": wiring.control_fds, "data": wiring.data_fds}
+    def _hand_out(self, connections: Connections) -> None:
+        """Move the descriptors into the connections; nothing here fails."""
+        tables = {
+            "local": connections.local_fds,
+            "control": connections.control_fds,
+            "data": connections.data_fds,
+        }
         for purpose, peer in sorted(self._dials):
             tables[purpose][peer] = self._open.pop((purpose, peer)).detach()
-        wiring.segment_fd, self._host.descriptor = self._host.descriptor, -1
+        connections.segment_fd, self._host.descriptor = self._host.descriptor, -1
 
     # The loop
 
@@ -367,7 +352,7 @@ class _Meeting:
         """Tell all ranks something and hear it from all of them, in rank order."""
         request = self._store.post_gather(
             self._scope(stage),
-            self._config.size,
+            self._size,
             self._left_s(),
             own=(self._rank, json.dumps(mine).encode()),
         )
@@ -391,14 +376,17 @@ class _Meeting:
             left_s = self._left_s() + slack_s
             if left_s <= 0:
                 raise PeerLostError(
-                    f"rank {self._rank} waited {self._config.start_timeout_s:g} s for {what()}"
+                    f"rank {self._rank} waited {self._settings.start_timeout_s:g} s for {what()}"
                 )
             poller = select.poll()
-            poller.register(self._store, select.POLLIN)
+            watched = self._store.fileno() >= 0
+            if watched:
+                poller.register(self._store, select.POLLIN)
             poller.register(self._gate, select.POLLIN)
             if self._host.source is not None:
                 poller.register(self._host.source, select.POLLIN)
-            poller.poll(1000 * min(left_s, self._gate.timer_s(), _TICK_S))
+            tick_s = _TICK_S if watched else self._store.poll_s
+            poller.poll(1000 * min(left_s, self._gate.timer_s(), tick_s))
             for passed in self._gate.poll(0):
                 self._arrived(passed)
             self._host.receive()
@@ -409,7 +397,7 @@ class _Meeting:
         return (
             claim.generation == self._generation
             and claim.target == self._rank
-            and self._rank < claim.source < self._config.size
+            and self._rank < claim.source < self._size
             and claim.purpose in ("local", "control", "data")
         )
 
@@ -445,8 +433,8 @@ class _Meeting:
 
     def _late(self, whom: str, meaning: str) -> str:
         return (
-            f"rank {self._rank} waited {self._config.start_timeout_s:g} s for {whom} "
-            f"(of {self._config.size}): {meaning}; POLYHVD_START_TIMEOUT sets the time"
+            f"rank {self._rank} waited {self._settings.start_timeout_s:g} s for {whom} "
+            f"(of {self._size}): {meaning}; POLYHVD_START_TIMEOUT sets the time"
         )
 
 

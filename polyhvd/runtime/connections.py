@@ -6,12 +6,8 @@ Made by :mod:`polyhvd.runtime.bootstrap`, consumed by ``_core.Engine``, which ta
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from polyhvd import _core
-
-__all__ = ["TREE_RADIX", "Wiring", "tree_parent"]
+__all__ = ["TREE_RADIX", "Connections", "tree_parent"]
 
 TREE_RADIX = 4
 
@@ -22,7 +18,7 @@ def tree_parent(domain: int) -> int:
 
 
 @dataclass
-class Wiring:
+class Connections:
     """A *domain* is a group of ranks that share a memory segment: a host, or a single rank.
 
     Domains are ordered by their first rank, and ranks within a domain ascend. The first rank of a
@@ -48,13 +44,3 @@ class Wiring:
     data_fds: dict[int, int] = field(default_factory=dict)
     #: Sorted world ranks of the static process sets 1, 2, ...
     process_sets: list[list[int]] = field(default_factory=list)
-    #: Names of backends, first choice first.
-    backends: list[str] = field(default_factory=lambda: ["host"])
-    #: File names and paths at which NCCL may be, the likeliest first.
-    nccl_libraries: list[str] = field(default_factory=list)
-    #: Whether NCCL may have several ranks on one GPU.
-    shares_gpus: bool = False
-    #: Whether NCCL reduces within hosts only, and CPUs between them.
-    hierarchical: bool = False
-    #: All ranks in their order, as MPI knows them.
-    mpi: _core.MpiSession | None = None

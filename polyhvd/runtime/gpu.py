@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyhvd.config import Config
+from polyhvd.config import Settings
 
 __all__ = ["Found", "nccl_libraries", "probe_cuda", "probe_nccl", "version_text"]
 
@@ -19,7 +19,7 @@ _NCCL = "libnccl.so.2"
 _NCCL_MIN = 21400  # as in backends/nccl/library.h
 
 
-def nccl_libraries(settings: Config) -> list[str]:
+def nccl_libraries(settings: Settings) -> list[str]:
     """File names and paths at which NCCL may be, the likeliest first.
 
     One that is in the process already, such as PyTorch's, is taken before all of these.
@@ -40,7 +40,7 @@ class Found:
     version: int
 
 
-def probe_nccl(settings: Config) -> Found | str:
+def probe_nccl(settings: Settings) -> Found | str:
     """The NCCL that a job would use, or why there is none. Opens it, and nothing more."""
     reasons = []
     for path in nccl_libraries(settings):

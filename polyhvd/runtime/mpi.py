@@ -1,7 +1,7 @@
 """MPI as a way for ranks to meet: whether to ask it, where its library is, and who is which rank.
 
 Nothing here runs before MPI is asked for. What MPI says of a job, with a rendezvous that world rank
-0 serves, becomes a Config like a launcher's, so everything after that is the same for all jobs.
+0 serves, becomes a Placement like a launcher's, so everything after that is the same for all jobs.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from polyhvd import _core
-from polyhvd.config import Config, ConfigError, mpi_launch, tell_mpi4py
+from polyhvd.config import ConfigError, Launched, Settings, mpi_launch, tell_mpi4py
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError, PeerLostError
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.placement import Placement, placements
 
 __all__ = [
     "Found",
     "MpiJob",
     "checked_ranks",
+    "finish",
     "is_asked_for",
     "is_communicator",
+    "join",
     "open_library",
     "places",
     "probe",
-    "ranks_of",
+    "ranks_in",
+    "runtime",
     "start",
 ]
 
@@ -51,13 +55,18 @@ _UNTIL_TOLD_S = 10.0  # of a wait for MPI that may be somebody's mistake
 # Finding ---------------------------------------------------------------------
 
 
-def is_asked_for(settings: Config, comm: object) -> bool:
-    """Whether the ranks of this process's job are to be learnt from MPI."""
+def is_asked_for(settings: Settings, comm: object, *, launched: bool) -> bool:
+    """Whether the ranks of this process's job are to be learnt from MPI.
+
+    Args:
+        settings: of this process.
+        comm: what ``init()`` was given.
+        launched: polyhvdrun has started this process.
+    """
     if is_communicator(comm) or settings.controller == "mpi":
         return True
     if settings.moves_by_mpi:
         return True
-    launched = settings.size > 1 or bool(settings.rendezvous)  # by polyhvdrun
     launch = mpi_launch()
     if launched or settings.controller == "gloo" or launch is None:
         return False
@@ -65,7 +74,7 @@ def is_asked_for(settings: Config, comm: object) -> bool:
     return launch.size != 1 or isinstance(probe(settings), Found)
 
 
-def places(settings: Config) -> list[str]:
+def places(settings: Settings) -> list[str]:
     """File names and paths at which MPI's library may be, the likeliest first.
 
     One that is in the process already, such as mpi4py's, is the only one: two would not know of
@@ -93,7 +102,7 @@ class Found:
     version: str
 
 
-def probe(settings: Config) -> Found | str:
+def probe(settings: Settings) -> Found | str:
     """The library that would be used, or why there is none. Initialises nothing."""
     try:
         return Found(*_core.probe_mpi(places(settings)))
@@ -117,7 +126,7 @@ def _folders_of_launcher() -> list[Path]:
     return []
 
 
-def open_library(settings: Config) -> _core.MpiRuntime:
+def open_library(settings: Settings) -> _core.MpiRuntime:
     """Open MPI's library; once in the life of a process."""
     try:
         runtime = _core.MpiRuntime(places(settings), not settings.mpi_threads_disable)
@@ -134,7 +143,7 @@ def open_library(settings: Config) -> _core.MpiRuntime:
     return runtime
 
 
-def start(runtime: _core.MpiRuntime, settings: Config) -> None:
+def start(runtime: _core.MpiRuntime, settings: Settings) -> None:
     """Initialise MPI, unless that was done. If the wait is ended, a later call goes on with it.
 
     Raises PeerLostError when other processes of the launcher's do not come to it within
@@ -195,7 +204,7 @@ def checked_ranks(comm: object) -> list[int]:
     )
 
 
-def ranks_of(members: Any, comm: Any, ranks: Sequence[int] | None) -> list[int]:
+def _ranks_of(members: Any, comm: Any, ranks: Sequence[int] | None) -> list[int]:
     """World ranks of the members of a communicator, or group, of mpi4py; none of COMM_NULL.
 
     ``comm`` and ``ranks`` are what ``init()`` was given. Raises InvalidArgumentError when somebody
@@ -218,31 +227,42 @@ def ranks_of(members: Any, comm: Any, ranks: Sequence[int] | None) -> list[int]:
 
 # Meeting ---------------------------------------------------------------------
 
+#: MPI in this process, for as long as it lives; None until it is needed.
+_runtime: _core.MpiRuntime | None = None
+
+
+def runtime() -> _core.MpiRuntime | None:
+    """MPI in this process, if it was opened."""
+    return _runtime
+
+
+def finish() -> None:
+    """Finalise MPI, if that is ours to do."""
+    if _runtime is not None:
+        _runtime.finish()
+
+
+def _forget_in_child() -> None:
+    global _runtime
+    if _runtime is not None:
+        _runtime.give_up()
+    _runtime = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
 
 @dataclass
 class MpiJob:
-    """A job whose ranks have met through MPI; close it when its engine has ended."""
+    """Ranks that have met through MPI; close it when their world has ended."""
 
-    settings: Config
+    placement: Placement
     session: _core.MpiSession
+    world: tuple[object, Sequence[int] | None]
+    #: Of the rendezvous that world rank 0 serves; empty in a world of one.
+    endpoint: str = ""
+    secret: str = ""
     server: Server | None = None
-
-    @classmethod
-    def join(
-        cls, runtime: _core.MpiRuntime, settings: Config, comm: object, ranks: Sequence[int] | None
-    ) -> MpiJob:
-        """Meet the other ranks: of ``comm``, or of MPI's world, or of some ``ranks`` of it.
-
-        Raises PeerLostError when they do not come within ``settings.start_timeout_s``.
-        """
-        session = runtime.meet(_handle_of(comm), list(ranks or ()), settings.start_timeout_s)
-        _check_size(session, settings, runtime, whole=comm is None and not ranks)
-        hosts = session.hosts()
-        job = cls(_placed(settings, session.rank, hosts), session)
-        names = [text.decode() for text in session.gather(socket.gethostname().encode())]
-        if session.size > 1:
-            job._open_rendezvous(hosts, names)
-        return job
 
     def resolve(self, mine: Sequence[Sequence[int] | None]) -> list[list[list[int]]]:
         """For each process set that every rank took from a communicator: all that ranks named there.
@@ -257,64 +277,88 @@ class MpiJob:
             resolved.append([] if None in named else [list(ranks) for ranks in sorted(distinct)])
         return resolved
 
+    def ranks_of(self, members: object) -> list[int]:
+        """World ranks of a communicator, or group, of mpi4py; raises InvalidArgumentError."""
+        return _ranks_of(members, *self.world)
+
     def close(self) -> None:
-        """End the rendezvous, if it is here."""
+        """End the rendezvous, if it is here; idempotent."""
         if self.server is not None:
             self.server.close()
+            self.server = None
 
-    def _open_rendezvous(self, hosts: Sequence[int], names: Sequence[str]) -> None:
-        """World rank 0 serves it and tells the others where, and the job's secret."""
-        said = {}
-        if self.settings.rank == 0:
-            secret = new_secret()
-            try:
-                self.server = Server(parse_secret(secret), _address(self.settings, hosts, names))
-                said = {"endpoint": self.server.endpoint, "secret": secret}
-            except (OSError, ValueError) as error:
-                said = {"error": f"rank 0 cannot serve the rendezvous: {error}"}
-        heard = json.loads(self.session.gather(json.dumps(said).encode())[0])
-        if "error" in heard:
-            raise HorovodInternalError(heard["error"])
-        self.settings = replace(
-            self.settings, rendezvous=heard["endpoint"], secret=heard["secret"], secret_file=""
+
+def join(settings: Settings, comm: object, ranks: Sequence[int] | None, *, after: int) -> MpiJob:
+    """Meet the other ranks: of ``comm``, or of MPI's world, or of some ``ranks`` of it.
+
+    Args:
+        settings: of this process.
+        comm: a communicator of mpi4py, or None.
+        ranks: of MPI's world, or None.
+        after: generation of the last world that this process was to be in; the new one's follows those
+            of all its ranks.
+
+    Raises:
+        ConfigError: MPI cannot be used.
+        PeerLostError: the others did not come within ``settings.start_timeout_s``.
+    """
+    global _runtime
+    if _runtime is None:
+        _runtime = open_library(settings)
+    start(_runtime, settings)
+    session = _runtime.meet(_handle_of(comm), list(ranks or ()), settings.start_timeout_s)
+    _check_size(session, _runtime, whole=comm is None and not ranks)
+    said = json.dumps({"name": socket.gethostname(), "after": after}).encode(errors="surrogateescape")
+    told = [json.loads(text) for text in session.gather(said)]
+    generation = 1 + max(int(other["after"]) for other in told)
+    hosts = session.hosts()
+    job = MpiJob(placements(list(map(str, hosts)), generation)[session.rank], session, (comm, ranks))
+    if session.size > 1:
+        _open_rendezvous(job, settings, hosts, [str(other["name"]) for other in told])
+    return job
+
+
+def ranks_in(job: MpiJob | None, members: object) -> list[int]:
+    """World ranks of a communicator, or group, of mpi4py; raises InvalidArgumentError without a job."""
+    if job is None:
+        raise InvalidArgumentError(
+            f"{members!r}: the ranks of this job have not met through MPI, so it says nothing about them"
         )
+    return job.ranks_of(members)
 
 
-def _check_size(
-    session: _core.MpiSession, settings: Config, runtime: _core.MpiRuntime, *, whole: bool
-) -> None:
+def _open_rendezvous(job: MpiJob, settings: Settings, hosts: Sequence[int], names: Sequence[str]) -> None:
+    """World rank 0 serves it and tells the others where, and the job's secret."""
+    said = {}
+    if job.placement.rank == 0:
+        secret = new_secret()
+        try:
+            job.server = Server(parse_secret(secret), _address(settings, hosts, names))
+            said = {"endpoint": job.server.endpoint, "secret": secret}
+        except (OSError, ValueError) as error:
+            said = {"error": f"rank 0 cannot serve the rendezvous: {error}"}
+    heard = json.loads(job.session.gather(json.dumps(said).encode())[0])
+    if "error" in heard:
+        raise HorovodInternalError(heard["error"])
+    job.endpoint, job.secret = heard["endpoint"], heard["secret"]
+
+
+def _check_size(session: _core.MpiSession, library: _core.MpiRuntime, *, whole: bool) -> None:
     """Find out a library that does not belong to the launcher: each process is a world of its own."""
-    launch = mpi_launch()
-    expected = max(settings.size, launch.size if launch else 0)
+    launched, launch = Launched.from_environment(), mpi_launch()
+    expected = max(launched.size, launch.size if launch else 0)
     if whole and session.size != expected and session.size == 1:
-        launcher = "polyhvdrun" if settings.rendezvous else f"the launcher of {launch and launch.launcher}"
+        launcher = "polyhvdrun" if launched.rendezvous else f"the launcher of {launch and launch.launcher}"
         raise ConfigError(
-            f"{launcher} has started {expected} ranks, but for {runtime.version} ({runtime.path}) this "
+            f"{launcher} has started {expected} ranks, but for {library.version} ({library.path}) this "
             "process is alone: it belongs to another launcher. Start the job with that library's mpirun, or "
             "with polyhvdrun --mpi, or name the launcher's library with POLYHVD_MPI_LIBRARY"
         )
 
 
-def _address(settings: Config, hosts: Sequence[int], names: Sequence[str]) -> str:
+def _address(settings: Settings, hosts: Sequence[int], names: Sequence[str]) -> str:
     """Where rank 0 can be reached by all."""
     if settings.interface:
         return network.address_of(settings.interface)
     others = [name for host, name in zip(hosts, names, strict=True) if host != hosts[0]]
     return network.address_towards(others[0]) if others else network.loopback()
-
-
-def _placed(settings: Config, rank: int, hosts: Sequence[int]) -> Config:
-    """The settings of a rank, from where MPI says that every rank is."""
-    here = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    position = {r: hosts[:r].count(host) for r, host in enumerate(hosts)}
-    across = [r for r in range(len(hosts)) if position[r] == position[rank]]
-    return replace(
-        settings,
-        rank=rank,
-        size=len(hosts),
-        local_rank=here.index(rank),
-        local_size=len(here),
-        cross_rank=across.index(rank),
-        cross_size=len(across),
-        host_id=str(hosts[rank]),
-    ).checked()

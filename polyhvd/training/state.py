@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from polyhvd.collectives.lines import in_line
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives
@@ -28,7 +27,7 @@ def broadcast_named(
     prefix follow each other, whatever their threads.
     """
     first_error: Exception | None = None
-    with in_line(prefix, process_set_id(process_set)):
+    with collectives.world.line(prefix, process_set_id(process_set)):
         handles = [
             collectives.broadcast_async(
                 tensor, root_rank, name=f"{prefix}.{name}", process_set=process_set, in_place=True

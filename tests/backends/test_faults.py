@@ -20,7 +20,7 @@ import worker
 from pool import Pool, PoolSpec
 from ranks_alive import is_running, wait_until_asleep
 
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 #: The promise: a lost rank is an error on all others within this time.
 LIVENESS_S = 1.0
@@ -178,7 +178,7 @@ def ask_for_what_never_comes() -> tuple[str, str]:
 
 
 def fail_and_end(reason: str) -> None:
-    context.engine().abort(reason)
+    current.world().engine.abort(reason)
     hvd.shutdown()
 
 

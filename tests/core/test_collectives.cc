@@ -183,7 +183,7 @@ TEST_CASE("an element is the sum over hosts, in order, of their sums, whatever w
     }
     ThreadWorld world(
         layout, {}, [&](EngineOptions& options) { options.attaching = attaching; },
-        [&](Wiring& w) { w.pids.assign(w.labels.size(), getpid()); });
+        [&](Connections& w) { w.pids.assign(w.labels.size(), getpid()); });
     std::atomic<int> wrong{0};
     world.run([&](int rank, Engine& engine) {
       for (const int apart : {0, 1, 2}) {  // none, every second one, all

@@ -32,11 +32,11 @@ class ThreadWorld {
  public:
   explicit ThreadWorld(const Layout& layout, std::vector<std::vector<int>> process_sets = {},
                        const std::function<void(EngineOptions&)>& adjust = {},
-                       const std::function<void(Wiring&)>& adjust_wiring = {}) {
+                       const std::function<void(Connections&)>& adjust_wiring = {}) {
     for (const auto& host : layout) size_ += static_cast<int>(host.size());
-    std::vector<Wiring> wirings(static_cast<std::size_t>(size_));
+    std::vector<Connections> all_connections(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
-      Wiring& w = wirings[static_cast<std::size_t>(r)];
+      Connections& w = all_connections[static_cast<std::size_t>(r)];
       w.rank = r;
       w.size = size_;
       w.domains = layout;
@@ -44,20 +44,20 @@ class ThreadWorld {
       w.process_sets = process_sets;
       if (adjust_wiring) adjust_wiring(w);
     }
-    const auto pair = [&](std::map<int, int> Wiring::* map, int a, int b) {
+    const auto pair = [&](std::map<int, int> Connections::* map, int a, int b) {
       int fds[2];
       if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) {
         throw std::runtime_error("socketpair");
       }
-      (wirings[static_cast<std::size_t>(a)].*map)[b] = fds[0];
-      (wirings[static_cast<std::size_t>(b)].*map)[a] = fds[1];
+      (all_connections[static_cast<std::size_t>(a)].*map)[b] = fds[0];
+      (all_connections[static_cast<std::size_t>(b)].*map)[a] = fds[1];
     };
     std::vector<int> host_of(static_cast<std::size_t>(size_));
     for (std::size_t h = 0; h < layout.size(); ++h) {
       for (const int r : layout[h]) host_of[static_cast<std::size_t>(r)] = static_cast<int>(h);
       const int parent = tree_parent(static_cast<int>(h));
       if (parent >= 0) {
-        pair(&Wiring::control_fds, layout[h][0], layout[static_cast<std::size_t>(parent)][0]);
+        pair(&Connections::control_fds, layout[h][0], layout[static_cast<std::size_t>(parent)][0]);
       }
       if (layout[h].size() < 2) continue;
       const int fd = memfd_create("polyhvd-test", MFD_CLOEXEC);
@@ -65,21 +65,22 @@ class ThreadWorld {
       if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
         throw std::runtime_error("memfd_create");
       }
-      for (const int r : layout[h]) wirings[static_cast<std::size_t>(r)].segment_fd = dup(fd);
+      for (const int r : layout[h])
+        all_connections[static_cast<std::size_t>(r)].segment_fd = dup(fd);
       close(fd);
     }
     for (int a = 0; a < size_; ++a) {
       for (int b = a + 1; b < size_; ++b) {
         const bool together =
             host_of[static_cast<std::size_t>(a)] == host_of[static_cast<std::size_t>(b)];
-        pair(together ? &Wiring::local_fds : &Wiring::data_fds, a, b);
+        pair(together ? &Connections::local_fds : &Connections::data_fds, a, b);
       }
     }
     EngineOptions options;
     options.crowded = true;  // ranks are threads: more of them than cores
     options.data_timeout = std::chrono::seconds(60);
     if (adjust) adjust(options);
-    for (Wiring& w : wirings) engines_.push_back(make_engine(std::move(w), options));
+    for (Connections& w : all_connections) engines_.push_back(make_engine(std::move(w), options));
   }
 
   int size() const { return size_; }

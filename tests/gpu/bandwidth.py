@@ -19,7 +19,7 @@ import numpy as np
 import polyhvd.numpy as hvd
 from device_arrays import DeviceArray, cuda, current_stream, device
 
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 from polyhvd.runtime.gpu import nccl_libraries
 
 _SIZES = [1 << n for n in range(10, 29, 2)]
@@ -48,7 +48,7 @@ class _Nccl:
     """A communicator of our own over all ranks."""
 
     def __init__(self) -> None:
-        paths = nccl_libraries(context.config())
+        paths = nccl_libraries(current.world().settings)
         self._library = next(filter(None, map(_opened, paths)), None)
         if self._library is None:
             raise SystemExit(f"no NCCL at any of {paths}")

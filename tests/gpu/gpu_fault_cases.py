@@ -16,7 +16,7 @@ from device_arrays import DeviceArray
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = [
     "die_in_transfer",
@@ -33,7 +33,7 @@ _ENOUGH_BYTES = 10 << 20
 
 def _reduce(tensor: DeviceArray) -> np.ndarray:  # type: ignore[type-arg]
     ref = tensor.ref()
-    handle = context.engine().submit(OpKind.ALLREDUCE, "large", [ref], [ref])
+    handle = current.world().engine.submit(OpKind.ALLREDUCE, "large", [ref], [ref])
     handle.wait()
     return tensor.to_numpy()
 
@@ -77,7 +77,7 @@ def refused_without_driver() -> str:
     """A tensor on a GPU of whose driver there is none; then one of the CPU."""
     ref = _core.TensorRef(4096, (4,), "float32", None, 0, 0)
     try:
-        context.engine().submit(OpKind.ALLREDUCE, "nowhere", [ref], [ref])
+        current.world().engine.submit(OpKind.ALLREDUCE, "nowhere", [ref], [ref])
     except ValueError as error:
         assert np.all(hvd.allreduce(np.ones(3, np.float32), name="after", op=hvd.Sum) == hvd.size())
         return str(error)

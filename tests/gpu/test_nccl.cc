@@ -81,13 +81,13 @@ class OnGpu {
 };
 
 // Loaded by one thread, as the thread sanitizer does not see the loader's locks.
-void use_nccl(Wiring& wiring) {
+void use_nccl(Connections& connections) {
   for (const char* name : {"build/gpu/libcuda.so.1", "build/gpu/libnccl.so.2"}) {
     REQUIRE_MESSAGE(dlopen(name, RTLD_NOW | RTLD_LOCAL) != nullptr, "make stand-ins builds it");
   }
   gpu::Driver(0).functions();
-  wiring.backends = {"nccl", "host"};
-  wiring.nccl_libraries = {"build/gpu/libnccl.so.2"};
+  connections.backends = {"nccl", "host"};
+  connections.nccl_libraries = {"build/gpu/libnccl.so.2"};
 }
 
 }  // namespace
@@ -165,9 +165,9 @@ TEST_CASE("levels are there where several hosts have equally many ranks, and mor
 TEST_CASE("ranks as threads on two hosts reduce by NCCL within each, and by CPUs between them") {
   // Among them what is packed, what is not, what does not divide, and more than a buffer holds.
   const std::vector<std::size_t> counts{1001, 7, 40000, 16000, 70001, 5'000'003};
-  const auto by_levels = [](Wiring& wiring) {
-    use_nccl(wiring);
-    wiring.hierarchical = true;
+  const auto by_levels = [](Connections& connections) {
+    use_nccl(connections);
+    connections.hierarchical = true;
   };
   ThreadWorld world({{0, 1}, {2, 3}}, {{0, 1, 3}, {0, 3}, {1, 2}}, {}, by_levels);
   world.run([&](int rank, Engine& engine) {

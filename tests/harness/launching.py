@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from polyhvd.config import Config
+from polyhvd.config import Launched, Settings
+from polyhvd.launch.providers.local import meet_as
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime import bootstrap
-from polyhvd.runtime.connections import Wiring
+from polyhvd.runtime.connections import Connections
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0  # for liveness only
@@ -188,25 +189,40 @@ class World:
     def __init__(self) -> None:
         self.secret = new_secret()
         self.server = Server(parse_secret(self.secret))
-        self._wirings: list[Wiring] = []
+        self._connections: list[Connections] = []
 
-    def config(self, rank: int, size: int, **settings: object) -> Config:
-        """A rank's configuration; one host and five seconds unless told otherwise."""
-        values: dict[str, object] = {"start_timeout_s": 5.0, "secret": self.secret, **settings}
-        return Config(rank=rank, size=size, rendezvous=self.server.endpoint, **values)  # type: ignore[arg-type]
+    def config(self, rank: int, size: int, **values: object) -> tuple[Launched, Settings]:
+        """What a rank is told, and its settings; one host and five seconds unless told otherwise."""
+        told: dict[str, object] = {"rendezvous": self.server.endpoint, "secret": self.secret}
+        told |= {name: value for name, value in values.items() if hasattr(Launched, name)}
+        settings = {name: value for name, value in values.items() if not hasattr(Launched, name)}
+        return (
+            Launched(rank=rank, size=size, **told),  # type: ignore[arg-type]
+            Settings(**{"start_timeout_s": 5.0, **settings}),  # type: ignore[arg-type]
+        )
 
     def start(
-        self, configs: list[Config], *, generation: int = 1, process_sets: list[list[list[int]]] | None = None
-    ) -> Callable[[], list[Wiring | Exception]]:
+        self,
+        configs: list[tuple[Launched, Settings]],
+        *,
+        generation: int = 1,
+        process_sets: list[list[list[int]]] | None = None,
+    ) -> Callable[[], list[Connections | Exception]]:
         """Begin init() on a thread for each config; the result waits for what each one got."""
-        results: list[Wiring | Exception | None] = [None] * len(configs)
+        results: list[Connections | Exception | None] = [None] * len(configs)
 
         def init(index: int) -> None:
             sets = process_sets[index] if process_sets else []
             try:
-                wiring = bootstrap.connect(configs[index], generation, sets)
-                self._wirings.append(wiring)
-                results[index] = wiring
+                launched, settings = configs[index]
+                placement, store = meet_as(
+                    launched, generation - 1, time.monotonic() + settings.start_timeout_s
+                )
+                assert store is not None
+                with store:
+                    connections = bootstrap.connect(settings, placement, store, sets)
+                self._connections.append(connections)
+                results[index] = connections
             except Exception as error:
                 results[index] = error
 
@@ -214,7 +230,7 @@ class World:
         for thread in threads:
             thread.start()
 
-        def wait() -> list[Wiring | Exception]:
+        def wait() -> list[Connections | Exception]:
             for thread in threads:
                 thread.join(DEADLINE_S)
                 assert not thread.is_alive(), "init() hangs"
@@ -222,29 +238,31 @@ class World:
 
         return wait
 
-    def connect(self, size: int, *, hosts: str = "", generation: int = 1, **settings: object) -> list[Wiring]:
+    def connect(
+        self, size: int, *, hosts: str = "", generation: int = 1, **settings: object
+    ) -> list[Connections]:
         """init() on all ranks; `hosts` has a letter a rank."""
         configs = [self.config(r, size, host_id=(hosts or "a" * size)[r], **settings) for r in range(size)]
         results = self.start(configs, generation=generation)()
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        return [result for result in results if isinstance(result, Wiring)]
+        return [result for result in results if isinstance(result, Connections)]
 
     def disconnect(self) -> None:
         """Close every descriptor that was handed out."""
-        for wiring in self._wirings:
-            for descriptor in descriptors(wiring):
+        for connections in self._connections:
+            for descriptor in descriptors(connections):
                 os.close(descriptor)
-        self._wirings = []
+        self._connections = []
 
     def close(self) -> None:
         self.disconnect()
         self.server.close()
 
 
-def descriptors(wiring: Wiring) -> list[int]:
-    """All descriptors of a wiring."""
-    tables = (wiring.local_fds, wiring.control_fds, wiring.data_fds)
+def descriptors(connections: Connections) -> list[int]:
+    """All descriptors of these connections."""
+    tables = (connections.local_fds, connections.control_fds, connections.data_fds)
     found = [descriptor for table in tables for descriptor in table.values()]
-    return found + ([wiring.segment_fd] if wiring.segment_fd >= 0 else [])
+    return found + ([connections.segment_fd] if connections.segment_fd >= 0 else [])

@@ -15,18 +15,20 @@ import time
 import pytest
 from launching import World, descriptors, wait_until
 
-from polyhvd.config import Config, ConfigError
+from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
+from polyhvd.launch.providers.local import meet_as
 from polyhvd.rendezvous import segment
 from polyhvd.rendezvous.auth import Claim, new_secret, parse_secret, prove
 from polyhvd.rendezvous.server import Client
 from polyhvd.runtime import bootstrap
-from polyhvd.runtime.connections import Wiring, tree_parent
+from polyhvd.runtime.connections import Connections, tree_parent
+from polyhvd.runtime.placement import ALONE
 
 
-def assert_joined(wirings: list[Wiring], table: str, a: int, b: int) -> None:
+def assert_joined(connected: list[Connections], table: str, a: int, b: int) -> None:
     """Whatever a writes for b arrives at b, at the connection it has to a, and back."""
-    ends = [getattr(wirings[a], table)[b], getattr(wirings[b], table)[a]]
+    ends = [getattr(connected[a], table)[b], getattr(connected[b], table)[a]]
     for end in ends:
         os.set_blocking(end, True)
     for source, target in (ends, ends[::-1]):
@@ -35,29 +37,27 @@ def assert_joined(wirings: list[Wiring], table: str, a: int, b: int) -> None:
         assert os.read(target, 64) == message
 
 
-def assert_complete(wirings: list[Wiring], domains: list[list[int]]) -> None:
-    """Exactly the connections that the wiring's contract asks for."""
+def assert_complete(connected: list[Connections], domains: list[list[int]]) -> None:
+    """Exactly the connections that the connections's contract asks for."""
     home = {rank: i for i, ranks in enumerate(domains) for rank in ranks}
     leaders = {ranks[0]: i for i, ranks in enumerate(domains)}
-    for rank, wiring in enumerate(wirings):
-        assert (wiring.rank, wiring.size, wiring.domains) == (rank, len(wirings), domains)
-        assert set(wiring.local_fds) == set(domains[home[rank]]) - {rank}
-        assert set(wiring.data_fds) == set(range(len(wirings))) - set(domains[home[rank]])
+    for rank, connections in enumerate(connected):
+        assert (connections.rank, connections.size, connections.domains) == (rank, len(connected), domains)
+        assert set(connections.local_fds) == set(domains[home[rank]]) - {rank}
+        assert set(connections.data_fds) == set(range(len(connected))) - set(domains[home[rank]])
         tree = {
             other
             for other, i in leaders.items()
             if rank in leaders and (tree_parent(i) == home[rank] or tree_parent(home[rank]) == i)
         }
-        assert set(wiring.control_fds) == tree
+        assert set(connections.control_fds) == tree
         for table in ("local_fds", "control_fds", "data_fds"):
-            for other in getattr(wiring, table):
-                assert_joined(wirings, table, rank, other)
+            for other in getattr(connections, table):
+                assert_joined(connected, table, rank, other)
 
 
 def test_world_of_one_needs_nothing() -> None:
-    # NCCL is looked for once there is a tensor on a GPU.
-    alone = Wiring(process_sets=[[0]], backends=["nccl?", "host"])
-    assert bootstrap.connect(Config(), 1, [[0]]) == alone
+    assert bootstrap.connect(Settings(), ALONE, None, [[0]]) == Connections(process_sets=[[0]])
 
 
 @pytest.mark.parametrize(
@@ -78,33 +78,33 @@ def test_every_pair_is_connected(world: World, hosts: str, domains: list[list[in
 
 def test_process_ids_are_known_within_a_host(world: World) -> None:
     own = os.getpid()  # ranks are threads here
-    pids = [wiring.pids for wiring in world.connect(3, hosts="aba")]
+    pids = [connections.pids for connections in world.connect(3, hosts="aba")]
     assert pids == [[own, 0, own], [0, own, 0], [own, 0, own]]
 
 
 def test_memory_is_shared_sealed_and_zeroed(world: World) -> None:
-    wirings = world.connect(3)
-    maps = [mmap.mmap(wiring.segment_fd, 0) for wiring in wirings]
+    connected = world.connect(3)
+    maps = [mmap.mmap(connections.segment_fd, 0) for connections in connected]
     assert [len(m) for m in maps] == [4096 * 3] * 3
     assert bytes(maps[0]) == bytes(len(maps[0]))
     for rank, m in enumerate(maps):
         m[rank] = rank + 1
     assert all(bytes(m[:3]) == b"\1\2\3" for m in maps)
-    for wiring in wirings:
-        seals = fcntl.fcntl(wiring.segment_fd, fcntl.F_GET_SEALS)
+    for connections in connected:
+        seals = fcntl.fcntl(connections.segment_fd, fcntl.F_GET_SEALS)
         assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     for m in maps:
         m.close()
 
 
 def test_descriptors_are_closed_on_exec(world: World) -> None:
-    for wiring in world.connect(4, hosts="aabb"):
-        assert not any(os.get_inheritable(descriptor) for descriptor in descriptors(wiring))
+    for connections in world.connect(4, hosts="aabb"):
+        assert not any(os.get_inheritable(descriptor) for descriptor in descriptors(connections))
 
 
 def test_tcp_connections_do_not_delay_and_notice_silence(world: World) -> None:
-    for wiring in world.connect(2, hosts="ab"):
-        for descriptor in (*wiring.data_fds.values(), *wiring.control_fds.values()):
+    for connections in world.connect(2, hosts="ab"):
+        for descriptor in (*connections.data_fds.values(), *connections.control_fds.values()):
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 tcp = socket.IPPROTO_TCP
                 assert connection.getsockopt(tcp, socket.TCP_NODELAY)
@@ -117,15 +117,15 @@ def test_tcp_connections_do_not_delay_and_notice_silence(world: World) -> None:
 def test_process_sets_and_labels_are_handed_on(world: World) -> None:
     configs = [world.config(r, 2) for r in range(2)]
     for result in world.start(configs, process_sets=[[[0, 1], [1]]] * 2)():
-        assert isinstance(result, Wiring)
+        assert isinstance(result, Connections)
         assert result.process_sets == [[0, 1], [1]]
         assert result.labels == [f"pid {os.getpid()} on {socket.gethostname()}"] * 2
 
 
 def test_one_rank_without_shared_memory_takes_its_host_to_tcp(world: World) -> None:
     configs = [world.config(r, 4, host_id="aabb"[r], shared_memory=r != 1) for r in range(4)]
-    wirings = [result for result in world.start(configs)() if isinstance(result, Wiring)]
-    assert_complete(wirings, [[0], [1], [2, 3]])
+    connected = [result for result in world.start(configs)() if isinstance(result, Connections)]
+    assert_complete(connected, [[0], [1], [2, 3]])
 
 
 @pytest.mark.parametrize("broken", ["make_segment", "send_segment", "receive_segment"])
@@ -216,9 +216,9 @@ def test_secret_may_lie_in_a_file(world: World, tmp_path: os.PathLike[str]) -> N
     ],
 )
 def test_unusable_settings_are_named(settings: dict[str, str], message: str) -> None:
-    config = Config(**{"size": 2, "rendezvous": "127.0.0.1:1", "secret": new_secret(), **settings})  # type: ignore[arg-type]
+    told = Launched(**{"size": 2, "rendezvous": "127.0.0.1:1", "secret": new_secret(), **settings})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        bootstrap.connect(config, 1, [])
+        meet_as(told, 0, time.monotonic() + 1)
 
 
 def test_disagreement_on_process_sets_is_raised_on_every_rank(world: World) -> None:
@@ -253,7 +253,7 @@ def test_failure_is_told_to_ranks_that_come_later_and_ends_with_a_new_try(world:
     assert "rank 1 failed in init(): POLYHVD_GLOO_IFACE" in str(late)
     second = world.start([world.config(1, 2, start_timeout_s=20.0)])
     wait_until(lambda: 1 in world.server._store.scopes.get("init/1/hello", {}), "the new try")
-    assert all(isinstance(r, Wiring) for r in world.start([world.config(0, 2)])() + second())
+    assert all(isinstance(r, Connections) for r in world.start([world.config(0, 2)])() + second())
 
 
 @pytest.mark.parametrize("interface", ["lo", "127.0.0.1", "nope0,lo", "127.0.0.0/8"])
@@ -285,8 +285,8 @@ def test_strangers_at_the_data_listeners_do_not_disturb(world: World) -> None:
                 tcp.sendall(bytes(200))
                 unix.sendall(b"polyhvd")
         second = world.start([world.config(1, 2, start_timeout_s=20.0)])
-        wirings = [result for result in first() + second() if isinstance(result, Wiring)]
-        assert_complete(wirings, [[0, 1]])
+        connected = [result for result in first() + second() if isinstance(result, Connections)]
+        assert_complete(connected, [[0, 1]])
     finally:
         for stranger in strangers:
             stranger.close()
@@ -310,7 +310,7 @@ def test_connections_that_nobody_expects_are_refused(world: World, claim: Claim)
     with connection, pytest.raises(ConnectionError):
         prove(connection, parse_secret(world.secret), claim, time.monotonic() + 10)
     second = world.start([world.config(1, 2)], generation=2)
-    assert all(isinstance(result, Wiring) for result in first() + second())
+    assert all(isinstance(result, Connections) for result in first() + second())
 
 
 def test_descriptors_smuggled_by_strangers_are_not_kept(world: World) -> None:
@@ -326,7 +326,7 @@ def test_descriptors_smuggled_by_strangers_are_not_kept(world: World) -> None:
         assert stranger.recv(1) == b""
     assert len(os.listdir("/proc/self/fd")) <= before
     second = world.start([world.config(1, 2)])
-    assert all(isinstance(result, Wiring) for result in first() + second())
+    assert all(isinstance(result, Connections) for result in first() + second())
 
 
 def settled_descriptors(world: World) -> int:

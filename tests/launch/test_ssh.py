@@ -101,11 +101,13 @@ def test_environment_and_folder_go_along_and_the_secret_is_on_no_command_line(
 
 def test_ranks_on_several_hosts_connect(launcher: Launcher, ssh: list[str]) -> None:
     source = (
-        "import os\n"
-        "from polyhvd import bootstrap\n"
-        "from polyhvd.config import Config\n"
+        "import os, time\n"
+        "from polyhvd.config import Launched, Settings\n"
+        "from polyhvd.launch.providers.local import meet_as\n"
+        "from polyhvd.runtime import bootstrap\n"
         "bootstrap._segment_bytes = lambda ranks: 4096\n"
-        "wiring = bootstrap.connect(Config.from_environment(), 1, [])\n"
+        "placement, store = meet_as(Launched.from_environment(), 0, time.monotonic() + 30)\n"
+        "wiring = bootstrap.connect(Settings(), placement, store, [])\n"
         "print(wiring.domains, sorted(wiring.data_fds), sorted(wiring.local_fds))\n"
     )
     environment = {"PYTHONPATH": os.getcwd()}

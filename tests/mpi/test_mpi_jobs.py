@@ -111,9 +111,9 @@ with pytest.raises(ValueError, match="expected a communicator"):
     hvd.init(comm="world")
 
 # What MPI refuses is an exception with its words.
-from polyhvd.runtime import context
+from polyhvd.runtime import mpi
 with pytest.raises(RuntimeError, match="MPI_Comm_test_inter of .* failed: .*communicator"):
-    context._mpi.meet(MPI._handleof(MPI.COMM_NULL), [], 5.0)
+    mpi.runtime().meet(MPI._handleof(MPI.COMM_NULL), [], 5.0)
 say("worked", world.rank, True, True)
 """
 )
@@ -169,11 +169,10 @@ LATE = (
 import time
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 import polyhvd as hvd
-from polyhvd.runtime import context
 from polyhvd.runtime import mpi
-from polyhvd.config import Config
-context._mpi = mpi.open_library(Config.from_environment())
-mpi.start(context._mpi, Config.from_environment())
+from polyhvd.config import Settings
+mpi._runtime = mpi.open_library(Settings.from_environment())
+mpi.start(mpi._runtime, Settings.from_environment())
 if rank == 1:
     time.sleep(600)  # in MPI, but never in init()
 os.environ["POLYHVD_START_TIMEOUT"] = "2"

@@ -13,7 +13,7 @@ import jobs
 import mpirun
 import pytest
 
-from polyhvd.config import Config
+from polyhvd.config import Settings
 from polyhvd.errors import PeerLostError
 from polyhvd.runtime import mpi
 
@@ -64,7 +64,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("stand_in")
     asks = tmp_path / "asks.py"
     asks.write_text(
-        "from polyhvd import mpi\nfrom polyhvd.config import Config\nprint(mpi.probe(Config()).path)\n"
+        "from polyhvd.config import Settings\n"
+        "from polyhvd.runtime import mpi\n"
+        "print(mpi.probe(Settings()).path)\n"
     )
     _, out, err = jobs.run(asks, 1)
     library = Path(out.strip())
@@ -207,7 +209,7 @@ class _Slow:
 
 def test_a_long_wait_for_the_start_of_mpi_is_told_of_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
     runtime: Any = _Slow()
-    settings = replace(Config(), start_timeout_s=45.0)
+    settings = replace(Settings(), start_timeout_s=45.0)
     with pytest.raises(PeerLostError, match=r"of Open MPI v4.1.4 has not returned after 45 s"):
         mpi.start(runtime, settings)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -1323,9 +1323,9 @@ def channels_last_trains() -> None:
 
 def hvd_size() -> int:
     """Number of ranks, while hvd is shut down."""
-    from polyhvd.config import Config
+    from polyhvd.config import Launched
 
-    return Config.from_environment().size
+    return Launched.from_environment().size
 
 
 def not_initialized_is_an_error() -> None:

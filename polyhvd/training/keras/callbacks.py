@@ -6,9 +6,8 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from polyhvd.collectives.lines import in_line
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.runtime import context
+from polyhvd.runtime import current
 
 __all__ = [
     "BestModel",
@@ -99,7 +98,7 @@ class MetricAverage(abc.ABC):
         if not logs:
             return
         keys = sorted(logs)
-        with in_line("MetricAverageCallback", 0):
+        with current.world().line("MetricAverageCallback", 0):
             averages = self._averages([float(logs[key]) for key in keys])
         for key, value in zip(keys, averages, strict=True):
             logs[key] = value
@@ -241,7 +240,7 @@ class LearningRateWarmup(LearningRateSchedule):
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
             done = epoch + 1.0 / self.steps_per_epoch
-            size = context.config().size
+            size = current.world().placement.size
             return (done * (size - 1) / warmup_epochs + 1.0) / size
 
         super().__init__(
@@ -299,12 +298,12 @@ class BestModel:
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """As of the base class, on rank 0."""
-        if context.config().rank == 0:
+        if current.world().placement.rank == 0:
             super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """As of the base class, on rank 0."""
-        if context.config().rank == 0:
+        if current.world().placement.rank == 0:
             super().on_epoch_end(epoch, logs)  # type: ignore[misc]
 
 

@@ -1,0 +1,199 @@
+"""``init()`` and ``shutdown()``: how this process gets into a world, and out of it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from polyhvd import _core, log
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.config import ConfigError, Launched, Settings
+from polyhvd.errors import HorovodInternalError, InvalidArgumentError
+from polyhvd.launch.providers import MPI, POLYHVDRUN
+from polyhvd.launch.providers.foreign import foreign_launch
+from polyhvd.observe import tracing
+from polyhvd.observe.autotune import Autotuner
+from polyhvd.rendezvous.store import Store
+from polyhvd.runtime import current, mpi
+from polyhvd.runtime.placement import Placement
+from polyhvd.runtime.world import World
+
+__all__ = ["init", "is_initialized", "shutdown"]
+
+_LOG = logging.getLogger("polyhvd")
+_generation = 0  # of the last world that this process was to be in; under current.lock
+
+
+def init(
+    comm: object = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    *,
+    reproducible: bool | None = None,
+) -> None:
+    """Connect this process to the other ranks of the job; does nothing when that is done already.
+
+    Without a launcher this is a world of one rank. A process that another launcher (torchrun, srun, ...)
+    has started as one of several raises, unless ``POLYHVD_ALONE=1`` says that this is meant. After
+    ``shutdown()`` it may be called again, on every rank.
+
+    Args:
+        comm: the ranks that form the world: a communicator of mpi4py, or a list of ranks of the
+            launcher's world, which all of them call with the same list; None: all ranks.
+        process_sets: groups of ranks to register, the same on every rank; those made of communicators of
+            mpi4py may be another one on each. ``"dynamic"``, Horovod's, means none for now.
+        reproducible: whether sums must not depend on how ranks are spread over hosts either; None: as
+            ``POLYHVD_REPRODUCIBLE`` says.
+
+    Raises:
+        ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot; or another
+            launcher has started this process, and its job cannot be joined.
+        InvalidArgumentError: a process set names a rank that does not exist, or the ranks of another one, or
+            ``comm`` cannot be used.
+        OSError: the file that TIMELINE names cannot be written.
+        PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
+    """
+    if isinstance(comm, (list, tuple)) and comm and all(isinstance(item, ProcessSet) for item in comm):
+        comm, process_sets = None, comm
+    listed = [] if process_sets == "dynamic" else list(process_sets or ())
+    sets = [item for item in listed if isinstance(item, ProcessSet)]
+    if len(sets) < len(listed):
+        raise InvalidArgumentError(f"init(process_sets={process_sets!r}): expected a list of ProcessSet")
+    with current.lock:
+        if current.find() is not None:
+            return
+        settings = Settings.from_environment()
+        if reproducible is not None:
+            settings = replace(settings, reproducible=bool(reproducible))
+        _enter(settings, comm, sets)
+
+
+def shutdown() -> None:
+    """Leave the job in good order. Operations that are pending fail; ``init()`` may follow."""
+    with current.lock:
+        current.leave()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    return current.find() is not None
+
+
+def _enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
+    """Meet the other ranks, and make the world with them the current one."""
+    global _generation
+    launched = Launched.from_environment()
+    log.configure(settings, launched.rank)
+    MPI.forget()  # what is left of an init() that failed: the others had to hear of it
+    is_first = _generation == 0
+    try:
+        placement, store = _meet(settings, launched, comm)
+    except HorovodInternalError:
+        _generation += 1  # as on the ranks that came further, and fail later
+        raise
+    job = MPI.job
+    log.configure(settings, placement.rank)
+    if is_first and placement.rank == 0:
+        log.report_unknown()
+    try:
+        for item in sets:
+            bad = [rank for rank in item.ranks or [] if not 0 <= rank < placement.size]
+            if item is global_process_set or bad:
+                raise InvalidArgumentError(
+                    f"{item}: ranks are 0 to {placement.size - 1}; found {bad or 'all'}"
+                )
+        lists, numbers = _settle(job, sets)
+        _check_distinct(lists)
+        _generation = placement.generation
+        world = World.connect(settings, placement, store, lists, met_by_mpi=job)
+    finally:
+        if store is not None:
+            store.close()
+    try:
+        tracing.begin(world)
+        if settings.steps_per_sample(placement.rank, placement.size) > 0:
+            world.on_sample(Autotuner(settings, world.hosts, world.engine.tune).observe)
+    except BaseException:
+        world.close()
+        raise
+    for number, item in zip(numbers, sets, strict=True):
+        world.register(item, number)
+    current.enter(world)
+
+
+def _meet(settings: Settings, launched: Launched, comm: object) -> tuple[Placement, Store | None]:
+    """This rank's place among those of its job, and where they meet, by the provider whose job it is."""
+    ranks = None if comm is None or mpi.is_communicator(comm) else mpi.checked_ranks(comm)
+    deadline = time.monotonic() + settings.start_timeout_s
+    if mpi.is_asked_for(settings, comm, launched=launched.by_polyhvdrun):
+        MPI.world = (comm if ranks is None else None, ranks)
+        met = MPI.meet(MPI.detect(os.environ), settings, _generation, deadline)
+    elif ranks is not None:
+        raise InvalidArgumentError(
+            f"init(comm={comm!r}): a list of ranks needs a job that MPI has started; use a ProcessSet"
+        )
+    else:
+        met = POLYHVDRUN.meet(POLYHVDRUN.detect(os.environ), settings, _generation, deadline)
+    if comm is None and met[0].size == 1 and not launched.rendezvous and not settings.alone:
+        _refuse_to_be_alone(met_by_mpi=MPI.job is not None)
+    return met
+
+
+def _refuse_to_be_alone(*, met_by_mpi: bool) -> None:
+    """Raise ConfigError in a world of one whose process another launcher has started as one of several."""
+    foreign = foreign_launch(os.environ, met_by_mpi=met_by_mpi)
+    if foreign is None:
+        return
+    said = f"init(): {foreign}"
+    if not foreign.certain:
+        _LOG.warning("%s; it goes on as a world of one. If there are others, %s", said, foreign.cure)
+        return
+    raise ConfigError(
+        f"{said}, and polyhvd cannot join the others: it would train alone. Instead, {foreign.cure}. "
+        "For a world of one rank on purpose set POLYHVD_ALONE=1"
+    )
+
+
+def _settle(job: mpi.MpiJob | None, sets: list[ProcessSet]) -> tuple[list[list[int]], list[int]]:
+    """The ranks of all process sets that there will be, and for each of ``sets`` its number."""
+    named: list[list[list[int]]] = [[] for _ in sets]
+    mine = [None if item.members is None else mpi.ranks_in(job, item.members) for item in sets]
+    if job is not None:
+        named = job.resolve(mine)
+    for item, ranks in zip(sets, mine, strict=True):
+        item.ranks = item.ranks if ranks is None else ranks
+    lists: list[list[int]] = []
+    numbers = []
+    for item, choices in zip(sets, named, strict=True):
+        ranks = item.ranks or next(iter(choices), None)  # another's, where this rank is no member
+        if not ranks:
+            raise InvalidArgumentError(f"{item} has no members")
+        item.ranks = ranks
+        choices = choices if ranks in choices else [ranks]
+        numbers.append(1 + len(lists) + choices.index(ranks))
+        lists += choices
+    return lists, numbers
+
+
+def _check_distinct(lists: list[list[int]]) -> None:
+    """Raise for ranks that are named as two process sets: the second one could not be told from the first."""
+    twice = [ranks for i, ranks in enumerate(lists) if ranks in lists[:i]]
+    if twice:
+        raise InvalidArgumentError(
+            f"init(process_sets=[...]): ranks {twice[0]} are given as two process sets; use one for both"
+        )
+
+
+def _end_process() -> None:
+    """Leave, and finalise MPI if that is ours to do; not after an error, when the others may be elsewhere."""
+    _core.begin_end_of_program()
+    shutdown()
+    if not hasattr(sys, "last_value"):
+        mpi.finish()
+
+
+atexit.register(_end_process)

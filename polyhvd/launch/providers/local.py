@@ -1,0 +1,85 @@
+"""Jobs of polyhvdrun, on this host and on others: the launcher tells each rank its place in variables.
+
+A process without any of them is a job of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from polyhvd.config import ConfigError, Launched, Settings
+from polyhvd.errors import HorovodInternalError
+from polyhvd.launch.providers.provider import Claim
+from polyhvd.rendezvous.auth import parse_secret
+from polyhvd.rendezvous.server import Client
+from polyhvd.rendezvous.store import Store, StoreError
+from polyhvd.runtime.placement import Placement
+
+__all__ = ["PolyhvdrunProvider", "meet_as"]
+
+
+class PolyhvdrunProvider:
+    """See :class:`polyhvd.launch.providers.provider.Provider`."""
+
+    name = "polyhvdrun"
+
+    def detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """What polyhvdrun has told; None where it has not started this process."""
+        launched = Launched.from_environment(environ)
+        if not launched.by_polyhvdrun:
+            return None
+        return Claim(launched.rank, launched.size, launched.local_rank, job_id=launched.rendezvous)
+
+    def meet(
+        self, claim: Claim | None, settings: Settings, after: int, deadline: float
+    ) -> tuple[Placement, Store | None]:
+        """The place that the launcher has told, and the store that it serves."""
+        return meet_as(Launched.from_environment(), after, deadline)
+
+
+def meet_as(launched: Launched, after: int, deadline: float) -> tuple[Placement, Store | None]:
+    """What :meth:`PolyhvdrunProvider.meet` does, for what the launcher has told a rank."""
+    placement = _placement(launched, after + 1)
+    if placement.size == 1:
+        return placement, None
+    if not launched.rendezvous:
+        raise ConfigError(f"POLYHVD_SIZE={launched.size} needs POLYHVD_RENDEZVOUS; start with polyhvdrun")
+    secret, rank = _secret(launched), placement.rank
+    try:
+        store = Client(
+            launched.rendezvous, secret, rank=rank, generation=placement.generation, deadline=deadline
+        )
+    except StoreError as error:
+        raise HorovodInternalError(f"rank {rank}: {error}") from None
+    return placement, store
+
+
+def _placement(launched: Launched, generation: int) -> Placement:
+    try:
+        return Placement(
+            generation=generation,
+            rank=launched.rank,
+            size=launched.size,
+            local_rank=launched.local_rank,
+            local_size=max(launched.local_size, launched.local_rank + 1),
+            cross_rank=launched.cross_rank,
+            cross_size=max(launched.cross_size, launched.cross_rank + 1),
+            host=launched.host_id,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _secret(launched: Launched) -> bytes:
+    text, name = launched.secret, "POLYHVD_SECRET"
+    if not text and launched.secret_file:
+        name = f"POLYHVD_SECRET_FILE={launched.secret_file}"
+        try:
+            text = Path(launched.secret_file).read_text("ascii")
+        except OSError as error:
+            raise ConfigError(f"{name}: {error.strerror}") from None
+    try:
+        return parse_secret(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None

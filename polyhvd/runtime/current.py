@@ -1,0 +1,100 @@
+"""The world that the verbs of the frameworks use: that of the process, if it is in one.
+
+It is the only world that a module keeps. Everything else is handed its :class:`World`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from polyhvd.errors import NotInitializedError, PeerLostError
+
+if TYPE_CHECKING:
+    from polyhvd import _core
+    from polyhvd.runtime.world import World
+
+__all__ = ["enter", "find", "leave", "lock", "of_generation", "on_change", "on_leave", "world"]
+
+#: Held while the current world changes, by init() and shutdown() as a whole. Outermost of all locks.
+lock = threading.RLock()
+_world: World | None = None  # written under `lock`; reads are of one reference, and need none
+_listeners: list[Callable[[_core.Engine | None], None]] = []  # under `lock`
+_leavers: list[Callable[[World], None]] = []  # likewise
+
+
+def world() -> World:
+    """The current world; raises :class:`NotInitializedError` before ``init()``."""
+    found = _world
+    if found is None:
+        raise NotInitializedError()
+    return found
+
+
+def find() -> World | None:
+    """The current world, or None."""
+    return _world
+
+
+def of_generation(generation: int, about: str) -> World:
+    """The current world, for what was begun in a generation of it.
+
+    Args:
+        generation: that of the world in which it was begun.
+        about: what was begun, for messages: "the gradient of allreduce 'x'".
+
+    Raises:
+        PeerLostError: that world has ended, whatever has followed it.
+    """
+    found = _world
+    if found is not None and found.placement.generation == generation:
+        return found
+    now = "there is none now" if found is None else f"this is generation {found.placement.generation}"
+    raise PeerLostError(
+        f"{about} belongs to generation {generation} of the world, which has ended; {now}. "
+        "Begin the step anew"
+    )
+
+
+def enter(entered: World) -> None:
+    """Make a world the current one; ``lock`` is held, and there is none."""
+    global _world
+    _world = entered
+    for listener in _listeners:
+        listener(entered.engine)
+
+
+def leave() -> None:
+    """Close the current world, if there is one; ``lock`` is held."""
+    global _world
+    if _world is None:
+        return
+    for leaver in _leavers:
+        leaver(_world)
+    left, _world = _world, None
+    left.close()
+    for listener in _listeners:
+        listener(None)
+
+
+def on_change(listener: Callable[[_core.Engine | None], None]) -> None:
+    """Call ``listener`` with the engine of each new current world, and with None after its end."""
+    with lock:
+        _listeners.append(listener)
+        if _world is not None:
+            listener(_world.engine)
+
+
+def on_leave(leaver: Callable[[World], None]) -> None:
+    """Call ``leaver`` before the current world ends, to let what a framework still holds reach it."""
+    with lock:
+        _leavers.append(leaver)
+
+
+def forget_in_child() -> World | None:
+    """In a forked process, which is no rank: there is no world. Returns the parent's."""
+    global _world, lock
+    lock = threading.RLock()
+    found, _world = _world, None
+    return found

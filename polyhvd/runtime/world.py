@@ -1,0 +1,231 @@
+"""One world of ranks, as a value: its connections, its engine and its process sets.
+
+A process is in one world after the other, each of another generation, and :mod:`polyhvd.runtime.current`
+keeps the one that the verbs of the frameworks use. Several may be there at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyhvd import _core
+from polyhvd.config import Settings
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.rendezvous.store import Store
+from polyhvd.runtime import bootstrap, current, gpu, mpi
+from polyhvd.runtime.connections import Connections
+from polyhvd.runtime.mailbox_thread import MailboxThread
+from polyhvd.runtime.placement import ALONE, Placement
+
+if TYPE_CHECKING:
+    from polyhvd.collectives.process_sets import ProcessSet
+
+__all__ = ["World"]
+
+#: Those of this process whose engine runs, for a fork.
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+_abandoned: list[World] = []  # of a forked parent: never destroyed in the child
+
+
+class World:
+    """Connections, engine, process sets and settings of one generation. Made by :meth:`connect`.
+
+    Thread-safe. Usable as a context manager, which closes it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        placement: Placement,
+        connections: Connections,
+        *,
+        job: str,
+        met_by_mpi: mpi.MpiJob | None = None,
+    ) -> None:
+        """Run an engine on connections, which it takes over; see :meth:`connect`."""
+        self.settings = settings
+        self.placement = placement
+        #: The host of each rank, as launchers call it.
+        self.hosts: list[str] = connections.hosts
+        self.met_by_mpi = met_by_mpi
+        self._closing = threading.Lock()  # held by the thread that closes it; taken before no other
+        self._lock = threading.Lock()  # of what follows
+        self._sets: list[ProcessSet] = []  # those that are registered, as objects; without that of all ranks
+        self._lines: weakref.WeakValueDictionary[tuple[int, str], threading.Lock] = (
+            weakref.WeakValueDictionary()
+        )
+        self._mailbox_thread = MailboxThread()
+        try:
+            session = None if met_by_mpi is None or not settings.moves_by_mpi else met_by_mpi.session
+            self.engine = _core.Engine(
+                connections,
+                settings,
+                placement,
+                self._mailbox_thread.mailbox,
+                job=job,
+                nccl_libraries=gpu.nccl_libraries(settings) if settings.may_use_nccl else (),
+                mpi=session,
+            )
+        except BaseException:
+            self._mailbox_thread.close()
+            raise
+        _worlds.add(self)
+
+    @classmethod
+    def connect(
+        cls,
+        settings: Settings,
+        placement: Placement = ALONE,
+        store: Store | None = None,
+        process_sets: Sequence[Sequence[int]] = (),
+        *,
+        met_by_mpi: mpi.MpiJob | None = None,
+    ) -> World:
+        """Meet the other ranks of a generation, and run an engine with them.
+
+        Args:
+            settings: those that must agree are compared with the other ranks'.
+            placement: this rank's place, with the generation, which tells this meeting from others.
+            store: where all ranks of the placement's generation meet; None: a world of one. It stays the
+                caller's, and is not needed any more when this returns.
+            process_sets: ranks of the process sets 1, 2, ..., the same on every rank.
+            met_by_mpi: how MPI knows these ranks, if they have met through it.
+
+        Raises:
+            ConfigError: the settings cannot work.
+            PeerLostError: other ranks did not come within ``settings.start_timeout_s``; they are named.
+            RankMismatchError: ranks disagree on the process sets, the size or settings.
+            HorovodInternalError: another rank failed meanwhile, or the store is gone.
+
+        Example::
+
+            with World.connect(Settings(), placement, store) as world:
+                world.numpy.allreduce(np.ones(3))
+        """
+        settings.engine_core(placement.local_rank, placement.local_size)  # may raise
+        listed = [list(ranks) for ranks in process_sets]
+        connections = bootstrap.connect(settings, placement, store, listed)
+        job = f"process-{os.getpid()}" if store is None else store.job
+        return cls(settings, placement, connections, job=job, met_by_mpi=met_by_mpi)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave in good order. Operations that are pending fail; idempotent."""
+        self.engine.shutdown()
+        with self._closing:
+            if self not in _worlds:
+                return
+            _worlds.discard(self)
+            self._mailbox_thread.close()
+            if self.met_by_mpi is not None:
+                self.met_by_mpi.close()
+        with self._lock:
+            for item in self._sets:
+                item.unbind()
+            self._sets.clear()
+
+    def on_sample(self, observe: Any) -> None:
+        """Hand samples of the speed to ``observe``, on a thread of their own."""
+        self._mailbox_thread.on_sample = observe
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether every host has the same number of ranks."""
+        return len(set(Counter(self.hosts).values())) == 1
+
+    @property
+    def numpy(self) -> Any:
+        """The functions of polyhvd.numpy, in this world whichever is the current one."""
+        return importlib.import_module("polyhvd.numpy").functions_of(self)
+
+    # Process sets
+
+    def register(self, process_set: ProcessSet, number: int) -> None:
+        """Remember the object of a process set, until it is removed or the world ends."""
+        with self._lock:
+            process_set.bind(self, number)
+            self._sets.append(process_set)
+
+    def unregister(self, process_set: ProcessSet) -> None:
+        """Forget a process set that was removed."""
+        with self._lock:
+            process_set.unbind()
+            self._sets[:] = [item for item in self._sets if item is not process_set]
+
+    def registered_as(self, number: int, otherwise: ProcessSet) -> ProcessSet:
+        """The object of the process set of this number; if there is none, ``otherwise`` becomes it."""
+        with self._lock:
+            for item in self._sets:
+                if item.process_set_id == number:
+                    return item
+            found = otherwise if otherwise.process_set_id is None else type(otherwise)(otherwise.ranks)
+            found.bind(self, number)
+            self._sets.append(found)
+            return found
+
+    def process_sets(self) -> dict[int, list[int]]:
+        """Ranks of every process set that this process has an object of, by its number."""
+        with self._lock:
+            sets = {item.process_set_id: list(item.ranks or ()) for item in self._sets}
+        everybody = {0: list(range(self.placement.size))}
+        return everybody | {number: ranks for number, ranks in sets.items() if number is not None}
+
+    def ranks_of(self, members: object) -> list[int]:
+        """World ranks of a communicator, or group, of mpi4py.
+
+        Raises:
+            InvalidArgumentError: the ranks have not met through MPI, or one of them is not in the world.
+        """
+        if self.met_by_mpi is None:
+            raise InvalidArgumentError(
+                f"{members!r}: the ranks of this job have not met through MPI, so it says nothing about them"
+            )
+        return self.met_by_mpi.ranks_of(members)
+
+    # Calls that the program gives no name, but which run operations under names of ours
+
+    def line(self, name: str, process_set: int) -> threading.Lock:
+        """Held by the one thread that runs the operations of a call that has no name, on a process set.
+
+        Names that recur are known to the response cache. So that several threads may make such calls at
+        once, each process lets them follow one another: the n-th call of a rank meets the n-th of the
+        others, as calls without a name do. Nobody counts them, and a rank that has joined need not catch up.
+        It adds no deadlock: what it makes a call wait for are earlier ones, which no rank can pass over
+        either. The program's own code, which may communicate, is not to run inside.
+
+        Example::
+
+            with world.line("broadcast_parameters", set_id):
+                ...
+        """
+        with self._lock:  # each line lasts as long as somebody stands in it
+            return self._lines.setdefault((process_set, name), threading.Lock())
+
+    def abandon(self) -> None:
+        """In a forked process: close what was inherited, and leave the rest as it is for ever."""
+        self.engine.abandon()
+        for item in self._sets:  # no lock: who held it is another process's thread
+            item.unbind()
+        _abandoned.append(self)
+
+
+def _forget_in_child() -> None:
+    """A forked process (a DataLoader's worker) is not a rank: close what it has inherited."""
+    current.forget_in_child()
+    for world in list(_worlds):
+        world.abandon()
+    _worlds.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
