@@ -6,12 +6,15 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
 #include <ctime>
 #include <optional>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "json.h"
 
@@ -189,46 +192,82 @@ void restore_default() noexcept {
   signal(SIGUSR2, SIG_DFL);
 }
 
+// The process has one handler, and one thread that serves it, for all of its engines.
+// Never destroyed, since a program may end while an engine runs.
+struct SignalServer {
+  std::mutex changing;  // held while an engine comes or goes; taken before `mutex`
+  std::mutex mutex;     // of the listeners; held while they are called
+  std::vector<DumpSignal*> listeners;
+  std::thread thread;  // runs while there are any; under `changing`
+  std::atomic<bool> stopping{false};
+
+  void run() {
+    while (!stopping.load()) {
+      std::uint64_t count = 0;
+      if (read(g_signalled_fd.load(), &count, sizeof count) < 0 && errno != EINTR) return;
+      if (stopping.load() || count == 0) continue;
+      std::lock_guard lock(mutex);
+      for (DumpSignal* listener : listeners) listener->call();
+    }
+  }
+
+  // Whether the signal was free, and is ours now.
+  bool start() {
+    struct sigaction current = {};
+    if (sigaction(SIGUSR2, nullptr, &current) != 0) return false;
+    if ((current.sa_flags & SA_SIGINFO) != 0 || current.sa_handler != SIG_DFL) return false;
+    if (g_signalled_fd.load() < 0) g_signalled_fd.store(eventfd(0, EFD_CLOEXEC));
+    if (g_signalled_fd.load() < 0) return false;
+    struct sigaction action = {};
+    action.sa_handler = &on_dump_signal;
+    action.sa_flags = SA_RESTART | SA_ONSTACK;
+    if (sigaction(SIGUSR2, &action, nullptr) != 0) return false;
+    stopping.store(false);
+    thread = std::thread([this] { run(); });
+    return true;
+  }
+
+  void stop() {
+    restore_default();
+    stopping.store(true);
+    const std::uint64_t one = 1;
+    (void)!write(g_signalled_fd.load(), &one, sizeof one);
+    thread.join();
+    // The thread may have left without reading that: it is no signal for the next one.
+    pollfd unread{g_signalled_fd.load(), POLLIN, 0};
+    std::uint64_t count = 0;
+    if (poll(&unread, 1, 0) > 0) (void)!read(unread.fd, &count, sizeof count);
+  }
+};
+
+// Replaced in a forked child, where the thread does not exist and locks may be held for ever.
+SignalServer* g_server = new SignalServer;
+
 }  // namespace
 
 DumpSignal::DumpSignal(std::function<void()> on_signal) : on_signal_(std::move(on_signal)) {
-  struct sigaction current = {};
-  if (sigaction(SIGUSR2, nullptr, &current) != 0) return;
-  if ((current.sa_flags & SA_SIGINFO) != 0 || current.sa_handler != SIG_DFL) return;
-  if (g_signalled_fd.load() < 0) g_signalled_fd.store(eventfd(0, EFD_CLOEXEC));
-  if (g_signalled_fd.load() < 0) return;
-  thread_ = std::thread([this] { run(); });
-  struct sigaction action = {};
-  action.sa_handler = &on_dump_signal;
-  action.sa_flags = SA_RESTART | SA_ONSTACK;
-  installed_ = sigaction(SIGUSR2, &action, nullptr) == 0;
+  SignalServer& server = *g_server;
+  std::lock_guard changing(server.changing);
+  if (server.listeners.empty() && !server.start()) return;
+  std::lock_guard lock(server.mutex);
+  server.listeners.push_back(this);
 }
 
 DumpSignal::~DumpSignal() {
-  if (installed_) restore_default();
-  if (!thread_.joinable()) return;
-  stopping_.store(true);
-  const std::uint64_t one = 1;
-  (void)!write(g_signalled_fd.load(), &one, sizeof one);
-  thread_.join();
-  // The thread may have left without reading that: it is no signal for the next one.
-  pollfd unread{g_signalled_fd.load(), POLLIN, 0};
-  std::uint64_t count = 0;
-  if (poll(&unread, 1, 0) > 0) (void)!read(unread.fd, &count, sizeof count);
+  SignalServer& server = *g_server;
+  std::lock_guard changing(server.changing);
+  {
+    std::lock_guard lock(server.mutex);
+    if (std::erase(server.listeners, this) == 0 || !server.listeners.empty()) return;
+  }
+  server.stop();
 }
 
 void DumpSignal::forget() noexcept {
   restore_default();
   const int inherited = g_signalled_fd.exchange(-1);  // the parent's thread reads it
   if (inherited >= 0) close(inherited);
-}
-
-void DumpSignal::run() {
-  while (!stopping_.load()) {
-    std::uint64_t count = 0;
-    if (read(g_signalled_fd.load(), &count, sizeof count) < 0 && errno != EINTR) return;
-    if (!stopping_.load() && count > 0) on_signal_();
-  }
+  g_server = new SignalServer;
 }
 
 }  // namespace polyhvd

@@ -11,7 +11,6 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 
 #include "dump_folder.h"
 #include "recorder.h"
@@ -61,24 +60,22 @@ class FlightDump {
 
 // Calls back on SIGUSR2, on a thread of its own: the program may be in a blocking
 // call, and the engine stuck. Does nothing where somebody else handles the signal.
-// One at a time in a process, since a signal has one handler.
+// All engines of a process share one handler and one thread, since a signal has one handler.
 class DumpSignal {
  public:
   explicit DumpSignal(std::function<void()> on_signal);
-  ~DumpSignal();  // restores the default
+  ~DumpSignal();  // the last one of the process restores the default
   DumpSignal(const DumpSignal&) = delete;
   DumpSignal& operator=(const DumpSignal&) = delete;
 
   // In a forked child, instead of the destructor: the thread does not exist there.
   static void forget() noexcept;
 
- private:
-  void run();
+  // On the thread that serves the signal.
+  void call() const { on_signal_(); }
 
+ private:
   const std::function<void()> on_signal_;
-  bool installed_ = false;
-  std::atomic<bool> stopping_{false};
-  std::thread thread_;
 };
 
 }  // namespace polyhvd

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from polyhvd import _core
     from polyhvd.runtime.world import World
 
-__all__ = ["enter", "find", "leave", "lock", "of_generation", "on_change", "on_leave", "world"]
+__all__ = [
+    "enter",
+    "find",
+    "forget_in_child",
+    "leave",
+    "lock",
+    "of_generation",
+    "on_change",
+    "on_leave",
+    "world",
+]
 
 #: Held while the current world changes, by init() and shutdown() as a whole. Outermost of all locks.
 lock = threading.RLock()
@@ -92,9 +102,8 @@ def on_leave(leaver: Callable[[World], None]) -> None:
         _leavers.append(leaver)
 
 
-def forget_in_child() -> World | None:
-    """In a forked process, which is no rank: there is no world. Returns the parent's."""
+def forget_in_child() -> None:
+    """In a forked process, which is no rank: there is no world. The caller keeps the parent's alive."""
     global _world, lock
     lock = threading.RLock()
-    found, _world = _world, None
-    return found
+    _world = None

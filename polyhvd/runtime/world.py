@@ -222,8 +222,9 @@ class World:
 
 def _forget_in_child() -> None:
     """A forked process (a DataLoader's worker) is not a rank: close what it has inherited."""
+    inherited = list(_worlds)  # kept alive from here on: their end would be that of the parent's engines
     current.forget_in_child()
-    for world in list(_worlds):
+    for world in inherited:
         world.abandon()
     _worlds.clear()
 
