@@ -20,7 +20,7 @@ from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, 
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
 from polyhvd.launch.spawn import SshOptions
-from polyhvd.rendezvous.auth import LAUNCHER, parse_secret
+from polyhvd.rendezvous.auth import NO_RANK, parse_secret
 from polyhvd.rendezvous.server import Client
 
 __all__ = ["main", "run_function"]
@@ -93,7 +93,7 @@ def _check(job: Job, status: int) -> None:
 def _client(job: Job) -> Client:
     deadline = time.monotonic() + 10
     secret = parse_secret(job.secret)
-    return Client(job.rendezvous.endpoint, secret, rank=LAUNCHER, generation=0, deadline=deadline)
+    return Client(job.rendezvous.endpoint, secret, rank=NO_RANK, generation=0, deadline=deadline)
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ rewrite packets on the way.
 ::
 
     caller                                answerer
-    hello: magic, claim, nonce   ----->
-                                 <-----   magic, nonce, proof of the answerer
-    proof of the caller          ----->
+    hello: magic, greeting, nonce  ----->
+                                   <-----   magic, nonce, proof of the answerer
+    proof of the caller            ----->
 
 The machines here do no input or output; :mod:`polyhvd.rendezvous.handshakes` drives them.
 """
@@ -25,15 +25,15 @@ import struct
 import time
 from dataclasses import dataclass
 
-__all__ = ["LAUNCHER", "Answerer", "AuthError", "Caller", "Claim", "new_secret", "parse_secret", "prove"]
+__all__ = ["NO_RANK", "Answerer", "AuthError", "Caller", "Greeting", "new_secret", "parse_secret", "prove"]
 
-#: The launcher's place among ranks.
-LAUNCHER = -1
+#: Stands where a rank would: for the store's server, and for a launcher.
+NO_RANK = -1
 
 _MAGIC = b"polyhvd\x01"  # the last byte is the version of this protocol
 _SECRET_BYTES_MIN = 16
-_CLAIM = struct.Struct("!16sQii")
-_HELLO = struct.Struct(f"!8s{_CLAIM.size}s32s")
+_GREETING = struct.Struct("!16sQii")
+_HELLO = struct.Struct(f"!8s{_GREETING.size}s32s")
 _ANSWER = struct.Struct("!8s32s32s")
 _PROOF_BYTES = 32
 
@@ -43,7 +43,7 @@ class AuthError(OSError):
 
 
 @dataclass(frozen=True)
-class Claim:
+class Greeting:
     """What a connection is for: signed by both sides, so that a stale or crossed one fails."""
 
     purpose: str  # ASCII, at most 16 characters
@@ -52,13 +52,13 @@ class Claim:
     target: int  # rank of the side that accepts
 
     def pack(self) -> bytes:
-        """The claim in its fixed size."""
-        return _CLAIM.pack(self.purpose.encode("ascii"), self.generation, self.source, self.target)
+        """The greeting in its fixed size."""
+        return _GREETING.pack(self.purpose.encode("ascii"), self.generation, self.source, self.target)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Claim:
-        """Read a claim; raises :class:`AuthError` where it is not one."""
-        purpose, generation, source, target = _CLAIM.unpack(data)
+    def unpack(cls, data: bytes) -> Greeting:
+        """Read a greeting; raises :class:`AuthError` where it is not one."""
+        purpose, generation, source, target = _GREETING.unpack(data)
         try:
             text = purpose.rstrip(b"\0").decode("ascii")
         except UnicodeDecodeError:
@@ -89,10 +89,10 @@ def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 class Caller:
     """The connecting side. Send ``hello``, then feed ``receive`` with exactly ``wanted`` bytes."""
 
-    def __init__(self, secret: bytes, claim: Claim) -> None:
-        self.claim = claim
+    def __init__(self, secret: bytes, greeting: Greeting) -> None:
+        self.greeting = greeting
         self.wanted = _ANSWER.size
-        self.hello = _HELLO.pack(_MAGIC, claim.pack(), secrets.token_bytes(32))
+        self.hello = _HELLO.pack(_MAGIC, greeting.pack(), secrets.token_bytes(32))
         self._secret = secret
 
     def receive(self, data: bytes) -> bytes:
@@ -109,12 +109,12 @@ class Caller:
 class Answerer:
     """The accepting side. Feed ``receive`` with exactly ``wanted`` bytes until that is 0.
 
-    ``claim`` is known after the first message but proved only after the last. Whoever drives this
+    ``greeting`` is known after the first message but proved only after the last. Whoever drives this
     looks at it before sending the answer.
     """
 
     def __init__(self, secret: bytes) -> None:
-        self.claim: Claim | None = None
+        self.greeting: Greeting | None = None
         self.wanted = _HELLO.size
         self._secret = secret
         self._hello = b""
@@ -122,7 +122,7 @@ class Answerer:
 
     def receive(self, data: bytes) -> bytes:
         """Take the next message and return what to send; raises :class:`AuthError`."""
-        if self.claim is None:
+        if self.greeting is None:
             return self._greet(data)
         if not hmac.compare_digest(data, _proof(self._secret, b"call", self._hello, self._nonce)):
             raise AuthError("the peer does not know this job's secret")
@@ -130,21 +130,21 @@ class Answerer:
         return b""
 
     def _greet(self, data: bytes) -> bytes:
-        magic, claim, _ = _HELLO.unpack(data)
+        magic, greeting, _ = _HELLO.unpack(data)
         if magic != _MAGIC:
             raise AuthError("the peer speaks another protocol")
-        self.claim = Claim.unpack(claim)
+        self.greeting = Greeting.unpack(greeting)
         self._hello = data
         self.wanted = _PROOF_BYTES
         return _ANSWER.pack(_MAGIC, self._nonce, _proof(self._secret, b"answer", data, self._nonce))
 
 
-def prove(connection: socket.socket, secret: bytes, claim: Claim, deadline: float) -> None:
+def prove(connection: socket.socket, secret: bytes, greeting: Greeting, deadline: float) -> None:
     """Run the caller's side on a connected socket, until ``deadline`` (time.monotonic) at most.
 
     Raises AuthError for a peer of another job, and another OSError where a new try may help.
     """
-    caller = Caller(secret, claim)
+    caller = Caller(secret, greeting)
     _set_deadline(connection, deadline)
     connection.sendall(caller.hello)
     answer = b""

@@ -18,34 +18,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Claim
+from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Greeting
 
-__all__ = ["Dial", "Gate", "Passed"]
+__all__ = ["Authenticated", "Handshakes", "Outgoing"]
 
 _ACCEPTS_PER_TURN = 64
 _EVICTABLE_AFTER_S = 0.5
 _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 1.0
 
-Admit = Callable[[Claim], bool]
+Admit = Callable[[Greeting], bool]
 
 
 @dataclass
-class Passed:
+class Authenticated:
     """A connection whose two sides have proved the secret. The receiver owns the socket."""
 
-    claim: Claim
+    greeting: Greeting
     connection: socket.socket
     incoming: bool
 
 
 @dataclass
-class Dial:
+class Outgoing:
     """A connection that this side makes, over as many tries as it takes."""
 
     family: int
     address: Any
-    claim: Claim
+    greeting: Greeting
     persistent: bool
     done: bool = False
     failed: bool = False  # for good
@@ -59,15 +59,16 @@ class _Pending:
     connection: socket.socket
     machine: Caller | Answerer
     since: float
-    dial: Dial | None = None
+    outgoing: Outgoing | None = None
     connected: bool = True
     inbox: bytearray = field(default_factory=bytearray)
 
 
-class Gate:
-    """Listeners and dials of one process. Not thread-safe; ``poll`` never blocks beyond its timeout.
+class Handshakes:
+    """The listeners of one process, and the connections that it makes. Not thread-safe.
 
-    ``admit`` says of an incoming claim, before it is proved, whether it is wanted at all.
+    ``poll`` never blocks beyond its timeout.
+    ``admit`` says of an incoming greeting, before it is proved, whether it is wanted at all.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Gate:
         self._paused_until = 0.0  # 0: listening
         self._pending: dict[_Pending, None] = {}  # in order of age
         self._strangers = 0  # how many of them are incoming
-        self._dials: list[Dial] = []
-        self._passed: list[Passed] = []
+        self._outgoing: list[Outgoing] = []
+        self._passed: list[Authenticated] = []
 
     def fileno(self) -> int:
         """Readable when ``poll`` has something to do, timers apart."""
@@ -96,14 +97,14 @@ class Gate:
         if not self._paused_until:
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def dial(self, family: int, address: Any, claim: Claim, *, persistent: bool = True) -> Dial:
-        """Start to connect. A persistent dial is tried again until the gate closes."""
-        dial = Dial(family, address, claim, persistent)
-        self._dials.append(dial)
-        self._try(dial)
-        return dial
+    def connect(self, family: int, address: Any, greeting: Greeting, *, persistent: bool = True) -> Outgoing:
+        """Start to connect. A persistent attempt is repeated until ``close``."""
+        outgoing = Outgoing(family, address, greeting, persistent)
+        self._outgoing.append(outgoing)
+        self._try(outgoing)
+        return outgoing
 
-    def poll(self, timeout_s: float) -> list[Passed]:
+    def poll(self, timeout_s: float) -> list[Authenticated]:
         """Wait for something to happen, and return the connections that have come through."""
         if not self._passed:
             self._turn(max(0.0, min(timeout_s, self.timer_s())))
@@ -112,7 +113,7 @@ class Gate:
 
     def timer_s(self) -> float:
         """Seconds until ``poll`` has to be called although nothing arrived."""
-        times = [dial.retry_at for dial in self._dials if dial.retry_at]
+        times = [outgoing.retry_at for outgoing in self._outgoing if outgoing.retry_at]
         if self._paused_until:
             times.append(self._paused_until)
         if self._pending:
@@ -127,7 +128,7 @@ class Gate:
             pending.connection.close()
         for passed in self._passed:
             passed.connection.close()
-        self._listeners, self._passed, self._dials = [], [], []
+        self._listeners, self._passed, self._outgoing = [], [], []
         self._pending.clear()
         self._selector.close()
 
@@ -150,9 +151,9 @@ class Gate:
             self._paused_until = 0.0
             for listener in self._listeners:
                 self._selector.register(listener, selectors.EVENT_READ)
-        for dial in self._dials:
-            if dial.retry_at and now >= dial.retry_at:
-                self._try(dial)
+        for outgoing in self._outgoing:
+            if outgoing.retry_at and now >= outgoing.retry_at:
+                self._try(outgoing)
 
     # Incoming
 
@@ -178,7 +179,7 @@ class Gate:
 
     def _evict(self) -> bool:
         """Make room: a rank needs milliseconds, so whoever has been here longest is the stranger."""
-        oldest = next(item for item in self._pending if item.dial is None)
+        oldest = next(item for item in self._pending if item.outgoing is None)
         if time.monotonic() - oldest.since < _EVICTABLE_AFTER_S:
             return False
         self._drop(oldest, "")
@@ -193,13 +194,13 @@ class Gate:
 
     # Outgoing
 
-    def _try(self, dial: Dial) -> None:
-        dial.retry_at = 0.0
-        connection = socket.socket(dial.family, socket.SOCK_STREAM)
+    def _try(self, outgoing: Outgoing) -> None:
+        outgoing.retry_at = 0.0
+        connection = socket.socket(outgoing.family, socket.SOCK_STREAM)
         connection.setblocking(False)
         network.tune(connection)
-        code = connection.connect_ex(dial.address)
-        pending = _Pending(connection, Caller(self._secret, dial.claim), time.monotonic(), dial)
+        code = connection.connect_ex(outgoing.address)
+        pending = _Pending(connection, Caller(self._secret, outgoing.greeting), time.monotonic(), outgoing)
         if code == 0:
             self._add(pending)
             self._greet(pending)
@@ -209,15 +210,15 @@ class Gate:
         else:
             connection.close()
             # A Unix listener whose queue is full, perhaps with strangers, says EAGAIN.
-            self._fail(dial, os.strerror(code), final=not dial.persistent and code != errno.EAGAIN)
+            self._fail(outgoing, os.strerror(code), final=not outgoing.persistent and code != errno.EAGAIN)
 
-    def _fail(self, dial: Dial, reason: str, *, final: bool) -> None:
-        dial.error = reason
+    def _fail(self, outgoing: Outgoing, reason: str, *, final: bool) -> None:
+        outgoing.error = reason
         if final:
-            dial.failed = True
+            outgoing.failed = True
             return
-        dial.retry_at = time.monotonic() + dial.retry_s
-        dial.retry_s = min(2 * dial.retry_s, _RETRY_LAST_S)
+        outgoing.retry_at = time.monotonic() + outgoing.retry_s
+        outgoing.retry_s = min(2 * outgoing.retry_s, _RETRY_LAST_S)
 
     def _greet(self, pending: _Pending) -> None:
         assert isinstance(pending.machine, Caller)
@@ -229,18 +230,18 @@ class Gate:
         events = selectors.EVENT_READ if pending.connected else selectors.EVENT_WRITE
         self._selector.register(pending.connection, events, pending)
         self._pending[pending] = None
-        self._strangers += pending.dial is None
+        self._strangers += pending.outgoing is None
 
     def _remove(self, pending: _Pending) -> None:
         self._selector.unregister(pending.connection)
         del self._pending[pending]
-        self._strangers -= pending.dial is None
+        self._strangers -= pending.outgoing is None
 
     def _drop(self, pending: _Pending, reason: str, *, hopeless: bool = False) -> None:
         self._remove(pending)
         pending.connection.close()
-        if pending.dial:
-            self._fail(pending.dial, reason, final=hopeless or not pending.dial.persistent)
+        if pending.outgoing:
+            self._fail(pending.outgoing, reason, final=hopeless or not pending.outgoing.persistent)
 
     def _progress(self, pending: _Pending) -> None:
         try:
@@ -277,7 +278,7 @@ class Gate:
         message = bytes(pending.inbox)
         pending.inbox.clear()
         reply = machine.receive(message)
-        if pending.dial is None and machine.wanted and not self._welcome(pending):
+        if pending.outgoing is None and machine.wanted and not self._welcome(pending):
             self._drop(pending, "")
             return
         if reply and not self._send(pending, reply):
@@ -286,8 +287,8 @@ class Gate:
             self._pass(pending)
 
     def _welcome(self, pending: _Pending) -> bool:
-        claim = pending.machine.claim
-        return claim is not None and same_user(pending.connection) and self._admit(claim)
+        greeting = pending.machine.greeting
+        return greeting is not None and same_user(pending.connection) and self._admit(greeting)
 
     def _send(self, pending: _Pending, message: bytes) -> bool:
         # A fresh socket takes a hundred bytes at once; one that does not is no use.
@@ -299,16 +300,16 @@ class Gate:
         return sent == len(message)
 
     def _pass(self, pending: _Pending) -> None:
-        claim = pending.machine.claim
-        assert claim is not None
-        if pending.dial is not None and not same_user(pending.connection):
+        greeting = pending.machine.greeting
+        assert greeting is not None
+        if pending.outgoing is not None and not same_user(pending.connection):
             self._drop(pending, "the peer is another user", hopeless=True)
             return
         self._remove(pending)
-        if pending.dial is not None:
-            pending.dial.done = True
-            self._dials.remove(pending.dial)
-        self._passed.append(Passed(claim, pending.connection, pending.dial is None))
+        if pending.outgoing is not None:
+            pending.outgoing.done = True
+            self._outgoing.remove(pending.outgoing)
+        self._passed.append(Authenticated(greeting, pending.connection, pending.outgoing is None))
 
 
 def same_user(connection: socket.socket) -> bool:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import LAUNCHER, AuthError, Claim, prove
-from polyhvd.rendezvous.handshakes import Gate
+from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, prove
+from polyhvd.rendezvous.handshakes import Handshakes
 from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 from polyhvd.rendezvous.store import Store as StoreInterface
 
@@ -197,11 +197,11 @@ class Server:
         listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._store = Store()
-        self._gate = Gate(secret, self._admit)
-        self._gate.listen(listener)
+        self._handshakes = Handshakes(secret, self._admit)
+        self._handshakes.listen(listener)
         self._wake_read, self._wake_write = os.pipe()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._gate, selectors.EVENT_READ, self._gate)
+        self._selector.register(self._handshakes, selectors.EVENT_READ, self._handshakes)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._peers: set[_Peer] = set()
         self._thread = threading.Thread(target=self._serve, name="polyhvd-rendezvous", daemon=True)
@@ -222,8 +222,8 @@ class Server:
         self._thread.join()
 
     @staticmethod
-    def _admit(claim: Claim) -> bool:
-        return claim.purpose == "store" and claim.target == LAUNCHER
+    def _admit(greeting: Greeting) -> bool:
+        return greeting.purpose == "store" and greeting.target == NO_RANK
 
     def _serve(self) -> None:
         try:
@@ -232,14 +232,14 @@ class Server:
         finally:
             for peer in list(self._peers):
                 self._drop(peer)
-            self._gate.close()
+            self._handshakes.close()
             self._selector.close()
             os.close(self._wake_read)
 
     def _turn(self) -> bool:
         events = self._selector.select(self._timer_s())
-        for passed in self._gate.poll(0):
-            peer = _Peer(passed.connection, passed.claim.source)
+        for passed in self._handshakes.poll(0):
+            peer = _Peer(passed.connection, passed.greeting.source)
             self._peers.add(peer)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         for key, mask in events:
@@ -253,7 +253,7 @@ class Server:
 
     def _timer_s(self) -> float:
         deadline = self._store.next_deadline()
-        wait_s = self._gate.timer_s()
+        wait_s = self._handshakes.timer_s()
         return wait_s if deadline is None else max(0.0, min(wait_s, deadline - time.monotonic()))
 
     def _attend(self, peer: _Peer, mask: int) -> None:
@@ -338,11 +338,11 @@ class Client(StoreInterface):
 
     def __init__(self, endpoint: str, secret: bytes, *, rank: int, generation: int, deadline: float) -> None:
         """Connect and authenticate until ``deadline`` (time.monotonic); raises StoreError."""
-        claim = Claim("store", generation, rank, LAUNCHER)
+        greeting = Greeting("store", generation, rank, NO_RANK)
         self.secret = secret
         told = hashlib.sha256(f"{endpoint} {secret.hex()}".encode()).hexdigest()
         self.job = f"job-{told[:16]}"
-        self._socket = _connect(endpoint, secret, claim, deadline)
+        self._socket = _connect(endpoint, secret, greeting, deadline)
         self._inbox = _Inbox()
         self._replies: dict[int, tuple[Header, bytes]] = {}
         self._next = 0
@@ -433,7 +433,7 @@ class Client(StoreInterface):
             self._replies[int(frame[0]["id"])] = frame
 
 
-def _connect(endpoint: str, secret: bytes, claim: Claim, deadline: float) -> socket.socket:
+def _connect(endpoint: str, secret: bytes, greeting: Greeting, deadline: float) -> socket.socket:
     """Connect and prove the secret, trying again until the deadline; a wrong secret ends it at once."""
     try:
         address = network.parse_endpoint(endpoint)
@@ -445,7 +445,7 @@ def _connect(endpoint: str, secret: bytes, claim: Claim, deadline: float) -> soc
             patience = min(deadline, time.monotonic() + _PATIENCE_S)
             connection = socket.create_connection(address, timeout=max(0.01, patience - time.monotonic()))
             network.tune(connection)
-            prove(connection, secret, claim, patience)
+            prove(connection, secret, greeting, patience)
             return connection
         except BaseException as error:
             if connection is not None:

@@ -22,8 +22,8 @@ from typing import Any
 from polyhvd.config import ConfigError, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import Claim
-from polyhvd.rendezvous.handshakes import Dial, Gate, Passed
+from polyhvd.rendezvous.auth import Greeting
+from polyhvd.rendezvous.handshakes import Authenticated, Handshakes, Outgoing
 from polyhvd.rendezvous.segment import make_segment, receive_segment, send_segment
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
 from polyhvd.runtime.connections import Connections, tree_parent
@@ -120,11 +120,11 @@ class _Meeting:
         self._process_sets = process_sets
         self._store = store
         self._deadline = time.monotonic() + settings.start_timeout_s
-        self._gate = Gate(store.secret, self._admit)
+        self._handshakes = Handshakes(store.secret, self._admit)
         self._cards: list[_Card] = []
         #: Finished connections and own dials, by (purpose, peer).
         self._open: dict[tuple[str, int], socket.socket] = {}
-        self._dials: dict[tuple[str, int], Dial] = {}
+        self._dials: dict[tuple[str, int], Outgoing] = {}
         self._host = _Host()
         self._failure = -1  # the request that is answered when another rank fails
         self._told = False
@@ -164,7 +164,7 @@ class _Meeting:
 
     def close(self) -> None:
         """Close every socket, and the memory, that this object still owns."""
-        self._gate.close()
+        self._handshakes.close()
         for connection in self._open.values():
             connection.close()
         self._open.clear()
@@ -182,12 +182,12 @@ class _Meeting:
                 raise ConfigError(f"POLYHVD_GLOO_IFACE: {error}") from None
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-        self._gate.listen(listener)
+        self._handshakes.listen(listener)
         unix_name = ""
         if self._settings.shared_memory:
             unix_name = f"polyhvd-{secrets.token_hex(16)}"
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._gate.listen(local)
+            self._handshakes.listen(local)
             local.bind(f"\0{unix_name}")
             local.listen(_BACKLOG)
         return _Card(
@@ -275,7 +275,7 @@ class _Meeting:
         def settled() -> bool:
             failed = [dial for dial in dials if dial.failed]
             if failed and not self._host.problem:
-                self._host.problem = f"cannot reach rank {failed[0].claim.target}: {failed[0].error}"
+                self._host.problem = f"cannot reach rank {failed[0].greeting.target}: {failed[0].error}"
             complete = self._host.descriptor >= 0 and all(dial.done for dial in dials)
             return complete or bool(self._host.problem) or time.monotonic() >= give_up_at
 
@@ -313,12 +313,14 @@ class _Meeting:
         if peer == self._rank:
             return
         source, target = max(peer, self._rank), min(peer, self._rank)
-        claim = Claim(purpose, self._generation, source, target)
+        greeting = Greeting(purpose, self._generation, source, target)
         if peer < self._rank:
             persistent = family != socket.AF_UNIX  # who cannot be reached in here never will
-            self._dials[purpose, peer] = self._gate.dial(family, address, claim, persistent=persistent)
+            self._dials[purpose, peer] = self._handshakes.connect(
+                family, address, greeting, persistent=persistent
+            )
         else:
-            self._dials[purpose, peer] = Dial(family, address, claim, persistent=True)
+            self._dials[purpose, peer] = Outgoing(family, address, greeting, persistent=True)
 
     def _absent(self) -> list[tuple[str, int]]:
         return [key for key in self._dials if key not in self._open]
@@ -382,35 +384,35 @@ class _Meeting:
             watched = self._store.fileno() >= 0
             if watched:
                 poller.register(self._store, select.POLLIN)
-            poller.register(self._gate, select.POLLIN)
+            poller.register(self._handshakes, select.POLLIN)
             if self._host.source is not None:
                 poller.register(self._host.source, select.POLLIN)
             tick_s = _TICK_S if watched else self._store.poll_s
-            poller.poll(1000 * min(left_s, self._gate.timer_s(), tick_s))
-            for passed in self._gate.poll(0):
+            poller.poll(1000 * min(left_s, self._handshakes.timer_s(), tick_s))
+            for passed in self._handshakes.poll(0):
                 self._arrived(passed)
             self._host.receive()
             self._check_failure()
             self._check_dials()
 
-    def _admit(self, claim: Claim) -> bool:
+    def _admit(self, greeting: Greeting) -> bool:
         return (
-            claim.generation == self._generation
-            and claim.target == self._rank
-            and self._rank < claim.source < self._size
-            and claim.purpose in ("local", "control", "data")
+            greeting.generation == self._generation
+            and greeting.target == self._rank
+            and self._rank < greeting.source < self._size
+            and greeting.purpose in ("local", "control", "data")
         )
 
-    def _arrived(self, passed: Passed) -> None:
-        claim = passed.claim
-        peer = claim.source if passed.incoming else claim.target
-        if claim.purpose == "local" and self._host.closed:
+    def _arrived(self, passed: Authenticated) -> None:
+        greeting = passed.greeting
+        peer = greeting.source if passed.incoming else greeting.target
+        if greeting.purpose == "local" and self._host.closed:
             passed.connection.close()  # this host has gone over to TCP
             return
-        if (former := self._open.pop((claim.purpose, peer), None)) is not None:
+        if (former := self._open.pop((greeting.purpose, peer), None)) is not None:
             former.close()  # the peer has given that one up
-        self._open[claim.purpose, peer] = passed.connection
-        if claim.purpose == "local":
+        self._open[greeting.purpose, peer] = passed.connection
+        if greeting.purpose == "local":
             self._host.serve(peer, passed.connection)
 
     def _check_failure(self) -> None:

@@ -26,7 +26,7 @@ from polyhvd.rendezvous.server import Server
 
 __all__ = ["Crowd", "Rendezvous", "Wire"]
 
-_HELLO = struct.Struct("!8s16sQii")  # as polyhvd/launch/auth.py has it
+_HELLO = struct.Struct("!8s16sQii")  # as polyhvd/rendezvous/auth.py has it
 _CHUNK = 1 << 16
 _OUTBOX_MAX = 1 << 20
 

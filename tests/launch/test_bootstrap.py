@@ -19,7 +19,7 @@ from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
 from polyhvd.launch.providers.local import meet_as
 from polyhvd.rendezvous import segment
-from polyhvd.rendezvous.auth import Claim, new_secret, parse_secret, prove
+from polyhvd.rendezvous.auth import Greeting, new_secret, parse_secret, prove
 from polyhvd.rendezvous.server import Client
 from polyhvd.runtime import bootstrap
 from polyhvd.runtime.connections import Connections, tree_parent
@@ -293,22 +293,22 @@ def test_strangers_at_the_data_listeners_do_not_disturb(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "claim",
+    "greeting",
     [
-        Claim("data", 1, 1, 0),  # an earlier generation
-        Claim("data", 2, 1, 1),  # for somebody else
-        Claim("data", 2, 0, 0),  # from a rank that does not dial
-        Claim("data", 2, 2, 0),  # from a rank that does not exist
-        Claim("store", 2, 1, 0),
+        Greeting("data", 1, 1, 0),  # an earlier generation
+        Greeting("data", 2, 1, 1),  # for somebody else
+        Greeting("data", 2, 0, 0),  # from a rank that does not dial
+        Greeting("data", 2, 2, 0),  # from a rank that does not exist
+        Greeting("store", 2, 1, 0),
     ],
 )
-def test_connections_that_nobody_expects_are_refused(world: World, claim: Claim) -> None:
+def test_connections_that_nobody_expects_are_refused(world: World, greeting: Greeting) -> None:
     first = world.start([world.config(0, 2, start_timeout_s=20.0)], generation=2)
     wait_until(lambda: 0 in world.server._store.scopes.get("init/2/hello", {}), "hello")
     card = json.loads(world.server._store.scopes["init/2/hello"][0])
     connection = socket.create_connection((card["address"], card["port"]))
     with connection, pytest.raises(ConnectionError):
-        prove(connection, parse_secret(world.secret), claim, time.monotonic() + 10)
+        prove(connection, parse_secret(world.secret), greeting, time.monotonic() + 10)
     second = world.start([world.config(1, 2)], generation=2)
     assert all(isinstance(result, Connections) for result in first() + second())
 

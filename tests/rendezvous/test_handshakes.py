@@ -1,4 +1,4 @@
-"""The handshake and the gate that drives it: who knows the secret passes, nobody else harms."""
+"""The handshake and what drives many at once: who knows the secret passes, nobody else harms."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Claim, new_secret, parse_secret, prove
-from polyhvd.rendezvous.handshakes import Gate, Passed
+from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Greeting, new_secret, parse_secret, prove
+from polyhvd.rendezvous.handshakes import Authenticated, Handshakes
 
 SECRET = parse_secret(new_secret())
-CLAIM = Claim("data", 7, 2, 1)
+GREETING = Greeting("data", 7, 2, 1)
 HELLO_BYTES = 72
 
 
@@ -29,19 +29,19 @@ def handshake(
 
 
 def test_both_sides_pass_with_one_secret() -> None:
-    caller, answerer = Caller(SECRET, CLAIM), Answerer(SECRET)
+    caller, answerer = Caller(SECRET, GREETING), Answerer(SECRET)
     handshake(caller, answerer)
     assert caller.wanted == answerer.wanted == 0
-    assert answerer.claim == CLAIM
+    assert answerer.greeting == GREETING
 
 
 def test_caller_refuses_an_answerer_with_another_secret() -> None:
     with pytest.raises(AuthError, match="does not know this job's secret"):
-        handshake(Caller(SECRET, CLAIM), Answerer(parse_secret(new_secret())))
+        handshake(Caller(SECRET, GREETING), Answerer(parse_secret(new_secret())))
 
 
 def test_answerer_refuses_a_caller_with_another_secret() -> None:
-    caller, answerer = Caller(parse_secret(new_secret()), CLAIM), Answerer(SECRET)
+    caller, answerer = Caller(parse_secret(new_secret()), GREETING), Answerer(SECRET)
     answerer.receive(caller.hello)
     with pytest.raises(AuthError, match="does not know this job's secret"):
         answerer.receive(bytes(32))
@@ -58,18 +58,18 @@ def test_a_change_of_any_byte_ends_the_handshake(message: int, position: int, ch
         return bytes(changed)
 
     with pytest.raises(AuthError):
-        handshake(Caller(SECRET, CLAIM), Answerer(SECRET), tamper)
+        handshake(Caller(SECRET, GREETING), Answerer(SECRET), tamper)
 
 
 def test_an_answer_cannot_be_reflected_as_the_caller_s_proof() -> None:
     answerer = Answerer(SECRET)
-    answer = answerer.receive(Caller(SECRET, CLAIM).hello)
+    answer = answerer.receive(Caller(SECRET, GREETING).hello)
     with pytest.raises(AuthError):
         answerer.receive(answer[-32:])
 
 
 def test_a_recorded_handshake_cannot_be_replayed() -> None:
-    caller, first, second = Caller(SECRET, CLAIM), Answerer(SECRET), Answerer(SECRET)
+    caller, first, second = Caller(SECRET, GREETING), Answerer(SECRET), Answerer(SECRET)
     proof = caller.receive(first.receive(caller.hello))
     second.receive(caller.hello)
     with pytest.raises(AuthError):
@@ -82,7 +82,7 @@ def test_short_or_malformed_secrets_are_refused(text: str) -> None:
         parse_secret(text)
 
 
-# The gate
+# Many at once
 
 
 @pytest.fixture
@@ -92,26 +92,28 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def gate(listener: socket.socket) -> Iterator[Gate]:
-    gate = Gate(SECRET, lambda claim: claim.generation == CLAIM.generation, patience_s=2.0, pending_max=32)
-    gate.listen(listener.dup())
-    yield gate
-    gate.close()
+def handshakes(listener: socket.socket) -> Iterator[Handshakes]:
+    handshakes = Handshakes(
+        SECRET, lambda greeting: greeting.generation == GREETING.generation, patience_s=2.0, pending_max=32
+    )
+    handshakes.listen(listener.dup())
+    yield handshakes
+    handshakes.close()
 
 
-def drive(gate: Gate, until: Callable[[], bool], deadline_s: float = 20.0) -> list[Passed]:
-    passed: list[Passed] = []
+def drive(handshakes: Handshakes, until: Callable[[], bool], deadline_s: float = 20.0) -> list[Authenticated]:
+    passed: list[Authenticated] = []
     deadline = time.monotonic() + deadline_s
     while not until():
-        assert time.monotonic() < deadline, "the gate takes too long"
-        passed += gate.poll(0.05)
+        assert time.monotonic() < deadline, "the handshakes take too long"
+        passed += handshakes.poll(0.05)
     return passed
 
 
-def call(listener: socket.socket, claim: Claim = CLAIM, secret: bytes = SECRET) -> socket.socket:
+def call(listener: socket.socket, greeting: Greeting = GREETING, secret: bytes = SECRET) -> socket.socket:
     connection = socket.create_connection(listener.getsockname())
     try:
-        prove(connection, secret, claim, time.monotonic() + 15)
+        prove(connection, secret, greeting, time.monotonic() + 15)
     except BaseException:
         connection.close()
         raise
@@ -119,7 +121,7 @@ def call(listener: socket.socket, claim: Claim = CLAIM, secret: bytes = SECRET) 
 
 
 class Call(threading.Thread):
-    """A caller on a thread, since the gate is driven by the test."""
+    """A caller on a thread, since the test drives the other side."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(daemon=True)
@@ -138,7 +140,7 @@ class Call(threading.Thread):
         return not self.is_alive()
 
 
-def drop(passed: list[Passed], *calls: Call) -> None:
+def drop(passed: list[Authenticated], *calls: Call) -> None:
     for item in passed:
         item.connection.close()
     for caller in calls:
@@ -146,31 +148,31 @@ def drop(passed: list[Passed], *calls: Call) -> None:
             caller.connection.close()
 
 
-def test_gate_reads_no_byte_beyond_the_handshake(gate: Gate, listener: socket.socket) -> None:
+def test_no_byte_beyond_the_handshake_is_read(handshakes: Handshakes, listener: socket.socket) -> None:
     caller = Call(listener)
-    passed = drive(gate, caller.ended)
+    passed = drive(handshakes, caller.ended)
     assert caller.connection is not None
     caller.connection.sendall(b"belongs to the engine")
-    passed = passed or gate.poll(10.0)
+    passed = passed or handshakes.poll(10.0)
     passed[0].connection.settimeout(10)
     assert passed[0].connection.recv(100) == b"belongs to the engine"
-    assert passed[0].claim == CLAIM
+    assert passed[0].greeting == GREETING
     drop(passed, caller)
 
 
-def test_gate_refuses_a_stale_generation(gate: Gate, listener: socket.socket) -> None:
-    caller = Call(listener, Claim("data", 6, 2, 1))
-    assert drive(gate, caller.ended) == []
+def test_stale_generation_is_refused(handshakes: Handshakes, listener: socket.socket) -> None:
+    caller = Call(listener, Greeting("data", 6, 2, 1))
+    assert drive(handshakes, caller.ended) == []
     assert "another job, generation or protocol" in str(caller.error)
 
 
-def test_gate_refuses_another_secret(gate: Gate, listener: socket.socket) -> None:
-    caller = Call(listener, CLAIM, parse_secret(new_secret()))
-    assert drive(gate, caller.ended) == []
+def test_another_secret_is_refused(handshakes: Handshakes, listener: socket.socket) -> None:
+    caller = Call(listener, GREETING, parse_secret(new_secret()))
+    assert drive(handshakes, caller.ended) == []
     assert "does not know this job's secret" in str(caller.error)
 
 
-def test_silent_stranger_is_dropped_after_a_while(gate: Gate, listener: socket.socket) -> None:
+def test_silent_stranger_is_dropped_after_a_while(handshakes: Handshakes, listener: socket.socket) -> None:
     with socket.create_connection(listener.getsockname()) as stranger:
         stranger.settimeout(0)
 
@@ -180,10 +182,10 @@ def test_silent_stranger_is_dropped_after_a_while(gate: Gate, listener: socket.s
             except BlockingIOError:
                 return False
 
-        drive(gate, dropped)
+        drive(handshakes, dropped)
 
 
-def test_garbage_is_dropped_at_once(gate: Gate, listener: socket.socket) -> None:
+def test_garbage_is_dropped_at_once(handshakes: Handshakes, listener: socket.socket) -> None:
     with socket.create_connection(listener.getsockname()) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
         began = time.monotonic()
@@ -197,13 +199,13 @@ def test_garbage_is_dropped_at_once(gate: Gate, listener: socket.socket) -> None
             except ConnectionResetError:
                 return True
 
-        drive(gate, dropped)
+        drive(handshakes, dropped)
         assert time.monotonic() - began < 1.5, "garbage was treated like silence"
 
 
 @pytest.mark.parametrize("word", [b"", b"polyhvd\x01", b"x"])
 def test_hundreds_of_half_open_strangers_do_not_keep_a_rank_out(
-    gate: Gate, listener: socket.socket, word: bytes
+    handshakes: Handshakes, listener: socket.socket, word: bytes
 ) -> None:
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(150)]
     try:
@@ -211,13 +213,13 @@ def test_hundreds_of_half_open_strangers_do_not_keep_a_rank_out(
             stranger.sendall(word)
         before = len(os.listdir("/proc/self/fd"))
         caller = Call(listener)
-        passed: list[Passed] = []
+        passed: list[Authenticated] = []
         deadline = time.monotonic() + 15
         while not passed:
             assert time.monotonic() < deadline
-            passed += gate.poll(0.05)
+            passed += handshakes.poll(0.05)
             assert len(os.listdir("/proc/self/fd")) <= before + 32 + 4, "strangers are not bounded"
-        drive(gate, caller.ended)
+        drive(handshakes, caller.ended)
         assert caller.error is None
         drop(passed, caller)
     finally:
@@ -226,51 +228,52 @@ def test_hundreds_of_half_open_strangers_do_not_keep_a_rank_out(
 
 
 def test_a_burst_of_ranks_beyond_the_bound_comes_through_at_the_first_try(
-    gate: Gate, listener: socket.socket
+    handshakes: Handshakes, listener: socket.socket
 ) -> None:
-    callers = Gate(SECRET, lambda _: False)
-    claims = [Claim("data", CLAIM.generation, rank, 0) for rank in range(1, 200)]
-    dials = [
-        callers.dial(socket.AF_INET, listener.getsockname(), claim, persistent=False) for claim in claims
+    callers = Handshakes(SECRET, lambda _: False)
+    greetings = [Greeting("data", GREETING.generation, rank, 0) for rank in range(1, 200)]
+    outgoing = [
+        callers.connect(socket.AF_INET, listener.getsockname(), greeting, persistent=False)
+        for greeting in greetings
     ]
-    passed: list[Passed] = []
+    passed: list[Authenticated] = []
 
     def settled() -> bool:
-        passed.extend(gate.poll(0))
-        return all(dial.done or dial.failed for dial in dials)
+        passed.extend(handshakes.poll(0))
+        return all(item.done or item.failed for item in outgoing)
 
     passed += drive(callers, settled)
-    while sum(item.incoming for item in passed) < len(claims):
-        passed += gate.poll(1.0)
-    assert [dial.error for dial in dials if dial.failed] == []
-    assert {item.claim for item in passed if item.incoming} == set(claims)
+    while sum(item.incoming for item in passed) < len(greetings):
+        passed += handshakes.poll(1.0)
+    assert [item.error for item in outgoing if item.failed] == []
+    assert {item.greeting for item in passed if item.incoming} == set(greetings)
     drop(passed)
     callers.close()
 
 
-def test_dials_are_tried_again_until_somebody_listens(listener: socket.socket) -> None:
+def test_connecting_is_tried_again_until_somebody_listens(listener: socket.socket) -> None:
     address = listener.getsockname()
     listener.close()
-    caller = Gate(SECRET, lambda _: False)
-    answerer = Gate(SECRET, lambda _: True)
-    dial = caller.dial(socket.AF_INET, address, CLAIM)
+    caller = Handshakes(SECRET, lambda _: False)
+    answerer = Handshakes(SECRET, lambda _: True)
+    outgoing = caller.connect(socket.AF_INET, address, GREETING)
     assert caller.poll(0.1) == []
     answerer.listen(socket.create_server(address))
-    passed: list[Passed] = []
-    drive(caller, lambda: bool(passed.extend(answerer.poll(0.01))) or dial.done)
-    assert dial.done
+    passed: list[Authenticated] = []
+    drive(caller, lambda: bool(passed.extend(answerer.poll(0.01))) or outgoing.done)
+    assert outgoing.done
     drop(passed)
     caller.close()
     answerer.close()
 
 
-def test_dial_to_an_impostor_fails_for_good(listener: socket.socket) -> None:
-    impostor = Gate(parse_secret(new_secret()), lambda _: True)
+def test_connecting_to_an_impostor_fails_for_good(listener: socket.socket) -> None:
+    impostor = Handshakes(parse_secret(new_secret()), lambda _: True)
     impostor.listen(listener.dup())
-    caller = Gate(SECRET, lambda _: False)
-    dial = caller.dial(socket.AF_INET, listener.getsockname(), CLAIM)
-    drive(caller, lambda: bool(impostor.poll(0.01)) or dial.failed)
-    assert dial.error == "the peer does not know this job's secret"
+    caller = Handshakes(SECRET, lambda _: False)
+    outgoing = caller.connect(socket.AF_INET, listener.getsockname(), GREETING)
+    drive(caller, lambda: bool(impostor.poll(0.01)) or outgoing.failed)
+    assert outgoing.error == "the peer does not know this job's secret"
     caller.close()
     impostor.close()
 
@@ -281,15 +284,15 @@ def test_another_user_is_refused_on_a_unix_socket() -> None:
     unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     unix.bind(name)
     unix.listen()
-    gate = Gate(SECRET, lambda _: True)
-    gate.listen(unix)
+    handshakes = Handshakes(SECRET, lambda _: True)
+    handshakes.listen(unix)
     child = os.fork()
     if child == 0:
         try:
             os.seteuid(65534)
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.connect(name)
-            prove(connection, SECRET, CLAIM, time.monotonic() + 10)
+            prove(connection, SECRET, GREETING, time.monotonic() + 10)
         except ConnectionError:
             os._exit(0)
         finally:
@@ -301,6 +304,6 @@ def test_another_user_is_refused_on_a_unix_socket() -> None:
         status.extend([code] if pid else [])
         return bool(pid)
 
-    assert drive(gate, ended) == []
+    assert drive(handshakes, ended) == []
     assert status == [0]
-    gate.close()
+    handshakes.close()
