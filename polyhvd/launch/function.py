@@ -21,7 +21,7 @@ from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
 from polyhvd.launch.spawn import SshOptions
 from polyhvd.rendezvous.auth import NO_RANK, parse_secret
-from polyhvd.rendezvous.server import Client
+from polyhvd.rendezvous.client import Client
 
 __all__ = ["main", "run_function"]
 

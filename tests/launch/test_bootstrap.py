@@ -20,7 +20,7 @@ from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchErro
 from polyhvd.launch.providers.local import meet_as
 from polyhvd.rendezvous import segment
 from polyhvd.rendezvous.auth import Greeting, new_secret, parse_secret, prove
-from polyhvd.rendezvous.server import Client
+from polyhvd.rendezvous.client import Client
 from polyhvd.runtime import bootstrap
 from polyhvd.runtime.connections import Connections, tree_parent
 from polyhvd.runtime.placement import ALONE
@@ -252,7 +252,7 @@ def test_failure_is_told_to_ranks_that_come_later_and_ends_with_a_new_try(world:
     assert isinstance(late, HorovodInternalError)
     assert "rank 1 failed in init(): POLYHVD_GLOO_IFACE" in str(late)
     second = world.start([world.config(1, 2, start_timeout_s=20.0)])
-    wait_until(lambda: 1 in world.server._store.scopes.get("init/1/hello", {}), "the new try")
+    wait_until(lambda: 1 in world.server._values.scopes.get("init/1/hello", {}), "the new try")
     assert all(isinstance(r, Connections) for r in world.start([world.config(0, 2)])() + second())
 
 
@@ -263,7 +263,7 @@ def test_interface_may_be_a_name_an_address_or_a_network(world: World, interface
 
 def test_lost_rendezvous_ends_the_waiting(world: World) -> None:
     result = world.start([world.config(0, 2, start_timeout_s=20.0)])
-    wait_until(lambda: "init/1/hello" in world.server._store.scopes, "hello")
+    wait_until(lambda: "init/1/hello" in world.server._values.scopes, "hello")
     world.server.close()
     (error,) = result()
     assert isinstance(error, HorovodInternalError)
@@ -272,8 +272,8 @@ def test_lost_rendezvous_ends_the_waiting(world: World) -> None:
 
 def test_strangers_at_the_data_listeners_do_not_disturb(world: World) -> None:
     first = world.start([world.config(0, 2, start_timeout_s=20.0)])
-    wait_until(lambda: 0 in world.server._store.scopes.get("init/1/hello", {}), "hello")
-    card = json.loads(world.server._store.scopes["init/1/hello"][0])
+    wait_until(lambda: 0 in world.server._values.scopes.get("init/1/hello", {}), "hello")
+    card = json.loads(world.server._values.scopes["init/1/hello"][0])
     strangers = []
     try:
         for i in range(400):
@@ -304,8 +304,8 @@ def test_strangers_at_the_data_listeners_do_not_disturb(world: World) -> None:
 )
 def test_connections_that_nobody_expects_are_refused(world: World, greeting: Greeting) -> None:
     first = world.start([world.config(0, 2, start_timeout_s=20.0)], generation=2)
-    wait_until(lambda: 0 in world.server._store.scopes.get("init/2/hello", {}), "hello")
-    card = json.loads(world.server._store.scopes["init/2/hello"][0])
+    wait_until(lambda: 0 in world.server._values.scopes.get("init/2/hello", {}), "hello")
+    card = json.loads(world.server._values.scopes["init/2/hello"][0])
     connection = socket.create_connection((card["address"], card["port"]))
     with connection, pytest.raises(ConnectionError):
         prove(connection, parse_secret(world.secret), greeting, time.monotonic() + 10)
@@ -315,8 +315,8 @@ def test_connections_that_nobody_expects_are_refused(world: World, greeting: Gre
 
 def test_descriptors_smuggled_by_strangers_are_not_kept(world: World) -> None:
     first = world.start([world.config(0, 2, start_timeout_s=20.0)])
-    wait_until(lambda: 0 in world.server._store.scopes.get("init/1/hello", {}), "hello")
-    card = json.loads(world.server._store.scopes["init/1/hello"][0])
+    wait_until(lambda: 0 in world.server._values.scopes.get("init/1/hello", {}), "hello")
+    card = json.loads(world.server._values.scopes["init/1/hello"][0])
     before = len(os.listdir("/proc/self/fd"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(f"\0{card['unix_name']}")
@@ -354,7 +354,7 @@ def test_many_generations_leak_no_descriptor_thread_or_key(world: World) -> None
         once(generation)
     assert settled_descriptors(world) == before
     assert threading.active_count() == threads
-    store = world.server._store
+    store = world.server._values
     wait_until(lambda: not (store.scopes or store._writers or store._gathers), "an empty store")
 
 

@@ -1,7 +1,8 @@
-"""The launcher's store: what is written once is found by all, and strangers find nothing."""
+"""polyhvd's own server, beyond what every store keeps to: strangers find nothing, and nothing is left."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import struct
@@ -12,9 +13,12 @@ from collections.abc import Iterator
 import pytest
 from launching import wait_until
 
+from polyhvd.rendezvous import frames
 from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.network import parse_endpoint
-from polyhvd.rendezvous.server import Client, GatherTimeoutError, RendezvousError, Server
+from polyhvd.rendezvous.server import Server
+from polyhvd.rendezvous.store import StoreError
 
 SECRET = parse_secret(new_secret())
 
@@ -29,27 +33,6 @@ def client(server: Server, rank: int = 0, secret: bytes = SECRET) -> Client:
     return Client(server.endpoint, secret, rank=rank, generation=1, deadline=time.monotonic() + 10)
 
 
-def test_gather_returns_everybody_s_value_in_order(server: Server) -> None:
-    clients = [client(server, rank) for rank in range(3)]
-    requests = [c.post_gather("a", 3, 10, own=(r, bytes([r]) * r)) for r, c in enumerate(clients)]
-    for rank, c in enumerate(clients):
-        wait_until(lambda c=c, r=requests[rank]: c.take(r) == [b"", b"\1", b"\2\2"], "the values")  # type: ignore[misc]
-        c.close()
-
-
-def test_first_writer_wins(server: Server) -> None:
-    with client(server) as c:
-        c.put("key", 0, b"first")
-        c.put("key", 0, b"second")
-        assert c.gather("key", 1, 10) == [b"first"]
-
-
-def test_gather_that_times_out_names_the_missing(server: Server) -> None:
-    with client(server) as c, pytest.raises(GatherTimeoutError) as caught:
-        c.gather("a", 4, 0.1, own=(2, b""))
-    assert caught.value.missing == [0, 1, 3]
-
-
 def test_own_values_live_as_long_as_their_connection(server: Server) -> None:
     with client(server) as staying:
         with client(server) as leaving:
@@ -57,29 +40,17 @@ def test_own_values_live_as_long_as_their_connection(server: Server) -> None:
             leaving.put("b", 0, b"mine too", own=True)
             leaving.put("c", 0, b"kept")
             assert staying.gather("c", 1, 10) == [b"kept"]
-        wait_until(lambda: server._store.scopes == {"c": {0: b"kept"}}, "the end of own values")
+        wait_until(lambda: server._values.scopes == {"c": {0: b"kept"}}, "the end of own values")
         assert staying.gather("a", 1, 10, own=(0, b"next")) == [b"next"]
-
-
-def test_only_its_writer_can_have_a_value_forgotten(server: Server) -> None:
-    with client(server, 1) as first, client(server, 2) as other:
-        first.put("a", 0, b"told")
-        assert other.gather("a", 1, 10) == [b"told"]
-        other.forget("a", 0)
-        other.forget("no such", 0)
-        assert other.gather("a", 1, 10) == [b"told"]
-    with client(server, 1) as later:
-        later.forget("a", 0)
-        assert later.gather("a", 1, 10, own=(0, b"new")) == [b"new"]
 
 
 def test_gather_waits_again_for_a_rank_that_died_and_came_back(server: Server) -> None:
     with client(server) as waiting:
         with client(server, 1) as dying:
             dying.post_gather("a", 2, 10, own=(1, b"old"))
-            wait_until(lambda: 1 in server._store.scopes.get("a", {}), "the old value")
+            wait_until(lambda: 1 in server._values.scopes.get("a", {}), "the old value")
             request = waiting.post_gather("a", 2, 10)
-        wait_until(lambda: "a" not in server._store.scopes, "its end")
+        wait_until(lambda: "a" not in server._values.scopes, "its end")
         waiting.put("a", 0, b"zero")
         with client(server, 1) as restarted:
             assert restarted.gather("a", 2, 10, own=(1, b"new")) == [b"zero", b"new"]
@@ -91,7 +62,7 @@ def test_waiters_of_a_lost_client_are_forgotten(server: Server) -> None:
         c.post_gather("never", 1, 1000)
         c.put("flag", 0, b"")
         c.gather("flag", 1, 10)
-    wait_until(lambda: not server._store._gathers, "forgetting")
+    wait_until(lambda: not server._values._gathers, "forgetting")
 
 
 def test_large_values_pass(server: Server) -> None:
@@ -101,6 +72,29 @@ def test_large_values_pass(server: Server) -> None:
         assert other.gather("large", 1, 10) == [value]
 
 
+def test_client_says_of_which_job_it_is_and_where(server: Server) -> None:
+    digest = hashlib.sha256(f"{server.endpoint} {SECRET.hex()}".encode()).hexdigest()
+    with client(server) as c:
+        assert c.job == f"job-{digest[:16]}"
+        assert c.secret == SECRET
+        assert c.address == "127.0.0.1"
+
+
+def test_answer_that_is_too_long_costs_who_asked_and_nobody_else(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client(server, 0) as asking, client(server, 1) as writing:
+        request = asking.post_gather("a", 2, 20)
+        writing.put("a", 0, bytes(600))
+        assert writing.gather("a", 1, 10) == [bytes(600)]
+        monkeypatch.setattr(frames, "_BODY_BYTES_MAX", 1000)
+        writing.put("a", 1, bytes(600))
+        with pytest.raises(StoreError, match="launcher is gone"):
+            wait_until(lambda: asking.take(request) is not None, "an end")
+        writing.put("b", 0, b"fine")
+        assert writing.gather("b", 1, 10) == [b"fine"]
+
+
 def test_waiting_ends_when_the_launcher_is_gone() -> None:
     server = Server(SECRET)
     with client(server) as c:
@@ -108,13 +102,13 @@ def test_waiting_ends_when_the_launcher_is_gone() -> None:
         closing = threading.Thread(target=server.close)
         closing.start()
         closing.join()
-        with pytest.raises(RendezvousError, match="launcher is gone"):
+        with pytest.raises(StoreError, match="launcher is gone"):
             c.take(request)
 
 
 def test_wrong_secret_is_refused_at_once(server: Server) -> None:
     began = time.monotonic()
-    with pytest.raises(RendezvousError, match="refused this rank: the peer does not know this job's secret"):
+    with pytest.raises(StoreError, match="refused this rank: the peer does not know this job's secret"):
         client(server, secret=parse_secret(new_secret()))
     assert time.monotonic() - began < 5
 
@@ -122,7 +116,7 @@ def test_wrong_secret_is_refused_at_once(server: Server) -> None:
 def test_absent_server_is_an_error_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(RendezvousError, match=f"cannot reach the rendezvous at 127.0.0.1:{port}"):
+    with pytest.raises(StoreError, match=f"cannot reach the rendezvous at 127.0.0.1:{port}"):
         Client(f"127.0.0.1:{port}", SECRET, rank=0, generation=1, deadline=time.monotonic() + 0.3)
 
 
@@ -142,6 +136,8 @@ def test_only_the_given_address_is_listened_on(server: Server) -> None:
         struct.pack("!II", 2, 0) + b"[]",
         struct.pack("!II", 4, 0) + b"\xff\xff\xff\xff",
         struct.pack("!II", 32, 0) + b'{"count":"gathr","scope":1,"id":{}}',
+        struct.pack("!II", 1 << 20, 0) + b"[" * (1 << 20),
+        struct.pack("!II", 29, 0) + b'{"scope":"a","index":1e999999}',
     ],
 )
 def test_malformed_frames_cost_a_rank_its_connection_and_nobody_else(server: Server, frame: bytes) -> None:

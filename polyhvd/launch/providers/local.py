@@ -12,7 +12,7 @@ from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.provider import Claim
 from polyhvd.rendezvous.auth import parse_secret
-from polyhvd.rendezvous.server import Client
+from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import Store, StoreError
 from polyhvd.runtime.placement import Placement
 

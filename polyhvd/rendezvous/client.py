@@ -1,0 +1,150 @@
+"""A rank's way to the store that :mod:`polyhvd.rendezvous.server` serves: one authenticated connection."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, prove
+from polyhvd.rendezvous.frames import READ_BYTES, FrameReader, Header, pack_frame
+from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, check_count, check_value, job_name
+
+__all__ = ["Client"]
+
+_PATIENCE_S = 10.0  # of one try to connect
+
+
+class Client(Store):
+    """A rank's connection to the server.
+
+    Raises:
+        StoreError: the server cannot be reached until ``deadline`` (``time.monotonic``), or refuses
+            this rank.
+    """
+
+    def __init__(self, endpoint: str, secret: bytes, *, rank: int, generation: int, deadline: float) -> None:
+        greeting = Greeting("store", generation, rank, NO_RANK)
+        self._socket = _connect(endpoint, secret, greeting, deadline)
+        self._inbox = FrameReader()
+        self._replies: dict[int, tuple[Header, bytes]] = {}
+        self._next = 0
+        self._lost = ""  # why there will be no more replies
+        self._closed = False
+        self.secret = secret
+        self.job = job_name(endpoint, secret)
+        self.address = self._socket.getsockname()[0]  # as the server's host reaches it
+
+    def close(self) -> None:
+        """Close the connection; the server forgets this rank's own values."""
+        self._closed = True
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """The connection's descriptor; -1 once it is closed."""
+        return self._socket.fileno()
+
+    @property
+    def poll_s(self) -> float:
+        """Infinite: the server says when a time is over."""
+        return math.inf
+
+    def pause(self) -> None:
+        """Return when something has arrived; raises StoreError where nothing will."""
+        self._check_open()
+        if self._lost:
+            raise StoreError(f"the launcher is gone: {self._lost}")
+        super().pause()
+
+    def put(self, scope: str, index: int, value: bytes, *, own: bool = False) -> None:
+        """Write a value, unless there is one already."""
+        check_value(value)
+        self._send({"scope": scope, "index": index, "own": own}, value)
+
+    def forget(self, scope: str, index: int) -> None:
+        """Remove a value that this rank wrote, perhaps as an earlier process in its place."""
+        self._send({"scope": scope, "forget": index})
+
+    def post_gather(
+        self, scope: str, count: int, wait_s: float, *, own: tuple[int, bytes] | None = None
+    ) -> int:
+        """Ask for values 0 .. count-1, after writing an own one; returns the request's number."""
+        check_count(count)
+        check_value(b"" if own is None else own[1])
+        self._next += 1
+        header: Header = {"scope": scope, "count": count, "wait_s": wait_s, "id": self._next}
+        if own is not None:
+            header.update(index=own[0], own=True)
+        self._send(header, b"" if own is None else own[1])
+        return self._next
+
+    def take(self, request: int) -> list[bytes] | None:
+        """The values of a request, or None while they are not there."""
+        self._check_open()
+        self._receive()
+        reply = self._replies.pop(request, None)
+        if reply is None:
+            if self._lost and not self._replies:  # what came before the end still counts
+                raise StoreError(f"the launcher is gone: {self._lost}")
+            return None
+        header, body = reply
+        if "missing" in header:
+            raise GatherTimeoutError([int(i) for i in header["missing"]])
+        values, begin = [], 0
+        for size in header["sizes"]:
+            values.append(body[begin : begin + size])
+            begin += size
+        return values
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed")
+
+    def _send(self, header: Header, body: bytes = b"") -> None:
+        self._check_open()
+        try:
+            self._socket.setblocking(True)
+            self._socket.sendall(pack_frame(header, body))
+        except OSError as error:
+            raise StoreError(f"the launcher is gone: {error}") from error
+
+    def _receive(self) -> None:
+        try:
+            self._socket.setblocking(False)
+            while data := self._socket.recv(READ_BYTES):
+                self._inbox.feed(data)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost = str(error)
+        else:
+            self._lost = "it closed the connection"
+        while frame := self._inbox.take():
+            self._replies[int(frame[0]["id"])] = frame
+
+
+def _connect(endpoint: str, secret: bytes, greeting: Greeting, deadline: float) -> socket.socket:
+    """Connect and prove the secret, trying again until the deadline; a wrong secret ends it at once."""
+    try:
+        address = network.parse_endpoint(endpoint)
+    except ValueError as error:
+        raise StoreError(f"POLYHVD_RENDEZVOUS: {error}") from None
+    while True:
+        connection = None
+        try:
+            patience = min(deadline, time.monotonic() + _PATIENCE_S)
+            connection = socket.create_connection(address, timeout=max(0.01, patience - time.monotonic()))
+            network.tune(connection)
+            prove(connection, secret, greeting, patience)
+            return connection
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, AuthError):
+                raise StoreError(f"the rendezvous at {endpoint} refused this rank: {error}") from None
+            if not isinstance(error, OSError):
+                raise
+            if time.monotonic() + 0.1 >= deadline:
+                raise StoreError(f"cannot reach the rendezvous at {endpoint}: {error}") from None
+        time.sleep(0.05)
