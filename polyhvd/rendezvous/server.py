@@ -124,6 +124,7 @@ class Server:
         scope = str(header["scope"])
         if "forget" in header:
             self._values.forget(scope, int(header["forget"]), peer.rank)
+            peer.own.discard((scope, int(header["forget"])))
         if "index" in header:
             self._put(peer, scope, int(header["index"]), body, own=bool(header["own"]))
         if "count" in header:

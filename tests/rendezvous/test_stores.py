@@ -268,6 +268,17 @@ def test_what_was_forgotten_and_written_by_another_stays_when_the_first_closes(p
     assert later.gather("a", 1, 10) == [b"other"]
 
 
+def test_value_that_takes_the_place_of_a_forgotten_own_one_stays(place: Place) -> None:
+    staying, leaving = place.join(0), place.join(1)
+    leaving.put("a", 0, b"own", own=True)
+    leaving.forget("a", 0)
+    leaving.put("a", 0, b"for all")
+    assert leaving.gather("b", 1, 10, own=(0, b"")) == [b""]
+    leaving.close()
+    settle(staying, "b", [0])
+    assert staying.gather("a", 1, 10) == [b"for all"]
+
+
 def test_gather_waits_again_for_a_rank_that_left_and_came_back(place: Place) -> None:
     waiting, leaving = place.join(0), place.join(1)
     leaving.put("a", 0, b"old", own=True)
