@@ -191,7 +191,7 @@ say("leaves")
 def test_ctrl_c_ends_the_wait_for_others_at_the_end(write: Write) -> None:
     _, out, err = jobs.run(write(LEAVES_EARLY), 2)
     assert "leaves" in out, out + err
-    assert re.search(r"_mpi.finish\(\)[^:]*KeyboardInterrupt", err), out + err
+    assert re.search(r"_runtime.finish\(\)[^:]*KeyboardInterrupt", err), out + err
 
 
 class _Slow:
