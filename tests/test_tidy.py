@@ -123,6 +123,21 @@ def folder_of_header(name: str, own: Path) -> Path | None:
     return None
 
 
+#: A module imports what stands before it here, and its own folder. Those of one line do not know each other.
+LAYERS = (
+    ("_core", "errors", "config", "installed"),
+    ("log", "rendezvous"),
+    ("runtime",),
+    ("capabilities", "collectives"),
+    ("observe", "training"),
+    ("launch",),
+    ("__init__",),
+    ("bench", "exports", "runner"),
+    ("cli",),
+)
+FLAT_FILES_MAX = 10
+
+
 def report(offences: list[str], rule: str) -> None:
     __tracebackhide__ = True
     if offences:
@@ -198,6 +213,41 @@ def test_foreign_names_stand_in_their_own_folder_only(pattern: str, homes: tuple
         for number, line in enumerate(code(path).splitlines(), 1):
             offences += [f"{relative(path)}:{number}: {name}" for name in re.findall(pattern, line)]
     report(offences, f"these names belong to {' and '.join(homes)}")
+
+
+def floor_of(name: str) -> str:
+    """The folder, or the module, of the shared Python that a full name lies in; empty: none."""
+    parts = name.split(".")
+    if parts[0] != "polyhvd":
+        return ""
+    names = {name for layer in LAYERS for name in layer}
+    return parts[1] if len(parts) > 1 and parts[1] in names else "__init__"
+
+
+def test_no_arrow_runs_up() -> None:
+    """frameworks -> training -> collectives -> runtime -> rendezvous; launch stands on all but frameworks."""
+    height = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    offences = []
+    for path in sources(".py", under=ROOT / "polyhvd"):
+        own = path.relative_to(ROOT / "polyhvd").parts[0].removesuffix(".py")
+        if own not in height:
+            offences.append(f"{relative(path)}: stands in no layer")
+            continue
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module == "polyhvd":
+                names = [f"polyhvd.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for other in filter(None, map(floor_of, names)):
+                if other != own and height[other] >= height[own]:
+                    offences.append(f"{relative(path)}:{node.lineno}: {other}")
+    report(offences, "a module imports what stands below it")
+
+
+def test_the_flat_part_is_small() -> None:
+    flat = [path.name for path in sources(".py", under=ROOT / "polyhvd") if path.parent == ROOT / "polyhvd"]
+    report(flat if len(flat) > FLAT_FILES_MAX else [], f"polyhvd/ has {FLAT_FILES_MAX} files at most")
 
 
 def test_the_shared_python_imports_no_framework() -> None:

@@ -22,8 +22,8 @@ import cupy  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from polyhvd.cupy.adapter import CupyAdapter
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports, join
-from polyhvd.collectives.arrays import ArrayFunctions
 from polyhvd.exports import *
+from polyhvd.training.arrays import ArrayFunctions
 
 
 def _checked(tensor: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.collectives.arrays import named_arrays
+from polyhvd.training.arrays import named_arrays
 
 __all__ = ["CupyAdapter"]
 

@@ -15,9 +15,9 @@ import numpy as np
 from polyhvd.numpy.adapter import NumpyAdapter
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports, join
-from polyhvd.collectives.arrays import ArrayFunctions
 from polyhvd.exports import *
 from polyhvd.runtime.world import World
+from polyhvd.training.arrays import ArrayFunctions
 
 
 def _checked(tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

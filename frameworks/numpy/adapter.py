@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
-from polyhvd.collectives.arrays import named_arrays
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.arrays import named_arrays
 
 __all__ = ["NumpyAdapter"]
 

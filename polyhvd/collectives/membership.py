@@ -97,7 +97,9 @@ def process_set_of(ranks: Iterable[int] | Any) -> ProcessSet:
             f"process_set_of({wanted.ranks}): there is no such process set; pass it to "
             "init(process_sets=[...]) or add_process_set()"
         )
-    return global_process_set if numbers[0] == 0 else world.registered_as(numbers[0], wanted)
+    return (
+        global_process_set if numbers[0] == 0 else world.registered_as(numbers[0], ProcessSet(wanted.ranks))
+    )
 
 
 def _with_ranks(process_set: ProcessSet | Iterable[int] | Any, world: World) -> ProcessSet:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar, cast
 
 from polyhvd import _core
 from polyhvd.config import Settings
@@ -23,14 +23,26 @@ from polyhvd.runtime.connections import Connections
 from polyhvd.runtime.mailbox_thread import MailboxThread
 from polyhvd.runtime.placement import ALONE, Placement
 
-if TYPE_CHECKING:
-    from polyhvd.collectives.process_sets import ProcessSet
+__all__ = ["Member", "World"]
 
-__all__ = ["World"]
+S = TypeVar("S", bound="Member")
 
 #: Those of this process whose engine runs, for a fork.
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _abandoned: list[World] = []  # of a forked parent: never destroyed in the child
+
+
+class Member(Protocol):
+    """What a world knows of the objects that stand for its process sets."""
+
+    ranks: list[int] | None
+    process_set_id: int | None
+
+    def bind(self, world: World, number: int) -> None:
+        """Hear where it is registered, and by which number."""
+
+    def unbind(self) -> None:
+        """Hear that it is registered no more."""
 
 
 class World:
@@ -56,7 +68,7 @@ class World:
         self.met_by_mpi = met_by_mpi
         self._closing = threading.Lock()  # held by the thread that closes it; taken before no other
         self._lock = threading.Lock()  # of what follows
-        self._sets: list[ProcessSet] = []  # those that are registered, as objects; without that of all ranks
+        self._sets: list[Member] = []  # those that are registered, as objects; without that of all ranks
         self._lines: weakref.WeakValueDictionary[tuple[int, str], threading.Lock] = (
             weakref.WeakValueDictionary()
         )
@@ -151,28 +163,27 @@ class World:
 
     # Process sets
 
-    def register(self, process_set: ProcessSet, number: int) -> None:
+    def register(self, process_set: Member, number: int) -> None:
         """Remember the object of a process set, until it is removed or the world ends."""
         with self._lock:
             process_set.bind(self, number)
             self._sets.append(process_set)
 
-    def unregister(self, process_set: ProcessSet) -> None:
+    def unregister(self, process_set: Member) -> None:
         """Forget a process set that was removed."""
         with self._lock:
             process_set.unbind()
             self._sets[:] = [item for item in self._sets if item is not process_set]
 
-    def registered_as(self, number: int, otherwise: ProcessSet) -> ProcessSet:
-        """The object of the process set of this number; if there is none, ``otherwise`` becomes it."""
+    def registered_as(self, number: int, otherwise: S) -> S:
+        """The object of the process set of this number; if there is none, ``otherwise``, a new one, is it."""
         with self._lock:
             for item in self._sets:
                 if item.process_set_id == number:
-                    return item
-            found = otherwise if otherwise.process_set_id is None else type(otherwise)(otherwise.ranks)
-            found.bind(self, number)
-            self._sets.append(found)
-            return found
+                    return cast(S, item)
+            otherwise.bind(self, number)
+            self._sets.append(otherwise)
+            return otherwise
 
     def process_sets(self) -> dict[int, list[int]]:
         """Ranks of every process set that this process has an object of, by its number."""
