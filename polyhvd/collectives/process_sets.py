@@ -45,14 +45,6 @@ class ProcessSet:
         """The communicator of mpi4py that the set was made of, or None."""
         return self.members
 
-    def bind(self, world: World, number: int) -> None:
-        """Say where it is registered, and by which number; for worlds alone."""
-        self.world, self.process_set_id = world, number
-
-    def unbind(self) -> None:
-        """Say that it is registered no more; for worlds alone."""
-        self.world = self.process_set_id = None
-
     def _registered(self) -> tuple[World, list[int]]:
         if self.process_set_id is None:
             raise NotInitializedError(

@@ -36,13 +36,8 @@ class Member(Protocol):
     """What a world knows of the objects that stand for its process sets."""
 
     ranks: list[int] | None
-    process_set_id: int | None
-
-    def bind(self, world: World, number: int) -> None:
-        """Hear where it is registered, and by which number."""
-
-    def unbind(self) -> None:
-        """Hear that it is registered no more."""
+    process_set_id: int | None  # by which it is registered
+    world: World | None  # where
 
 
 class World:
@@ -144,7 +139,7 @@ class World:
                 self.met_by_mpi.close()
         with self._lock:
             for item in self._sets:
-                item.unbind()
+                item.world = item.process_set_id = None
             self._sets.clear()
 
     def on_sample(self, observe: Any) -> None:
@@ -166,13 +161,13 @@ class World:
     def register(self, process_set: Member, number: int) -> None:
         """Remember the object of a process set, until it is removed or the world ends."""
         with self._lock:
-            process_set.bind(self, number)
+            process_set.world, process_set.process_set_id = self, number
             self._sets.append(process_set)
 
     def unregister(self, process_set: Member) -> None:
         """Forget a process set that was removed."""
         with self._lock:
-            process_set.unbind()
+            process_set.world = process_set.process_set_id = None
             self._sets[:] = [item for item in self._sets if item is not process_set]
 
     def registered_as(self, number: int, otherwise: S) -> S:
@@ -181,7 +176,7 @@ class World:
             for item in self._sets:
                 if item.process_set_id == number:
                     return cast(S, item)
-            otherwise.bind(self, number)
+            otherwise.world, otherwise.process_set_id = self, number
             self._sets.append(otherwise)
             return otherwise
 
@@ -227,7 +222,7 @@ class World:
         """In a forked process: close what was inherited, and leave the rest as it is for ever."""
         self.engine.abandon()
         for item in self._sets:  # no lock: who held it is another process's thread
-            item.unbind()
+            item.world = item.process_set_id = None
         _abandoned.append(self)
 
 
