@@ -65,7 +65,13 @@ LAYOUTS = (
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" in metafunc.fixturenames:
-        metafunc.parametrize("world", LAYOUTS, ids=str)
+        marker = metafunc.definition.get_closest_marker("layouts")
+        metafunc.parametrize("world", layouts(**marker.kwargs) if marker else LAYOUTS, ids=str)
+
+
+def layouts(*, ranks_min: int = 1, ordered: bool = False) -> list[Layout]:
+    """Those of so many ranks or more; with ``ordered``, those whose sums are associated in a known way."""
+    return [each for each in LAYOUTS if sum(each.hosts) >= ranks_min and each.ordered >= ordered]
 
 
 @pytest.fixture(scope="session")

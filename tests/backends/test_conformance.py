@@ -27,9 +27,8 @@ def test_allreduces_in_flight_may_be_submitted_in_any_order(pool: Pool) -> None:
     assert_alike(pool.run(collectives.allreduce_async, "numpy", "Max", True))
 
 
+@pytest.mark.layouts(ranks_min=3, ordered=True)  # a + b is b + a: nothing to show; and MPI adds as it likes
 def test_order_grouping_and_offset_do_not_show_in_the_bits(pool: Pool, world: Any) -> None:
-    if pool.size < 3 or not world.ordered:
-        return  # a + b is b + a: nothing to show; and MPI adds as it likes
     for seed in (1, 2):
         assert_alike(pool.run(collectives.same_bits, "numpy", seed, world.groups))
 
@@ -85,9 +84,8 @@ def test_many_small_gathers_and_scatters_in_flight_keep_apart(pool: Pool) -> Non
     assert_alike(pool.run(exchange.many_small, "numpy"))
 
 
-def test_what_runs_with_a_scatter_does_not_show_in_its_bits(pool: Pool, world: Any) -> None:
-    if not world.ordered:
-        return  # MPI adds as it likes
+@pytest.mark.layouts(ordered=True)  # MPI adds as it likes
+def test_what_runs_with_a_scatter_does_not_show_in_its_bits(pool: Pool) -> None:
     pool.run(exchange.scattered_bits, "numpy")
 
 
@@ -123,9 +121,8 @@ def count_batches() -> tuple[int, int]:
     return fewest[0], fewest[1]
 
 
+@pytest.mark.layouts(ranks_min=2)  # one rank sends nothing that others would wait behind
 def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches(pool: Pool) -> None:
-    if pool.size < 2:
-        pytest.skip("one rank sends nothing that others would wait behind")
     for gathers, scatters in pool.run(count_batches):
         assert gathers <= 10
         assert scatters <= 10
@@ -162,28 +159,28 @@ def test_counters_prove_which_transport_has_carried_the_data(
     """Within a host nothing goes through TCP; between hosts each one has to send what it knows."""
     grown = pool.run(count_bytes, kind, count)
     total = {name: sum(item[name] for item in grown) for name in grown[0]}
-    payload = 4 * count
     assert [item["operations"] for item in grown] == [1] * world_size(world), grown
     assert (total["shm_bytes"] > 0) == world.shm, total
     assert (total["cma_bytes"] > 0) == (world.cma and kind == "allreduce"), total
     assert (total["tcp_bytes_sent"] > 0) == world.tcp, total
     assert (total["mpi_bytes"] > 0) == world.mpi, total
     assert total["tcp_bytes_sent"] == total["tcp_bytes_received"], total
-    if not world.tcp:
-        return
-    # What has to reach the other hosts at least, and twice that, as nothing is sent in vain.
+    if world.tcp:
+        least, most = bounds_of_tcp(world, kind, 4 * count)
+        assert least <= total["tcp_bytes_sent"] <= most, total
+
+
+def bounds_of_tcp(world: Any, kind: str, payload: int) -> tuple[int, int]:
+    """What has to reach the other hosts at least, and hardly more than that, as nothing is sent in vain."""
     hosts = len(world.groups)
-    least = {
-        "allreduce": hosts * (hosts - 1) * payload,
+    least = most = {
+        "allreduce": 2 * (hosts - 1) * payload,  # the least of any algorithm: reduce-scatter and gather
         "allgather": (hosts - 1) * world_size(world) * payload,
         "broadcast": (hosts - 1) * payload,
     }[kind]
     if kind == "allreduce":
-        least = 2 * (hosts - 1) * payload  # the least of any algorithm: reduce-scatter and gather
         most = hosts * (hosts - 1) * payload
-    else:
-        most = least
-    assert least <= total["tcp_bytes_sent"] <= most + 4096 * hosts * hosts, total
+    return least, most + 4096 * hosts * hosts
 
 
 def world_size(world: Any) -> int:

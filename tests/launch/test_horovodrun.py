@@ -63,18 +63,17 @@ def test_parser_does_what_the_table_says(option: str, capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit):
             cli._parser().parse_args(words)
         assert f"{option} of horovodrun is not here" in capsys.readouterr().err
-        return
-    if option == "--version":
+    elif option == "--version":
         with pytest.raises(SystemExit, match="0"):
             cli._parser().parse_args(words)
-        return
-    parsed = vars(cli._parser().parse_args(words))
-    assert parsed["command"] == ["python", "train.py"]
-    default = vars(cli._parser().parse_args(["python", "train.py"]))
-    changed = {name for name in parsed if parsed[name] != default[name]}
-    assert changed == ({"_without_effect"} if verdict == "accepted without effect" else changed)
-    assert len(changed) == 1
-    assert (option in horovodrun.WITHOUT_EFFECT) == (verdict == "accepted without effect")
+    else:
+        parsed = vars(cli._parser().parse_args(words))
+        assert parsed["command"] == ["python", "train.py"]
+        default = vars(cli._parser().parse_args(["python", "train.py"]))
+        changed = {name for name in parsed if parsed[name] != default[name]}
+        assert changed == ({"_without_effect"} if verdict == "accepted without effect" else changed)
+        assert len(changed) == 1
+        assert (option in horovodrun.WITHOUT_EFFECT) == (verdict == "accepted without effect")
 
 
 def test_opposites_of_settings_reach_the_ranks() -> None:
