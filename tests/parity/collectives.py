@@ -1,12 +1,15 @@
 """The properties of the collectives, as every rank checks them; the test files say which and where.
 
 Each function runs on a rank, loops over element types and shapes, and returns a digest of each
-result by case, so that the test can compare the ranks' bits.
+result by case, so that the test can compare the ranks' bits. Since those are equal, it is enough
+that one rank compares a case with what NumPy says: the ranks take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import drivers
@@ -44,31 +47,54 @@ def _shapes(driver: Driver) -> list[Shape]:
 
 def _cases(
     driver: Driver, *, skip: Sequence[str] = (), seed: int = 0
-) -> Iterator[tuple[np.dtype[Any], list[Shape], list[list[Array]]]]:
+) -> Iterator[tuple[np.dtype[Any], list[Shape], list[_Terms]]]:
     """An element type, its shapes, and for each shape every rank's values."""
     size = driver.hvd.size()
     for dtype in driver.dtypes:
         if dtype.name in skip:
             continue
         shapes = [shape for shape in _shapes(driver) if drivers.few_elements(dtype, shape)]
-        terms = [[oracle.contribution(dtype, shape, r, seed) for r in range(size)] for shape in shapes]
-        yield dtype, shapes, terms
+        yield dtype, shapes, [_Terms(dtype, shape, size, seed) for shape in shapes]
 
 
-def _tensors(driver: Driver, terms: list[list[Array]]) -> list[Any]:
+class _Terms(Sequence[Array]):
+    """The ranks' values of one case, each made when it is asked for."""
+
+    def __init__(self, dtype: np.dtype[Any], shape: Shape, size: int, seed: int = 0) -> None:
+        self._dtype, self._shape, self._size, self._seed = dtype, shape, size, seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[r] for r in range(*rank.indices(self._size))]
+        if not -self._size <= rank < self._size:
+            raise IndexError(rank)
+        return oracle.contribution(self._dtype, self._shape, rank % self._size, self._seed)
+
+
+def _tensors(driver: Driver, terms: Sequence[Sequence[Array]]) -> list[Any]:
     rank = driver.hvd.rank()
     return [driver.from_numpy(values[rank]) for values in terms]
 
 
 def _check_all(
-    driver: Driver, what: str, shapes: Sequence[Shape], results: Sequence[Any], expected: Sequence[Array]
+    driver: Driver,
+    what: str,
+    shapes: Sequence[Shape],
+    results: Sequence[Any],
+    expected: Sequence[Callable[[], Array]],
 ) -> dict[str, int]:
+    """Digests of the results; those of this rank's turn are compared with what is expected."""
     assert len(results) == len(expected), f"{what}: {len(results)} results for {len(expected)} tensors"
+    rank, size = driver.hvd.rank(), driver.hvd.size()
     digests = {}
     for shape, result, wanted in zip(shapes, results, expected, strict=True):
         case = f"{what} {list(shape)}"
         actual = driver.to_numpy(result)
-        oracle.check(case, actual, wanted)
+        if zlib.crc32(case.encode()) % size == rank:
+            oracle.check(case, actual, wanted())
         digests[case] = oracle.digest(actual)
     return digests
 
@@ -105,7 +131,7 @@ def allreduce(
             ]
 
         results = driver.call(reduce_all, *tensors)
-        expected = [oracle.reduce(op, values, prescale, postscale, hosts) for values in terms]
+        expected = [partial(oracle.reduce, op, values, prescale, postscale, hosts) for values in terms]
         digests.update(_check_all(driver, what, shapes, results, expected))
         for values, tensor in zip(terms, tensors, strict=True):
             oracle.check(
@@ -124,7 +150,7 @@ def allreduce_in_place(name: str, op: str) -> dict[str, int]:
         for i, tensor in enumerate(tensors):
             result = driver.hvd.allreduce_(tensor, name=f"{what} {i}", op=getattr(driver.hvd, op))
             assert result is tensor, f"{what}: returned {type(result).__name__}, not its argument"
-        expected = [oracle.reduce(op, values) for values in terms]
+        expected = [partial(oracle.reduce, op, values) for values in terms]
         digests.update(_check_all(driver, what, shapes, tensors, expected))
     return digests
 
@@ -157,7 +183,7 @@ def ends_of_ranges(name: str) -> dict[str, int]:
                 return hvd.allreduce(x, name=what, op=getattr(hvd, op), prescale_factor=prescale)
 
             result = driver.call(reduce, driver.from_numpy(terms[hvd.rank()]))
-            expected = oracle.reduce(op, terms, prescale)
+            expected = partial(oracle.reduce, op, terms, prescale)
             digests.update(_check_all(driver, what, [grid.shape], [result], [expected]))
     return digests
 
@@ -168,13 +194,13 @@ def allreduce_async(name: str, op: str, in_place: bool) -> dict[str, int]:
     hvd = driver.hvd
     start = hvd.allreduce_async_ if in_place else hvd.allreduce_async
     digests = {}
-    flying: list[tuple[str, Shape, Array, Any, Any]] = []
+    flying: list[tuple[str, Shape, Callable[[], Array], Any, Any]] = []
     for dtype, shapes, terms in _cases(driver, skip=_skipped_by(op, 1.0, 1.0)):
         tensors = _tensors(driver, terms)
         what = f"{start.__name__} {op} {dtype.name}"
         for i in np.random.default_rng(hvd.rank()).permutation(len(tensors)):
             handle = start(tensors[i], name=f"{what} {i}", op=getattr(hvd, op))
-            expected = oracle.reduce(op, terms[i])
+            expected = partial(oracle.reduce, op, terms[i])
             flying.append((what, shapes[i], expected, tensors[i], handle))
     for i in np.random.default_rng(100 + hvd.rank()).permutation(len(flying)):
         what, shape, expected, tensor, handle = flying[i]
@@ -192,7 +218,7 @@ def allreduce_not_dense(name: str) -> dict[str, int]:
     digests = {}
     for dtype in driver.dtypes:
         for shape in [s for s in ((5, 7), (3, 4, 5), (64, 1025)) if drivers.few_elements(dtype, s)]:
-            terms = [oracle.contribution(dtype, shape, rank) for rank in range(hvd.size())]
+            terms = _Terms(dtype, shape, hvd.size())
             mine = terms[hvd.rank()]
 
             def view(mine: Array = mine) -> Any:
@@ -200,7 +226,7 @@ def allreduce_not_dense(name: str) -> dict[str, int]:
                     return driver.from_numpy(mine)
                 return driver.transposed(driver.from_numpy(np.ascontiguousarray(mine.transpose())))
 
-            expected = [oracle.reduce("Sum", terms)]
+            expected = [partial(oracle.reduce, "Sum", terms)]
             what = f"allreduce of a view {dtype.name}"
             results = [hvd.allreduce(view(), name=what, op=hvd.Sum)]
             digests.update(_check_all(driver, what, [shape], results, expected))
@@ -213,7 +239,7 @@ def allreduce_not_dense(name: str) -> dict[str, int]:
             what = f"broadcast_ of a view {dtype.name}"
             target = view()
             hvd.broadcast_(target, hvd.size() - 1, name=what)
-            digests.update(_check_all(driver, what, [shape], [target], [terms[-1]]))
+            digests.update(_check_all(driver, what, [shape], [target], [partial(terms.__getitem__, -1)]))
     return digests
 
 
@@ -264,7 +290,8 @@ def allgather(name: str, pattern: str) -> dict[str, int]:
     rows = [_rows_of(rank, size, pattern) for rank in range(size)]
     digests = {}
     for dtype in driver.dtypes:
-        terms, names = [], []
+        terms: list[list[Array]] = []
+        names = []
         for tail in ((), (1,), (5, 3), (17,)):
             terms.append([oracle.contribution(dtype, (rows[r], *tail), r) for r in range(size)])
             names.append(f"allgather {pattern} {dtype.name} {list(tail)}")
@@ -276,8 +303,8 @@ def allgather(name: str, pattern: str) -> dict[str, int]:
             return [hvd.allgather(tensor, name=n) for tensor, n in zip(inputs, names, strict=True)]
 
         results = driver.call(gather_all, *_tensors(driver, terms))
-        expected = [np.concatenate(values) for values in terms]
-        shapes = [wanted.shape for wanted in expected]
+        expected = [partial(np.concatenate, values) for values in terms]
+        shapes = [(sum(rows), *values[0].shape[1:]) for values in terms]
         digests.update(_check_all(driver, f"allgather {pattern} {dtype.name}", shapes, results, expected))
     return digests
 
@@ -286,16 +313,17 @@ def allgather_async(name: str) -> dict[str, int]:
     """Many allgathers in flight, with other numbers of rows on each rank."""
     driver = drivers.get(name)
     hvd = driver.hvd
-    handles, expected = [], []
+    handles, shapes, expected = [], [], []
     for i in range(20):
         terms = [oracle.contribution(np.dtype(np.float32), (r + i, 3), r, i) for r in range(hvd.size())]
         if 0 in [len(term) for term in terms] and Capability.EMPTY not in driver.capabilities:
             continue
         tensor = driver.from_numpy(terms[hvd.rank()])
         handles.append(hvd.allgather_async(tensor, name=f"allgather_async {i}"))
-        expected.append(np.concatenate(terms))
+        expected.append(partial(np.concatenate, terms))
+        shapes.append((sum(map(len, terms)), 3))
     results = [hvd.synchronize(handle) for handle in reversed(handles)][::-1]
-    return _check_all(driver, "allgather_async", [e.shape for e in expected], results, expected)
+    return _check_all(driver, "allgather_async", shapes, results, expected)
 
 
 def broadcast(name: str) -> dict[str, int]:
@@ -312,7 +340,7 @@ def broadcast(name: str) -> dict[str, int]:
                 return [hvd.broadcast(tensor, root, name=f"{what} {i}") for i, tensor in enumerate(inputs)]
 
             results = driver.call(send_all, *tensors)
-            expected = [values[root] for values in terms]
+            expected = [partial(values.__getitem__, root) for values in terms]
             digests.update(_check_all(driver, what, shapes, results, expected))
             for values, tensor in zip(terms, tensors, strict=True):
                 oracle.check(f"argument of {what}", driver.to_numpy(tensor), values[hvd.rank()], exact=True)
@@ -331,7 +359,7 @@ def broadcast_in_place(name: str) -> dict[str, int]:
             for i, tensor in enumerate(tensors):
                 result = hvd.broadcast_(tensor, root, name=f"{what} {i}")
                 assert result is tensor, f"{what}: returned {type(result).__name__}, not its argument"
-            expected = [values[root] for values in terms]
+            expected = [partial(values.__getitem__, root) for values in terms]
             digests.update(_check_all(driver, what, shapes, tensors, expected))
     return digests
 
@@ -354,7 +382,8 @@ def broadcast_async(name: str, in_place: bool) -> dict[str, int]:
         for root in range(hvd.size()):
             results = [hvd.synchronize(handles[root, i]) for i in range(len(shapes))]
             what = f"{start.__name__} from {root} {dtype.name}"
-            digests.update(_check_all(driver, what, shapes, results, [values[root] for values in terms]))
+            expected = [partial(values.__getitem__, root) for values in terms]
+            digests.update(_check_all(driver, what, shapes, results, expected))
     return digests
 
 

@@ -26,13 +26,27 @@ _COMBINE = {
     "Max": np.maximum,
     "Product": np.multiply,
 }
+#: Tests of a pool share most tensors, and to make them takes longer than to reduce them.
+_contributions: dict[tuple[Any, ...], Array] = {}
+_KEPT_BYTES_MAX = 64 << 20
 
 
 def contribution(dtype: np.dtype[Any], shape: Sequence[int], rank: int, seed: int = 0) -> Array:
-    """A rank's tensor: integers from the type's whole range, floats near 1, no two ranks alike."""
-    random = np.random.default_rng([seed, rank, zlib.crc32(f"{dtype.name} {list(shape)}".encode())])
+    """A rank's tensor: integers from the type's whole range, floats near 1, no two ranks alike. Read-only."""
+    key = (dtype.name, tuple(shape), rank, seed)
+    if key not in _contributions:
+        values = _random(dtype, shape, [seed, rank, zlib.crc32(f"{dtype.name} {list(shape)}".encode())])
+        values.flags.writeable = False
+        if sum(each.nbytes for each in _contributions.values()) + values.nbytes > _KEPT_BYTES_MAX:
+            _contributions.clear()
+        _contributions[key] = values
+    return _contributions[key]
+
+
+def _random(dtype: np.dtype[Any], shape: Sequence[int], seed: Sequence[int]) -> Array:
+    random = np.random.default_rng(seed)
     if dtype.kind == "b":
-        return random.integers(0, 2, shape).astype(bool)
+        return np.asarray(random.integers(0, 2, shape)).astype(bool)
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return np.asarray(random.integers(limits.min, limits.max, shape, dtype, endpoint=True))
@@ -132,5 +146,7 @@ def _bits(array: Array) -> Array:
 
 
 def digest(array: Array) -> int:
-    """A number that is equal for equal bits."""
-    return zlib.crc32(np.ascontiguousarray(array).tobytes())
+    """A number that is equal for equal bits of one type and shape."""
+    return zlib.crc32(
+        np.ascontiguousarray(array).tobytes(), zlib.crc32(f"{array.dtype.name} {array.shape}".encode())
+    )
