@@ -1,7 +1,7 @@
-"""Every test here runs with every framework that is installed, and on 1 to 4 ranks.
+"""Every test here runs with NumPy on 1 to 4 ranks, and with every framework that is installed on 2 and 3.
 
-Tests that move tensors run under MPI's launcher, too: on one number of ranks for each framework, or,
-with TEST_BY_MPI=all in the environment, every test on every number.
+Tests that move tensors run under MPI's launcher, too: with NumPy, on two numbers of ranks, and a few of
+them with each framework. With TEST_BY_MPI=all in the environment every test does, on every number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pool import Pools, PoolSpec
 from worlds import Ranks, World
 
 _BY_MPI = (*mpirun.AS_ROOT, ("POLYHVD_BACKENDS", "mpi"))
-#: Each framework, and each number of ranks.
-_SOME_BY_MPI = (("numpy", 1), ("numpy", 4), ("torch", 3), ("mxnet", 2), ("tensorflow", 2))
+#: All tests that move tensors, and those of the way of a framework's tensors to MPI.
+_NUMPY_BY_MPI = (("numpy", 1), ("numpy", 4))
+_FRAMEWORKS_BY_MPI = (("torch", 3), ("mxnet", 2), ("tensorflow", 2))
 _MOVING = ("test_allreduce", "test_by_mpi", "test_exchange", "test_gather_and_broadcast")
 
 
@@ -36,20 +37,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def worlds_of(names: Sequence[str], sizes: Sequence[int] | None) -> list[World]:
-    return [
-        World(name, size)
-        for name in names
-        for size in drivers.get(name).sizes
-        if sizes is None or size in sizes
-    ]
+    """Of each driver its own numbers of ranks that are the test's; if there is none, the test's."""
+    worlds = []
+    for name in names:
+        own = drivers.get(name).sizes
+        common = [size for size in own if sizes is None or size in sizes]
+        worlds += [World(name, size) for size in common or sizes or own]
+    return worlds
 
 
 def worlds_by_mpi(worlds: Sequence[World], test: pytest.Item) -> list[World]:
     if test.get_closest_marker("not_by_mpi"):
         return []
     if not mpirun.everything():
-        moves = test.path.stem in _MOVING
-        worlds = [world for world in worlds if moves and (world.driver, world.size) in _SOME_BY_MPI]
+        some = _NUMPY_BY_MPI if test.path.stem in _MOVING else ()
+        if test.get_closest_marker("only_by_mpi"):
+            some += _FRAMEWORKS_BY_MPI
+        worlds = [world for world in worlds if (world.driver, world.size) in some]
     return [replace(world, by_mpi=True) for world in worlds if world.driver != "cupy"]
 
 

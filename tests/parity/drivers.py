@@ -35,7 +35,7 @@ class Driver(abc.ABC):
     name = ""
     framework = ""  # polyhvd.<framework>
     package = ""  # that must be installed
-    sizes: Sequence[int] = (1, 2, 3, 4)  # numbers of ranks
+    sizes: Sequence[int] = (2, 3)  # numbers of ranks: what more of them have of their own is the core's
     #: Whether an asynchronous allgather waits until all ranks have told their sizes.
     gathers_wait = False
     #: What a collective raises when the ranks disagree.
@@ -121,6 +121,7 @@ class Driver(abc.ABC):
 
 class _NumPy(Driver):
     name = framework = package = "numpy"
+    sizes = (1, 2, 3, 4)
 
     def from_numpy(self, array: Array) -> Any:
         return array.copy()
@@ -145,7 +146,6 @@ class _CuPy(Driver):
     """
 
     name = framework = package = "cupy"
-    sizes = (2, 3)  # what more ranks have of their own is NCCL's
 
     @property
     def settings(self) -> tuple[tuple[str, str], ...]:
