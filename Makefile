@@ -62,7 +62,8 @@ build/core/$(1)/run: $$(CORE_SOURCES:%.cc=build/core/$(1)/%.o) $$(CORE_TESTS:%.c
 -include $$(CORE_SOURCES:%.cc=build/core/$(1)/%.d) $$(CORE_TESTS:%.cc=build/core/$(1)/%.d)
 endef
 $(eval $(call core_program,plain,-O2))
-$(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
+# Not optimised: that would take the compiler three times as long with these checks in the code.
+$(eval $(call core_program,asan,-O0 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
 -include $(wildcard build/core/plain/benchmarks/*.d)
 

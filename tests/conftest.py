@@ -28,7 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "sizes(*numbers): run on these numbers of ranks, or what a driver shares"
     )
-    config.addinivalue_line("markers", "layouts(ranks_min, ordered): backends' tests on these layouts only")
+    config.addinivalue_line(
+        "markers", "layouts(ranks_min, ordered, own): backends' tests on these layouts only"
+    )
     config.addinivalue_line("markers", "not_by_mpi: never under MPI's launcher")
     config.addinivalue_line("markers", "only_by_mpi: under MPI's launcher only")
     config.addinivalue_line("markers", "drivers(*names): run with these drivers only")

@@ -29,6 +29,9 @@ class Layout:
     namespaces: bool = False
     mpi: bool = False  # started by MPI's launcher, and it carries the data
     ordered: bool = True  # sums are associated in a way that is known
+    #: Whether its code paths are in no other layout, nor in the parity suite's worlds. The others have the
+    #: tests of what is done in many ways at once, and none of each operation by itself.
+    own: bool = True
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -45,19 +48,20 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("shm-2", (2,), tcp=False),
-    Layout("shm-4", (4,), tcp=False),
+    Layout("shm-2", (2,), tcp=False, own=False),  # parity's numpy-2
+    Layout("shm-4", (4,), tcp=False, own=False),  # parity's numpy-4
     Layout("cma-2", (2,), _CMA, tcp=False, cma=True),
     Layout("cma-3", (3,), _CMA, tcp=False, cma=True),
-    Layout("tcp-3", (3,), _TCP, shm=False),
+    Layout("tcp-3", (3,), _TCP, shm=False, own=False),  # hosts-1+1+1 once it is connected
     Layout("hosts-1+1+1", (1, 1, 1), shm=False),
     Layout("hosts-2+1", (2, 1)),
     Layout("hosts-2+2", (2, 2)),
     Layout("hosts-3+1", (3, 1)),
-    Layout("netns-1+1", (1, 1), shm=False, namespaces=True),
-    Layout("netns-2+2", (2, 2), namespaces=True),
+    Layout("netns-1+1", (1, 1), shm=False, namespaces=True, own=False),
+    Layout("netns-2+2", (2, 2), namespaces=True, own=False),
     *(
-        Layout(f"mpi-{size}", (size,), _MPI, shm=False, tcp=False, mpi=True, ordered=False)
+        # With everything by MPI, so is parity's numpy.
+        Layout(f"mpi-{size}", (size,), _MPI, False, False, mpi=True, ordered=False, own=size == 3)
         for size in ((1, 2, 3, 4) if mpirun.everything() else (3,))
     ),
 )
@@ -69,9 +73,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", layouts(**marker.kwargs) if marker else LAYOUTS, ids=str)
 
 
-def layouts(*, ranks_min: int = 1, ordered: bool = False) -> list[Layout]:
-    """Those of so many ranks or more; with ``ordered``, those whose sums are associated in a known way."""
-    return [each for each in LAYOUTS if sum(each.hosts) >= ranks_min and each.ordered >= ordered]
+def layouts(*, ranks_min: int = 1, ordered: bool = False, own: bool = False) -> list[Layout]:
+    """Those of so many ranks or more, and those alone that are ``ordered``, or have code of their ``own``."""
+    return [
+        each
+        for each in LAYOUTS
+        if sum(each.hosts) >= ranks_min and each.ordered >= ordered and each.own >= own
+    ]
 
 
 @pytest.fixture(scope="session")

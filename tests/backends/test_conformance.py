@@ -14,11 +14,13 @@ from pool import Pool
 from worlds import assert_alike
 
 
+@pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
 def test_allreduce_returns_the_reduction_on_every_rank(pool: Pool, world: Any, op: str) -> None:
     assert_alike(pool.run(collectives.allreduce, "numpy", op, 1.0, 1.0, world.groups))
 
 
+@pytest.mark.layouts(own=True)
 def test_allreduce_scales_before_and_after_the_sum(pool: Pool, world: Any) -> None:
     assert_alike(pool.run(collectives.allreduce, "numpy", "Sum", 0.3, 0.7, world.groups))
 
@@ -33,14 +35,17 @@ def test_order_grouping_and_offset_do_not_show_in_the_bits(pool: Pool, world: An
         assert_alike(pool.run(collectives.same_bits, "numpy", seed, world.groups))
 
 
+@pytest.mark.layouts(own=True)
 def test_infinities_nans_and_signed_zeros_follow_numpy(pool: Pool) -> None:
     assert_alike(pool.run(collectives.special_values, "numpy"))
 
 
+@pytest.mark.layouts(own=True)
 def test_integers_wrap_around_and_keep_their_last_digits(pool: Pool) -> None:
     assert_alike(pool.run(collectives.ends_of_ranges, "numpy"))
 
 
+@pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("pattern", ["growing", "many", "one has none", "only the last has some", "none"])
 def test_allgather_concatenates_in_rank_order(pool: Pool, pattern: str) -> None:
     assert_alike(pool.run(collectives.allgather, "numpy", pattern))
@@ -50,6 +55,7 @@ def test_allgathers_in_flight_keep_their_rows_apart(pool: Pool) -> None:
     assert_alike(pool.run(collectives.allgather_async, "numpy"))
 
 
+@pytest.mark.layouts(own=True)
 def test_broadcast_returns_the_roots_values(pool: Pool) -> None:
     assert_alike(pool.run(collectives.broadcast, "numpy"))
 
@@ -58,11 +64,13 @@ def test_broadcasts_from_all_roots_may_be_in_flight(pool: Pool) -> None:
     assert_alike(pool.run(collectives.broadcast_async, "numpy", True))
 
 
+@pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("pattern", ["uneven", "many", "all to the last", "some none"])
 def test_alltoall_hands_out_rows(pool: Pool, pattern: str) -> None:
     pool.run(exchange.alltoall, "numpy", pattern, True)
 
 
+@pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("op", ["Sum", "Average", "Max"])
 def test_reducescatter_keeps_the_rows_of_each_rank(pool: Pool, op: str) -> None:
     pool.run(exchange.reducescatter, "numpy", op)
@@ -72,6 +80,7 @@ def test_groups_of_any_element_types_are_one_operation(pool: Pool) -> None:
     pool.run(exchange.grouped, "numpy")
 
 
+@pytest.mark.layouts(own=True)
 def test_adasum_follows_its_formula(pool: Pool) -> None:
     pool.run(exchange.adasum, "numpy")
 

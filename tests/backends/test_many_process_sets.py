@@ -29,9 +29,8 @@ def add_and_remove() -> None:
         assert hvd.remove_process_set(chosen) is True
 
 
+@pytest.mark.layouts(ranks_min=2, own=True)  # one rank has no process sets but the global one
 def test_process_sets_come_and_go_more_often_than_there_are_places(pool: Pool) -> None:
-    if pool.size < 2:
-        pytest.skip("one rank has no process sets but the global one")
     pool.run(add_and_remove)
 
 
