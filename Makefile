@@ -137,7 +137,7 @@ faults: $(STAMPS)/test
 ##@ test     everything: the core, the launcher, every adapter, parity, training
 test: $(STAMPS)/test
 	$(MAKE) -j$(JOBS) core units stand-ins
-	$(PY) -m pytest
+	$(PY) tools/suite.py
 
 ##@ test-gpu  tensors on GPUs with NCCL, on this machine's GPU instead of stand-ins
 .PHONY: test-gpu

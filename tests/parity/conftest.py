@@ -2,10 +2,12 @@
 
 Tests that move tensors run under MPI's launcher, too: with NumPy, on two numbers of ranks, and a few of
 them with each framework. With TEST_BY_MPI=all in the environment every test does, on every number.
+With TEST_RANKS=fewest each test runs on one number of ranks, the least of its own that is above 1.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,7 +44,10 @@ def worlds_of(names: Sequence[str], sizes: Sequence[int] | None) -> list[World]:
     for name in names:
         own = drivers.get(name).sizes
         common = [size for size in own if sizes is None or size in sizes]
-        worlds += [World(name, size) for size in common or sizes or own]
+        common = common or list(sizes or own)
+        if os.environ.get("TEST_RANKS") == "fewest":
+            common = [min([size for size in common if size > 1] or common)]
+        worlds += [World(name, size) for size in common]
     return worlds
 
 

@@ -139,7 +139,8 @@ def all_in_one_graph(backend: str) -> None:
     def everything(x: Tensor) -> Tensor:
         return torch.cat([f(x).reshape(-1).to(x.dtype) for f in some])
 
-    _compare(everything, backend, rank_tensor(4, 3) / 8)
+    # The others need not be as slow: what they run is the same operations.
+    _compare(everything, backend if hvd.rank() == 0 else "aot_eager", rank_tensor(4, 3) / 8)
 
 
 def order_is_that_of_the_program() -> None:
