@@ -7,6 +7,7 @@ Frameworks' tests need processors; most others wait for launchers, deadlines and
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -46,18 +47,19 @@ def main() -> None:
             stderr=subprocess.STDOUT,
         )
     first = start([*sys.argv[1:], *FRAMEWORKS], stdout=subprocess.PIPE)
+    both = (first, others)
+    signal.signal(signal.SIGTERM, lambda *_: [process.send_signal(signal.SIGINT) for process in both])
+    assert first.stdout is not None
+    shown = []
     try:
-        assert first.stdout is not None
-        shown = []
         for line in first.stdout:
             print(line, end="", flush=True)
             shown.append(line)
-        statuses = [first.wait(), others.wait()]
+        statuses = [process.wait() for process in both]
     except KeyboardInterrupt:  # which both have got from the terminal, too
-        sys.exit(130)
-    finally:
-        for process in (first, others):
+        for process in both:
             process.wait()
+        sys.exit(130)
     said = LOG.read_text(errors="replace")
     print(said, end="")
     total = counts("".join(shown)) + counts(said)
