@@ -56,14 +56,15 @@ CORE_FLAGS := -std=c++20 -g1 -Wall -Wextra -Werror -ffp-contract=off -Ipolyhvd/c
 define core_program
 build/core/$(1)/%.o: %.cc
 	@mkdir -p $$(@D)
-	$$(CXX) $$(CORE_FLAGS) $(2) -c $$< -o $$@
+	$$(CXX) $$(CORE_FLAGS) $(2) $$(LESS) -c $$< -o $$@
 build/core/$(1)/run: $$(CORE_SOURCES:%.cc=build/core/$(1)/%.o) $$(CORE_TESTS:%.cc=build/core/$(1)/%.o)
 	$$(CXX) $(2) -pthread $$^ -o $$@
 -include $$(CORE_SOURCES:%.cc=build/core/$(1)/%.d) $$(CORE_TESTS:%.cc=build/core/$(1)/%.d)
 endef
 $(eval $(call core_program,plain,-O2))
-# Not optimised: that would take the compiler three times as long with these checks in the code.
-$(eval $(call core_program,asan,-O0 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
+$(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
+# To optimise the tests with all these checks would take the compiler three times as long.
+build/core/asan/tests/%.o: LESS := -O0
 $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
 -include $(wildcard build/core/plain/benchmarks/*.d)
 

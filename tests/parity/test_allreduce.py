@@ -55,3 +55,10 @@ def test_integers_wrap_around_and_keep_their_last_digits(ranks: Ranks) -> None:
 
 def test_numbers_of_python_and_numpy_are_reduced_as_tensors_without_dimensions(ranks: Ranks) -> None:
     ranks.run_alike(collectives.numbers)
+
+
+@pytest.mark.drivers("tensorflow")  # which keeps the kernels of what runs more than once
+@pytest.mark.sizes(2)
+def test_tensors_are_reduced_again_in_memory_that_a_kernel_has_given_back(ranks: Ranks) -> None:
+    for _ in range(3):
+        ranks.run_alike(collectives.allreduce, "Max")
