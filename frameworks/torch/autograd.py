@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from polyhvd.torch import compiled
-from polyhvd.torch.base import collectives
+from polyhvd.torch.base import adapter, collectives
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.adjoints import gradient_factor, rows_before, rows_kept
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.collectives.verbs import splits_of
+from polyhvd.collectives.verbs import Collectives, splits_of
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 
 __all__ = [
     "allgather_gradients",
@@ -48,6 +50,21 @@ def wants_gradient(tensor: Tensor) -> bool:
 
 def _any_wants_gradient(tensors: Sequence[Tensor]) -> bool:
     return any(wants_gradient(tensor) for tensor in tensors)
+
+
+def _within(world: World | None) -> Collectives[Tensor]:
+    """The collectives of one world; None: of the current one."""
+    return collectives if world is None else Collectives(adapter, world)
+
+
+def _generation(world: World | None) -> int:
+    """For backward, which must not reach another world than forward."""
+    return (world or current.world()).placement.generation
+
+
+def _world_of(ctx: Any, verb: str, name: str | None) -> World:
+    """That of the forward pass; raises PeerLostError where another one is current."""
+    return current.of_generation(ctx.generation, f"the gradient of {verb} {name or 'without a name'!r}")
 
 
 def _gradient_name(name: str | None) -> str | None:
@@ -82,14 +99,21 @@ def spread(count: int, positions: list[int], values: Sequence[Tensor]) -> Gradie
 # From gradients of the results to those of the tensors. They are differentiable, for second derivatives.
 
 
-def allreduce_gradients(gradients: Sequence[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
+def allreduce_gradients(
+    gradients: Sequence[Tensor], arguments: dict[str, Any], world: World | None = None
+) -> list[Tensor]:
     """The gradient of a sum over ranks is the sum of the ranks' gradients, scaled alike."""
     _check_linear("allreduce", arguments["op"])
-    return allreduce_group(gradients, **{**arguments, "name": _gradient_name(arguments["name"])})
+    changed = {**arguments, "name": _gradient_name(arguments["name"])}
+    return allreduce_group(gradients, world=world, **changed)
 
 
 def reducescatter_gradients(
-    gradients: Sequence[Tensor], rows: Sequence[int], exact: bool | None, arguments: dict[str, Any]
+    gradients: Sequence[Tensor],
+    rows: Sequence[int],
+    exact: bool | None,
+    arguments: dict[str, Any],
+    world: World | None = None,
 ) -> list[Tensor]:
     """The gradient of a term is that of its sum: every rank gathers the gradients of all ``rows``."""
     op, process_set = arguments["op"], arguments["process_set"]
@@ -99,13 +123,17 @@ def reducescatter_gradients(
     factor *= gradient_factor(OpKind.REDUCESCATTER, size, exact, op)
     scaled = [gradient if factor == 1 else gradient * factor for gradient in gradients]
     label = _gradient_name(arguments["name"])
-    gathered = allgather_group(scaled, name=label, process_set=process_set, exact_gradient=exact)
+    gathered = allgather_group(scaled, name=label, process_set=process_set, exact_gradient=exact, world=world)
     if all(t.shape[0] == count for t, count in zip(gathered, rows, strict=True)):
         return gathered
     # Ranks have joined; all others see it alike, and take part in this.
-    members = collectives.allgather(
-        torch.tensor([process_set.rank()]), name=label and f"{label}.ranks", process_set=process_set
-    ).tolist()
+    members = (
+        _within(world)
+        .allgather(
+            torch.tensor([process_set.rank()]), name=label and f"{label}.ranks", process_set=process_set
+        )
+        .tolist()
+    )
     return [
         _in_their_places(t, rows_kept(count, size), members, count)
         for t, count in zip(gathered, rows, strict=True)
@@ -118,25 +146,31 @@ def allgather_gradients(
     name: str | None,
     process_set: ProcessSet,
     exact: bool | None,
+    world: World | None = None,
 ) -> list[Tensor]:
     """The gradient of a rank's rows is the sum of all ranks' gradients of these rows."""
     label = _gradient_name(name)
     own, size = process_set.rank(), process_set.size()
     # With the rank, since those that have joined are missing from it.
-    table = collectives.allgather(
+    table = _within(world).allgather(
         torch.tensor([[own, *rows]]), name=label and f"{label}.rows", process_set=process_set
     )
     before = rows_before(table.tolist(), own, size, [g.shape[0] for g in gradients], name or "without a name")
-    totals = _sums(gradients, label, process_set, gradient_factor(OpKind.ALLGATHER, size, exact))
+    totals = _sums(gradients, label, process_set, gradient_factor(OpKind.ALLGATHER, size, exact), world)
     return [t.narrow(0, begin, count) for t, begin, count in zip(totals, before, rows, strict=True)]
 
 
 def broadcast_gradient(
-    gradient: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, exact: bool | None
+    gradient: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    exact: bool | None,
+    world: World | None = None,
 ) -> Tensor:
     """The gradient of the root's tensor is the sum of all ranks' gradients; of others, zero."""
     factor = gradient_factor(OpKind.BROADCAST, process_set.size(), exact)
-    (total,) = _sums([gradient], _gradient_name(name), process_set, factor)
+    (total,) = _sums([gradient], _gradient_name(name), process_set, factor, world)
     is_root = torch.tensor(global_process_set.rank() == root_rank)
     # Zeros with a graph: the second derivative is a collective of every rank.
     return torch.where(is_root, total, torch.zeros_like(total))
@@ -149,6 +183,7 @@ def alltoall_gradient(
     received: Sequence[int],
     name: str | None,
     process_set: ProcessSet,
+    world: World | None = None,
 ) -> Tensor:
     """The gradients of rows travel back to the rank that has sent them.
 
@@ -157,7 +192,8 @@ def alltoall_gradient(
         splits: its rows for each rank; None: equal parts.
         received: rows that came from each rank; none from those that had joined.
     """
-    returned, counts = alltoall_parts(gradient, received, name=_gradient_name(name), process_set=process_set)
+    label = _gradient_name(name)
+    returned, counts = alltoall_parts(gradient, received, name=label, process_set=process_set, world=world)
     if returned.shape[0] == rows:
         whole: Tensor = returned
         return whole
@@ -180,10 +216,15 @@ def _in_their_places(values: Tensor, counts: Sequence[int], members: Container[i
 
 
 def _sums(
-    gradients: Sequence[Tensor], name: str | None, process_set: ProcessSet, factor: float
+    gradients: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    factor: float,
+    world: World | None,
 ) -> list[Tensor]:
     return allreduce_group(
         gradients,
+        world=world,
         name=name,
         op=ReduceOp.Sum,
         prescale_factor=1.0,
@@ -194,45 +235,53 @@ def _sums(
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arguments: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.arguments = arguments
-        results = tuple(collectives.grouped_allreduce(tensors, **arguments))
+    def forward(
+        ctx: Any, world: World | None, arguments: dict[str, Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.generation, ctx.arguments = _generation(world), arguments
+        results = tuple(_within(world).grouped_allreduce(tensors, **arguments))
         _mark_integers(ctx, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        chosen = floating(gradients)
-        return None, *spread(
-            len(gradients), chosen, allreduce_gradients([gradients[i] for i in chosen], ctx.arguments)
-        )
+        world, chosen = _world_of(ctx, "allreduce", ctx.arguments["name"]), floating(gradients)
+        own = allreduce_gradients([gradients[i] for i in chosen], ctx.arguments, world)
+        return None, None, *spread(len(gradients), chosen, own)
 
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exact: bool | None, arguments: dict[str, Any], *tensors: Tensor
+        ctx: Any, world: World | None, exact: bool | None, arguments: dict[str, Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        ctx.generation = _generation(world)
         ctx.rows, ctx.exact, ctx.arguments = [tensor.shape[0] for tensor in tensors], exact, arguments
-        results = tuple(collectives.grouped_reducescatter(tensors, **arguments))
+        results = tuple(_within(world).grouped_reducescatter(tensors, **arguments))
         _mark_integers(ctx, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        chosen = floating(gradients)
+        world, chosen = _world_of(ctx, "reducescatter", ctx.arguments["name"]), floating(gradients)
         own = reducescatter_gradients(
-            [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], ctx.exact, ctx.arguments
+            [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], ctx.exact, ctx.arguments, world
         )
-        return None, None, *spread(len(gradients), chosen, own)
+        return None, None, None, *spread(len(gradients), chosen, own)
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, process_set: ProcessSet, exact: bool | None, *tensors: Tensor
+        ctx: Any,
+        world: World | None,
+        name: str | None,
+        process_set: ProcessSet,
+        exact: bool | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        results = tuple(collectives.grouped_allgather(tensors, name=name, process_set=process_set))
+        ctx.generation = _generation(world)
+        results = tuple(_within(world).grouped_allgather(tensors, name=name, process_set=process_set))
         ctx.arguments = [tensor.shape[0] for tensor in tensors], name, process_set, exact
         _mark_integers(ctx, results)
         return results
@@ -240,9 +289,9 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         rows, *rest = ctx.arguments
-        chosen = floating(gradients)
-        own = allgather_gradients([gradients[i] for i in chosen], [rows[i] for i in chosen], *rest)
-        return None, None, None, *spread(len(gradients), chosen, own)
+        world, chosen = _world_of(ctx, "allgather", rest[0]), floating(gradients)
+        own = allgather_gradients([gradients[i] for i in chosen], [rows[i] for i in chosen], *rest, world)
+        return None, None, None, None, *spread(len(gradients), chosen, own)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -250,32 +299,41 @@ class _Broadcast(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: Tensor,
+        world: World | None,
         root_rank: int,
         name: str | None,
         process_set: ProcessSet,
         exact: bool | None,
     ) -> Tensor:
-        ctx.arguments = root_rank, name, process_set, exact
-        return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+        ctx.generation, ctx.arguments = _generation(world), (root_rank, name, process_set, exact)
+        return _within(world).broadcast(tensor, root_rank, name=name, process_set=process_set)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return broadcast_gradient(gradient, *ctx.arguments), None, None, None, None
+        world = _world_of(ctx, "broadcast", ctx.arguments[1])
+        return broadcast_gradient(gradient, *ctx.arguments, world), *[None] * 5
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
+        ctx: Any,
+        tensor: Tensor,
+        world: World | None,
+        splits: Any,
+        name: str | None,
+        process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor]:
-        output, received = collectives.alltoall(tensor, splits, name=name, process_set=process_set)
+        ctx.generation = _generation(world)
+        output, received = _within(world).alltoall(tensor, splits, name=name, process_set=process_set)
         ctx.arguments = tensor.shape[0], splits_of(splits), received.tolist(), name, process_set
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        return alltoall_gradient(gradient, *ctx.arguments), None, None, None
+        world = _world_of(ctx, "alltoall", ctx.arguments[3])
+        return alltoall_gradient(gradient, *ctx.arguments, world), *[None] * 4
 
 
 # torch declares no types for apply().
@@ -286,24 +344,29 @@ _apply_broadcast: Any = _Broadcast.apply
 _apply_alltoall: Any = _Alltoall.apply
 
 
-def allreduce_group(tensors: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
+# In `world`; None: in the current one. Graphs know none.
+
+
+def allreduce_group(
+    tensors: Sequence[Tensor], *, world: World | None = None, **arguments: Any
+) -> list[Tensor]:
     """``Collectives.grouped_allreduce`` with all its arguments named, differentiable."""
     if compiled.is_compiling():
         return compiled.allreduce(tensors, **arguments)
     if _any_wants_gradient(tensors):
-        return list(_apply_allreduce(arguments, *tensors))
-    return collectives.grouped_allreduce(tensors, **arguments)
+        return list(_apply_allreduce(world, arguments, *tensors))
+    return _within(world).grouped_allreduce(tensors, **arguments)
 
 
 def reducescatter_group(
-    tensors: Sequence[Tensor], *, exact_gradient: bool | None, **arguments: Any
+    tensors: Sequence[Tensor], *, exact_gradient: bool | None, world: World | None = None, **arguments: Any
 ) -> list[Tensor]:
     """``Collectives.grouped_reducescatter`` with all its arguments named, differentiable."""
     if compiled.is_compiling():
         return compiled.reducescatter(tensors, exact_gradient, **arguments)
     if _any_wants_gradient(tensors):
-        return list(_apply_reducescatter(exact_gradient, arguments, *tensors))
-    return collectives.grouped_reducescatter(tensors, **arguments)
+        return list(_apply_reducescatter(world, exact_gradient, arguments, *tensors))
+    return _within(world).grouped_reducescatter(tensors, **arguments)
 
 
 def allgather_group(
@@ -312,13 +375,14 @@ def allgather_group(
     name: str | None,
     process_set: ProcessSet,
     exact_gradient: bool | None = None,
+    world: World | None = None,
 ) -> list[Tensor]:
     """``Collectives.grouped_allgather``, differentiable."""
     if compiled.is_compiling():
         return compiled.allgather(tensors, name, process_set, exact_gradient)
     if _any_wants_gradient(tensors):
-        return list(_apply_allgather(name, process_set, exact_gradient, *tensors))
-    return collectives.grouped_allgather(tensors, name=name, process_set=process_set)
+        return list(_apply_allgather(world, name, process_set, exact_gradient, *tensors))
+    return _within(world).grouped_allgather(tensors, name=name, process_set=process_set)
 
 
 def broadcast_one(
@@ -333,12 +397,14 @@ def broadcast_one(
     if compiled.is_compiling():
         return compiled.broadcast(tensor, root_rank, name, process_set, exact_gradient)
     if wants_gradient(tensor):
-        result: Tensor = _apply_broadcast(tensor, root_rank, name, process_set, exact_gradient)
+        result: Tensor = _apply_broadcast(tensor, None, root_rank, name, process_set, exact_gradient)
         return result
     return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
 
 
-def alltoall_parts(tensor: Tensor, splits: Any, *, name: str | None, process_set: ProcessSet) -> Any:
+def alltoall_parts(
+    tensor: Tensor, splits: Any, *, name: str | None, process_set: ProcessSet, world: World | None = None
+) -> Any:
     """``Collectives.alltoall``, differentiable."""
     if compiled.is_compiling():
         return compiled.alltoall(tensor, splits, name, process_set)
@@ -346,8 +412,8 @@ def alltoall_parts(tensor: Tensor, splits: Any, *, name: str | None, process_set
     if splits is None and wants_gradient(tensor):
         parts = equal_parts(tensor, process_set)
     if parts is None or not wants_gradient(tensor):
-        return collectives.alltoall(tensor, splits, name=name, process_set=process_set)
-    output, received = _apply_alltoall(tensor, parts, name, process_set)
+        return _within(world).alltoall(tensor, splits, name=name, process_set=process_set)
+    output, received = _apply_alltoall(tensor, world, parts, name, process_set)
     return output if splits is None else (output, received)
 
 

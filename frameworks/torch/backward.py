@@ -19,6 +19,7 @@ from polyhvd.torch.written import Leftovers, Submitted
 from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.reducer import GradientReducer
 
@@ -122,6 +123,8 @@ class Gradients(Section):
         self._reported = b""  # in the last round
         self._backward = -1  # the graph task whose end we have asked to hear of
         self._entered = -1  # the graph task whose thread is known to use this
+        self._generation = current.world().placement.generation
+        self._lost = 0  # generation of the world that has ended with gradients of this, until others come
         _registry.seat(self)
         self.adopt(parameters)
 
@@ -186,6 +189,22 @@ class Gradients(Section):
         """Whether reductions run: within backward, or after one that has failed."""
         return bool(self._started)
 
+    def begin_anew(self) -> None:
+        """Another world is current: what was begun in the last one is not to be waited for."""
+        is_under_way = self._started or self._reduced or self._fresh or any(self._passes)
+        # Not cleared but made anew: a thread may be in a backward of the last world, which fails.
+        self._started, self._reduced, self._fresh = set(), set(), set()
+        self._submitted = Submitted()
+        self._groups = [_Group(group.number, group.positions) for group in self._groups]
+        self._group_of = {position: group for group in self._groups for position in group.positions}
+        self._reducer.drop()
+        self._forget_started()
+        self.forget_passes()
+        self._lost = self._generation if is_under_way else 0
+        self._backward = self._entered = -1
+        self.settled, self.rounds = False, 0
+        self._generation = current.world().placement.generation
+
     def _is_member(self) -> bool:
         return self.process_set is global_process_set or self.process_set.included()
 
@@ -193,6 +212,7 @@ class Gradients(Section):
 
     def _enter(self, task: int, position: int) -> None:
         """A backward has come to a parameter: its thread uses the optimizer from now on."""
+        _registry.check(task)
         if self._parameters[position].is_cpu:  # for other devices autograd has threads of its own
             self._entered = task
             self.claim()
@@ -204,7 +224,7 @@ class Gradients(Section):
         task = torch._C._current_graph_task_id()
         if task != self._entered:
             self._enter(task, position)
-        self.settled = False
+        self.settled, self._lost = False, 0
         self._fresh.add(position)
         if self.on_hold:
             return
@@ -434,6 +454,8 @@ class Gradients(Section):
             raise InvalidArgumentError(self.retired)
         if not self._is_member():
             return
+        if self._lost:
+            current.of_generation(self._lost, "the gradients of DistributedOptimizer")
         while not self.settled:
             self.board.hold_round(self)
 
@@ -445,6 +467,7 @@ class Gradients(Section):
 
     def forget_passes(self) -> None:
         """The gradients were set to zero."""
+        self._lost = 0
         self._passes = [0] * len(self._parameters)
         self._fresh.clear()
         self._reduced.clear()

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["Registry"]
 
 Tensor = torch.Tensor
+_BACKWARD = "a backward pass of DistributedOptimizer"
 
 
 class _Ending(threading.local):
     """The backward that runs in a thread, and the optimizers that it has gradients for."""
 
     task = -1
+    generation = 0  # of the world in which it began
 
     def __init__(self) -> None:
         self.among: list[Gradients] = []
@@ -65,10 +67,12 @@ class Registry:
         """Of an optimizer, the same on every rank."""
         return self._numbers.of(gradients, process_set)
 
-    def _begin_anew(self, _: object) -> None:
+    def _begin_anew(self, engine: object) -> None:
         """The ranks of a new engine have made no optimizers but those that are in use, in this thread."""
         self._own = _Own()
         for gradients in sorted(self._everyone, key=lambda gradients: gradients.number):
+            if engine is not None:
+                gradients.begin_anew()
             if not gradients.retired:
                 self.seat(gradients)
 
@@ -127,6 +131,11 @@ class Registry:
             boards[process_set] = Board(agree, call_roll)
         return boards[process_set]
 
+    def check(self, task: int) -> None:
+        """Raise PeerLostError in a backward that began in a world that has ended."""
+        if task == self._ending.task:
+            current.of_generation(self._ending.generation, _BACKWARD)
+
     def hold_rounds_after(self, task: int, gradients: Gradients) -> None:
         """Reduce what an optimizer has ready, and all others in this backward, at the end of it.
 
@@ -136,9 +145,10 @@ class Registry:
         """
         ending = self._ending
         if task != ending.task:
-            ending.task, ending.among = task, []
+            generation = current.world().placement.generation
+            ending.task, ending.among, ending.generation = task, [], generation
             among = ending.among
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _hold_rounds(among))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _hold_rounds(among, generation))
         ending.among.append(gradients)
 
     def keep_local(self, parameter: Tensor, scale: Callable[[Tensor], Tensor]) -> None:
@@ -160,7 +170,8 @@ class Registry:
         self._owners[parameter] = (weakref.ref(gradients), _register(parameter, gradients, position))
 
 
-def _hold_rounds(among: list[Gradients]) -> None:
+def _hold_rounds(among: list[Gradients], generation: int) -> None:
+    current.of_generation(generation, _BACKWARD)
     # A round of another optimizer's backward, within this one, may have served one already.
     boards = {id(gradients.board): gradients.board for gradients in among if gradients.in_flight}
     among.clear()

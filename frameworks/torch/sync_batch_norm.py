@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -85,6 +86,7 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), count)
         ctx.process_set = process_set
+        ctx.generation = 0 if is_compiling() else current.world().placement.generation
         ctx.bias_dtype = None if bias is None else bias.dtype
         factors = [None if t is None else t.to(mean.dtype) for t in (weight, bias)]
         result = torch.nn.functional.batch_norm(_wide(x), mean, variance, *factors, eps=eps)
@@ -101,9 +103,11 @@ class _Normalize(torch.autograd.Function):
         of_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
         of_x = None
         if ctx.needs_input_grad[0]:
+            name = f"{_wire_name(x.shape[1])}.gradient"
             (total,) = allreduce_group(
                 [sums],
-                name=f"{_wire_name(x.shape[1])}.gradient",
+                world=current.of_generation(ctx.generation, repr(name)) if ctx.generation else None,
+                name=name,
                 op=ReduceOp.Sum,
                 prescale_factor=1.0,
                 postscale_factor=1.0,
