@@ -11,6 +11,9 @@ _Result = TypeVar("_Result", covariant=True)
 
 DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/types.h
 INSTRUCTION_SET: Final[str]
+#: As csrc/error.h has them: code, class in polyhvd/errors.py, whether the engine has ended, and whether it is
+#: a consequence of what happened elsewhere.
+ERRORS: Final[tuple[tuple[int, str, bool, bool], ...]]
 
 def begin_end_of_program() -> None:
     """Only this thread goes on from now: others that wait in failing operations are held up for 10 s."""
@@ -155,8 +158,12 @@ class Engine:
         priority: int = 0,
         blocking: bool = False,  # wait() follows at once: wake nobody
         numbers: Sequence[int] = (),  # see Submission in csrc/operation.h
+        generation: int = 0,  # of the engine that it was made for; 0: this one
     ) -> Handle:
-        """Raise InvalidArgumentError for a bad call; BufferError when a tensor is not dense."""
+        """Raise InvalidArgumentError for a bad call; BufferError when a tensor is not dense.
+
+        PeerLostError: it was made for another generation.
+        """
     def take_turn(self, kind: int, process_set: int, /) -> int:
         """Count a call without a name that a native adapter submits later; from 1."""
     def process_sets(self) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""What polyhvd raises. The tree mirrors ``csrc/error.h``.
+"""What polyhvd raises. ``csrc/error.h`` has the table of what the core reports, and by which class.
 
 ::
 
@@ -23,6 +23,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
 __all__ = [
     "HorovodInternalError",
     "HorovodVersionMismatchError",
@@ -36,6 +40,7 @@ __all__ = [
     "TransferTimeoutError",
     "UnsupportedError",
     "UnsupportedTypeError",
+    "by_code",
 ]
 
 
@@ -103,3 +108,19 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 class HorovodVersionMismatchError(ImportError):
     """Parts of polyhvd of different versions were mixed in one process."""
+
+
+@functools.cache
+def by_code() -> Mapping[int, type[Exception]]:
+    """The class of each of the core's error codes, as ``csrc/error.h`` has them.
+
+    Raises:
+        ImportError: the compiled core is not there. Nothing else in this module needs it.
+
+    Example::
+
+        errors.by_code()[3]  # PeerLostError
+    """
+    from polyhvd import _core
+
+    return MappingProxyType({code: globals()[name] for code, name, _, _ in _core.ERRORS})

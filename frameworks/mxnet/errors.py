@@ -19,6 +19,7 @@ __all__ = [
     "TransferTimeoutError",
     "UnsupportedError",
     "as_mxnets",
+    "by_code",
 ]
 
 
@@ -54,17 +55,20 @@ class TransferTimeoutError(errors.TransferTimeoutError, MXNetError):
     """An agreed transfer did not finish within POLYHVD_DATA_TIMEOUT_SECONDS."""
 
 
-_CLASSES = {
-    cls.__base__: cls
-    for cls in (
-        HorovodInternalError,
-        RankMismatchError,
-        PeerLostError,
-        PeerDepartedError,
-        ShutdownError,
-        TransferTimeoutError,
-    )
+_CLASSES: dict[type[Exception], type[Exception]] = {
+    errors.InvalidArgumentError: InvalidArgumentError,
+    errors.HorovodInternalError: HorovodInternalError,
+    errors.RankMismatchError: RankMismatchError,
+    errors.PeerLostError: PeerLostError,
+    errors.PeerDepartedError: PeerDepartedError,
+    errors.ShutdownError: ShutdownError,
+    errors.TransferTimeoutError: TransferTimeoutError,
 }
+
+
+def by_code() -> dict[int, type[Exception]]:
+    """The class above for each of the core's error codes."""
+    return {code: _CLASSES[core] for code, core in errors.by_code().items()}
 
 
 @contextlib.contextmanager

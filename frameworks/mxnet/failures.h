@@ -40,7 +40,8 @@ class Failures {
     }
     if (known_.size() == kKnownMax) known_.pop_front();
     known_.emplace_back(code, text);
-    if (!ends_engine(code) || generation == ended_.load()) return;
+    // An operation may come to its end long after its engine: what ended a later one stands.
+    if (!ends_engine(static_cast<ErrorCode>(code)) || generation <= ended_.load()) return;
     end_ = known_.back();
     ended_.store(generation);
   }
@@ -86,11 +87,6 @@ class Failures {
 
  private:
   static constexpr std::size_t kKnownMax = 4096;
-
-  static bool ends_engine(int code) {
-    return code == static_cast<int>(ErrorCode::kPeerLost) ||
-           code == static_cast<int>(ErrorCode::kTimeout);
-  }
 
   mutable std::mutex mutex_;
   std::vector<std::pair<Array, std::string>> unsettled_;  // guarded by mutex_

@@ -37,10 +37,13 @@ def _run(
 ) -> Arrays:
     """Start a collective of a backward pass; its outputs have these shapes."""
     call = Call(
+        current.world(),
         kind,
         derived(forward.name or "", "gradient"),
         process_set=forward.process_set,
         priority=forward.priority,
+        # In another world it fails as lost.
+        generation=forward.generation or forward.world.placement.generation,
         **changes,
     )
     outputs = [mx.nd.empty(s, dtype=t.dtype, ctx=t.ctx) for s, t in zip(shapes, inputs, strict=True)]

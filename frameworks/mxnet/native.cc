@@ -176,9 +176,10 @@ int submit_to_engine(const OpPtr& op, std::int32_t* lends, char* message,
   auto context = std::make_unique<OpPtr>(op);
   s.context = context.get();
   s.lends = lends;
+  s.generation = op->generation;
   const EngineSlot::Visit visit(g_slot);
   const polyhvd_engine_api* engine = visit.api();
-  if (engine == nullptr || engine->generation != op->generation) {
+  if (engine == nullptr) {
     throw Failure(ErrorCode::kShutdown, "the engine was shut down before MXNet ran the operation");
   }
   const int code = engine->submit(engine->engine, &s, message, message_bytes);
@@ -196,7 +197,9 @@ bool submit(const OpPtr& op, bool may_lend) {
   try {
     code = submit_to_engine(op, may_lend ? &lends : nullptr, message, sizeof message);
     if (code != 0) text = message;
-    if (code != 0 && text.find(about(*op)) == text.npos) text = about(*op) + text;
+    std::string named = about(*op);
+    named.resize(named.size() - 2);  // without the colon
+    if (code != 0 && text.find(named) == text.npos) text = about(*op) + text;
   } catch (const Failure& failure) {
     code = static_cast<int>(failure.error().code);
     text = about(*op) + failure.what();
@@ -423,6 +426,7 @@ struct polyhvd_mxnet_manner {
   std::uint32_t process_set;
   double prescale;
   double postscale;
+  std::uint64_t generation;  // of the engine that it belongs to; 0: the one that is current
 };
 
 // Pushes a collective into MXNet's engine and returns a handle; or null, with the
@@ -472,7 +476,7 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
     {
       const EngineSlot::Visit visit(g_slot);
       if (visit.api() == nullptr) throw Failure(ErrorCode::kShutdown, "there is no engine");
-      op->generation = visit.api()->generation;
+      op->generation = manner->generation != 0 ? manner->generation : visit.api()->generation;
     }
     if (g_failures.has_ended(op->generation)) {
       const auto [code, text] = g_failures.end();

@@ -49,6 +49,7 @@ class _Manner(ctypes.Structure):
         ("process_set", ctypes.c_uint32),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
+        ("generation", ctypes.c_uint64),
     )
 
 
@@ -112,15 +113,7 @@ def _finish() -> None:
 atexit.register(_finish)  # after MXNet has registered its own, so that it runs before
 
 
-# By the codes of csrc/error.h.
-_ERRORS = {
-    1: errors.InvalidArgumentError,
-    2: errors.RankMismatchError,
-    3: errors.PeerLostError,
-    4: errors.PeerDepartedError,
-    5: errors.ShutdownError,
-    7: errors.TransferTimeoutError,
-}
+_ERRORS = errors.by_code()
 _SKIPPED = 100  # added to codes of operations that were not done, as an array held the error of another
 _INTERNAL_ERROR = errors.HorovodInternalError
 
@@ -186,9 +179,11 @@ class Handle:
 
 
 @functools.lru_cache(maxsize=256)
-def _manner(kind: int, op: int, root: int, process_set: int, prescale: float, postscale: float) -> Any:
+def _manner(
+    kind: int, op: int, root: int, process_set: int, prescale: float, postscale: float, generation: int = 0
+) -> Any:
     """A pointer to a :class:`_Manner`, which it keeps alive. A program has few, and one for many calls."""
-    return ctypes.byref(_Manner(kind, op, root, process_set, prescale, postscale))
+    return ctypes.byref(_Manner(kind, op, root, process_set, prescale, postscale, generation))
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,6 +228,7 @@ def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray
         operation.process_set,
         float(operation.prescale),
         float(operation.postscale),
+        operation.generation or operation.world.placement.generation,
     )
     native = _push(
         manner,

@@ -29,14 +29,15 @@ _OPERATOR = "polyhvd_sync_batch_norm"
 _numbers = ObjectNumbers()  # of layers
 
 # Rows of what forward keeps for backward, each with an entry for every channel.
-_OFFSET, _INVERSE, _COUNT = 0, 1, 2
+_OFFSET, _INVERSE, _COUNT, _GENERATION = 0, 1, 2, 3
 
 
-def _summed(name: str, process_set: int, rows: list[NDArray]) -> NDArray:
-    """The sums of some vectors over the ranks, in float64, end to end."""
+def _summed(name: str, process_set: int, rows: list[NDArray], generation: int) -> NDArray:
+    """The sums of some vectors over the ranks, in float64, end to end; lost in another generation."""
     total = mx.nd.concat(*[row.astype("float64") for row in rows], dim=0)
     arrays = (total,)
-    native.push(Call(OpKind.ALLREDUCE, name, process_set=process_set), arrays, arrays)  # in place
+    call = Call(current.world(), OpKind.ALLREDUCE, name, process_set=process_set, generation=generation)
+    native.push(call, arrays, arrays)  # in place
     return total
 
 
@@ -55,13 +56,14 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         super().__init__()
         self._name: str = options["wire_name"]
         self._process_set = int(options["process_set"])
+        self._generation = int(options["generation"])
         self._axis = int(options["axis"])
         self._epsilon = float(options["eps"])
         self._momentum = float(options["momentum"])
         self._has_scale = options["fix_gamma"] == "False"
 
     def _over_ranks(
-        self, shift: NDArray, sums: NDArray, squares: NDArray, count: float
+        self, shift: NDArray, sums: NDArray, squares: NDArray, count: float, generation: int
     ) -> tuple[NDArray, NDArray, NDArray]:
         """Mean and variance of each channel, and the number of values that they are of.
 
@@ -74,7 +76,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         mean = shift + sums / own
         deviations = squares - sums * sums / own
         parts = [mx.nd.full((1,), count, dtype="float64"), mean * count, deviations + mean * mean * count]
-        total = _summed(f"{self._name}.forward", self._process_set, parts)
+        total = _summed(f"{self._name}.forward", self._process_set, parts, generation)
         number = total.slice_axis(0, 0, 1)
         some = mx.nd.maximum(number, 1)
         sums, squares = total.slice_axis(0, 1, None).reshape((2, -1))
@@ -85,9 +87,12 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
     def forward(self, is_train: bool, req: list[str], in_data: Any, out_data: Any, aux: Any) -> None:
         """Find the statistics; in training those of all ranks, which then move the moving ones."""
         shift, sums, squares, shape, gamma, beta = _doubles(in_data)
+        generation = 0
         if is_train:
+            generation = self._generation or current.world().placement.generation
             sizes = shape.asnumpy()  # there already, as all inputs are
-            mean, variance, count = self._over_ranks(shift, sums, squares, sizes.prod() / sizes[self._axis])
+            own = sizes.prod() / sizes[self._axis]
+            mean, variance, count = self._over_ranks(shift, sums, squares, own, generation)
             for moving, now in zip(aux, (mean, variance), strict=True):
                 moving = moving.as_nd_ndarray()
                 moved = moving * self._momentum + now.astype(moving.dtype) * (1 - self._momentum)
@@ -100,7 +105,8 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         factor = inverse * gamma if self._has_scale else inverse
         _assign(out_data[0], req[0], factor)
         _assign(out_data[1], req[1], beta - offset * factor)
-        _assign(out_data[2], req[2], mx.nd.stack(offset, inverse, count))
+        kept = mx.nd.stack(offset, inverse, count, mx.nd.zeros_like(count) + generation)
+        _assign(out_data[2], req[2], kept)
 
     def backward(
         self, req: list[str], out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any
@@ -114,9 +120,11 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         d_factor = d_factor - offset * d_bias
         nothing = mx.nd.zeros_like(offset)
         d_sums, d_squares = nothing, nothing
-        if count.asnumpy()[0]:  # not moving statistics
+        any_count, generation = kept[_COUNT:, 0].asnumpy().tolist()
+        if any_count:  # not moving statistics
             d_variance = d_factor * factor * inverse * inverse * -0.5
-            total = _summed(f"{self._name}.backward", self._process_set, [-factor * d_bias, d_variance])
+            parts = [-factor * d_bias, d_variance]
+            total = _summed(f"{self._name}.backward", self._process_set, parts, int(generation))
             d_mean, d_variance = total.reshape((2, -1))
             d_sums = (d_mean - 2 * offset * d_variance) / count
             d_squares = d_variance / count
@@ -177,7 +185,7 @@ class _Properties(mx.operator.CustomOpProp):  # type: ignore[misc]
         wide = in_shape[0]  # ones, but for the channels
         channels = [wide[int(self._options["axis"])]]
         inputs = [wide, wide, wide, [len(wide)], channels, channels]
-        return inputs, [wide, wide, [3, *channels]], [channels, channels]
+        return inputs, [wide, wide, [4, *channels]], [channels, channels]
 
     def infer_type(self, in_type: list[Any]) -> tuple[Any, Any, Any]:
         kind = in_type[0]
@@ -313,6 +321,10 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
             return "none"  # evaluation, which a rank may do alone, exchanges nothing
         return f"SyncBatchNorm.{_numbers.of(self, self._process_set)}"
 
+    def _generation(self, F: Any) -> int:
+        """Of the world that a call belongs to; 0: a symbol belongs to the one in which it runs."""
+        return current.world().placement.generation if F is mx.nd and mx.autograd.is_training() else 0
+
     def _of_nothing(self, x: Any, *others: Any) -> Any:
         """Take part without samples. MXNet 1.9.1 crashes in the derivative of a sum over an empty axis."""
         if not mx.autograd.is_training():
@@ -345,6 +357,7 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
             op_type=_OPERATOR,
             wire_name=self._wire_name(F),
             process_set=process_set_id(self._process_set),
+            generation=self._generation(F),
             **self._kwargs,
         )
         y = F.broadcast_add(F.broadcast_mul(x, factor), bias)

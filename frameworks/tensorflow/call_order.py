@@ -22,6 +22,7 @@ Names = frozenset[tuple[int, str]]
 #: Ops that run functions as a part of the graph that they are in, and may have effects.
 _CALLS = frozenset({"StatefulPartitionedCall", "If", "While", "Case"})
 _OURS = "Polyhvd"
+_NO_COLLECTIVE = "PolyhvdGeneration"
 _LAST = "_polyhvd_last_of_name"
 _KNOWN = "_polyhvd_names_in"
 
@@ -83,7 +84,7 @@ def names_in(graph: Any) -> Names:
 
 
 def _is_relevant(op_type: str) -> bool:
-    return op_type in _CALLS or op_type.startswith(_OURS)
+    return op_type in _CALLS or (op_type.startswith(_OURS) and op_type != _NO_COLLECTIVE)
 
 
 def _names_of(graph: Any, operation: Any) -> Names:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from polyhvd.tensorflow import generations
 from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.native import library
 from polyhvd.tensorflow.ops import bits, number, run_op
@@ -31,7 +32,13 @@ def _run(run: Callable[..., Any], kind: OpKind, op: Any, suffix: str, **argument
     forward = _attribute(op, "tensor_name")
     name = f"{forward}.{suffix}" if forward else None
     process_set, priority = _attribute(op, "process_set"), _attribute(op, "priority")
-    return run_op(run, kind, name, process_set, priority, **arguments)
+    generation = generations.of_operation(op, _tensors_of(op))
+    return run_op(run, kind, name, process_set, priority, generation=generation, **arguments)
+
+
+def _tensors_of(op: Any) -> int:
+    """How many inputs a collective has, but for the generation that it was made for."""
+    return len(op.outputs)  # an alltoall has two of either
 
 
 def _differentiable(op: Any) -> list[int]:
@@ -53,7 +60,7 @@ def _dense(op: Any, gradients: Gradients, positions: Sequence[int]) -> list[tf.T
 
 
 def _at(positions: Sequence[int], values: Sequence[Any], op: Any) -> list[Any]:
-    results: list[Any] = [None] * len(op.outputs)
+    results: list[Any] = [None] * len(op.inputs)
     for i, value in zip(positions, values, strict=True):
         results[i] = value
     return results
@@ -121,7 +128,7 @@ def _allreduce_gradient(op: Any, *gradients: Any) -> list[Any]:
     """A weighted sum is its own adjoint."""
     reduction, positions = _linear_reduction(op), _differentiable(op)
     if not positions:
-        return [None] * len(op.outputs)
+        return [None] * len(op.inputs)
     reduced = _run(
         library.polyhvd_allreduce,
         OpKind.ALLREDUCE,
@@ -140,7 +147,7 @@ def _reducescatter_gradient(op: Any, *gradients: Any) -> list[Any]:
     """Every rank's rows of the gradient, together and scaled as the sum was."""
     reduction, positions = _linear_reduction(op), _differentiable(op)
     if not positions:
-        return [None] * len(op.outputs)
+        return [None] * len(op.inputs)
     scale = number(_attribute(op, "prescale_bits")) * number(_attribute(op, "postscale_bits"))
     scale *= _factor(op, OpKind.REDUCESCATTER, reduction)
     members = _members(op)
@@ -177,7 +184,7 @@ def _broadcast_gradient(op: Any, *gradients: Any) -> list[Any]:
     """The root has the sum of all ranks' gradients; the others' inputs do not matter."""
     positions = _differentiable(op)
     if not positions:
-        return [None] * len(op.outputs)
+        return [None] * len(op.inputs)
     reduced = _sum(op, _dense(op, gradients, positions), _factor(op, OpKind.BROADCAST))
     is_root = tf.constant(current.world().placement.rank == _attribute(op, "root_rank"))
     # Zeros that depend on the sum: its own gradient is a collective of every rank.
@@ -190,7 +197,7 @@ def _allgather_gradient(op: Any, *gradients: Any) -> list[Any]:
     """This rank's rows of the sum of all ranks' gradients."""
     positions = _differentiable(op)
     if not positions:
-        return [None] * len(op.outputs)
+        return [None] * len(op.inputs)
     own = _members(op).index(current.world().placement.rank)
     rows = [tf.shape(op.inputs[i], out_type=tf.int64)[0] for i in positions]
     (table,) = _run(
@@ -245,7 +252,7 @@ def _alltoall_gradient(op: Any, gradient: Any, _: Any) -> list[Any]:
     """Rows go back to where they came from; what was not sent has a gradient of zero."""
     source = op.inputs[0]
     if not source.dtype.is_floating:
-        return [None, None]
+        return [None] * len(op.inputs)
     returned, received = _run(
         library.polyhvd_alltoall,
         OpKind.ALLTOALL,
@@ -260,8 +267,8 @@ def _alltoall_gradient(op: Any, gradient: Any, _: Any) -> list[Any]:
     splits = tf.cast(op.inputs[1], tf.int32) if has_splits else tf.repeat(rows // size, size)
     returned = _in_their_places(returned, splits, received > 0, rows)
     returned.set_shape(source.shape)
-    return [returned, None]
+    return _at([0], [returned], op)
 
 
-for _op_name in ("PolyhvdBarrier", "PolyhvdJoin"):
+for _op_name in ("PolyhvdBarrier", "PolyhvdGeneration", "PolyhvdJoin"):
     tf.no_gradient(_op_name)

@@ -1,6 +1,7 @@
 """polyhvd's errors as TensorFlow's: each class is both, so that either can be caught.
 
-Operations inside a ``tf.function`` fail with TensorFlow's class alone, as TensorFlow raises them.
+Operations inside a ``tf.function`` fail with TensorFlow's class alone, as TensorFlow raises them:
+:func:`as_polyhvd` tells which of polyhvd's errors one is.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ __all__ = [
     "AbortedError",
     "FailedPreconditionError",
     "InvalidArgumentError",
+    "NotInitializedError",
     "PeerDepartedError",
     "PeerLostError",
     "ShutdownError",
     "TransferTimeoutError",
     "UnsupportedError",
     "UnsupportedTypeError",
+    "as_polyhvd",
     "as_tensorflow",
     "invalid",
 ]
@@ -53,6 +56,10 @@ def invalid(message: str) -> InvalidArgumentError:
     return InvalidArgumentError(None, None, message)
 
 
+class NotInitializedError(_Both, tf.errors.FailedPreconditionError, errors.NotInitializedError):
+    """A graph ran before ``init()``, or after ``shutdown()``."""
+
+
 class FailedPreconditionError(_Both, tf.errors.FailedPreconditionError, errors.RankMismatchError):
     """Ranks asked for different things under one name; raised on every rank."""
 
@@ -65,7 +72,7 @@ class PeerDepartedError(_Both, tf.errors.AbortedError, errors.PeerDepartedError)
     """A rank that this operation needs has shut down in good order."""
 
 
-class TransferTimeoutError(_Both, tf.errors.AbortedError, errors.TransferTimeoutError):
+class TransferTimeoutError(_Both, tf.errors.DeadlineExceededError, errors.TransferTimeoutError):
     """An agreed transfer did not finish within POLYHVD_DATA_TIMEOUT_SECONDS."""
 
 
@@ -77,13 +84,7 @@ class AbortedError(_Both, tf.errors.AbortedError, errors.HorovodInternalError):
     """A collective failed."""
 
 
-# What TensorFlow puts in front of a kernel's message.
-_NODE = re.compile(r"^\{\{function_node [^}]*\}\} ")
-
-# What the op library's kernels put there: the class.
-_CLASS = re.compile(r"^(\w+Error): ")
-
-# The core's errors, and those that the op library's kernels report.
+#: Of the core's errors, and of others that the op library's kernels report.
 _FROM_CORE: dict[type[Exception], Any] = {
     errors.InvalidArgumentError: InvalidArgumentError,
     errors.RankMismatchError: FailedPreconditionError,
@@ -92,13 +93,60 @@ _FROM_CORE: dict[type[Exception], Any] = {
     errors.TransferTimeoutError: TransferTimeoutError,
     errors.ShutdownError: ShutdownError,
     errors.HorovodInternalError: AbortedError,
+    errors.NotInitializedError: NotInitializedError,
 }
+#: By the class alone, where a kernel's message names none.
 _FROM_KERNEL: dict[type[Exception], Any] = {
     tf.errors.InvalidArgumentError: InvalidArgumentError,
     tf.errors.FailedPreconditionError: FailedPreconditionError,
+    tf.errors.DeadlineExceededError: TransferTimeoutError,
     tf.errors.AbortedError: AbortedError,
 }
 _BY_NAME = {core.__name__: both for core, both in _FROM_CORE.items()}
+
+# What TensorFlow puts in front of a kernel's message, and behind it: nodes, and their functions.
+_NODE = re.compile(r"^(\{\{\w+ [^}]*\}\} )+")
+_PLACE = re.compile(r"(\n\s*\[\[\{\{|\s*\[Op:)[\s\S]*$")
+
+# The class, which kernels put in front. Where several have failed, TensorFlow lists their messages.
+_CLASS = re.compile(
+    rf"^(?:\{{\{{\w+ [^}}]*\}}\}} )*(?:\s*\(\d+\) [A-Z_]+: )?(?:\{{\{{\w+ [^}}]*\}}\}} )*"
+    rf"({'|'.join(_BY_NAME)}): ",
+    re.MULTILINE,
+)
+
+
+def as_polyhvd(error: BaseException) -> BaseException:
+    """The error of polyhvd that one of TensorFlow's stands for; the same one if it is none of polyhvd's.
+
+    TensorFlow's class does not tell a lost rank from one that has departed: in a ``tf.function`` both are an
+    ``AbortedError``. A bad call that is found when a graph runs is an ``InvalidArgumentError`` like any of
+    TensorFlow's own, and stays that.
+
+    Args:
+        error: what a call of a ``tf.function``, ``model.fit`` or a session has raised.
+
+    Returns:
+        An error of polyhvd's class and of TensorFlow's, with the core's message.
+
+    Example::
+
+        try:
+            step(batch)
+        except tf.errors.OpError as error:
+            if isinstance(as_polyhvd(error), polyhvd.errors.PeerLostError):
+                restore()
+    """
+    if not isinstance(error, tf.errors.OpError) or isinstance(error, tuple(_FROM_CORE)):
+        return error
+    named = _CLASS.search(error.message)
+    if named is None:
+        return error
+    told: BaseException = _BY_NAME[named[1]](
+        error.node_def, error.op, _PLACE.sub("", error.message[named.end() :])
+    )
+    told.__cause__ = error
+    return told
 
 
 @contextmanager
@@ -117,6 +165,6 @@ def as_tensorflow() -> Iterator[None]:
             raise
         message = _NODE.sub("", error.message)
         named = _CLASS.match(message)
-        if named and named[1] in _BY_NAME:
+        if named:
             both, message = _BY_NAME[named[1]], message[named.end() :]
         raise both(None, None, message) from None

@@ -74,9 +74,16 @@ int status_code_of(std::int32_t error_code) {
       return kInvalidArgument;
     case ErrorCode::kRankMismatch:
       return kFailedPrecondition;
-    default:
-      return kAborted;
+    case ErrorCode::kTimeout:
+      return kDeadlineExceeded;
+    case ErrorCode::kPeerLost:
+    case ErrorCode::kPeerDeparted:
+    case ErrorCode::kShutdown:
+    case ErrorCode::kInterrupted:
+    case ErrorCode::kInternal:
+      break;
   }
+  return kAborted;
 }
 
 // The class of polyhvd/errors.py, which TensorFlow's class does not tell. Empty for a bad
@@ -103,6 +110,7 @@ struct Kernel {
   std::int32_t root = -1;
   std::int32_t priority = 0;
   bool has_splits = false;
+  int generations = 0;  // 1: the last input says which one a call is for
   std::uint32_t process_set = 0;
   double prescale = 1.0;
   double postscale = 1.0;
@@ -151,6 +159,7 @@ void* create_kernel(TF_OpKernelConstruction* construction) {
   kernel->where = string_attr(construction, "where");
   kernel->process_set = static_cast<std::uint32_t>(int_attr(construction, "process_set"));
   kernel->priority = static_cast<std::int32_t>(int_attr(construction, "priority"));
+  kernel->generations = static_cast<int>(int_attr(construction, "G"));
   if (reduces(kKind)) {
     kernel->op = static_cast<std::int32_t>(int_attr(construction, "reduce_op"));
     kernel->prescale = std::bit_cast<double>(int_attr(construction, "prescale_bits"));
@@ -222,6 +231,7 @@ class Execution {
   void prepare();
   void read_tensor(int index);
   void read_splits();
+  void read_generation();
   TensorPtr input(int index) const;
   void* output_for(int index, TensorPtr& input);
   void* view_of_block(int index, std::size_t bytes);
@@ -242,6 +252,7 @@ class Execution {
   std::vector<polyhvd_tensor> in_;
   std::vector<polyhvd_tensor> out_;
   std::vector<std::int64_t> splits_;
+  std::uint64_t generation_ = 0;
 };
 
 TensorPtr Execution::input(int index) const {
@@ -337,9 +348,19 @@ void Execution::read_splits() {
   }
 }
 
+void Execution::read_generation() {
+  const TensorPtr tensor = input(tf.TF_NumInputs(context_) - 1);
+  if (tf.TF_TensorType(tensor.get()) != kInt64 || tf.TF_NumDims(tensor.get()) != 0) {
+    throw Refusal{kInvalidArgument, "the generation of a call is a scalar of int64"};
+  }
+  generation_ = *static_cast<const std::uint64_t*>(tf.TF_TensorData(tensor.get()));
+}
+
 void Execution::prepare() {
+  if (kernel_.generations > 0) read_generation();
   if (!has_tensors(kernel_.kind)) return;
-  const int count = kernel_.kind == OpKind::kAlltoall ? 1 : tf.TF_NumInputs(context_);
+  const int count =
+      kernel_.kind == OpKind::kAlltoall ? 1 : tf.TF_NumInputs(context_) - kernel_.generations;
   const auto n = static_cast<std::size_t>(count);
   inputs_.reserve(n);
   types_.resize(n);
@@ -368,6 +389,7 @@ std::int32_t Execution::submit(const polyhvd_engine_api& engine, char* message,
   s.number_count = static_cast<std::int32_t>(splits_.size());
   s.where = kernel_.where.empty() ? nullptr : kernel_.where.c_str();
   s.lends = &lends;
+  s.generation = generation_;
   s.context = this;
   s.allocate = &Execution::allocate;
   s.done = &Execution::on_done;
@@ -391,6 +413,10 @@ void Execution::start() noexcept {
     // If that went well, *this may be gone.
     if (lends != 0) visit.api()->lend(visit.api()->engine);
     if (error == 0) return;
+    if (error == kNoEngine && generation_ != 0) {
+      constexpr char kEnded[] = "the engine was shut down before TensorFlow ran the operation";
+      return fail(static_cast<std::int32_t>(ErrorCode::kShutdown), kEnded);
+    }
   } catch (const Refusal& refusal) {
     finish(refusal.code, refusal.message.c_str());
     return;
@@ -476,6 +502,16 @@ CreateKernel create_function(OpKind kind) {
 
 void compute(void* kernel, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done) {
   (new Execution(*static_cast<Kernel*>(kernel), context, done))->start();
+}
+
+void compute_generation(void*, TF_OpKernelContext* context) {
+  const Status status;
+  const TensorPtr output(
+      tf.TF_AllocateOutput(context, 0, kInt64, nullptr, 0, sizeof(std::uint64_t), status));
+  if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+  const EngineSlot::Visit visit(engine_slot());
+  *static_cast<std::uint64_t*>(tf.TF_TensorData(output.get())) =
+      visit.api() == nullptr ? 0 : visit.api()->generation;
 }
 
 void delete_kernel(void* kernel) { delete static_cast<Kernel*>(kernel); }

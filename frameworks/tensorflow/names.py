@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-__all__ = ["caller_line", "do_not_convert", "in_graph", "unnamed_in_graph"]
+__all__ = ["caller_line", "do_not_convert", "graph_of_call", "in_graph", "unnamed_in_graph"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,6 +54,14 @@ def in_graph(name: str, process_set: int) -> str:
     number = counts[name, process_set]
     counts[name, process_set] += 1
     return f"{name}_{number}" if number else name
+
+
+def graph_of_call() -> Any:
+    """The graph that is being made, or the one that has it as a branch or the body of a loop."""
+    graph = tf.compat.v1.get_default_graph()
+    while type(graph).__name__ in _CONTROL_FLOW:
+        graph = graph.outer_graph
+    return graph
 
 
 def unnamed_in_graph(kind: str, process_set: int) -> str:

@@ -19,7 +19,8 @@ __all__ = ["library"]
 
 #: Barrier and join are not among them: what is before them in the program comes before them.
 _IN_ANY_ORDER = frozenset(
-    f"Polyhvd{verb}" for verb in ("Allreduce", "Allgather", "Alltoall", "Broadcast", "Reducescatter")
+    f"Polyhvd{name}"
+    for name in ("Allreduce", "Allgather", "Alltoall", "Broadcast", "Generation", "Reducescatter")
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from polyhvd.tensorflow import dtypes, names
+from polyhvd.tensorflow import dtypes, generations, names
 from polyhvd.tensorflow.adapter import TensorflowAdapter
 from polyhvd.tensorflow.errors import as_tensorflow, invalid
 from polyhvd.tensorflow.native import library
@@ -48,6 +48,7 @@ _DIRECT_BYTES_MAX = 2 << 20
 #: In a graph these come after all collectives before them, and before all after them.
 _IN_ORDER = frozenset({OpKind.BARRIER, OpKind.JOIN})
 _LAST_IN_ORDER = "_polyhvd_last_in_order"
+_COLLECTIVES = frozenset(f"Polyhvd{kind.name.capitalize()}" for kind in OpKind)
 
 
 def bits(value: float) -> int:
@@ -103,7 +104,7 @@ def _predecessors(kind: OpKind) -> list[tf.Operation]:
     """Collectives of this graph that are to be done before one of ``kind`` starts."""
     graph = tf.compat.v1.get_default_graph()
     if kind in _IN_ORDER:
-        return [op for op in graph.get_operations() if op.type.startswith("Polyhvd")]
+        return [op for op in graph.get_operations() if op.type in _COLLECTIVES]
     last = getattr(graph, _LAST_IN_ORDER, None)
     return [] if last is None else [last]
 
@@ -114,6 +115,7 @@ def run_op(
     name: str | None,
     process_set: int,
     priority: int = 0,
+    generation: Sequence[tf.Tensor] | None = None,
     **arguments: Any,
 ) -> Any:
     """Call an op of the library under a name that recurs and that ranks agree on.
@@ -124,10 +126,12 @@ def run_op(
         name: as the caller has given it, or None.
         process_set: its number.
         priority: higher ones go first among those that are ready.
+        generation: of a collective that this one is the gradient of, as the op takes it; None: of the call.
         arguments: the op's inputs and other attributes.
     """
     dtypes.check(kind, arguments.get("tensors") or ([arguments["tensor"]] if "tensor" in arguments else []))
     common = {"process_set": process_set, "priority": priority, "where": names.caller_line(), **arguments}
+    common["generation"] = generations.of_call() if generation is None else generation
     if tf.executing_eagerly():
         with as_tensorflow():  # the core counts calls without a name when they are executed
             return op(tensor_name=name or "", **common)

@@ -18,9 +18,18 @@ constexpr std::size_t kUnknownDimension = static_cast<std::size_t>(-1);
   "{float, double, half, bfloat16, uint8, int8, int16, int32, int64, bool, uint16, uint32, " \
   "uint64}"
 
+// How many of the inputs are tensors, each with an output. The last one may be a generation: the
+// type of that tells whether there is one, as a shape function sees no attributes but types.
+int count_tensors(TF_ShapeInferenceContext* context, TF_Status* status) {
+  int type = kBool;
+  tf.TF_ShapeInferenceContext_GetAttrType(context, "Tgeneration", &type, status);
+  const auto count = static_cast<int>(tf.TF_ShapeInferenceContextNumInputs(context));
+  return type == kInt64 ? count - 1 : count;
+}
+
 void infer_same(TF_ShapeInferenceContext* context, TF_Status* status) {
   const ShapePtr shape(tf.TF_NewShapeHandle());
-  const auto count = static_cast<int>(tf.TF_ShapeInferenceContextNumInputs(context));
+  const int count = count_tensors(context, status);
   for (int i = 0; i < count; ++i) {
     tf.TF_ShapeInferenceContextGetInput(context, i, shape.get(), status);
     tf.TF_ShapeInferenceContextSetOutput(context, i, shape.get(), status);
@@ -50,7 +59,7 @@ void infer_other_rows(TF_ShapeInferenceContext* context, int index, TF_Status* s
 }
 
 void infer_all_other_rows(TF_ShapeInferenceContext* context, TF_Status* status) {
-  const auto count = static_cast<int>(tf.TF_ShapeInferenceContextNumInputs(context));
+  const int count = count_tensors(context, status);
   for (int i = 0; i < count && tf.TF_GetCode(status) == kOk; ++i) {
     infer_other_rows(context, i, status);
   }
@@ -86,10 +95,13 @@ bool define(const OpSpec& spec) {
   TF_OpDefinitionBuilder* op = tf.TF_NewOpDefinitionBuilder(spec.name);
   for (const char* attribute : spec.attributes) tf.TF_OpDefinitionBuilderAddAttr(op, attribute);
   for (const char* attribute :
-       {"tensor_name: string", "where: string = ''", "process_set: int = 0", "priority: int = 0"}) {
+       {"tensor_name: string", "where: string = ''", "process_set: int = 0", "priority: int = 0",
+        "G: int >= 0 = 0", "Tgeneration: {bool, int64} = DT_BOOL"}) {
     tf.TF_OpDefinitionBuilderAddAttr(op, attribute);
   }
   for (const char* input : spec.inputs) tf.TF_OpDefinitionBuilderAddInput(op, input);
+  // None, or one of int64: what PolyhvdGeneration said when the call began.
+  tf.TF_OpDefinitionBuilderAddInput(op, "generation: G * Tgeneration");
   for (const char* output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(op, output);
   // Neither merged with its like nor computed when the graph is optimised.
   tf.TF_OpDefinitionBuilderSetIsStateful(op, true);
@@ -99,6 +111,21 @@ bool define(const OpSpec& spec) {
   TF_KernelBuilder* kernel = tf.TF_NewAsyncKernelBuilder(
       spec.name, "CPU", create_function(spec.kind), &compute, &delete_kernel);
   tf.TF_RegisterKernelBuilder(spec.name, kernel, status);
+  return status.ok();
+}
+
+bool define_generation() {
+  static constexpr const char* kName = "PolyhvdGeneration";
+  const Status status;
+  TF_OpDefinitionBuilder* op = tf.TF_NewOpDefinitionBuilder(kName);
+  tf.TF_OpDefinitionBuilderAddOutput(op, "generation: int64");
+  tf.TF_OpDefinitionBuilderSetIsStateful(op, true);  // not the same in every call
+  tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, &infer_number);
+  tf.TF_RegisterOpDefinition(op, status);
+  if (!status.ok()) return false;
+  TF_KernelBuilder* kernel =
+      tf.TF_NewKernelBuilder(kName, "CPU", nullptr, &compute_generation, nullptr);
+  tf.TF_RegisterKernelBuilder(kName, kernel, status);
   return status.ok();
 }
 
@@ -147,6 +174,7 @@ const char* register_ops() {
   for (const OpSpec& spec : specs) {
     if (!define(spec)) return spec.name;
   }
+  if (!define_generation()) return "PolyhvdGeneration";
   return nullptr;
 }
 

@@ -24,6 +24,7 @@ namespace polyhvd::tf {
 enum Code : int {
   kOk = 0,
   kInvalidArgument = 3,
+  kDeadlineExceeded = 4,
   kResourceExhausted = 8,
   kFailedPrecondition = 9,
   kAborted = 10,
@@ -47,6 +48,7 @@ enum DataType : int {
 
 using CreateKernel = void* (*)(TF_OpKernelConstruction*);
 using ComputeAsync = void (*)(void*, TF_OpKernelContext*, TF_AsyncOpKernelDoneCallback*);
+using Compute = void (*)(void*, TF_OpKernelContext*);
 using DeleteKernel = void (*)(void*);
 using InferShape = void (*)(TF_ShapeInferenceContext*, TF_Status*);
 using Deallocate = void (*)(void* data, size_t bytes, void* argument);
@@ -81,6 +83,10 @@ using Deallocate = void (*)(void* data, size_t bytes, void* argument);
   X(void, TF_ShapeInferenceContextConcatenateShapes,                                              \
     (TF_ShapeInferenceContext*, TF_ShapeHandle*, TF_ShapeHandle*, TF_ShapeHandle*, TF_Status*))   \
   X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext*, TF_Status*))       \
+  X(void, TF_ShapeInferenceContext_GetAttrType,                                                   \
+    (TF_ShapeInferenceContext*, const char*, int*, TF_Status*))                                   \
+  X(TF_KernelBuilder*, TF_NewKernelBuilder,                                                       \
+    (const char*, const char*, CreateKernel, Compute, DeleteKernel))                              \
   X(TF_KernelBuilder*, TF_NewAsyncKernelBuilder,                                                  \
     (const char*, const char*, CreateKernel, ComputeAsync, DeleteKernel))                         \
   X(void, TF_RegisterKernelBuilder, (const char*, TF_KernelBuilder*, TF_Status*))                 \

@@ -38,6 +38,14 @@ def _run(pfor_input: Any, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(created.outputs)
 
 
+def _stacked(pfor_input: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The tensors of all iterations, and what stands after them: the generation, the same for all."""
+    count = len(pfor_input.outputs)
+    pfor_input.stack_inputs(range(count))
+    rest = [pfor_input.unstacked_input(i) for i in range(count, pfor_input.num_inputs)]
+    return [pfor_input.stacked_input(i) for i in range(count)], rest
+
+
 def _name(pfor_input: Any) -> str:
     verb = pfor_input.op_type.removeprefix("Polyhvd").lower()
     return f"{verb} {pfor_input.get_attr('tensor_name').decode()!r}"
@@ -48,14 +56,14 @@ def _elementwise(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
     is_reduction = pfor_input.op_type == "PolyhvdAllreduce"
     if is_reduction and pfor_input.get_attr("reduce_op") == ReduceOp.Adasum:
         raise invalid(f"{_name(pfor_input)} with op=Adasum depends on the tensor as a whole{_INSTEAD}")
-    pfor_input.stack_inputs()
-    return [wrap(output, True) for output in _run(pfor_input, [each.t for each in pfor_input.inputs])]
+    tensors, rest = _stacked(pfor_input)
+    return [wrap(output, True) for output in _run(pfor_input, [*tensors, *rest])]
 
 
 def _by_rows(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
     """Rows of each iteration are exchanged or concatenated alike."""
-    pfor_input.stack_inputs()
-    inputs = [_iterations_second(each.t) for each in pfor_input.inputs]
+    tensors, rest = _stacked(pfor_input)
+    inputs = [*map(_iterations_second, tensors), *rest]
     return [wrap(_iterations_second(output), True) for output in _run(pfor_input, inputs)]
 
 
@@ -63,11 +71,18 @@ def _exchanged(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
     if pfor_input.input(1).is_stacked:
         raise invalid(f"{_name(pfor_input)}: splits that differ between iterations{_INSTEAD}")
     tensor = _iterations_second(pfor_input.stacked_input(0))
-    output, received = _run(pfor_input, [tensor, pfor_input.unstacked_input(1)])
+    rest = [pfor_input.unstacked_input(i) for i in range(1, pfor_input.num_inputs)]
+    output, received = _run(pfor_input, [tensor, *rest])
     return [wrap(_iterations_second(output), True), wrap(received, False)]
 
 
+def _generation(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
+    """One for all iterations."""
+    return [wrap(output, False) for output in _run(pfor_input, [])]
+
+
 _CONVERTERS = {
+    "PolyhvdGeneration": _generation,
     "PolyhvdAllreduce": _elementwise,
     "PolyhvdBroadcast": _elementwise,
     "PolyhvdAllgather": _by_rows,

@@ -74,6 +74,7 @@ class Operation(Protocol):
     blocking: bool
     numbers: Sequence[int]  # alltoall: rows for each member; empty: equal parts
     exact_gradient: bool | None  # for adapters that record gradients; see polyhvd.adjoints
+    generation: int  # of the engine that it belongs to; 0: whichever is current
 
     @property
     def label(self) -> str:

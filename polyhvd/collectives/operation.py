@@ -76,6 +76,7 @@ class Call:
     __slots__ = (
         "blocking",
         "exact_gradient",
+        "generation",
         "kind",
         "name",
         "numbers",
@@ -102,6 +103,7 @@ class Call:
         blocking: bool = False,
         numbers: Sequence[int] = (),
         exact_gradient: bool | None = None,
+        generation: int = 0,
     ) -> None:
         self.world = world
         self.kind = kind
@@ -115,6 +117,7 @@ class Call:
         self.blocking = blocking
         self.numbers = numbers
         self.exact_gradient = exact_gradient
+        self.generation = generation
 
     @property
     def label(self) -> str:

@@ -80,7 +80,7 @@ struct PyBuffer {
 
 std::int32_t submit_native(void* engine, const polyhvd_submission* submission, char* message,
                            std::size_t message_bytes);
-void lend_native(void* engine) { static_cast<Engine*>(engine)->lend(); }
+void lend_native(void* engine);
 
 class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
@@ -98,9 +98,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       const WithoutGil without_gil;
       engine_ = make_engine(std::move(connections), std::move(options));
     }
-    api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api),
-            generation_,           engine_.get(),
-            &submit_native,        &lend_native};
+    api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation_, this, &submit_native,
+            &lend_native};
     if (path_of(settings.attr("flight_folder")).empty()) return;
     const auto write = [engine = engine_.get()] { engine->flight().write("SIGUSR2"); };
     dump_signal_ = std::make_unique<DumpSignal>(write);
@@ -111,7 +110,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
                                    const py::sequence& inputs, const py::object& outputs, int op,
                                    int root, double prescale, double postscale,
                                    ProcessSetId process_set, int priority, bool blocking,
-                                   std::vector<std::int64_t> numbers) {
+                                   std::vector<std::int64_t> numbers, std::uint64_t generation) {
+    require_generation(generation, kind, name ? name->c_str() : nullptr);
     release_orphans();
     Submission s;
     s.kind = static_cast<OpKind>(kind);
@@ -236,6 +236,19 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     (void)engine_.release();
   }
 
+  // Throws for a submission that was made for another generation of the world than this engine's.
+  void require_generation(std::uint64_t made_for, int kind, const char* name) const {
+    if (made_for == 0 || made_for == generation_) return;
+    std::string text(name_of(static_cast<OpKind>(kind)));
+    text += name == nullptr || *name == '\0' ? " without a name" : " '" + std::string(name) + "'";
+    text += " was made for generation " + std::to_string(made_for) +
+            " of the world, which has ended; generation " + std::to_string(generation_) +
+            " is running now. Compute it anew: what was begun before a shutdown() cannot be "
+            "continued after the next init()";
+    throw Failure(ErrorCode::kPeerLost, std::move(text));
+  }
+  Engine& core() { return *engine_; }
+
   std::map<std::string, std::uint64_t> counters() const { return engine_->counters(); }
   std::map<ProcessSetId, std::vector<int>> process_sets() const { return engine_->process_sets(); }
   Turn take_turn(int kind, ProcessSetId set) { return engine_->take_turn(set, OpKind(kind)); }
@@ -352,6 +365,8 @@ PyMethodDef kStartInPlace = vector_call<start_in_place>("start");
 
 // Native adapters -------------------------------------------------------------
 
+void lend_native(void* engine) { static_cast<PyEngine*>(engine)->core().lend(); }
+
 TensorView view_of(const polyhvd_tensor& t) {
   return {t.data,
           Shape(t.shape, t.shape + t.ndim),
@@ -392,7 +407,9 @@ std::int32_t submit_native(void* engine, const polyhvd_submission* submission, c
                            std::size_t message_bytes) {
   Error error;
   try {
-    Engine& to = *static_cast<Engine*>(engine);
+    auto& own = *static_cast<PyEngine*>(engine);
+    own.require_generation(submission->generation, submission->kind, submission->name);
+    Engine& to = own.core();
     if (submission->lends != nullptr) {
       *submission->lends = to.submit_lending(submission_of(*submission)) ? 1 : 0;
     } else {
@@ -428,6 +445,12 @@ PYBIND11_MODULE(_core, m) {
     dtypes[py::str(std::string(name_of(static_cast<DType>(i))))] = i;
   }
   m.attr("DTYPES") = dtypes;
+  py::list errors;
+  for (const ErrorKind& kind : kErrorKinds) {
+    errors.append(py::make_tuple(static_cast<int>(kind.code), kind.class_name, kind.ends_engine,
+                                 kind.is_consequence));
+  }
+  m.attr("ERRORS") = py::tuple(errors);
   m.attr("INSTRUCTION_SET") = std::string(host::instruction_set());
   m.def("begin_end_of_program", &EndOfProgram::begin);
   m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"));
@@ -543,7 +566,8 @@ PYBIND11_MODULE(_core, m) {
       .def("submit", &PyEngine::submit, py::arg("kind"), py::arg("name"), py::arg("inputs"),
            py::arg("outputs"), py::arg("op") = 1, py::arg("root") = -1, py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("process_set") = 0, py::arg("priority") = 0,
-           py::arg("blocking") = false, py::arg("numbers") = std::vector<std::int64_t>{})
+           py::arg("blocking") = false, py::arg("numbers") = std::vector<std::int64_t>{},
+           py::arg("generation") = 0)
       .def("take_turn", &PyEngine::take_turn)
       .def("process_sets", &PyEngine::process_sets)
       .def("counters", &PyEngine::counters)

@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define POLYHVD_C_API_VERSION 4
+#define POLYHVD_C_API_VERSION 5
 
 // A dense row-major tensor; dtype, kind and op are the values of types.h.
 typedef struct polyhvd_tensor {
@@ -55,6 +55,9 @@ typedef struct polyhvd_submission {
   // Of a call without a name that was counted before: which one it is, and `name` is what it
   // is called. 0 for all others.
   uint64_t turn;
+  // Of the engine that it was made for; 0: whichever is current. With an engine of another
+  // generation it fails as lost: what it belongs to has ended.
+  uint64_t generation;
 } polyhvd_submission;
 
 typedef struct polyhvd_engine_api {

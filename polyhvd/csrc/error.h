@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -21,27 +22,36 @@ enum class ErrorCode : std::uint8_t {
   kInternal = 8,         // a bug of ours
 };
 
-// The class of polyhvd/errors.py by which Python hears of it, in whatever framework.
-constexpr const char* class_name(ErrorCode code) noexcept {
-  switch (code) {
-    case ErrorCode::kInvalidArgument:
-      return "InvalidArgumentError";
-    case ErrorCode::kRankMismatch:
-      return "RankMismatchError";
-    case ErrorCode::kPeerLost:
-      return "PeerLostError";
-    case ErrorCode::kPeerDeparted:
-      return "PeerDepartedError";
-    case ErrorCode::kShutdown:
-      return "ShutdownError";
-    case ErrorCode::kTimeout:
-      return "TransferTimeoutError";
-    case ErrorCode::kInterrupted:
-    case ErrorCode::kInternal:
-      break;
+// What the other languages and the frameworks have to know of a code. Everything that tells codes
+// apart is made of this table or checked against it: polyhvd/errors.py, the adapters' classes, and
+// the launcher's choice of the rank to blame.
+struct ErrorKind {
+  ErrorCode code;
+  const char* class_name;  // in polyhvd/errors.py; several codes may share one
+  bool ends_engine;        // nothing can succeed any more with the engine that reports it
+  bool is_consequence;     // of what happened on another rank, or elsewhere on this one
+};
+inline constexpr ErrorKind kErrorKinds[] = {
+    {ErrorCode::kInvalidArgument, "InvalidArgumentError", false, false},
+    {ErrorCode::kRankMismatch, "RankMismatchError", false, false},
+    {ErrorCode::kPeerLost, "PeerLostError", true, true},
+    {ErrorCode::kPeerDeparted, "PeerDepartedError", false, true},
+    {ErrorCode::kShutdown, "ShutdownError", false, true},
+    {ErrorCode::kInterrupted, "HorovodInternalError", true, true},
+    {ErrorCode::kTimeout, "TransferTimeoutError", true, true},
+    {ErrorCode::kInternal, "HorovodInternalError", false, true},
+};
+
+// What is known of a code; of one that is not in the table, what holds for a bug of ours.
+constexpr const ErrorKind& kind_of(ErrorCode code) noexcept {
+  for (const ErrorKind& kind : kErrorKinds) {
+    if (kind.code == code) return kind;
   }
-  return "HorovodInternalError";
+  return kErrorKinds[std::size(kErrorKinds) - 1];
 }
+static_assert(kErrorKinds[std::size(kErrorKinds) - 1].code == ErrorCode::kInternal);
+constexpr const char* class_name(ErrorCode code) noexcept { return kind_of(code).class_name; }
+constexpr bool ends_engine(ErrorCode code) noexcept { return kind_of(code).ends_engine; }
 
 struct Error {
   ErrorCode code = ErrorCode::kInternal;

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Ending", "describe", "exit_status", "first_cause", "others", "traceback_lines"]
+__all__ = ["CONSEQUENCES", "Ending", "describe", "exit_status", "first_cause", "others", "traceback_lines"]
 
 _OTHERS_MAX = 8
 _ERROR_CHARACTERS_MAX = 300
@@ -20,10 +20,16 @@ _TRACEBACK = b"Traceback (most recent call last)"
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 #: Before exceptions that Python prints and goes on from: in destructors, and in functions of atexit.
 _GONE_ON = (b"Exception ignored ", b"Error in atexit.")
-#: A rank that ends with one of these suffered from another one.
-_VICTIM = re.compile(
-    rb"\b(PeerLostError|PeerDepartedError|HorovodInternalError|ShutdownError|TransferTimeoutError)\b"
+#: A rank that ends with one of these suffered from another one: is_consequence in the table of csrc/error.h,
+#: which the launcher does not load.
+CONSEQUENCES = (
+    "HorovodInternalError",
+    "PeerDepartedError",
+    "PeerLostError",
+    "ShutdownError",
+    "TransferTimeoutError",
 )
+_VICTIM = re.compile(rf"\b({'|'.join(CONSEQUENCES)})\b".encode())
 
 
 @dataclass

@@ -352,3 +352,72 @@ def layouts(hvd, mx, np):
 
 def test_between_convolutions(ranks):
     ranks(1, layouts)
+
+
+def rewire(hvd):
+    """Begin another world; how many operations it has had."""
+    hvd.shutdown()
+    hvd.init()
+    hvd.barrier()
+    return hvd.counters()["operations"]
+
+
+def across_a_rewiring(hvd, mx, np):
+    hvd.init()
+    layer = hvd.SyncBatchNorm(in_channels=1)
+    layer.initialize()
+    calls = {
+        "allreduce": lambda x: hvd.allreduce(x, name="x"),
+        "no name": lambda x: hvd.allreduce(x),
+        "allgather": lambda x: hvd.allgather(x, name="x"),
+        "broadcast": lambda x: hvd.broadcast(x, 0, name="x"),
+        "alltoall": lambda x: hvd.alltoall(x, name="x"),
+        "reducescatter": lambda x: hvd.reducescatter(x, name="x"),
+        "batch norm": layer,
+    }
+    for kind, call in calls.items():
+        x = mx.nd.array([[1.0], [2.0]]) * (hvd.rank() + 1)
+        x.attach_grad()
+        with mx.autograd.record():
+            y = call(x)
+            loss = (y * y).sum()
+        loss.wait_to_read()
+        before = rewire(hvd)
+        loss.backward()
+        with pytest.raises(hvd.PeerLostError, match="which has ended"):
+            x.grad.asnumpy()
+        assert hvd.counters()["operations"] == before, kind
+        with mx.autograd.record():
+            y = call(x)
+            loss = (y * y).sum()
+        loss.backward()
+        assert x.grad.asnumpy().shape == (2, 1), kind
+
+
+def test_a_gradient_of_a_world_that_has_ended_is_lost(ranks):
+    ranks(2, across_a_rewiring)
+
+
+def unread_across_a_rewiring(hvd, mx, np):
+    hvd.init()
+    x = mx.nd.ones(4) * (hvd.rank() + 1)
+    x.attach_grad()
+    with mx.autograd.record():
+        loss = (hvd.allreduce(x, op=hvd.Sum, name="x") * 3).sum()
+    rewire(hvd)
+    loss.backward()  # nobody reads the gradient
+    parameter = mx.gluon.Parameter("p", shape=(3,), init=mx.init.One())
+    parameter.initialize()
+    trainer = hvd.DistributedTrainer([parameter], "sgd", {"learning_rate": 0.5})
+    rewire(hvd)
+    for _ in range(2):
+        with mx.autograd.record():
+            loss = (parameter.data() * (hvd.rank() + 1)).sum()
+        loss.backward()
+        trainer.step(1)
+    assert parameter.data().asnumpy().tolist() == [1.0 - 2 * 0.5 * 1.5] * 3
+    assert hvd.allreduce(mx.nd.ones(2), op=hvd.Sum).asnumpy().tolist() == [2.0, 2.0]
+
+
+def test_a_gradient_that_nobody_has_read_leaves_the_new_world_alone(ranks):
+    ranks(2, unread_across_a_rewiring)

@@ -1,0 +1,69 @@
+"""Which generation of the world a call belongs to: that of the engine that is current when it begins.
+
+Between a ``shutdown()`` and the next ``init()`` a ``tf.function`` may be running, or a tape may wait to be
+asked for its gradients. What is left of them must not reach the new world, where nobody expects it: each
+collective is told the generation that its call belongs to, and fails as lost in another one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow import names
+from polyhvd.tensorflow.native import library
+
+from polyhvd.runtime import current
+
+__all__ = ["of_call", "of_operation"]
+
+_CREATED = "_polyhvd_generation"
+#: Ops that may take long: on the only thread there is, the generation would be asked for after them.
+_MAY_WAIT = frozenset(
+    {"EagerPyFunc", "IteratorGetNext", "PyFunc", "PyFuncStateless", "StatefulPartitionedCall"}
+)
+_created = threading.Lock()
+
+
+class _Constants(threading.local):
+    """The generation as an eager tensor, which is made once for each thread."""
+
+    generation = 0
+    tensor: Any = None
+
+
+_constants = _Constants()
+
+
+def of_call() -> list[tf.Tensor]:
+    """What the collectives that are made here and now have as their input ``generation``."""
+    if tf.executing_eagerly():
+        return [_constant(current.world().placement.generation)]
+    graph = names.graph_of_call()
+    with _created:
+        tensor = getattr(graph, _CREATED, None)
+        if tensor is None:
+            # Neither inputs nor control inputs: it runs when the call begins.
+            with graph.as_default(), graph.control_dependencies(None), tf.device(None):
+                tensor = library.polyhvd_generation(name="polyhvd_generation")
+            if graph.building_function:  # what a session has run may not be changed
+                for operation in graph.get_operations():
+                    if operation.type in _MAY_WAIT and operation._control_flow_context is None:
+                        operation._add_control_input(tensor.op)
+            setattr(graph, _CREATED, tensor)
+    return [tensor]
+
+
+def _constant(generation: int) -> Any:
+    if _constants.generation != generation:
+        with tf.device("CPU:0"):
+            _constants.tensor = tf.constant(generation, tf.int64)
+        _constants.generation = generation
+    return _constants.tensor
+
+
+def of_operation(operation: Any, tensors: int) -> Sequence[Any]:
+    """The input ``generation`` of a collective, which stands after ``tensors`` others; empty: it has none."""
+    return list(operation.inputs[tensors:])
