@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
 from launching import ROOT
 
 DEADLINE_S = 300.0  # for liveness only: imports of three TensorFlows on two cores
+Run = Callable[..., tuple[str, str]]
 CURE = "give every rank equally many batches, or call hvd.join()"
 
 BEGIN = """
@@ -92,42 +95,38 @@ try:
 }
 
 
-def run(tmp_path: Path, framework: str, ranks: int, source: str, *words: str, **env: str) -> tuple[str, str]:
-    """Run a job that is to fail; returns what it wrote."""
-    module = {"keras": "tensorflow"}.get(framework, framework)
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
-    script = tmp_path / "train.py"
-    script.write_text(source)
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
-    quiet["POLYHVD_START_TIMEOUT"] = "200"
-    launch = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable, str(script), *words]
-    done = subprocess.run(
-        launch,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            **quiet,
-            "POLYHVD_FLIGHT_DIR": str(tmp_path),
-            "POLYHVD_START_TIMEOUT": "200",
-            **env,
-        },
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode != 0, done.stdout
-    return done.stdout, done.stderr
+@pytest.fixture
+def run(tmp_path: Path, fork_servers: ForkServers) -> Run:
+    """``run(framework, ranks, source, *words, **env)`` runs a job that is to fail; returns what it wrote."""
+
+    def run(framework: str, ranks: int, source: str, *words: str, **env: str) -> tuple[str, str]:
+        module = {"keras": "tensorflow"}.get(framework, framework)
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+        script = tmp_path / "train.py"
+        script.write_text(source)
+        python = fork_servers.python(ranks, IMPORTS[module]) if module in IMPORTS else [sys.executable]
+        known = {**os.environ, **SETTINGS, "POLYHVD_FLIGHT_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), *python, str(script), *words],
+            cwd=ROOT,
+            env={**known, "POLYHVD_START_TIMEOUT": "200", **env},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode != 0, done.stdout
+        return done.stdout, done.stderr
+
+    return run
 
 
 @pytest.mark.parametrize("batches", ["3,5", "5,3", "3,5,5", "5,3,5"])
 @pytest.mark.parametrize("framework", SCRIPTS)
-def test_uneven_data_are_told_with_the_ranks_and_their_steps(
-    framework: str, batches: str, tmp_path: Path
-) -> None:
+def test_uneven_data_are_told_with_the_ranks_and_their_steps(framework: str, batches: str, run: Run) -> None:
     steps = [int(number) for number in batches.split(",")]
     source = BEGIN + SCRIPTS[framework] + END
-    out, err = run(tmp_path, framework, len(steps), source, batches)
+    out, err = run(framework, len(steps), source, batches)
     first = steps.index(3)
     raised = re.findall(r"RAISED (\d) (.*)", out)
     assert raised, out + err
@@ -143,14 +142,14 @@ def test_uneven_data_are_told_with_the_ranks_and_their_steps(
     assert CURE in err + out
 
 
-def test_a_rank_that_joins_last_by_ending_is_told_to_join(tmp_path: Path) -> None:
+def test_a_rank_that_joins_last_by_ending_is_told_to_join(run: Run) -> None:
     source = """
 import polyhvd.numpy as hvd
 hvd.init()
 if hvd.rank() > 0:
     hvd.join()
 """
-    _, err = run(tmp_path, "numpy", 3, source)
+    _, err = run("numpy", 3, source)
     assert "hvd.join()" in err
     assert "call shutdown() on every rank" not in err
 
@@ -158,7 +157,7 @@ if hvd.rank() > 0:
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
 
 
-def test_calls_in_different_order_are_told_with_their_cause_and_cure(tmp_path: Path) -> None:
+def test_calls_in_different_order_are_told_with_their_cause_and_cure(run: Run) -> None:
     source = """
 import torch
 import polyhvd.torch as hvd
@@ -176,7 +175,7 @@ for step in range(3):
         loss.backward()
     optimizer.step()
 """
-    _, err = run(tmp_path, "torch", 2, source, **STALLS)
+    _, err = run("torch", 2, source, **STALLS)
     assert "they wait for each other: " in err, err
     assert re.search(r"rank 0 is at its 3rd allreduce of 'DistributedOptimizer[^']*'", err), err
     assert "rank 1 is at its 3rd allreduce of 'loss'" in err
@@ -184,7 +183,7 @@ for step in range(3):
     assert "backward() ends when the gradients are reduced" in err
 
 
-def test_a_rank_in_another_collective_is_told_with_both_causes(tmp_path: Path) -> None:
+def test_a_rank_in_another_collective_is_told_with_both_causes(run: Run) -> None:
     source = """
 import numpy as np
 import polyhvd.numpy as hvd
@@ -193,14 +192,14 @@ for step in range(4 if hvd.rank() == 1 else 6):
     hvd.allreduce(np.full(3, hvd.rank()), name="gradient.3")
 hvd.allreduce(np.ones(1), name="accuracy")
 """
-    _, err = run(tmp_path, "numpy", 3, source, **STALLS)
+    _, err = run("numpy", 3, source, **STALLS)
     assert "they wait for each other: " in err, err
     assert "ranks 0, 2 are at their 5th allreduce of 'gradient.3'" in err
     assert "rank 1 is at its 1st allreduce of 'accuracy'" in err
     assert f"Or they have different numbers of batches: {CURE}" in err
 
 
-def test_a_rank_whose_program_has_ended_is_told_with_its_steps(tmp_path: Path) -> None:
+def test_a_rank_whose_program_has_ended_is_told_with_its_steps(run: Run) -> None:
     """A thread keeps its process, so that it has not left."""
     source = """
 import threading, time
@@ -212,7 +211,7 @@ for step in range(2 if hvd.rank() == 1 else 6):
 if hvd.rank() == 1:
     threading.Thread(target=time.sleep, args=(20,)).start()
 """
-    _, err = run(tmp_path, "numpy", 2, source, **STALLS)
+    _, err = run("numpy", 2, source, **STALLS)
     assert re.search(
         r"rank 1: it finished after its 2nd allreduce of 'gradient.3', while rank 0 is at its 3rd: ", err
     ), err
