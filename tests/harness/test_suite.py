@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,6 +15,15 @@ PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "suite.py"
 
 if not PROGRAM.exists():  # the matrix has the tests alone
     pytest.skip("tools/ is not here", allow_module_level=True)
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("suite", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    suite = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(suite)
+    return suite
 
 
 @pytest.mark.parametrize(
@@ -28,12 +38,7 @@ if not PROGRAM.exists():  # the matrix has the tests alone
     ],
 )
 def test_closing_lines_are_counted(line: str, counted: dict[str, int]) -> None:
-    spec = importlib.util.spec_from_file_location("suite", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    suite = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(suite)
-    assert dict(suite.counts(f"1 passed in 3 lines\n{line}\n")) == counted
+    assert dict(load().counts(f"1 passed in 3 lines\n{line}\n")) == counted
 
 
 @pytest.mark.parametrize("failing", [None, "tests/torch/test_a.py", "tests/test_b.py"])
@@ -42,8 +47,8 @@ def test_both_processes_count(tmp_path: Path, failing: str | None) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"def test_it():\n    assert {name != failing}\n\n\ndef test_more():\n    pass\n")
-    for folder in ("parity", "tensorflow", "mxnet"):
-        (tmp_path / "tests" / folder).mkdir()
+    for folder in load().FRAMEWORKS:
+        (tmp_path / folder).mkdir(exist_ok=True)
     (tmp_path / "tools").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     shutil.copy(PROGRAM, tmp_path / "tools")
