@@ -43,6 +43,11 @@ class Ending:
     reason: str = ""  # the launcher's own words, where there is no exit status
 
     @property
+    def failed(self) -> bool:
+        """Whether it did not end in good order."""
+        return self.status != 0 or bool(self.reason)
+
+    @property
     def certainty(self) -> int:
         """0: killed from outside or crashed; 1: failed; 2: failed because it lost another rank."""
         if self.status < 0 or self.reason:

@@ -1,6 +1,6 @@
 """Runs one job: ranks on hosts, from the first agent to the last exit.
 
-A rank that fails ends the job. Signals to the launcher are passed on, gently first.
+What follows when a rank fails is the policy's to say. Signals to the launcher are passed on, gently first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from polyhvd.launch import agent
 from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, others, traceback_lines
 from polyhvd.launch.hosts import Host, Placement
 from polyhvd.launch.output import Output, await_reader
+from polyhvd.launch.policy import FailurePolicy, StartReplacement, StopAtFirstFailure, StopOthers
 from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment, kill_strays
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
@@ -27,9 +28,6 @@ from polyhvd.rendezvous.server import Server
 
 __all__ = ["Job", "JobSpec"]
 
-#: After the first failure: time for the cause to show up, when it looks like another rank's.
-_SETTLE_VICTIM_S = 1.0
-_SETTLE_S = 0.1
 _KILL_GRACE_S = 5.0
 #: After a signal: how long a reader may leave our output where it is.
 _STUCK_OUTPUT_S = 2.0
@@ -47,6 +45,7 @@ class JobSpec:
     ssh: SshOptions = field(default_factory=SshOptions)
     start_timeout_s: float = 30.0
     term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
+    policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
     verbose: bool = False
 
 
@@ -257,22 +256,23 @@ class Job:
             return
         self._running.discard(rank)
         self._output.finish(rank)
-        if status == 0 and not reason:
-            return
         ending = Ending(rank, process.host, status, self._output.tail(rank), reason)
         if self._stopping:
             if status > 0:  # else it died of our signal
                 self._later.append(ending)
             return
-        self._endings.append(ending)
-        settle_s = (0.0, _SETTLE_S, _SETTLE_VICTIM_S)[ending.certainty]
-        stop_at = time.monotonic() + settle_s
-        self._stop_at = stop_at if self._stop_at is None else min(stop_at, self._stop_at)
+        if ending.failed:
+            self._endings.append(ending)
+        decision = self._spec.policy.on_ending(ending, frozenset(self._running), time.monotonic())
+        if isinstance(decision, StopOthers):
+            self._stop_at = decision.at if self._stop_at is None else min(decision.at, self._stop_at)
+        elif isinstance(decision, StartReplacement):
+            raise NotImplementedError(f"rank {rank}: a job cannot replace its ranks yet")
 
     # Ending
 
     def _stop(self) -> None:
-        """The job has failed: end the other ranks."""
+        """The policy has said so: end the other ranks."""
         self._stop_at = None
         self._stopping = True
         self._end_gently(signal.SIGTERM, time.monotonic())
