@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-__all__ = ["Host", "HostsError", "Placement", "parse_hostfile", "parse_hosts", "place"]
+from polyhvd.runtime.placement import Placement, placements
+
+__all__ = ["Host", "HostsError", "parse_hostfile", "parse_hosts", "place"]
 
 _NAME = re.compile(r"(?!-)[\w.@%-]+|\[[0-9A-Fa-f:.%\w]+\]")
 
@@ -21,18 +24,6 @@ class Host:
 
     name: str
     slots: int
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one rank runs. ``host`` is the host's number, which ranks know as their host id."""
-
-    rank: int
-    host: int
-    local_rank: int
-    local_size: int
-    cross_rank: int  # among the hosts that have this local rank
-    cross_size: int
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -61,7 +52,17 @@ def parse_hostfile(path: str) -> list[Host]:
 
 
 def place(hosts: list[Host], size: int | None = None) -> list[Placement]:
-    """Fill the hosts in their order with ranks 0 .. size-1; all slots when ``size`` is None."""
+    """Fill the hosts in their order with ranks 0 .. size-1; all slots when ``size`` is None.
+
+    The ranks know a host by its position in the list, as text: its name may be another for each of them.
+
+    Raises:
+        HostsError: there are fewer slots, or no rank is asked for.
+
+    Example::
+
+        place([Host("a", 1), Host("b", 2)])[2].host  # "1"
+    """
     slots = sum(host.slots for host in hosts)
     size = slots if size is None else size
     if size < 1:
@@ -72,17 +73,8 @@ def place(hosts: list[Host], size: int | None = None) -> list[Placement]:
             f"{size} ranks were asked for, but there are {slots} slots ({listed}); "
             f"give hosts more slots, as in -H {hosts[0].name}:{size}"
         )
-    counts: list[int] = []
-    for host in hosts:
-        counts.append(min(host.slots, size - sum(counts)))
-    placements: list[Placement] = []
-    for number, count in enumerate(counts):
-        for local_rank in range(count):
-            cross = [other for other, its_count in enumerate(counts) if its_count > local_rank]
-            placements.append(
-                Placement(len(placements), number, local_rank, count, cross.index(number), len(cross))
-            )
-    return placements
+    numbers = (str(number) for number, host in enumerate(hosts) for _ in range(host.slots))
+    return placements(list(islice(numbers, size)))
 
 
 def _host(text: str, where: str) -> Host:

@@ -18,13 +18,14 @@ from typing import Any
 
 from polyhvd.launch import agent
 from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, others, traceback_lines
-from polyhvd.launch.hosts import Host, Placement
+from polyhvd.launch.hosts import Host
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import FailurePolicy, StartReplacement, StopAtFirstFailure, StopOthers
 from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment, kill_strays
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.placement import Placement
 
 __all__ = ["Job", "JobSpec"]
 
@@ -39,7 +40,7 @@ class JobSpec:
 
     argv: list[str]
     hosts: list[Host]
-    placements: list[Placement]
+    placements: list[Placement]  # as of polyhvd.launch.hosts.place
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's own
     interface: str = ""
     ssh: SshOptions = field(default_factory=SshOptions)
@@ -116,7 +117,7 @@ class Job:
 
     def _start(self) -> None:
         for number, host in enumerate(self._spec.hosts):
-            placements = [item for item in self._spec.placements if item.host == number]
+            placements = [item for item in self._spec.placements if item.host == str(number)]
             if not placements:
                 continue
             local = self._local[number]
@@ -150,7 +151,7 @@ class Job:
     def _rank_environment(self, item: Placement, host: Host) -> dict[str, str]:
         values = {
             "RANK": item.rank,
-            "SIZE": len(self._spec.placements),
+            "SIZE": item.size,
             "LOCAL_RANK": item.local_rank,
             "LOCAL_SIZE": item.local_size,
             "CROSS_RANK": item.cross_rank,
@@ -160,7 +161,7 @@ class Job:
         names = {
             f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")
         }
-        return {**names, "POLYHVD_HOST_ID": str(item.host)}
+        return {**names, "POLYHVD_HOST_ID": item.host}
 
     # The loop
 

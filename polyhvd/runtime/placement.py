@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,20 +52,23 @@ def placements(hosts: Sequence[str], generation: int = 1) -> list[Placement]:
 
         placements(["a", "a", "b"])[2].local_rank  # 0
     """
-    position = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    placed = []
-    for rank, host in enumerate(hosts):
-        across = [other for other in range(len(hosts)) if position[other] == position[rank]]
-        placed.append(
-            Placement(
-                generation=generation,
-                rank=rank,
-                size=len(hosts),
-                local_rank=position[rank],
-                local_size=hosts.count(host),
-                cross_rank=across.index(rank),
-                cross_size=len(across),
-                host=host,
-            )
+    on_host: Counter[str] = Counter()
+    at_position: Counter[int] = Counter()
+    places = []
+    for host in hosts:
+        places.append((on_host[host], at_position[on_host[host]]))
+        at_position[on_host[host]] += 1
+        on_host[host] += 1
+    return [
+        Placement(
+            generation=generation,
+            rank=rank,
+            size=len(hosts),
+            local_rank=local_rank,
+            local_size=on_host[host],
+            cross_rank=cross_rank,
+            cross_size=at_position[local_rank],
+            host=host,
         )
-    return placed
+        for rank, (host, (local_rank, cross_rank)) in enumerate(zip(hosts, places, strict=True))
+    ]

@@ -148,7 +148,7 @@ class _Job:
         for placement in place(hosts):
             values = {
                 "RANK": placement.rank,
-                "SIZE": case.size,
+                "SIZE": placement.size,
                 "LOCAL_RANK": placement.local_rank,
                 "LOCAL_SIZE": placement.local_size,
                 "CROSS_RANK": placement.cross_rank,

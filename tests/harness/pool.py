@@ -26,9 +26,10 @@ from fork_servers import IMPORTS, ForkServers
 from inside import inside
 from netns import Namespace
 
-from polyhvd.launch.hosts import Host, Placement, place
+from polyhvd.launch.hosts import Host, place
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.placement import Placement
 
 __all__ = ["MARK", "Pool", "PoolSpec", "Pools", "RankFailure"]
 
@@ -294,7 +295,7 @@ class Pool:
     def _start_rank(self, placement: Placement, secret: str) -> _Rank:
         values = {
             "RANK": placement.rank,
-            "SIZE": self.spec.size,
+            "SIZE": placement.size,
             "LOCAL_RANK": placement.local_rank,
             "LOCAL_SIZE": placement.local_size,
             "CROSS_RANK": placement.cross_rank,
@@ -306,7 +307,7 @@ class Pool:
         }
         env = {**self._environment(), **{f"POLYHVD_{name}": str(value) for name, value in values.items()}}
         env |= dict(self.spec.settings)
-        command = self.spec.namespaces[placement.host].command() if self.spec.namespaces else []
+        command = self.spec.namespaces[int(placement.host)].command() if self.spec.namespaces else []
         parent = os.getpid() if self._python == [sys.executable] else 0  # a fork lives as its server does
         return _Rank(placement.rank, [*command, *self._python], parent, env, Path(self._folder.name))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, traceback_lines
-from polyhvd.launch.hosts import Host, HostsError, Placement, parse_hostfile, parse_hosts, place
+from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.rendezvous import network
+from polyhvd.runtime.placement import Placement
 
 
 @pytest.mark.parametrize(
@@ -51,11 +52,11 @@ def test_absent_host_file_is_explained(tmp_path: Path) -> None:
 
 def test_ranks_fill_hosts_in_order() -> None:
     assert place([Host("a", 2), Host("b", 1), Host("c", 3)], 5) == [
-        Placement(0, 0, 0, 2, 0, 3),
-        Placement(1, 0, 1, 2, 0, 2),
-        Placement(2, 1, 0, 1, 1, 3),
-        Placement(3, 2, 0, 2, 2, 3),
-        Placement(4, 2, 1, 2, 1, 2),
+        Placement(1, 0, 5, 0, 2, 0, 3, "0"),
+        Placement(1, 1, 5, 1, 2, 0, 2, "0"),
+        Placement(1, 2, 5, 0, 1, 1, 3, "1"),
+        Placement(1, 3, 5, 0, 2, 2, 3, "2"),
+        Placement(1, 4, 5, 1, 2, 1, 2, "2"),
     ]
 
 
@@ -64,7 +65,7 @@ def test_all_slots_are_used_without_a_number_of_ranks() -> None:
 
 
 def test_hosts_beyond_the_last_rank_stay_empty() -> None:
-    assert {placement.host for placement in place([Host("a", 2), Host("b", 2)], 2)} == {0}
+    assert {placement.host for placement in place([Host("a", 2), Host("b", 2)], 2)} == {"0"}
 
 
 # Blame

@@ -1,4 +1,4 @@
-"""What a way of starting ranks has to offer: torchrun, Slurm, MPI, polyhvdrun itself.
+"""How a rank finds its place in the job that has started it: torchrun's, Slurm's, MPI's, polyhvdrun's own.
 
 A provider is one file. What a rank reads of its environment is a *claim*; its place in the world is the
 result of meeting the others, since a claim need not be whole: a Kubernetes index tells no size, and
@@ -7,7 +7,7 @@ torchrun's environment no host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from polyhvd.config import Settings
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["Claim", "Host", "Provider", "Slot"]
+__all__ = ["Claim", "Provider"]
 
 
 @dataclass(frozen=True)
@@ -33,34 +33,8 @@ class Claim:
     seen: str = ""
 
 
-@dataclass(frozen=True)
-class Host:
-    """A host as it was named, and how many ranks it takes."""
-
-    name: str
-    slots: int
-
-
-class Slot(Protocol):
-    """A place in which one rank runs: a process below an agent, a Ray actor, a Spark task."""
-
-    placement: Placement
-
-    def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run the rank's program; the environment is added to that of the slot."""
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the rank, if it still runs."""
-
-    def kill(self) -> None:
-        """End the rank and all that it has started, at once."""
-
-    def on_death(self, told: Callable[[int], None]) -> None:
-        """Have ``told`` called once with the rank's exit status; negative: the signal that killed it."""
-
-
 class Provider(Protocol):
-    """A way in which ranks are started, and meet."""
+    """A kind of job, as its ranks see it."""
 
     #: As users call it: "polyhvdrun", "Slurm".
     name: str
@@ -84,9 +58,3 @@ class Provider(Protocol):
             HorovodInternalError: the store cannot be reached, or does not accept this rank.
             PeerLostError: other ranks did not come in time.
         """
-
-    def hosts(self, environ: Mapping[str, str]) -> list[Host] | None:
-        """The hosts of an allocation in which polyhvdrun may start ranks; None: this is none. Pure."""
-
-    def slots(self, host: Host) -> list[Slot]:
-        """Places for ranks on a host, none of which runs yet."""
