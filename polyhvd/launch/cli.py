@@ -16,9 +16,9 @@ from polyhvd.config import Settings
 from polyhvd.launch import horovodrun
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
-from polyhvd.launch.mpirun import find_launcher
 from polyhvd.launch.output import Output
-from polyhvd.launch.spawn import SshOptions
+from polyhvd.launch.providers.mpirun import find_launcher
+from polyhvd.launch.providers.ssh import SshAgents, SshOptions
 from polyhvd.observe.doctor import report
 
 __all__ = ["main"]
@@ -176,9 +176,9 @@ def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> NoReturn:
     if options.output_filename:
         raise ValueError("--output-filename is not for --mpi; give the launcher's own option with --mpi-args")
     launcher = find_launcher()
-    words, env = launcher.command(
-        spec.argv, spec.hosts, len(spec.placements), spec.env, spec.ssh, shlex.split(options.mpi_args)
-    )
+    extra = shlex.split(options.mpi_args)
+    ssh = _ssh(options)
+    words, env = launcher.command(spec.argv, spec.hosts, len(spec.placements), spec.env, ssh, extra)
     if options.verbose:
         print(f"polyhvdrun: {shlex.join(words)}", file=sys.stderr, flush=True)
     os.execve(words[0], words, env)
@@ -203,25 +203,31 @@ def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
     if not 0 <= options.term_grace_s < float("inf"):
         raise ValueError(f"--term-grace-s {options.term_grace_s:g}: must not be negative")
     env |= _settings(options)
-    start_timeout_s = options.start_timeout or 30.0
-    ssh = SshOptions(
-        port=options.ssh_port,
-        identity_file=options.ssh_identity_file,
-        options=tuple(options.ssh_option),
-        python=options.remote_python,
-        connect_timeout_s=start_timeout_s,
-    )
     return JobSpec(
         argv=command,
         hosts=hosts,
         placements=place(hosts, options.num_proc),
         env=env,
         interface=options.network_interface,
-        ssh=ssh,
-        start_timeout_s=start_timeout_s,
+        remote=SshAgents(_ssh(options)),
+        start_timeout_s=_start_timeout_s(options),
         term_grace_s=options.term_grace_s,
         verbose=options.verbose,
     )
+
+
+def _ssh(options: argparse.Namespace) -> SshOptions:
+    return SshOptions(
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        options=tuple(options.ssh_option),
+        python=options.remote_python,
+        connect_timeout_s=_start_timeout_s(options),
+    )
+
+
+def _start_timeout_s(options: argparse.Namespace) -> float:
+    return options.start_timeout or 30.0
 
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:

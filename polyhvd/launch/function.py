@@ -19,7 +19,7 @@ from polyhvd.launch.blame import describe, traceback_lines
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
-from polyhvd.launch.spawn import SshOptions
+from polyhvd.launch.providers.ssh import SshAgents, SshOptions
 from polyhvd.rendezvous.auth import NO_RANK, parse_secret
 from polyhvd.rendezvous.client import Client
 
@@ -65,7 +65,9 @@ def run_function(
         placements=place(listed, np),
         env={**settings, **env},
         interface=interface,
-        ssh=SshOptions(port=ssh_port, identity_file=ssh_identity_file, connect_timeout_s=start_timeout_s),
+        remote=SshAgents(
+            SshOptions(port=ssh_port, identity_file=ssh_identity_file, connect_timeout_s=start_timeout_s)
+        ),
         start_timeout_s=start_timeout_s,
         term_grace_s=term_grace_s,
         verbose=verbose,

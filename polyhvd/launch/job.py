@@ -12,7 +12,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,9 @@ from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, oth
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import FailurePolicy, StartReplacement, StopAtFirstFailure, StopOthers
-from polyhvd.launch.spawn import AgentProcess, SshOptions, forwarded_environment, kill_strays
+from polyhvd.launch.providers.local_agents import LocalAgents
+from polyhvd.launch.providers.ssh import SshAgents
+from polyhvd.launch.providers.starting import AgentProvider, HostAgent
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
@@ -43,7 +45,7 @@ class JobSpec:
     placements: list[Placement]  # as of polyhvd.launch.hosts.place
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's own
     interface: str = ""
-    ssh: SshOptions = field(default_factory=SshOptions)
+    remote: AgentProvider = field(default_factory=SshAgents)  # for other hosts
     start_timeout_s: float = 30.0
     term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
     policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
@@ -62,7 +64,7 @@ class Job:
         self._local = [network.is_local(host.name) for host in spec.hosts]
         self.rendezvous = Server(parse_secret(self.secret), self._address())
         self._selector = selectors.DefaultSelector()
-        self._agents: list[AgentProcess] = []
+        self._agents: list[HostAgent] = []
         self._running = {placement.rank for placement in spec.placements}
         self._endings: list[Ending] = []
         self._later: list[Ending] = []  # of ranks that failed while they were to end anyway
@@ -120,23 +122,26 @@ class Job:
             placements = [item for item in self._spec.placements if item.host == str(number)]
             if not placements:
                 continue
-            local = self._local[number]
-            job = self._job(placements, host, {} if local else forwarded_environment())
-            process = AgentProcess(host.name, None if local else self._spec.ssh, job)
+            process = self._provider(number).agent(host)
             self._agents.append(process)
+            process.start(self._job(placements, host, process.environment))
             self._selector.register(process.stdout, selectors.EVENT_READ, (process, process.receive))
             self._selector.register(process.stderr, selectors.EVENT_READ, (process, process.complain))
         if self._spec.verbose:
             size, count = len(self._spec.placements), len(self._agents)
             self._output.say(f"{size} ranks on {count} hosts; rendezvous at {self.rendezvous.endpoint}")
 
-    def _job(self, placements: list[Placement], host: Host, env: dict[str, str]) -> dict[str, Any]:
+    def _provider(self, number: int) -> AgentProvider:
+        return LocalAgents() if self._local[number] else self._spec.remote
+
+    def _job(self, placements: list[Placement], host: Host, env: Mapping[str, str]) -> dict[str, Any]:
         common = {
             **env,
             "PYTHONUNBUFFERED": "1",
             **self._spec.env,
             "POLYHVD_RENDEZVOUS": self.rendezvous.endpoint,
             "POLYHVD_SECRET": self.secret,
+            "POLYHVD_HOST_ID": placements[0].host,
         }
         return {
             "argv": self._spec.argv,
@@ -158,10 +163,7 @@ class Job:
             "CROSS_SIZE": item.cross_size,
             "HOSTNAME": host.name,
         }
-        names = {
-            f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")
-        }
-        return {**names, "POLYHVD_HOST_ID": item.host}
+        return {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
 
     # The loop
 
@@ -182,7 +184,7 @@ class Job:
         if late and now >= start_by:
             for process in late:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
-                process.process.kill()
+                process.kill()
         self._take_steps(now)
 
     def _timer_s(self, *others: float) -> float | None:
@@ -212,12 +214,12 @@ class Job:
         stuck = bool(self._signals) and not ready and time.monotonic() >= give_up_at
         return not self._killing and not stuck
 
-    def _take(self, process: AgentProcess) -> None:
+    def _take(self, process: HostAgent) -> None:
         try:
             frames = process.receive()
         except ValueError as error:
             process.complaints.append(str(error))
-            process.process.kill()
+            process.kill()
             return
         for kind, rank, payload in frames:
             if kind in (agent.STDOUT, agent.STDERR):
@@ -233,7 +235,7 @@ class Job:
         if process.ended:
             self._agent_ended(process)
 
-    def _agent_ended(self, process: AgentProcess) -> None:
+    def _agent_ended(self, process: HostAgent) -> None:
         self._selector.unregister(process.stdout)
         lost = [rank for rank in process.ranks if rank in self._running]
         if not lost:
@@ -242,17 +244,15 @@ class Job:
             self._selector.unregister(process.stderr)
             while process.complain():
                 pass
-        program = "ssh" if process.remote else "the agent"
         what = "was lost" if process.ready else "was not started"
-        reason = f"{what}: {program} ended with status {process.close()}"
-        if not process.remote:
-            kill_strays(self.secret)
+        reason = f"{what}: {process.program} ended with status {process.close()}"
+        process.end_strays()
         if process.complaints:
             reason += ": " + "; ".join(process.complaints)
         for rank in lost:
             self._exited(rank, process, 1, reason)
 
-    def _exited(self, rank: int, process: AgentProcess, status: int, reason: str = "") -> None:
+    def _exited(self, rank: int, process: HostAgent, status: int, reason: str = "") -> None:
         if rank not in self._running:
             return
         self._running.discard(rank)
@@ -296,7 +296,7 @@ class Job:
             else:
                 process.cut()
             if not number:
-                process.process.kill()
+                process.kill()
 
     @contextlib.contextmanager
     def _forwarding_signals(self) -> Iterator[None]:

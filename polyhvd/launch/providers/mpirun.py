@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyhvd.launch.hosts import Host
-from polyhvd.launch.spawn import SshOptions
+from polyhvd.launch.providers.ssh import SshOptions
 
 __all__ = ["Launcher", "find_launcher"]
 

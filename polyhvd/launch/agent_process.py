@@ -1,0 +1,140 @@
+"""An agent as a process of this host, its own or ssh's: the launcher's end of its three pipes.
+
+The job, with the secret in it, goes to the agent's standard input and never on a command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from polyhvd.launch import agent
+
+__all__ = ["AgentProcess"]
+
+_NOISE_BYTES_MAX = 1 << 16  # printed by a login shell before the agent speaks
+
+
+class AgentProcess:
+    """See :class:`polyhvd.launch.providers.starting.HostAgent`: frames in, frames out."""
+
+    #: What a message says has ended, when the agent has.
+    program = "the agent"
+
+    def __init__(self, host: str, command: Sequence[str], source: bytes = b"") -> None:
+        """Start it.
+
+        Args:
+            host: as users name it.
+            command: runs the agent on that host, its standard streams being this process's pipes.
+            source: the agent's program, where the command reads it from standard input.
+        """
+        self.host = host
+        self.ranks: list[int] = []
+        self.environment: dict[str, str] = {}
+        self.ready = False
+        self.ended = False
+        #: The last lines of the agent's own standard error, and those of what has started it.
+        self.complaints: deque[str] = deque(maxlen=20)
+        self._jobs: list[dict[str, Any]] = []  # not sent yet
+        self._inbox = bytearray()
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher alone to handle
+            bufsize=0,
+        )
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._stdin, self.stdout, self.stderr = stdin, stdout, stderr
+        # A persistent master of ssh may hold the far end for ever.
+        os.set_blocking(stderr.fileno(), False)
+        self._write(source)
+
+    def start(self, job: dict[str, Any]) -> None:
+        """Have it start the ranks of ``job``, once it answers."""
+        self.ranks += [rank for rank, _ in job["ranks"]]
+        self._jobs.append(job)
+        if self.ready:
+            self._send_jobs()
+
+    def receive(self) -> list[tuple[int, int, bytes]]:
+        """Read what is there and return the frames; sets ``ended`` at the end of the stream."""
+        data = os.read(self.stdout.fileno(), 1 << 18)
+        if not data:
+            self.ended = True
+            return []
+        self._inbox += data
+        if not self.ready and not self._greeted():
+            return []
+        return agent.split_frames(self._inbox)
+
+    def complain(self) -> bool:
+        """Read what is there of the agent's standard error; False when nothing is."""
+        try:
+            data = os.read(self.stderr.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        self.complaints.extend(line for line in data.decode("utf-8", "replace").splitlines() if line.strip())
+        return bool(data)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank of this agent that still runs."""
+        if self.ready:
+            self._write(agent.frame(agent.SIGNAL, -1, number.to_bytes(4, "big")))
+
+    def cut(self) -> None:
+        """Close the agent's standard input: it kills its ranks and ends."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def kill(self) -> None:
+        """End the agent at once; its guard, or its host, ends the ranks."""
+        self._process.kill()
+
+    def end_strays(self) -> None:
+        """Kill what has outlived the agent where this process can; elsewhere its guard has to do."""
+
+    def close(self, timeout_s: float = 5.0) -> int:
+        """End the agent, by force if need be; returns its exit status."""
+        self.cut()
+        try:
+            status = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self.stdout.close()
+        self.stderr.close()
+        return status
+
+    def _greeted(self) -> bool:
+        begin = self._inbox.find(agent.MAGIC)
+        if begin < 0:
+            if len(self._inbox) > _NOISE_BYTES_MAX:
+                raise ValueError(f"{self.host} prints too much before the agent starts")
+            return False
+        del self._inbox[: begin + len(agent.MAGIC)]
+        self.ready = True
+        # Not before: the interpreter at the other end reads ahead of its program.
+        self._send_jobs()
+        return True
+
+    def _send_jobs(self) -> None:
+        for job in self._jobs:
+            self._write(agent.frame(agent.JOB, -1, json.dumps(job).encode()))
+        self._jobs.clear()
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        with contextlib.suppress(OSError, ValueError):  # its end is seen on its output
+            while view:
+                view = view[os.write(self._stdin.fileno(), view) :]
