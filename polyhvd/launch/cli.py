@@ -17,6 +17,7 @@ from polyhvd.launch import horovodrun
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
+from polyhvd.launch.policy import LetOthersFinish, StopAtFirstFailure
 from polyhvd.launch.providers.mpirun import find_launcher
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
 from polyhvd.observe.doctor import report
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         help="seconds that ranks have from SIGTERM to SIGKILL, for a last checkpoint; default: 30",
     )
+    add("--keep-going", action="store_true", help="a rank that fails does not stop the others")
     add("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     add("--ssh-option", action="append", default=[], metavar="OPTION", help="as ssh -o; may be repeated")
@@ -175,6 +177,8 @@ def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> NoReturn:
     """Run MPI's launcher in this process's place."""
     if options.output_filename:
         raise ValueError("--output-filename is not for --mpi; give the launcher's own option with --mpi-args")
+    if options.keep_going:
+        raise ValueError("--keep-going is not for --mpi, whose launchers have their own ways to end a job")
     launcher = find_launcher()
     extra = shlex.split(options.mpi_args)
     ssh = _ssh(options)
@@ -212,6 +216,7 @@ def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
         remote=SshAgents(_ssh(options)),
         start_timeout_s=_start_timeout_s(options),
         term_grace_s=options.term_grace_s,
+        policy=LetOthersFinish() if options.keep_going else StopAtFirstFailure(),
         verbose=options.verbose,
     )
 

@@ -9,8 +9,9 @@ from collections.abc import Set
 from pathlib import Path
 
 import pytest
-from launching import RANK, alive
+from launching import RANK, Launcher, alive
 
+from polyhvd.launch import cli
 from polyhvd.launch.blame import Ending
 from polyhvd.launch.hosts import Host, place
 from polyhvd.launch.job import Job, JobSpec
@@ -50,6 +51,17 @@ def test_others_may_finish(ending: Ending) -> None:
 
 def test_first_failure_is_the_default() -> None:
     assert isinstance(JobSpec([], [], []).policy, StopAtFirstFailure)
+
+
+def test_option_lets_others_finish() -> None:
+    options = cli._parser().parse_args(["--keep-going", "true"])
+    assert isinstance(cli._spec(options, ["true"]).policy, LetOthersFinish)
+
+
+def test_launchers_of_mpi_decide_for_themselves(launcher: Launcher) -> None:
+    status, _, err = launcher.run("--mpi", "--keep-going", argv=["true"])
+    assert status == 2
+    assert err.startswith("polyhvdrun: --keep-going is not for --mpi")
 
 
 class Noting:

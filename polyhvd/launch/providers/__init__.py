@@ -1,4 +1,8 @@
-"""Where jobs come from: a file for each way in which ranks are started."""
+"""Where jobs come from: a file for each way in which ranks are started.
+
+Ranks import what stands here; what starts them, from :mod:`polyhvd.launch.providers.starting` on, is for the
+launcher alone.
+"""
 
 from __future__ import annotations
 
