@@ -10,7 +10,6 @@ import operator
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +54,9 @@ class _Manner(ctypes.Structure):
 
 def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
     """The native library: for calls that may block (they release the GIL), and for short ones."""
-    paths = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
-    path = next((p for p in paths if p.exists()), None)
-    if path is None:
-        raise ImportError(f"polyhvd.mxnet lacks its library {paths[0].name}; reinstall polyhvd")
+    path = Path(__file__).with_name("_native.so")
+    if not path.exists():
+        raise ImportError(f"polyhvd.mxnet lacks its library {path.name}; reinstall polyhvd")
     library, quick = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
     library.polyhvd_mxnet_load.restype = ctypes.c_char_p
     missing = library.polyhvd_mxnet_load(_LIB._name.encode())

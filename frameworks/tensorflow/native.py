@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
 import os
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,12 @@ _IN_ANY_ORDER = frozenset(
 
 
 def _path() -> Path:
-    candidates = [
-        Path(__file__).with_name(f"_native{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES
-    ]
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
-    raise ImportError(
-        f"polyhvd.tensorflow was installed without its op library {candidates[0].name}; reinstall polyhvd"
-    )
+    path = Path(__file__).with_name("_native.so")
+    if not path.exists():
+        raise ImportError(
+            f"polyhvd.tensorflow was installed without its op library {path.name}; reinstall polyhvd"
+        )
+    return path
 
 
 def _load() -> Any:

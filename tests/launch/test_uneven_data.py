@@ -23,10 +23,17 @@ import sys
 import numpy as np
 steps = [int(number) for number in sys.argv[1].split(",")]
 """
-# Whoever raises says so with the whole text, on one line of its own.
+# Whoever raises says so with the whole text, on one line of its own, and stays until the others with as many
+# steps have come as far: to those that are late a rank that is gone would be the one that ended first.
 END = """
 except Exception as error:
     print("RAISED", hvd.rank(), str(error).replace("\\n", " "), flush=True)
+    import os, pathlib, time
+    folder = pathlib.Path(os.environ["POLYHVD_FLIGHT_DIR"])
+    (folder / f"raised.{hvd.rank()}").touch()
+    give_up_at = time.monotonic() + 20
+    while len(list(folder.glob("raised.*"))) < steps.count(max(steps)) and time.monotonic() < give_up_at:
+        time.sleep(0.01)
     raise
 """
 SCRIPTS = {
