@@ -125,7 +125,8 @@ def folder_of_header(name: str, own: Path) -> Path | None:
 
 #: A module imports what stands before it here, and its own folder. Those of one line do not know each other.
 LAYERS = (
-    ("_core", "errors", "config", "installed"),
+    ("_core",),
+    ("errors", "config", "installed"),
     ("log", "rendezvous"),
     ("runtime",),
     ("capabilities", "collectives"),
