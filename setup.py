@@ -56,7 +56,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
     def get_ext_filename(self, ext_name: str) -> str:
         """Where the library of an extension lies in the package."""
-        if ext_name.endswith("._native"):
+        if ext_name.rpartition(".")[2] == "_native":  # asked for with its package, and without
             return f"{ext_name.replace('.', '/')}.so"
         return str(super().get_ext_filename(ext_name))
 
