@@ -11,12 +11,12 @@ from polyhvd.torch.base import Compression, collectives
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.collectives.verbs import resolve_op
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
+from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "accept_device"]
@@ -48,43 +48,24 @@ def _layers(local_layers: Any) -> list[Any]:
 
 
 class _Reduction:
-    """How an optimizer reduces its gradients; arguments as of :func:`DistributedOptimizer`."""
+    """How an optimizer reduces its gradients.
 
-    def __init__(
-        self,
-        *,
-        prefix: str,
-        compression: Compressor,
-        op: int,
-        gradient_predivide_factor: float,
-        num_groups: int,
-        groups: Any,
-        process_set: ProcessSet,
-        scale_local_gradients: bool,
-    ) -> None:
-        op = resolve_op(op)
-        if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
-            raise InvalidArgumentError(
-                f"op={ReduceOp(op).name}: gradients are reduced with Average, Sum or Adasum"
-            )
-        if isinstance(groups, (list, tuple)):
-            groups = [list(map(id, g)) if isinstance(g, (list, tuple)) else g for g in groups]
-        elif type(groups) is int and groups == 0:
-            groups = None  # which it means to Horovod
-        self._groups = KeyGroups(num_groups, groups)
-        self._process_set = process_set
-        self._scale_local = scale_local_gradients
+    Args:
+        prefix: begins the names on the wire.
+        options: of the optimizer.
+    """
+
+    def __init__(self, prefix: str, options: Options) -> None:
+        grouping = options.grouping
+        if not isinstance(grouping, int):
+            grouping = [list(map(id, group)) for group in grouping]
+        self._groups = KeyGroups(grouping)
+        self._process_set = options.process_set
+        self._scale_local = options.scale_local_gradients
         self.local: set[int] = set()
         #: Those that are not built have no variables yet.
         self.local_layers: list[Any] = []
-        self._reducer = GradientReducer(
-            collectives,
-            prefix=prefix,
-            op=op,
-            compression=compression,
-            gradient_predivide_factor=gradient_predivide_factor,
-            process_set=process_set,
-        )
+        self._reducer = GradientReducer(collectives, prefix=prefix, options=options)
 
     @torch.compiler.disable
     def __call__(self, gradients: Sequence[Any], sources: Sequence[Any] | None) -> list[Any]:
@@ -128,13 +109,9 @@ def _by_itself(gradient: Tensor, seen: set[int]) -> Tensor:
 class _Passes:
     """Adds up the gradients of several calls."""
 
-    def __init__(self, number: int, average: bool) -> None:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise InvalidArgumentError(
-                f"backward_passes_per_step={number!r}: expected a whole number, of 1 or more"
-            )
-        self.number = number
-        self._average = average
+    def __init__(self, options: Options) -> None:
+        self.number = options.backward_passes_per_step
+        self._average = options.average_aggregated_gradients
         self._count = 0
         self._sums: dict[int, Tensor] = {}
 
@@ -234,6 +211,7 @@ def DistributedOptimizer(
 
         model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss)
     """
+    options = Options.of(locals())
     accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
     if is_distributed(optimizer):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
@@ -242,18 +220,9 @@ def DistributedOptimizer(
             f"DistributedOptimizer expects an optimizer of Keras 3, found {type(optimizer).__name__}"
         )
     replace(keras.optimizers.LossScaleOptimizer, "apply", lambda apply: reduced_first(apply, _build_nothing))
-    reduction = _Reduction(
-        prefix=name or f"Distributed{type(optimizer).__name__}",
-        compression=compression,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    passes = _Passes(backward_passes_per_step, average_aggregated_gradients)
-    return sharing_state(optimizer, _Distributed, {"_polyhvd": reduction, "_polyhvd_passes": passes})
+    reduction = _Reduction(name or f"Distributed{type(optimizer).__name__}", options)
+    attributes = {"_polyhvd": reduction, "_polyhvd_passes": _Passes(options)}
+    return sharing_state(optimizer, _Distributed, attributes)
 
 
 def PartialDistributedOptimizer(

@@ -12,7 +12,9 @@ from polyhvd.lightning.base import layer_sync, pl, rank_zero
 from polyhvd.lightning.environment import PolyhvdEnvironment
 from torchmetrics import Metric
 
+from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.options import Options
 
 __all__ = ["PolyhvdStrategy", "register"]
 
@@ -59,8 +61,8 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
 
     Raises:
-        InvalidArgumentError: the Trainer was told another number of devices or nodes than the launcher, or
-            to use an accelerator other than the CPU.
+        InvalidArgumentError: an argument cannot be used; or the Trainer was told another number of devices
+            or nodes than the launcher, or to use an accelerator other than the CPU.
 
     Example::
 
@@ -81,6 +83,7 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
+        options = Options.of(locals(), ops=tuple(ReduceOp))
         hvd.init()
         super().__init__(
             accelerator=accelerator,
@@ -88,13 +91,7 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._options = {
-            "compression": compression,
-            "op": op,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "num_groups": num_groups,
-            "sparse_as_dense": sparse_as_dense,
-        }
+        self._options = options.changed()
         self.set_world_ranks()
 
     # What Lightning asks before it begins ------------------------------------

@@ -57,6 +57,7 @@ class TransferTimeoutError(errors.TransferTimeoutError, MXNetError):
 
 _CLASSES: dict[type[Exception], type[Exception]] = {
     errors.InvalidArgumentError: InvalidArgumentError,
+    errors.UnsupportedError: UnsupportedError,
     errors.HorovodInternalError: HorovodInternalError,
     errors.RankMismatchError: RankMismatchError,
     errors.PeerLostError: PeerLostError,
@@ -73,8 +74,11 @@ def by_code() -> dict[int, type[Exception]]:
 
 @contextlib.contextmanager
 def as_mxnets() -> Iterator[None]:
-    """Raise errors of operations that MXNet's engine has no part in as these classes, too."""
+    """Raise errors that MXNet's engine has no part in as these classes, too."""
     try:
         yield
-    except errors.HorovodInternalError as error:
-        raise _CLASSES.get(type(error), HorovodInternalError)(*error.args) from error.__cause__
+    except (errors.HorovodInternalError, errors.InvalidArgumentError) as error:
+        if isinstance(error, MXNetError):
+            raise
+        kind = InvalidArgumentError if isinstance(error, ValueError) else HorovodInternalError
+        raise _CLASSES.get(type(error), kind)(*error.args) from error.__cause__

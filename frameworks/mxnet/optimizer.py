@@ -11,13 +11,15 @@ from typing import Any
 import mxnet as mx
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import reads
+from polyhvd.mxnet.errors import as_mxnets
 from polyhvd.mxnet.ops import collectives
-from polyhvd.mxnet.passes import Sums, checked_passes, scale
+from polyhvd.mxnet.passes import Sums, scale
 from polyhvd.mxnet.reducer import EngineOrderedReducer
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.options import Options
 
 __all__ = ["DistributedOptimizer"]
 
@@ -53,7 +55,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         average_aggregated_gradients: divide by the number of passes.
 
     Raises:
-        InvalidArgumentError: groups overlap, or a number of passes below 1.
+        InvalidArgumentError: groups overlap, or another argument cannot be used.
 
     Example::
 
@@ -90,30 +92,18 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     ) -> None:
         #: The optimizer that makes the updates.
         self.wrapped = optimizer
-        self._groups = KeyGroups(num_groups, groups)
-        self._sparse_as_dense = sparse_as_dense
-        self._passes = checked_passes(backward_passes_per_step)
-        self._factor = 1.0 / self._passes if average_aggregated_gradients else 1.0
+        with as_mxnets():
+            options = Options.of(locals())
+            self._groups = KeyGroups(options.grouping)
+        self._sparse_as_dense = options.sparse_as_dense
+        self._passes = options.backward_passes_per_step
+        self._factor = 1.0 / self._passes if options.average_aggregated_gradients else 1.0
         self._calls: collections.Counter[Any] = collections.Counter()
         self._sums = Sums()
-        self._arguments = {
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "num_groups": num_groups,
-            "op": op,
-            "groups": groups,
-            "sparse_as_dense": sparse_as_dense,
-            "backward_passes_per_step": backward_passes_per_step,
-            "average_aggregated_gradients": average_aggregated_gradients,
-        }
-        if process_set is not global_process_set:
-            self._arguments["process_set"] = process_set
-        self._process_set = process_set
+        self._arguments = options.changed()
+        self._process_set = options.process_set
         self._reducer = EngineOrderedReducer(
-            collectives,
-            prefix="DistributedOptimizer.gradient",
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            process_set=process_set,
+            collectives, prefix="DistributedOptimizer.gradient", options=options
         )
 
     def __getattr__(self, name: str) -> Any:

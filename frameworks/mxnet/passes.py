@@ -8,18 +8,10 @@ from typing import Any
 import mxnet as mx
 from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
-from polyhvd.mxnet.errors import InvalidArgumentError
 
-__all__ = ["Passes", "Sums", "checked_passes", "fill", "scale"]
+from polyhvd.training.options import Options
 
-
-def checked_passes(passes: int) -> int:
-    """``backward_passes_per_step``, if it is a number that can be counted to."""
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise InvalidArgumentError(
-            f"backward_passes_per_step={passes!r}: expected a whole number, of 1 or more"
-        )
-    return passes
+__all__ = ["Passes", "Sums", "fill", "scale"]
 
 
 def scale(gradient: NDArray, factor: float) -> None:
@@ -77,13 +69,12 @@ class Passes:
     where they are.
 
     Args:
-        number: passes in a step.
-        average: divide by that number.
+        options: of the trainer.
     """
 
-    def __init__(self, number: int, *, average: bool) -> None:
-        self._number = checked_passes(number)
-        self._factor = 1.0 / number if average else 1.0
+    def __init__(self, options: Options) -> None:
+        self._number = options.backward_passes_per_step
+        self._factor = 1.0 / self._number if options.average_aggregated_gradients else 1.0
         self._count = 0
         self._sums = Sums()
 

@@ -11,12 +11,11 @@ from typing import Any
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import BaseSparseNDArray
 from polyhvd.mxnet import reads, sparse
-from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.native import Handle
 
-from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.verbs import Collectives
 from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["EngineOrderedReducer"]
@@ -25,10 +24,8 @@ __all__ = ["EngineOrderedReducer"]
 class EngineOrderedReducer(GradientReducer[NDArray]):
     """A :class:`GradientReducer` whose ``start()`` is all; ``finish()`` has nothing left to do."""
 
-    def __init__(self, collectives: Collectives[NDArray], *, op: int, **options: Any) -> None:
-        if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
-            raise InvalidArgumentError(f"op={op!r}: gradients are combined by Average, Sum or Adasum")
-        super().__init__(collectives, op=op, **options)
+    def __init__(self, collectives: Collectives[NDArray], *, prefix: str, options: Options) -> None:
+        super().__init__(collectives, prefix=prefix, options=options)
         self._started: list[Handle] = []  # since the last reduce()
         self._groups_started: list[Handle] = []
         self._failures_seen = reads.failures()

@@ -24,6 +24,7 @@ from polyhvd.collectives.verbs import process_set_id
 from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import KeyGroups, parameter_groups
+from polyhvd.training.options import Options
 
 __all__ = ["DistributedTrainer"]
 
@@ -76,7 +77,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
 
     Raises:
         InvalidArgumentError: sparse parameters, several devices in a process, groups that overlap or
-            name a parameter that is not in ``params``, or a number of passes below 1.
+            name a parameter that is not in ``params``, or another argument that cannot be used.
 
     Example::
 
@@ -105,6 +106,8 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         average_aggregated_gradients: bool = False,
         scale_local_gradients: bool = True,
     ) -> None:
+        with as_mxnets():
+            options = Options.of(locals())
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn("DistributedTrainer: the DistributedOptimizer was unwrapped", stacklevel=2)
             optimizer = optimizer.wrapped
@@ -121,23 +124,17 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         # model was made is the same on every rank.
         self._in_order = list(params.values() if hasattr(params, "values") else params)
         trained = [i for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
-        self._groups = KeyGroups(groups=parameter_groups(self._in_order, trained, num_groups, groups))
-        self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
-        self._passes = Passes(backward_passes_per_step, average=average_aggregated_gradients)
+        with as_mxnets():
+            self._groups = KeyGroups(parameter_groups(self._in_order, trained, options.grouping))
+        self._sparse_as_dense = options.sparse_as_dense
+        self._process_set = options.process_set
+        self._passes = Passes(options)
         self._is_due = True
         self._ignores_stale = False
         self._local: set[int] = set()  # positions of parameters whose gradients stay here
-        self._scales_local = scale_local_gradients and op == ReduceOp.Average
+        self._scales_local = options.scale_local_gradients and options.op == ReduceOp.Average
         self._prefix = prefix or "DistributedTrainer"
-        self._reducer = EngineOrderedReducer(
-            collectives,
-            prefix=f"{self._prefix}.gradient",
-            op=op,
-            compression=compression,
-            gradient_predivide_factor=gradient_predivide_factor,
-            process_set=process_set,
-        )
+        self._reducer = EngineOrderedReducer(collectives, prefix=f"{self._prefix}.gradient", options=options)
 
     def register_local_var(self, var: Parameter) -> None:
         """Let the gradient of a parameter stay on its rank; on every rank alike.

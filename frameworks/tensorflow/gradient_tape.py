@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
-from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device
+from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device, options_of
 from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd.collectives.adapter import ReduceOp
@@ -81,6 +81,7 @@ class _Mixin:
         self._polyhvd.local.add(_reference(source))
 
 
+@do_not_convert  # whose locals() would have other names, too
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -120,21 +121,10 @@ def DistributedGradientTape(
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
     """
-    return PartialDistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return PartialDistributedGradientTape(**locals())
 
 
+@do_not_convert  # whose locals() would have other names, too
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -164,20 +154,10 @@ def PartialDistributedGradientTape(
 
         tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
     """
+    options = options_of(locals())
     accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
     base = type(gradtape)
-    reduction = Reduction(
-        prefix="DistributedGradientTape",
-        compression=compression,
-        op=op,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        local_layers=local_layers,
-    )
+    reduction = Reduction("DistributedGradientTape", options, local_layers)
     wrapped = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reduction}))
     # Shared, so that a tape wrapped inside its `with` block sees the block end.
     object.__setattr__(wrapped, "__dict__", gradtape.__dict__)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow import names, ops, sparse
 from polyhvd.tensorflow.errors import as_tensorflow, invalid
 
-from polyhvd.collectives.adapter import ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.collectives.verbs import resolve_op
-from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import parameter_groups
-from polyhvd.training.reducer import scale_factors
+from polyhvd.training.options import Options
 
-__all__ = ["Reduction", "accept_device", "as_dense", "reduction_of"]
+__all__ = ["Reduction", "accept_device", "as_dense", "options_of", "reduction_of"]
 
 
 def accept_device(where: str, **devices: str) -> None:
@@ -30,6 +28,12 @@ def reduction_of(op: int | None, average: bool | None = None) -> int:
     """See :func:`polyhvd.collectives.verbs.resolve_op`."""
     with as_tensorflow():
         return resolve_op(op, average)
+
+
+def options_of(arguments: Mapping[str, Any]) -> Options:
+    """See :meth:`polyhvd.training.options.Options.of`."""
+    with as_tensorflow():
+        return Options.of(arguments)
 
 
 def as_dense(tensor: Any, what: str, *, sparse_as_dense: bool = False) -> tf.Tensor:
@@ -72,36 +76,30 @@ class _Groups:
     A variable and its wrappers are one. Groups may list variables that a step does not have.
     """
 
-    def __init__(self, num_groups: int, groups: Any) -> None:
+    def __init__(self, grouping: int | Sequence[Sequence[Any]]) -> None:
         # parameter_groups() tells parameters apart by identity: one object for all references to one.
         self._identities: dict[Any, Any] = {}
-        self._num_groups = num_groups
-        # To Horovod 0 means no groups.
-        self._groups = None if isinstance(groups, int) and groups == 0 and groups is not False else groups
-        if isinstance(groups, (list, tuple)):
-            self._groups = [
+        self._grouping = grouping
+        if not isinstance(grouping, int):
+            self._grouping = [
                 [self._identities.setdefault(ref, ref) for ref in map(_reference, group)]
-                if isinstance(group, (list, tuple))
-                else group
-                for group in groups
+                for group in grouping
             ]
-        listed = self._groups if isinstance(self._groups, list) else []
-        with as_tensorflow():
-            everybody = [ref for group in listed if isinstance(group, list) for ref in group]
-            parameter_groups(everybody, [], num_groups, self._groups)
+            with as_tensorflow():
+                parameter_groups([ref for group in self._grouping for ref in group], [], self._grouping)
 
     def of(self, positions: Sequence[int], sources: Sequence[Any] | None) -> dict[str, list[int]]:
         """What is reduced together, by what its name ends in; variables in none of the lists are alone."""
-        if not self._num_groups and not self._groups:
+        if not self._grouping:
             return {"": list(positions)} if positions else {}
-        if not isinstance(self._groups, list):
-            return _numbered(parameter_groups([], positions, self._num_groups, self._groups))
+        if isinstance(self._grouping, int):
+            return _numbered(parameter_groups([], positions, self._grouping))
         if sources is None:
             raise invalid("groups=: the call does not tell the variables of the gradients; pass both")
         parameters = [self._identities.get(ref, ref) for ref in map(_reference, sources)]
         present = {id(parameter) for parameter in parameters}
-        groups = [[ref for ref in group if id(ref) in present] for group in self._groups]
-        members = parameter_groups(parameters, positions, 0, groups)
+        groups = [[ref for ref in group if id(ref) in present] for group in self._grouping]
+        members = parameter_groups(parameters, positions, groups)
         grouped = {i for group in members for i in group}
         return _numbered(members) | {f".{i}": [i] for i in positions if i not in grouped}
 
@@ -117,37 +115,15 @@ class Reduction:
 
     Args:
         prefix: begins the names on the wire.
+        options: of the optimizer or tape.
         local_layers: a layer of Keras, or several, whose gradients stay on their rank.
-        op, compression, sparse_as_dense, gradient_predivide_factor, num_groups, groups, process_set,
-            scale_local_gradients: as in :func:`polyhvd.tensorflow.DistributedOptimizer`.
     """
 
-    def __init__(
-        self,
-        *,
-        prefix: str,
-        compression: Compressor,
-        op: int = ReduceOp.Average,
-        sparse_as_dense: bool = False,
-        gradient_predivide_factor: float = 1.0,
-        num_groups: int = 0,
-        groups: Any = None,
-        process_set: ProcessSet = global_process_set,
-        scale_local_gradients: bool = True,
-        local_layers: Any = None,
-    ) -> None:
-        op = reduction_of(op)
-        if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
-            raise invalid(f"op={ReduceOp(op).name}: gradients are reduced with Average, Sum or Adasum")
+    def __init__(self, prefix: str, options: Options, local_layers: Any = None) -> None:
         self.prefix = prefix
-        self.op = op
-        self.compression = compression
-        self.sparse_as_dense = sparse_as_dense
-        with as_tensorflow():
-            self.prescale, self.postscale = scale_factors(op, gradient_predivide_factor)
-        self.groups = _Groups(num_groups, groups)
-        self.process_set = process_set
-        self.scale_local_gradients = scale_local_gradients
+        self.options = options
+        self.process_set = options.process_set
+        self.groups = _Groups(options.grouping)
         self.local: set[Any] = set()
         self.local_layers = _layers(local_layers)
 
@@ -187,10 +163,10 @@ class Reduction:
             stays = self.are_local(sources)
             for i in [i for i in positions if stays[i]]:
                 positions.remove(i)
-                if self.scale_local_gradients:
+                if self.options.scale_local_gradients:
                     results[i] = sparse.divided(results[i], self.process_set.size())
         slices = []
-        if not self.sparse_as_dense:
+        if not self.options.sparse_as_dense:
             slices = [i for i in positions if isinstance(results[i], tf.IndexedSlices)]
         dense = [i for i in positions if i not in slices]
         for suffix, members in self.groups.of(dense, sources).items():
@@ -204,17 +180,17 @@ class Reduction:
         return results
 
     def _reduce(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        pairs = [self.compression.compress(gradient) for gradient in gradients]
+        pairs = [self.options.compression.compress(gradient) for gradient in gradients]
         reduced = ops.allreduce(
             [tensor for tensor, _ in pairs],
             name=name,
-            op=self.op,
-            prescale_factor=self.prescale,
-            postscale_factor=self.postscale,
+            op=self.options.op,
+            prescale_factor=self.options.prescale_factor,
+            postscale_factor=self.options.postscale_factor,
             process_set=self.process_set,
         )
         return [
-            self.compression.decompress(value, context)
+            self.options.compression.decompress(value, context)
             for value, (_, context) in zip(reduced, pairs, strict=True)
         ]
 
@@ -222,10 +198,10 @@ class Reduction:
         reduced = sparse.allreduce(
             gradients,
             name=name,
-            op=self.op,
-            compression=self.compression,
-            prescale_factor=self.prescale,
-            postscale_factor=self.postscale,
+            op=self.options.op,
+            compression=self.options.compression,
+            prescale_factor=self.options.prescale_factor,
+            postscale_factor=self.options.postscale_factor,
             process_set=self.process_set,
         )
         return [sparse.merged(slices) for slices in reduced]

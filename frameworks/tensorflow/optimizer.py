@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.errors import invalid
-from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device
+from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device, options_of
 from polyhvd.tensorflow.keras_hooks import build_before_branching, teach_keras_2, teach_keras_3
 from polyhvd.tensorflow.names import do_not_convert
 from polyhvd.tensorflow.passes import Passes, only_effects
@@ -186,6 +186,7 @@ def wrap(optimizer: Any, reduction: Reduction, new_passes: Callable[[], Passes])
     return sharing_state(optimizer, _mixin_for(optimizer), attributes)
 
 
+@do_not_convert  # whose locals() would have other names, too
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -238,25 +239,10 @@ def DistributedOptimizer(
 
         model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss)
     """
-    return PartialDistributedOptimizer(
-        optimizer,
-        name,
-        use_locking,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return PartialDistributedOptimizer(**locals())
 
 
+@do_not_convert  # whose locals() would have other names, too
 def PartialDistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -294,24 +280,7 @@ def PartialDistributedOptimizer(
 
         optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
     """
+    options = options_of(locals())
     accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
-    reduction = Reduction(
-        prefix=name or f"Distributed{type(optimizer).__name__}",
-        compression=compression,
-        op=op,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        local_layers=local_layers,
-    )
-    new_passes = functools.partial(
-        Passes,
-        backward_passes_per_step,
-        average=average_aggregated_gradients,
-        sparse_as_dense=sparse_as_dense,
-    )
-    new_passes()  # which checks the number
-    return wrap(optimizer, reduction, new_passes)
+    prefix = name or f"Distributed{type(optimizer).__name__}"
+    return wrap(optimizer, Reduction(prefix, options, local_layers), functools.partial(Passes, options))

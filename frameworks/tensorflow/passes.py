@@ -13,6 +13,8 @@ from polyhvd.tensorflow import sparse
 from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.gradients import _reference
 
+from polyhvd.training.options import Options
+
 __all__ = ["Passes", "only_effects"]
 
 T = TypeVar("T")
@@ -88,17 +90,13 @@ class Passes:
     The sums are no variables of the optimizer: they are neither saved nor broadcast.
 
     Args:
-        number: of passes in a step.
-        average: divide the sum by it.
-        sparse_as_dense: add slices up as dense tensors.
+        options: of the optimizer.
     """
 
-    def __init__(self, number: int, *, average: bool = False, sparse_as_dense: bool = False) -> None:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise invalid(f"backward_passes_per_step={number!r}: expected a whole number, of 1 or more")
-        self.number = number
-        self._average = average
-        self._sparse_as_dense = sparse_as_dense
+    def __init__(self, options: Options) -> None:
+        self.number = options.backward_passes_per_step
+        self._average = options.average_aggregated_gradients
+        self._sparse_as_dense = options.sparse_as_dense
         self._counts: dict[Any, Any] = {}
         self._sums: dict[Any, _Dense | _Sparse] = {}
 

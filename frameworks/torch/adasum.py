@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from polyhvd.torch.base import collectives, increment_version
 
-from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.numbering import ObjectNumbers
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.options import Options, passes_per_step
 from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["AdasumOptimizer", "Steps"]
@@ -24,23 +23,20 @@ _numbers = ObjectNumbers()
 
 
 class Steps:
-    """What an optimizer of this kind combines. Arguments are those of the optimizer.
+    """What an optimizer of this kind combines.
 
     Args:
+        options: of the optimizer.
         groups: positions of the parameters of each group.
     """
 
-    def __init__(
-        self, *, compression: Compressor, groups: Sequence[Sequence[int]], process_set: ProcessSet
-    ) -> None:
-        self._process_set = process_set
-        self._groups = KeyGroups(groups=list(map(list, groups))) if groups else KeyGroups()
+    def __init__(self, options: Options, groups: Sequence[Sequence[int]]) -> None:
+        self._process_set = options.process_set
+        self._groups = KeyGroups(groups)
         self._reducer = GradientReducer(
             collectives,
-            prefix=f"DistributedOptimizer.adasum.{_numbers.of(self, process_set)}",
-            op=ReduceOp.Adasum,
-            compression=compression,
-            process_set=process_set,
+            prefix=f"DistributedOptimizer.adasum.{_numbers.of(self, options.process_set)}",
+            options=options,
         )
         #: Parameters that are each rank's own, by identity.
         self.local: set[int] = set()
@@ -114,7 +110,12 @@ class AdasumOptimizer(torch.optim.Optimizer):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change nothing: gradients add up until ``step()``, after however many passes."""
+        """Change nothing: gradients add up until ``step()``, after however many passes.
+
+        Raises:
+            InvalidArgumentError: ``passes`` is no integer of 1 or more.
+        """
+        passes_per_step(passes)
 
     def register_local_var(self, parameter: Tensor) -> None:
         """Let a parameter be this rank's own; on every rank."""

@@ -13,12 +13,11 @@ from polyhvd.torch.base import Compression
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.collectives.verbs import resolve_op
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import parameter_groups
-from polyhvd.training.reducer import scale_factors
+from polyhvd.training.options import Options, passes_per_step
 
 __all__ = ["DistributedOptimizer"]
 
@@ -96,9 +95,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             gradients.on_hold = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce gradients after this many backward passes, from now on."""
+        """Reduce gradients after this many backward passes, from now on.
+
+        Args:
+            passes: an integer of 1 or more.
+
+        Raises:
+            InvalidArgumentError: it is something else.
+        """
         gradients = self._own_gradients()
-        gradients.passes_per_step = _checked_passes(passes)
+        gradients.passes_per_step = passes_per_step(passes)
         gradients.forget_passes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,12 +166,6 @@ def _reducing(closure: Callable[[], Any], gradients: Gradients) -> Callable[[], 
     return reduced
 
 
-def _checked_passes(passes: int) -> int:
-    if passes < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step={passes}: expected 1 or more")
-    return passes
-
-
 def _checked_names(
     named_parameters: Iterable[tuple[str, Tensor]] | None, parameters: list[Tensor]
 ) -> dict[int, str]:
@@ -218,7 +218,7 @@ def DistributedOptimizer(
         optimizer: of ``torch.optim``, or a subclass; the same on every rank.
         named_parameters: pairs of name and parameter, for messages, and to tell optimizers from each other.
         compression: what is sent; see :class:`polyhvd.training.compression.Compression`.
-        backward_passes_per_step: gradients of this many passes are added up, then reduced.
+        backward_passes_per_step: gradients of this many passes are added up, then reduced; an integer.
         op: Average (default), Sum, Adasum, Min, Max or Product. With Adasum each rank takes its own step,
             with its own gradients, and the differences that the steps have made to the model are combined
             in ``step()``; see :class:`polyhvd.torch.adasum.AdasumOptimizer`.
@@ -247,27 +247,24 @@ def DistributedOptimizer(
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):
         raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
+    options = Options.of(locals(), ops=tuple(ReduceOp))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
-    op = resolve_op(op)
     names = _checked_names(named_parameters, parameters)
-    passes = _checked_passes(backward_passes_per_step)
-    members = parameter_groups(parameters, trainable, num_groups, groups)
-    if op == ReduceOp.Adasum:
-        scale_factors(op, gradient_predivide_factor)  # which refuses what it cannot do
-        steps = Steps(compression=compression, groups=members, process_set=process_set)
-        return _in_class(optimizer, AdasumOptimizer, "_steps", steps)
+    members = parameter_groups(parameters, trainable, options.grouping)
+    if options.op == ReduceOp.Adasum:
+        return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members))
     gradients = Gradients(
         parameters,
         names,
-        passes_per_step=passes,
-        op=op,
-        compression=compression,
-        gradient_predivide_factor=gradient_predivide_factor,
+        passes_per_step=options.backward_passes_per_step,
+        op=options.op,
+        compression=options.compression,
+        gradient_predivide_factor=options.gradient_predivide_factor,
         groups=members,
-        sparse_as_dense=sparse_as_dense,
-        scale_local=scale_local_gradients,
-        process_set=process_set,
+        sparse_as_dense=options.sparse_as_dense,
+        scale_local=options.scale_local_gradients,
+        process_set=options.process_set,
     )
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
 

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer reduces together, by ``num_groups`` and ``groups``. Knows no tensors."""
+"""Which parameters an optimizer reduces together, by ``grouping`` of its options. Knows no tensors."""
 
 from __future__ import annotations
 
@@ -11,53 +11,44 @@ __all__ = ["KeyGroups", "parameter_groups"]
 
 
 def parameter_groups(
-    parameters: Sequence[Any], trainable: Sequence[int], num_groups: int = 0, groups: Any = None
+    parameters: Sequence[Any], trainable: Sequence[int], grouping: int | Sequence[Sequence[Any]]
 ) -> list[list[int]]:
     """Positions of the parameters of each group, in ascending order.
 
     Args:
         parameters: all of the optimizer's; told apart by identity.
         trainable: positions of those that can be in a group.
-        num_groups: how many groups of neighbours to make, of nearly the same number of parameters; 0: none.
-        groups: a list of lists of parameters; or a number, which means ``num_groups``; or None. Parameters
-            in no group are reduced by themselves.
+        grouping: of :class:`polyhvd.training.options.Options`: how many groups of neighbours to make, of
+            nearly the same number of parameters; or lists of parameters. Those in none are reduced by
+            themselves.
 
     Raises:
-        InvalidArgumentError: both are given, or one cannot be used.
+        InvalidArgumentError: a group has what is no parameter, or what another one has.
     """
-    _check_exclusive(num_groups, groups)
-    if isinstance(groups, (list, tuple)):
-        chosen = set(trainable)
-        listed = _checked(parameters, groups)
-        return [some for group in listed if (some := sorted(chosen.intersection(group)))]
-    if groups is None:
-        return _split(trainable, _count("num_groups", num_groups, 0))
-    return _split(trainable, _count("groups", groups, 1))
+    if isinstance(grouping, int):
+        return _split(trainable, grouping)
+    chosen = set(trainable)
+    listed = _checked(parameters, grouping)
+    return [some for group in listed if (some := sorted(chosen.intersection(group)))]
 
 
 class KeyGroups:
     """The same for an optimizer that hears of its parameters, by keys, only when gradients come.
 
     Args:
-        num_groups: as of :func:`parameter_groups`, of the gradients that come together.
-        groups: a list of lists of keys; or a number, which means ``num_groups``; or None.
+        grouping: as of :func:`parameter_groups`: a number, of the gradients that come together; or lists of
+            keys.
 
     Raises:
-        InvalidArgumentError: both are given, or one cannot be used.
+        InvalidArgumentError: a key is in two groups.
     """
 
-    def __init__(self, num_groups: int = 0, groups: Any = None) -> None:
-        _check_exclusive(num_groups, groups)
-        self._count = 0
+    def __init__(self, grouping: int | Sequence[Sequence[Any]] = 0) -> None:
+        self._count = grouping if isinstance(grouping, int) else 0
         self._group_of: dict[Any, int] = {}
-        if isinstance(groups, (list, tuple)):
-            for i, group in enumerate(groups):
-                for j, key in enumerate(_listed(i, group, "keys")):
-                    _put(self._group_of, key, i, j)
-        elif groups is None:
-            self._count = _count("num_groups", num_groups, 0)
-        else:
-            self._count = _count("groups", groups, 1)
+        for i, group in enumerate([] if isinstance(grouping, int) else grouping):
+            for j, key in enumerate(group):
+                _put(self._group_of, key, i, j)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -71,20 +62,6 @@ class KeyGroups:
         for position, key in enumerate(keys):
             divided.setdefault(self._group_of.get(key, -1 - position), []).append(key)
         return list(divided.values())
-
-
-def _check_exclusive(num_groups: int, groups: Any) -> None:
-    if groups is not None and num_groups != 0:
-        raise InvalidArgumentError(
-            f"num_groups={num_groups} and groups exclude each other; pass groups alone"
-        )
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kinds = "a whole number" + (", or a list of lists of parameters" if name == "groups" else "")
-        raise InvalidArgumentError(f"{name}={value!r}: expected {kinds}, of {least} or more")
-    return value
 
 
 def _split(positions: Sequence[int], count: int) -> list[list[int]]:
@@ -103,7 +80,7 @@ def _checked(parameters: Sequence[Any], groups: Sequence[Any]) -> list[list[int]
     positions = {id(parameter): position for position, parameter in enumerate(parameters)}
     group_of: dict[int, int] = {}
     for i, group in enumerate(groups):
-        for j, parameter in enumerate(_listed(i, group, "parameters")):
+        for j, parameter in enumerate(group):
             position = positions.get(id(parameter))
             if position is None:
                 raise InvalidArgumentError(
@@ -112,12 +89,6 @@ def _checked(parameters: Sequence[Any], groups: Sequence[Any]) -> list[list[int]
                 )
             _put(group_of, position, i, j)
     return [[p for p, owner in group_of.items() if owner == i] for i in range(len(groups))]
-
-
-def _listed(i: int, group: Any, what: str) -> Sequence[Any]:
-    if not isinstance(group, (list, tuple)):
-        raise InvalidArgumentError(f"groups[{i}]: expected a list of {what}, found {type(group).__name__}")
-    return group
 
 
 def _put(group_of: dict[Any, int], key: Any, i: int, j: int) -> None:

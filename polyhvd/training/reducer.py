@@ -6,30 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from polyhvd.collectives.adapter import Handle, ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives
-from polyhvd.errors import InvalidArgumentError
-from polyhvd.training.compression import Compressor, NoneCompressor
+from polyhvd.training.options import Options
 
-__all__ = ["GradientReducer", "scale_factors"]
+__all__ = ["GradientReducer"]
 
 T = TypeVar("T")
-
-
-def scale_factors(op: int, gradient_predivide_factor: float) -> tuple[float, float]:
-    """Prescale and postscale that split the division of an average around the sum.
-
-    Gradients are divided by the factor before and by size / factor after the sum, as in Horovod.
-    """
-    if gradient_predivide_factor == 1.0:
-        return 1.0, 1.0
-    if op != ReduceOp.Average:
-        raise InvalidArgumentError("gradient_predivide_factor needs op=Average")
-    if gradient_predivide_factor <= 0:
-        raise InvalidArgumentError(
-            f"gradient_predivide_factor={gradient_predivide_factor}: expected a positive number"
-        )
-    return 1.0 / gradient_predivide_factor, gradient_predivide_factor
 
 
 class GradientReducer(Generic[T]):
@@ -39,7 +21,8 @@ class GradientReducer(Generic[T]):
         collectives: of the framework.
         prefix: begins the names on the wire; gradients are named by their position in the optimizer,
             so that names agree between ranks and recur.
-        op, compression, gradient_predivide_factor, process_set: as in the optimizers.
+        options: of the optimizer.
+        arguments: instead of ``options``, some of their fields, by name; of any reduction.
     """
 
     def __init__(
@@ -47,17 +30,16 @@ class GradientReducer(Generic[T]):
         collectives: Collectives[T],
         *,
         prefix: str,
-        op: int = ReduceOp.Average,
-        compression: Compressor | None = None,
-        gradient_predivide_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
+        options: Options | None = None,
+        **arguments: Any,
     ) -> None:
+        options = options or Options(ops=tuple(ReduceOp), **arguments)
         self._collectives = collectives
         self._prefix = prefix
-        self._op = op
-        self._compression = compression or NoneCompressor()
-        self._prescale, self._postscale = scale_factors(op, gradient_predivide_factor)
-        self._process_set = process_set
+        self._op = options.op
+        self._compression = options.compression
+        self._prescale, self._postscale = options.prescale_factor, options.postscale_factor
+        self._process_set = options.process_set
         self._pending: dict[Any, tuple[Handle, T, T, Any]] = {}
         self._pending_groups: list[tuple[Handle, list[tuple[T, T, Any]]]] = []
 

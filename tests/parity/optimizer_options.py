@@ -6,7 +6,10 @@ NumPy and float64: what each gradient is, how they are combined, and what SGD ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,3 +193,126 @@ def train(driver: str, name: str) -> Weights:
     """This rank's weights after the training with an option of OPTIONS."""
     trains = {"torch": _train_torch, "mxnet": _train_mxnet, "tensorflow": _train_tensorflow}
     return trains[driver](OPTIONS[name])
+
+
+# What is refused ---------------------------------------------------------------
+
+_PASSES, _FACTOR = "backward_passes_per_step", "gradient_predivide_factor"
+#: Arguments that no framework takes, and what each says of them.
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({_PASSES: 0}, f"{_PASSES}=0: expected an integer of 1 or more"),
+    ({_PASSES: True}, f"{_PASSES}=True: expected an integer of 1 or more, found bool"),
+    ({_PASSES: 2.0}, f"{_PASSES}=2.0: expected an integer of 1 or more, found float"),
+    ({_PASSES: 2.5}, f"{_PASSES}=2.5: expected an integer of 1 or more, found float"),
+    ({_FACTOR: -1.0}, f"{_FACTOR}=-1.0: expected a positive number, finite"),
+    ({_FACTOR: float("inf")}, f"{_FACTOR}=inf: expected a positive number, finite"),
+    ({_FACTOR: 2.0, "op": 1}, f"{_FACTOR}=2.0 needs op=Average, and op is Sum"),
+    ({_FACTOR: 2.0, "op": 2}, f"{_FACTOR}=2.0 needs op=Average, and op is Adasum"),
+    ({"op": 7}, "op=7: expected Average, Sum, Adasum, Min, Max or Product"),
+    ({"op": True}, "op=True: expected Average, Sum, Adasum, Min, Max or Product"),
+    ({"num_groups": -1}, "num_groups=-1: expected an integer of 0 or more"),
+    ({"num_groups": 1.5}, "num_groups=1.5: expected an integer of 0 or more, found float"),
+    (
+        {"groups": "all"},
+        "groups='all': expected an integer of 0 or more, or a list of lists of parameters, found str",
+    ),
+    ({"groups": ["all"]}, "groups[0]: expected a list of parameters, found str"),
+    ({"num_groups": 2, "groups": 2}, "num_groups=2 and groups exclude each other; pass groups alone"),
+    (
+        {"compression": "fp16"},
+        "compression='fp16': expected an object with compress() and decompress(), such as "
+        "Compression.fp16; it has no compress()",
+    ),
+    (
+        {"process_set": [0]},
+        "process_set=[0]: expected a ProcessSet, found list; make one with add_process_set(ranks)",
+    ),
+)
+
+
+def _torch_makers() -> dict[str, Callable[..., Any]]:
+    import polyhvd.torch as hvd
+    import torch
+
+    sgd = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
+    makers: dict[str, Callable[..., Any]] = {
+        "DistributedOptimizer": _with(hvd.DistributedOptimizer, sgd),
+    }
+    if importlib.util.find_spec("torchmetrics"):
+        import polyhvd.lightning
+
+        makers["PolyhvdStrategy"] = _with(polyhvd.lightning.PolyhvdStrategy)
+    if importlib.util.find_spec("keras"):
+        os.environ["KERAS_BACKEND"] = "torch"  # in a process that has no TensorFlow
+        import keras
+        import polyhvd.keras as on_torch
+
+        for name in ("DistributedOptimizer", "PartialDistributedOptimizer"):
+            makers[f"Keras {name}"] = _with(getattr(on_torch, name), keras.optimizers.SGD())
+    return makers
+
+
+def _mxnet_makers() -> dict[str, Callable[..., Any]]:
+    import polyhvd.mxnet as hvd  # isort: skip
+    import mxnet as mx
+
+    return {
+        "DistributedTrainer": _with(
+            hvd.DistributedTrainer, training.mxnet_model().collect_params(), "sgd", {"learning_rate": 0.1}
+        ),
+        "DistributedOptimizer": _with(hvd.DistributedOptimizer, mx.optimizer.SGD()),
+    }
+
+
+def _tensorflow_makers() -> dict[str, Callable[..., Any]]:
+    import keras
+    import polyhvd.keras
+    import polyhvd.tensorflow as hvd
+    import polyhvd.tensorflow.keras
+    import tensorflow as tf
+
+    makers: dict[str, Callable[..., Any]] = {}
+    for name in ("DistributedOptimizer", "PartialDistributedOptimizer"):
+        for module in (hvd, polyhvd.tensorflow.keras, polyhvd.keras):
+            makers[f"{module.__name__}.{name}"] = _with(getattr(module, name), keras.optimizers.SGD())
+    for name in ("DistributedGradientTape", "PartialDistributedGradientTape"):
+        makers[name] = _with(getattr(hvd, name), tf.GradientTape())
+    return makers
+
+
+def _with(make: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    def made(**options: Any) -> Any:
+        return make(*arguments, **options)
+
+    made.__signature__ = inspect.signature(make)  # type: ignore[attr-defined]
+    return made
+
+
+def refusals(driver: str) -> list[dict[str, str]]:
+    """Of each of REFUSED what everything that takes such arguments says, by its name."""
+    from polyhvd.errors import InvalidArgumentError
+
+    makers = {"torch": _torch_makers, "mxnet": _mxnet_makers, "tensorflow": _tensorflow_makers}[driver]()
+    own = InvalidArgumentError
+    if driver == "mxnet":
+        import polyhvd.mxnet.errors
+
+        own = polyhvd.mxnet.errors.InvalidArgumentError
+    elif driver == "tensorflow":
+        import polyhvd.tensorflow.errors
+
+        own = polyhvd.tensorflow.errors.InvalidArgumentError
+    found: list[dict[str, str]] = []
+    for arguments, _ in REFUSED:
+        said: dict[str, str] = {}
+        for name, make in makers.items():
+            if not arguments.keys() <= inspect.signature(make).parameters.keys():
+                continue
+            try:
+                made = make(**arguments)
+            except Exception as error:
+                said[name] = str(error) if type(error) is own else f"{type(error)}: {error}"
+            else:
+                said[name] = f"made a {type(made).__name__}"
+        found.append(said)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import optimizer_options
 import pytest
-from optimizer_options import NOT_IN_TORCH, OPTIONS
+from optimizer_options import NOT_IN_TORCH, OPTIONS, REFUSED
 from worlds import Ranks
 
 
@@ -34,3 +34,12 @@ def test_the_options_differ_from_plain_training_in_the_oracle() -> None:
             for a, b in zip(one, two, strict=True)
         )
         assert distance > 10 * OPTIONS[name].tolerance, name
+
+
+@pytest.mark.drivers("torch", "mxnet", "tensorflow")
+@pytest.mark.sizes(2)
+def test_a_bad_option_raises_the_same_error_with_the_same_text_everywhere(ranks: Ranks) -> None:
+    for found in ranks.run(optimizer_options.refusals):
+        for (arguments, text), said in zip(REFUSED, found, strict=True):
+            assert said, f"nothing takes {arguments}"
+            assert said == dict.fromkeys(said, text), arguments

@@ -747,10 +747,12 @@ def bad_arguments_are_named() -> None:
     own = [parameter for _, parameter in named]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
+        ({"backward_passes_per_step": True}, "backward_passes_per_step=True"),
+        ({"backward_passes_per_step": 2.5}, "backward_passes_per_step=2.5"),
         ({"num_groups": -1}, "num_groups=-1"),
         ({"num_groups": 1.5}, "num_groups=1.5"),
         ({"num_groups": 2, "groups": [own]}, "num_groups=2"),
-        ({"groups": 0}, "groups=0"),
+        ({"groups": -1}, "groups=-1"),
         ({"groups": "all"}, "groups='all'"),
         ({"groups": own}, "groups[0]: expected a list"),
         ({"groups": [own[:1], [own[1], own[0]]]}, "groups[1][1] is in groups[0]"),
@@ -766,6 +768,11 @@ def bad_arguments_are_named() -> None:
         with raises(ValueError, part):
             hvd.DistributedOptimizer(plain, **options)
     assert type(plain) is torch.optim.SGD
+    for options in ({}, {"op": hvd.Adasum}):
+        optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), **options)
+        for passes in (0, True, 2.5):
+            with raises(ValueError, f"backward_passes_per_step={passes}"):
+                optimizer.set_backward_passes_per_step(passes)
     with raises(TypeError, "Sequential"):
         hvd.DistributedOptimizer(module)  # type: ignore[arg-type]
     with raises(ValueError, "already"):

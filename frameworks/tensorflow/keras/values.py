@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 
+@do_not_convert  # whose locals() would have other names, too
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -40,24 +41,10 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
 ) -> Any:
     """Wrap an optimizer of Keras; see :func:`polyhvd.tensorflow.DistributedOptimizer`."""
-    return hvd.DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return hvd.DistributedOptimizer(**locals())
 
 
+@do_not_convert  # whose locals() would have other names, too
 def PartialDistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -75,22 +62,7 @@ def PartialDistributedOptimizer(
     average_aggregated_gradients: bool = False,
 ) -> Any:
     """Wrap an optimizer of Keras; see :func:`polyhvd.tensorflow.PartialDistributedOptimizer`."""
-    return hvd.PartialDistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        local_layers=local_layers,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return hvd.PartialDistributedOptimizer(**locals())
 
 
 @do_not_convert

@@ -1,0 +1,231 @@
+"""The options of all optimizers and gradient tapes: what each means and what is refused, in one place.
+
+Knows no framework: what depends on the parameters of a model is checked in gradient_groups.py.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, fields
+from typing import Any
+
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.compression import NO_COMPRESSION, Compressor
+
+__all__ = ["GRADIENT_OPS", "Options", "passes_per_step"]
+
+#: What most optimizers reduce gradients with.
+GRADIENT_OPS = (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Options:
+    """What a distributed optimizer, trainer or tape was asked to do, valid from the beginning.
+
+    The fields have the names of Horovod's arguments. An optimizer takes those that its framework has, and
+    leaves the others at their defaults.
+
+    Args:
+        op: Average, Sum, Adasum, Min, Max or Product, if it is one of ``ops``; None: Average.
+        compression: what is sent: an object with ``compress()`` and ``decompress()``; None: the gradients as
+            they are.
+        backward_passes_per_step: gradients of so many passes are added up, then reduced; an integer of 1 or
+            more, of Python's or NumPy's.
+        average_aggregated_gradients: whether to divide their sum by that number.
+        gradient_predivide_factor: gradients are divided by it before the sum, and by the number of ranks
+            over it afterwards; finite and above 0. Other than 1 with Average only, thus not with Adasum.
+        num_groups: the number of groups of gradients, each of which is reduced as one operation; 0: none.
+        groups: a list of lists of parameters, or a number, which means ``num_groups``; None or 0: none.
+        sparse_as_dense: whether to reduce sparse gradients as dense ones.
+        process_set: the ranks that take part.
+        scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
+        ops: the reductions that the optimizer can do. No option of users.
+
+    Raises:
+        InvalidArgumentError: a value cannot be used, or two exclude each other.
+
+    Example::
+
+        options = Options(op=ReduceOp.Average, gradient_predivide_factor=2.0)
+        assert (options.prescale_factor, options.postscale_factor) == (0.5, 2.0)
+    """
+
+    op: int = ReduceOp.Average
+    compression: Compressor = NO_COMPRESSION
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: Any = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+    ops: InitVar[Sequence[ReduceOp]] = GRADIENT_OPS
+
+    def __post_init__(self, ops: Sequence[ReduceOp]) -> None:
+        op = _reduction(self.op, ops)
+        checked = {
+            "op": op,
+            "compression": _compressor(self.compression),
+            "backward_passes_per_step": passes_per_step(self.backward_passes_per_step),
+            "gradient_predivide_factor": _factor(self.gradient_predivide_factor, op),
+            "num_groups": _count("num_groups", self.num_groups, 0),
+            "groups": _groups(self.groups),
+            "process_set": _process_set(self.process_set),
+        }
+        if checked["groups"] is not None and checked["num_groups"]:
+            raise InvalidArgumentError(
+                f"num_groups={self.num_groups} and groups exclude each other; pass groups alone"
+            )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # frozen for everybody else
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = GRADIENT_OPS) -> Options:
+        """The options among the arguments of a call, such as ``locals()``; others are left alone.
+
+        Args:
+            arguments: by name.
+            ops: the reductions that the optimizer can do.
+
+        Raises:
+            InvalidArgumentError: as the class.
+
+        Example::
+
+            def DistributedOptimizer(optimizer, op=ReduceOp.Average, num_groups=0):
+                options = Options.of(locals())
+        """
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in arguments.items() if name in names}, ops=ops)
+
+    def changed(self) -> dict[str, Any]:
+        """Those that differ from their defaults: arguments that make the same options again."""
+        changed = {}
+        for field in fields(self):
+            value, default = getattr(self, field.name), field.default
+            # Others are told apart by identity: tensors in lists are not to be compared.
+            if value is not default and not (isinstance(default, (int, float)) and value == default):
+                changed[field.name] = value
+        return changed
+
+    @property
+    def prescale_factor(self) -> float:
+        """What gradients are multiplied by before the sum."""
+        return 1.0 / self.gradient_predivide_factor
+
+    @property
+    def postscale_factor(self) -> float:
+        """What the sum is multiplied by, besides the division of an average."""
+        return self.gradient_predivide_factor
+
+    @property
+    def grouping(self) -> int | Sequence[Sequence[Any]]:
+        """``groups`` or ``num_groups``, whichever was given: lists, or a number, which is 0 for no groups."""
+        grouping: int | Sequence[Sequence[Any]] = self.num_groups if self.groups is None else self.groups
+        return grouping
+
+
+def passes_per_step(value: Any) -> int:
+    """``backward_passes_per_step``, if it can be counted to: also for those that change it later.
+
+    Args:
+        value: an integer of 1 or more, of Python's or NumPy's.
+
+    Raises:
+        InvalidArgumentError: it is something else, such as True, or 2.0.
+    """
+    return _count("backward_passes_per_step", value, 1)
+
+
+def _integer(value: Any) -> int | None:
+    """An integer of Python's or NumPy's; None for others: True is no 1, and 1.0 neither."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _count(name: str, value: Any, least: int, otherwise: str = "") -> int:
+    number = _integer(value)
+    expected = f"expected an integer of {least} or more{otherwise}"
+    if number is None:
+        raise InvalidArgumentError(f"{name}={reprlib.repr(value)}: {expected}, found {type(value).__name__}")
+    if number < least:
+        raise InvalidArgumentError(f"{name}={number}: {expected}")
+    return number
+
+
+def _groups(value: Any) -> Any:
+    """None, a number above 0, or a list of lists."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        return _count("groups", value, 0, ", or a list of lists of parameters") or None
+    for i, group in enumerate(value):
+        if not isinstance(group, (list, tuple)):
+            raise InvalidArgumentError(
+                f"groups[{i}]: expected a list of parameters, found {type(group).__name__}"
+            )
+    return value
+
+
+def _reduction(op: Any, ops: Sequence[ReduceOp]) -> ReduceOp:
+    number = ReduceOp.Average if op is None else _integer(op)
+    if number not in frozenset(ReduceOp):
+        raise InvalidArgumentError(
+            f"op={reprlib.repr(op)}: expected Average, Sum, Adasum, Min, Max or Product"
+        )
+    chosen = ReduceOp(number)
+    if chosen not in ops:
+        *first, last = (known.name for known in ops)
+        raise InvalidArgumentError(
+            f"op={chosen.name}: gradients are reduced with {', '.join(first)} or {last}"
+        )
+    return chosen
+
+
+def _compressor(compression: Any) -> Compressor:
+    if compression is None:
+        return NO_COMPRESSION
+    for name in ("compress", "decompress"):
+        if not callable(getattr(compression, name, None)):
+            raise InvalidArgumentError(
+                f"compression={reprlib.repr(compression)}: expected an object with compress() and "
+                f"decompress(), such as Compression.fp16; it has no {name}()"
+            )
+    checked: Compressor = compression
+    return checked
+
+
+def _factor(value: Any, op: ReduceOp) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor={reprlib.repr(value)}: expected a positive number, "
+            f"found {type(value).__name__}"
+        )
+    factor = float(value)
+    if factor == 1.0:
+        return factor
+    if op != ReduceOp.Average:
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor={factor} needs op=Average, and op is {op.name}"
+        )
+    if not (factor > 0 and math.isfinite(factor)):
+        raise InvalidArgumentError(f"gradient_predivide_factor={factor}: expected a positive number, finite")
+    return factor
+
+
+def _process_set(value: Any) -> ProcessSet:
+    if not isinstance(value, ProcessSet):
+        raise InvalidArgumentError(
+            f"process_set={reprlib.repr(value)}: expected a ProcessSet, found {type(value).__name__}; make "
+            "one with add_process_set(ranks)"
+        )
+    return value
