@@ -143,7 +143,7 @@ test: $(STAMPS)/test
 ##@ test-gpu  tensors on GPUs with NCCL, on this machine's GPU instead of stand-ins
 .PHONY: test-gpu
 test-gpu: $(STAMPS)/test
-	@$(PY) -c 'import sys; from polyhvd import gpu; found = gpu.probe_cuda(); \
+	@$(PY) -c 'import sys; from polyhvd.runtime import gpu; found = gpu.probe_cuda(); \
 		sys.exit(0 if isinstance(found, gpu.Found) else f"no GPU, so nothing was tested: {found}")'
 	$(MAKE) stand-ins
 	POLYHVD_TEST_GPU=1 $(PY) -m pytest -q -rs tests/gpu/test_nccl.py tests/gpu/test_nccl_faults.py

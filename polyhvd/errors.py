@@ -40,7 +40,6 @@ __all__ = [
     "TransferTimeoutError",
     "UnsupportedError",
     "UnsupportedTypeError",
-    "by_code",
 ]
 
 

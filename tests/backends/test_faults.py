@@ -74,6 +74,10 @@ def reduce_until_it_fails(count: int, in_flight: int) -> tuple[str, str, float, 
     raise AssertionError("unreachable")
 
 
+#: Folders that come and go with other tests, which may run beside this one.
+_OF_OTHERS = ("polyhvd-pool-", "polyhvd-fork-", "polyhvd-flight-")
+
+
 def _named_files() -> set[str]:
     """What a job might leave behind under a name."""
     folders = ("/dev/shm", "/dev/mqueue", "/tmp")
@@ -82,7 +86,7 @@ def _named_files() -> set[str]:
         for folder in folders
         if os.path.isdir(folder)
         for name in os.listdir(folder)
-        if "polyhvd" in name.lower() and not name.startswith("polyhvd-pool-")
+        if "polyhvd" in name.lower() and not name.startswith(_OF_OTHERS)
     }
 
 

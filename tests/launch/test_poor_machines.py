@@ -82,7 +82,7 @@ def test_jobs_run_without_ipv4(host: netns.Namespace, options: list[str], shared
 
 
 def test_unknown_interface_lists_addresses_of_both_kinds(host: netns.Namespace) -> None:
-    program = "from polyhvd.launch import network; network.address_of('wlan0')"
+    program = "from polyhvd.rendezvous import network; network.address_of('wlan0')"
     result = host.run(sys.executable, "-c", program, cwd=ROOT, capture_output=True, timeout=60)
     assert "lo ::1" in result.stderr
     assert "eth0 fd00:213::1" in result.stderr
