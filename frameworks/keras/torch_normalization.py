@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from polyhvd.torch.autograd import allreduce_group
+from polyhvd.torch.derivatives import allreduce_group
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet

@@ -9,8 +9,8 @@ import numpy as np
 from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native, reads
+from polyhvd.mxnet.derivatives import record
 from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
-from polyhvd.mxnet.gradients import record
 from polyhvd.mxnet.names import derived, unnamed
 from polyhvd.mxnet.native import Handle
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from polyhvd.torch.adapter import check
-from polyhvd.torch.autograd import allgather_group, alltoall_parts, broadcast_one, wants_gradient
 from polyhvd.torch.base import as_tensor, collectives, increment_version, synchronize
 from polyhvd.torch.compiled import is_compiling, overwritten
+from polyhvd.torch.derivatives import allgather_group, alltoall_parts, broadcast_one, wants_gradient
 
 from polyhvd.collectives import membership
 from polyhvd.collectives.adapter import Handle

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from polyhvd.torch import autograd
+from polyhvd.torch import derivatives
 from polyhvd.torch.base import collectives
 from polyhvd.torch.compiled import AVAILABLE
 
@@ -149,7 +149,7 @@ def _allreduce(tensors: Sequence[Tensor], *reduction: Any) -> list[Tensor]:
 
 @_operator(f"allreduce_gradient(Tensor[] gradients, {_REDUCTION}) -> Tensor[]", _like)
 def _allreduce_gradient(gradients: Sequence[Tensor], *reduction: Any) -> list[Tensor]:
-    return autograd.allreduce_gradients(gradients, _reduction(*reduction))
+    return derivatives.allreduce_gradients(gradients, _reduction(*reduction))
 
 
 def _keep_reduction(ctx: Any, inputs: Any, output: Any) -> None:
@@ -157,9 +157,9 @@ def _keep_reduction(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _allreduce_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
-    chosen = autograd.floating(gradients)
+    chosen = derivatives.floating(gradients)
     own = torch.ops.polyhvd.allreduce_gradient([gradients[i] for i in chosen], *ctx.reduction)
-    return autograd.spread(len(gradients), chosen, own), *[None] * len(ctx.reduction)
+    return derivatives.spread(len(gradients), chosen, own), *[None] * len(ctx.reduction)
 
 
 _gradient("allreduce", _keep_reduction, _allreduce_backward)
@@ -179,7 +179,7 @@ def _reducescatter_gradient(
     gradients: Sequence[Tensor], rows: Sequence[int], *arguments: Any
 ) -> list[Tensor]:
     *reduction, exact = arguments
-    return _checked(autograd.reducescatter_gradients(gradients, rows, exact, _reduction(*reduction)), rows)
+    return _checked(derivatives.reducescatter_gradients(gradients, rows, exact, _reduction(*reduction)), rows)
 
 
 def _keep_rows_and_arguments(ctx: Any, inputs: Any, output: Any) -> None:
@@ -188,11 +188,11 @@ def _keep_rows_and_arguments(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _reducescatter_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
-    chosen = autograd.floating(gradients)
+    chosen = derivatives.floating(gradients)
     own = torch.ops.polyhvd.reducescatter_gradient(
         [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], *ctx.arguments
     )
-    return autograd.spread(len(gradients), chosen, own), None, *[None] * len(ctx.arguments)
+    return derivatives.spread(len(gradients), chosen, own), None, *[None] * len(ctx.arguments)
 
 
 _gradient("reducescatter", _keep_rows_and_arguments, _reducescatter_backward)
@@ -219,7 +219,7 @@ def _allgather(tensors: Sequence[Tensor], name: str | None, number: int, _exact:
 def _allgather_gradient(
     gradients: Sequence[Tensor], rows: Sequence[int], name: str | None, number: int, exact: bool | None
 ) -> list[Tensor]:
-    return _dense(autograd.allgather_gradients(gradients, rows, name, _process_set(number), exact))
+    return _dense(derivatives.allgather_gradients(gradients, rows, name, _process_set(number), exact))
 
 
 def _keep_rows(ctx: Any, inputs: Any, output: Any) -> None:
@@ -228,11 +228,11 @@ def _keep_rows(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _allgather_backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
-    chosen = autograd.floating(gradients)
+    chosen = derivatives.floating(gradients)
     own = torch.ops.polyhvd.allgather_gradient(
         [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], *ctx.arguments
     )
-    return autograd.spread(len(gradients), chosen, own), *[None] * len(ctx.arguments)
+    return derivatives.spread(len(gradients), chosen, own), *[None] * len(ctx.arguments)
 
 
 _gradient("allgather", _keep_rows, _allgather_backward)
@@ -256,7 +256,7 @@ def _broadcast(tensor: Tensor, root_rank: int, name: str | None, number: int, _e
 def _broadcast_gradient(
     gradient: Tensor, root_rank: int, name: str | None, number: int, exact: bool | None
 ) -> Tensor:
-    return autograd.broadcast_gradient(gradient, root_rank, name, _process_set(number), exact)
+    return derivatives.broadcast_gradient(gradient, root_rank, name, _process_set(number), exact)
 
 
 def _keep_root(ctx: Any, inputs: Any, output: Any) -> None:
@@ -284,7 +284,7 @@ def _alltoall(
     tensor: Tensor, splits: Tensor | None, size: int, name: str | None, number: int
 ) -> list[Tensor]:
     process_set = _process_set(number)
-    parts = autograd.equal_parts(tensor, process_set) if splits is None else splits
+    parts = derivatives.equal_parts(tensor, process_set) if splits is None else splits
     output, received = collectives.alltoall(tensor, parts, name=name, process_set=process_set)
     _checked([received], [size])
     return [output, received]
@@ -298,7 +298,9 @@ def _alltoall(
 def _alltoall_gradient(
     gradient: Tensor, splits: Tensor | None, received: Tensor, rows: int, name: str | None, number: int
 ) -> Tensor:
-    return autograd.alltoall_gradient(gradient, rows, splits, received.tolist(), name, _process_set(number))
+    return derivatives.alltoall_gradient(
+        gradient, rows, splits, received.tolist(), name, _process_set(number)
+    )
 
 
 def _keep_splits(ctx: Any, inputs: Any, output: Any) -> None:

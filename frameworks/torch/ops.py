@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import torch
 from polyhvd.torch.adapter import check
-from polyhvd.torch.autograd import allreduce_group, reducescatter_group, wants_gradient
 from polyhvd.torch.base import Compression, as_tensor, collectives, increment_version, synchronize
 from polyhvd.torch.compiled import is_compiling, overwritten
+from polyhvd.torch.derivatives import allreduce_group, reducescatter_group, wants_gradient
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import Handle, OpKind, ReduceOp
