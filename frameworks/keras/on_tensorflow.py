@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polyhvd.tensorflow.batch_norm import sync_batch_normalization
 from polyhvd.tensorflow.keras import (
     Compression,
     DistributedOptimizer,
@@ -18,7 +19,6 @@ from polyhvd.tensorflow.keras import (
     reducescatter,
 )
 from polyhvd.tensorflow.keras._callbacks import BroadcastGlobalVariables, MetricAverage
-from polyhvd.tensorflow.keras.normalization import sync_batch_normalization
 
 __all__ = [
     "BroadcastGlobalVariables",

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 import torch
-from polyhvd.keras.torch_normalization import sync_batch_normalization
-from polyhvd.keras.torch_optimizer import DistributedOptimizer, PartialDistributedOptimizer, accept_device
+from polyhvd.keras.batch_norm import sync_batch_normalization
+from polyhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, accept_device
 from polyhvd.torch import Compression, join
 
 from polyhvd import allgather_object, barrier, broadcast_object

@@ -23,6 +23,7 @@ else:
     raise _missing(__name__, "MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'")
 
 from polyhvd.mxnet import estimator
+from polyhvd.mxnet.batch_norm import SyncBatchNorm
 from polyhvd.mxnet.ops import (
     Compression,
     allgather,
@@ -53,7 +54,6 @@ from polyhvd.mxnet.ops import (
 )
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
-from polyhvd.mxnet.sync_batch_norm import SyncBatchNorm
 from polyhvd.mxnet.trainer import DistributedTrainer
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports

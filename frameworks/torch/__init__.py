@@ -19,6 +19,7 @@ if not _is_installed("torch"):
 
 from polyhvd.torch import library as _library  # noqa: F401 - registers the operators of graphs
 from polyhvd.torch.base import Compression, poll, synchronize
+from polyhvd.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from polyhvd.torch.exchange import (
     allgather,
     allgather_async,
@@ -49,7 +50,6 @@ from polyhvd.torch.ops import (
 from polyhvd.torch.optimizer import DistributedOptimizer
 from polyhvd.torch.sparse import sparse_allreduce_async
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters
-from polyhvd.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports
 from polyhvd.exports import *

@@ -20,8 +20,8 @@ from polyhvd.tensorflow import (
     broadcast_variables,
     join,
 )
+from polyhvd.tensorflow.batch_norm import sync_batch_normalization
 from polyhvd.tensorflow.keras import callbacks
-from polyhvd.tensorflow.keras.normalization import sync_batch_normalization
 from polyhvd.tensorflow.keras.values import (
     DistributedOptimizer,
     PartialDistributedOptimizer,

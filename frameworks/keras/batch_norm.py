@@ -11,7 +11,7 @@ from polyhvd.torch.derivatives import allreduce_group
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.training.keras.normalization import SynchronizedNormalization
+from polyhvd.training.keras.batch_norm import SynchronizedNormalization
 
 __all__ = ["sync_batch_normalization"]
 
