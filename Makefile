@@ -13,7 +13,7 @@ help:
 # Installing --------------------------------------------------------------------
 
 # The extension is rebuilt when a source of it changes.
-SOURCES := setup.py pyproject.toml $(wildcard polyhvd/csrc/* backends/* backends/*/* frameworks/*/*.cc frameworks/*/*.h) $(wildcard frameworks/*/__init__.py)
+SOURCES := setup.py pyproject.toml $(wildcard polyhvd/csrc/*/* backends/* backends/*/* backends/*/*/* frameworks/*/*.cc frameworks/*/*.h) $(wildcard frameworks/*/__init__.py)
 
 $(PY):
 	sh tools/python.sh $(PYTHON)
@@ -47,8 +47,8 @@ demo: $(STAMPS)/demo
 
 # Testing -----------------------------------------------------------------------
 
-CORE_SOURCES := $(filter-out polyhvd/csrc/bindings.cc polyhvd/csrc/py_%.cc,$(wildcard polyhvd/csrc/*.cc)) \
-	$(wildcard backends/*.cc backends/*/*.cc)
+CORE_SOURCES := $(filter-out polyhvd/csrc/python/%,$(wildcard polyhvd/csrc/*/*.cc)) \
+	$(wildcard backends/*.cc backends/*/*.cc backends/*/*/*.cc)
 CORE_TESTS := $(wildcard tests/core/*.cc tests/gpu/*.cc)
 CORE_FLAGS := -std=c++20 -g1 -Wall -Wextra -Werror -ffp-contract=off -Ipolyhvd/csrc -Ibackends -Itests/core -MMD -MP -pthread
 
@@ -69,9 +69,8 @@ $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread))
 -include $(wildcard build/core/plain/benchmarks/*.d)
 
 # The pure units as a module for tests in Python; nothing of it is installed.
-UNITS := coordinator coordinator_refusals coordinator_turns crc32c disagreement fusion negotiation process_set relay relay_turns \
-	request_merger response_cache types uneven wire
-UNITS_OBJECTS := $(UNITS:%=build/core/python/polyhvd/csrc/%.o) build/core/python/tests/core/python/units.o
+UNITS := $(wildcard polyhvd/csrc/control/*.cc)
+UNITS_OBJECTS := $(UNITS:%.cc=build/core/python/%.o) build/core/python/tests/core/python/units.o
 UNITS_MODULE := build/core/python/polyhvd_units.so
 build/core/python/%.o: %.cc
 	@mkdir -p $(@D)
@@ -112,7 +111,7 @@ tsan: build/core/tsan/run stand-ins
 
 FUZZ_SECONDS ?= 600
 FUZZ_SOURCES := $(wildcard tests/fuzz/*.cc)
-FUZZED := polyhvd/csrc/crc32c.cc polyhvd/csrc/wire.cc polyhvd/csrc/framing.cc polyhvd/csrc/types.cc
+FUZZED := $(patsubst %,polyhvd/csrc/control/%.cc,crc32c framing types wire)
 FUZZ_FLAGS := -O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all
 
 build/fuzz/polyhvd/%.o: FUZZ_FLAGS += -fsanitize-coverage=trace-pc
@@ -155,7 +154,7 @@ check: $(STAMPS)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*.h polyhvd/csrc/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*/*.h polyhvd/csrc/*/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc backends/*/*/*.h backends/*/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py
 
 BENCH ?=

@@ -29,11 +29,11 @@ def core() -> Extension:
     """The operation queue and all backends; found in the process: nothing but libc."""
     return Pybind11Extension(
         "polyhvd._core",
-        sorted(glob("polyhvd/csrc/*.cc") + glob("backends/*.cc") + glob("backends/*/*.cc")),
+        sorted(glob("polyhvd/csrc/*/*.cc") + glob("backends/**/*.cc", recursive=True)),
         include_dirs=INCLUDES,
         extra_compile_args=FLAGS,
         extra_link_args=["-pthread", "-ldl"],
-        depends=glob("polyhvd/csrc/*.h") + glob("backends/*.h") + glob("backends/*/*.h"),
+        depends=glob("polyhvd/csrc/*/*.h") + glob("backends/**/*.h", recursive=True),
     )
 
 
@@ -46,7 +46,7 @@ def native_adapter(framework: str) -> Extension:
         include_dirs=INCLUDES,
         extra_compile_args=FLAGS,
         extra_link_args=["-pthread", "-ldl"],
-        depends=[str(p) for p in folder.glob("*.h")] + [*glob("polyhvd/csrc/*.h")],
+        depends=[str(p) for p in folder.glob("*.h")] + glob("polyhvd/csrc/*/*.h"),
         language="c++",
     )
 

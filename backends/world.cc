@@ -7,12 +7,12 @@
 #include <sstream>
 #include <thread>
 
+#include "engine/process_state.h"
 #include "gpu/devices.h"
 #include "gpu/staged_backend.h"
 #include "host/host_backend.h"
 #include "mpi/mpi_backend.h"
 #include "nccl/nccl_backend.h"
-#include "process_state.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
 #include "shm/shm_channel.h"

@@ -22,9 +22,9 @@
 #include <string>
 #include <vector>
 
-#include "coordinator.h"
-#include "relay.h"
-#include "wire.h"
+#include "control/coordinator.h"
+#include "control/relay.h"
+#include "control/wire.h"
 #include "world.h"
 
 namespace {

@@ -2,7 +2,7 @@
 // summed, written to `out` (one of them) and to `copy`. Needs no ranks.
 //
 //   g++ -std=c++20 -O3 -ffp-contract=off -Ipolyhvd/csrc -Ibackends
-//       benchmarks/kernels.cc backends/host/kernels*.cc polyhvd/csrc/types.cc
+//       benchmarks/kernels.cc backends/host/kernels*.cc polyhvd/csrc/control/types.cc
 #include "host/kernels.h"
 
 #include <algorithm>

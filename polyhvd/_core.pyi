@@ -9,9 +9,9 @@ from polyhvd.runtime.placement import Placement
 
 _Result = TypeVar("_Result", covariant=True)
 
-DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/types.h
+DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/control/types.h
 INSTRUCTION_SET: Final[str]
-#: As csrc/error.h has them: code, class in polyhvd/errors.py, whether the engine has ended, and whether it is
+#: As csrc/control/error.h has them: code, class in polyhvd/errors.py, whether the engine has ended, and whether it is
 #: a consequence of what happened elsewhere.
 ERRORS: Final[tuple[tuple[int, str, bool, bool], ...]]
 
@@ -157,7 +157,7 @@ class Engine:
         process_set: int = 0,
         priority: int = 0,
         blocking: bool = False,  # wait() follows at once: wake nobody
-        numbers: Sequence[int] = (),  # see Submission in csrc/operation.h
+        numbers: Sequence[int] = (),  # see Submission in csrc/control/operation.h
         generation: int = 0,  # of the engine that it was made for; 0: this one
     ) -> Handle:
         """Raise InvalidArgumentError for a bad call; BufferError when a tensor is not dense.
@@ -170,7 +170,7 @@ class Engine:
         """World ranks of every process set by its number, as of this rank's last operation."""
     def counters(self) -> dict[str, int]: ...
     def native_api(self) -> int:
-        """Address of the polyhvd_engine_api (csrc/c_api.h) of this engine."""
+        """Address of the polyhvd_engine_api (csrc/api/c_api.h) of this engine."""
     def set_header(self, json: str) -> None:
         """A JSON object that says who this rank is, for the files of the next two."""
     def start_timeline(self, path: str, mark_cycles: bool, bytes_max: int) -> None:

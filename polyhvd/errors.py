@@ -1,4 +1,4 @@
-"""What polyhvd raises. ``csrc/error.h`` has the table of what the core reports, and by which class.
+"""What polyhvd raises. ``csrc/control/error.h`` has the table of what the core reports, and by which class.
 
 ::
 
@@ -111,7 +111,7 @@ class HorovodVersionMismatchError(ImportError):
 
 @functools.cache
 def by_code() -> Mapping[int, type[Exception]]:
-    """The class of each of the core's error codes, as ``csrc/error.h`` has them.
+    """The class of each of the core's error codes, as ``csrc/control/error.h`` has them.
 
     Raises:
         ImportError: the compiled core is not there. Nothing else in this module needs it.

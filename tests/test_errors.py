@@ -1,4 +1,4 @@
-"""One table of errors: csrc/error.h has it, and all else that tells errors apart agrees with it."""
+"""One table of errors: csrc/control/error.h has it, and all else that tells errors apart agrees with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def enumerators() -> dict[str, int]:
     """The codes of error.h, by name."""
-    text = (ROOT / "polyhvd/csrc/error.h").read_text()
+    text = (ROOT / "polyhvd/csrc/control/error.h").read_text()
     (body,) = re.findall(r"enum class ErrorCode[^{]*\{(.*?)\};", text, re.DOTALL)
     return {name: int(number) for name, number in re.findall(r"(k\w+) = (\d+),", body)}
 

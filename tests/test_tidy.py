@@ -25,6 +25,14 @@ ADAPTER_LINES_MAX = 400  # of the module that has the adapter in it
 
 #: Backends that are built on another one.
 BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}, "nccl": {"gpu"}}
+#: A unit of the core includes what stands before its folder here, and its own folder.
+CORE_LAYERS = ("control", "observe", "engine", "api", "python")
+CORE_LAYERS_OF_BACKENDS = CORE_LAYERS[:3]
+#: What a unit that only decides has no use for.
+IMPURE_HEADERS = {
+    *("condition_variable", "fcntl.h", "future", "mutex", "poll.h", "sched.h", "shared_mutex", "signal.h"),
+    *("sys/epoll.h", "sys/eventfd.h", "sys/mman.h", "sys/socket.h", "thread", "time.h", "unistd.h"),
+}
 #: Adapters that are one with another framework's.
 PART_OF = {"keras": {"tensorflow", "torch"}, "lightning": {"torch"}}
 #: What each framework is imported as.
@@ -152,40 +160,72 @@ def test_the_rules_have_something_to_look_at() -> None:
     assert len(sources(".py", under=FRAMEWORKS)) > 1
 
 
-def test_the_core_includes_no_backend_but_in_its_bindings() -> None:
+def test_a_unit_of_the_core_never_includes_a_higher_folder() -> None:
+    """Nor a backend: only the bindings, which hand them to Python, see both."""
+    height = {name: number for number, name in enumerate(CORE_LAYERS)}
     offences = []
     for path in sources(".cc", ".h", under=CSRC):
+        own = path.relative_to(CSRC).parts[0]
+        if own not in height:
+            offences.append(f"{relative(path)}: stands in no layer")
+            continue
         for line, quote, name in included(path):
             folder = folder_of_header(name, path.parent) if quote == '"' else None
             if quote == '"' and folder is None:
                 offences.append(f"{relative(path)}:{line}: {name} is not found")
-            if folder not in (None, CSRC) and path.name != "bindings.cc" and not path.name.startswith("py_"):
+            if folder is None or (folder.is_relative_to(BACKENDS) and own == CORE_LAYERS[-1]):
+                continue
+            if not folder.is_relative_to(CSRC) or height[folder.name] > height[own]:
                 offences.append(f"{relative(path)}:{line}: {name}")
-    report(offences, "csrc/ includes its own headers only")
+    report(offences, "csrc/ includes its own headers, of the same folder or a lower one")
+
+
+def test_what_decides_is_pure() -> None:
+    """Every ordering bug can be replayed from a list of calls; time is an argument."""
+    impure = re.compile(
+        r"\b(?:std::(?:this_)?thread\b|std::\w*mutex|condition_variable|clock_gettime|\w*clock\w*::now|getenv)"
+    )
+    offences = []
+    for path in sources(".cc", ".h", under=CSRC / CORE_LAYERS[0]):
+        offences += [
+            f"{relative(path)}:{line}: {name}"
+            for line, quote, name in included(path)
+            if quote == "<" and name in IMPURE_HEADERS
+        ]
+        for number, line in enumerate(code(path).splitlines(), 1):
+            offences += [f"{relative(path)}:{number}: {found}" for found in impure.findall(line)]
+    report(offences, f"csrc/{CORE_LAYERS[0]}/ has no socket, thread, lock or clock")
 
 
 def test_a_backend_includes_the_interfaces_and_its_own_folder() -> None:
     """world.* puts the engine's parts together, and so sees all of them."""
     offences = []
     for path in sources(".cc", ".h", under=BACKENDS):
-        if path.parent == BACKENDS:
-            assert path.stem == "world", f"{relative(path)}: a backend is a folder"
-            continue
         own = path.relative_to(BACKENDS).parts[0]
+        assert path.parent != BACKENDS or path.stem == "world", f"{relative(path)}: a backend is a folder"
         for line, quote, name in included(path):
             folder = folder_of_header(name, path.parent) if quote == '"' else None
             if quote == '"' and folder is None:
                 offences.append(f"{relative(path)}:{line}: {name} is not found")
-            if folder in (None, CSRC):
+            if folder is None:
                 continue
-            other = folder.relative_to(BACKENDS).parts
-            if not other or other[0] not in {own, *BUILT_ON.get(own, ())}:
+            if folder.is_relative_to(CSRC):
+                allowed = folder.name in CORE_LAYERS_OF_BACKENDS
+            else:
+                other = folder.relative_to(BACKENDS).parts
+                allowed = path.parent == BACKENDS or (
+                    bool(other) and other[0] in {own, *BUILT_ON.get(own, ())}
+                )
+            if not allowed:
                 offences.append(f"{relative(path)}:{line}: {name}")
-    report(offences, "a backend includes csrc/'s headers and its own")
+    report(offences, "a backend includes the engine's headers and its own")
 
 
 def test_a_native_adapter_includes_the_c_interface_and_its_own_folder() -> None:
-    vocabulary = {"attempts.h", "c_api.h", "engine_slot.h", "error.h", "types.h"}
+    vocabulary = {
+        *("api/c_api.h", "api/engine_slot.h", "control/error.h", "control/types.h"),
+        "engine/adaptive_backoff.h",
+    }
     offences = []
     for path in sources(".cc", ".h", under=FRAMEWORKS):
         for line, quote, name in included(path):

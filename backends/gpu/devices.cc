@@ -1,6 +1,6 @@
 #include "gpu/devices.h"
 
-#include "error.h"
+#include "control/error.h"
 
 namespace polyhvd::gpu {
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <mutex>
 
-#include "device.h"
+#include "control/device.h"
 #include "gpu/driver.h"
 
 namespace polyhvd::gpu {

@@ -5,7 +5,7 @@
 #include <array>
 #include <utility>
 
-#include "error.h"
+#include "control/error.h"
 
 // Declared by hand after cuda.h. A number at the end of a symbol is the version of its ABI,
 // which the header hides behind a macro.
@@ -103,7 +103,7 @@ Address address_of(const std::byte* data) { return reinterpret_cast<std::uintptr
 
 }  // namespace
 
-// An event of a context's, lent for as long as this lives. A stream that was told to wait for
+// An event of a context's, borrowed for as long as this lives. A stream that was told to wait for
 // it keeps waiting for this recording, whatever the event is used for later.
 class Event final : public DeviceEvent {
  public:

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "device.h"
+#include "control/device.h"
 
 namespace polyhvd::gpu {
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "backend.h"
+#include "engine/backend.h"
 #include "gpu/staging.h"
 
 namespace polyhvd::gpu {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "engine/segments.h"
 #include "gpu/staged_backend.h"
-#include "segments.h"
 
 namespace polyhvd::gpu {
 namespace {

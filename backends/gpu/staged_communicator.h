@@ -5,7 +5,7 @@
 // defined on whole tensors, is one round.
 #pragma once
 
-#include "backend.h"
+#include "engine/backend.h"
 #include "gpu/staging.h"
 
 namespace polyhvd::gpu {

@@ -5,7 +5,7 @@
 #include <string>
 #include <thread>
 
-#include "asking.h"
+#include "engine/poll_wait.h"
 
 namespace polyhvd::gpu {
 namespace {
@@ -56,7 +56,7 @@ Staging::Slot& Staging::take_slot(std::size_t rounds, std::size_t bytes, Deadlin
 
 void Staging::await(const DeviceEventPtr& event, Deadline deadline) {
   try {
-    await_asking(parking_, [&] { return event->reached(); }, deadline);
+    poll_wait(parking_, [&] { return event->reached(); }, deadline);
   } catch (const Failure& failure) {
     if (failure.error().code != ErrorCode::kTimeout) throw;
     throw Failure(ErrorCode::kTimeout,

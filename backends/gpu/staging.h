@@ -11,9 +11,9 @@
 #include <span>
 #include <utility>
 
+#include "engine/parking.h"
+#include "engine/transport.h"
 #include "gpu/devices.h"
-#include "parking.h"
-#include "transport.h"
 
 namespace polyhvd::gpu {
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <span>
 
-#include "types.h"
+#include "control/types.h"
 
 namespace polyhvd::host {
 

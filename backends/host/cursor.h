@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "engine/segments.h"
 #include "host/copy.h"
-#include "host/staging_writer.h"
-#include "segments.h"
+#include "host/staged/staging_writer.h"
 
 namespace polyhvd::host {
 

@@ -8,11 +8,11 @@
 #include <memory>
 #include <vector>
 
-#include "backend.h"
-#include "parking.h"
+#include "engine/backend.h"
+#include "engine/parking.h"
+#include "engine/transport.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
-#include "transport.h"
 
 namespace polyhvd::host {
 

@@ -11,12 +11,12 @@
 #include <optional>
 #include <vector>
 
+#include "host/attached/peer_memory.h"
 #include "host/cost_choice.h"
 #include "host/host_backend.h"
-#include "host/local_group.h"
-#include "host/peer_memory.h"
 #include "host/slices.h"
-#include "ticks.h"
+#include "host/staged/local_group.h"
+#include "observe/ticks.h"
 
 namespace polyhvd::host {
 

@@ -11,7 +11,7 @@
 #include <span>
 #include <string_view>
 
-#include "types.h"
+#include "control/types.h"
 
 namespace polyhvd::host {
 

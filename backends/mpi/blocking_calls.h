@@ -15,7 +15,7 @@
 #include <string>
 #include <utility>
 
-#include "error.h"
+#include "control/error.h"
 
 namespace polyhvd::mpi {
 

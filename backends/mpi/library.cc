@@ -6,7 +6,7 @@
 #include <array>
 #include <type_traits>
 
-#include "error.h"
+#include "control/error.h"
 
 // What is declared here by hand follows the MPI standard's C binding, and for values that
 // the standard leaves open, mpi.h of Open MPI 4 and 5 and of MPICH 3.4 to 5.

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "types.h"
+#include "control/types.h"
 
 namespace polyhvd::mpi {
 

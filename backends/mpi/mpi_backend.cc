@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "asking.h"
+#include "engine/poll_wait.h"
 #include "mpi/mpi_communicator.h"
 #include "mpi/mpi_transport.h"
 
@@ -47,12 +47,13 @@ void Fabric::await(Flight& flight, Deadline deadline) {
     flight.flying = false;
     return true;
   };
-  give_up_after([&] { await_asking(*host_.parking, has_landed, deadline); });
+  give_up_after([&] { poll_wait(*host_.parking, has_landed, deadline); });
   host_.parking->sleep_lightly();  // for what others still wait for
 }
 
 void Fabric::await(const BlockingCall& call, Deadline deadline) {
-  // Nothing rings when MPI returns. It may spin there and need the cores: no naps of microseconds.
+  // Nothing wakes us when MPI returns. It may spin there and need the cores: no naps of
+  // microseconds.
   host_.parking->sleep_lightly();
   const auto has_returned = [&] { return call.is_finished(); };
   try {

@@ -8,11 +8,11 @@
 #include <memory>
 #include <vector>
 
-#include "backend.h"
+#include "engine/backend.h"
+#include "engine/parking.h"
 #include "host/host_backend.h"
 #include "mpi/reductions.h"
 #include "mpi/runtime.h"
-#include "parking.h"
 
 namespace polyhvd::mpi {
 

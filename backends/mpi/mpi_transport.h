@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "engine/transport.h"
 #include "mpi/mpi_backend.h"
-#include "transport.h"
 
 namespace polyhvd::mpi {
 

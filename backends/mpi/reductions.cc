@@ -3,7 +3,7 @@
 #include <array>
 #include <cstddef>
 
-#include "error.h"
+#include "control/error.h"
 #include "host/kernels.h"
 
 namespace polyhvd::mpi {

@@ -5,8 +5,8 @@
 #include <map>
 #include <utility>
 
+#include "control/types.h"
 #include "mpi/library.h"
-#include "types.h"
 
 namespace polyhvd::mpi {
 

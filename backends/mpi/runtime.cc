@@ -5,7 +5,7 @@
 #include <limits>
 #include <thread>
 
-#include "error.h"
+#include "control/error.h"
 
 namespace polyhvd::mpi {
 namespace {

@@ -3,7 +3,7 @@
 #include <future>
 #include <thread>
 
-#include "asking.h"
+#include "engine/poll_wait.h"
 
 namespace polyhvd::nccl {
 namespace {
@@ -38,7 +38,7 @@ void Connection::settle(const char* what, Parking& parking, Deadline deadline) {
   if (now == Result::kInProgress) {
     const auto settled = [&] { return (now = state()) != Result::kInProgress; };
     try {
-      await_asking(parking, settled, deadline);
+      poll_wait(parking, settled, deadline);
     } catch (const Failure& failure) {
       if (failure.error().code != ErrorCode::kTimeout) throw;
       throw Failure(ErrorCode::kTimeout,

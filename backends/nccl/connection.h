@@ -7,11 +7,11 @@
 #include <optional>
 #include <string>
 
-#include "error.h"
+#include "control/error.h"
+#include "engine/parking.h"
+#include "engine/transport.h"
 #include "nccl/library.h"
 #include "nccl/reductions.h"
-#include "parking.h"
-#include "transport.h"
 
 namespace polyhvd::nccl {
 

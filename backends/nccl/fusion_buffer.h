@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <memory>
 
+#include "control/types.h"
 #include "gpu/driver.h"
 #include "nccl/connection.h"
-#include "types.h"
 
 namespace polyhvd::nccl {
 

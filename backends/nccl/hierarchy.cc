@@ -23,9 +23,9 @@ std::optional<Levels> levels_of(std::span<const int> members, int rank,
 }
 
 // A tensor's end that does not divide by the ranks here is packed with small tensors.
-void Hierarchy::allreduce(Lane& lane, Device device, Segments in, Segments out, DType dtype,
-                          ReduceOp op, const Reduction& reduction, Deadline deadline) {
-  const Operation operation(lane.connection(), reduction);
+void Hierarchy::allreduce(GpuStreamGroup& streams, Device device, Segments in, Segments out,
+                          DType dtype, ReduceOp op, const Reduction& reduction, Deadline deadline) {
+  const Operation operation(streams.connection(), reduction);
   const Step step{device, dtype, op, reduction.type, operation.get(), deadline};
   const std::size_t unit = ranks_here() * FusionBuffer::kAlignment;
   std::vector<Piece> pieces;
@@ -40,43 +40,45 @@ void Hierarchy::allreduce(Lane& lane, Device device, Segments in, Segments out, 
   for (std::size_t next = 0; next < rest_in.size() || !pieces.empty(); pieces.clear()) {
     FusionBuffer::Packed packed;
     if (next < rest_in.size()) {
-      FusionBuffer& buffer = lane.fusion_buffer();
-      packed =
-          buffer.pack(lane.stream(), Segments(rest_in).subspan(next), buffer.bytes() / unit * unit);
+      FusionBuffer& buffer = streams.fusion_buffer();
+      packed = buffer.pack(streams.stream(), Segments(rest_in).subspan(next),
+                           buffer.bytes() / unit * unit);
       pieces.push_back({buffer.data(), buffer.data(), (packed.bytes + unit - 1) / unit * unit});
     }
-    reduce(lane, pieces, step);
+    reduce(streams, pieces, step);
     if (packed.count == 0) continue;
-    lane.fusion_buffer().unpack(lane.stream(), Segments(rest_out).subspan(next, packed.count));
+    streams.fusion_buffer().unpack(streams.stream(),
+                                   Segments(rest_out).subspan(next, packed.count));
     next += packed.count;
   }
 }
 
-void Hierarchy::reduce(Lane& lane, std::span<const Piece> pieces, const Step& step) {
+void Hierarchy::reduce(GpuStreamGroup& streams, std::span<const Piece> pieces, const Step& step) {
   const std::size_t item = item_size(step.dtype);
   std::vector<Segment> own;
   for (const Piece& piece : pieces) {
     const std::size_t bytes = piece.bytes / ranks_here();
     own.push_back({piece.out + levels_.place * bytes, bytes});
   }
-  lane.launch("the first step of an allreduce", step.deadline, [&] {
+  streams.launch("the first step of an allreduce", step.deadline, [&] {
     for (std::size_t i = 0; i < pieces.size(); ++i) {
-      lane.connection().check(
+      streams.connection().check(
           "ncclReduceScatter",
-          lane.call().ReduceScatter(pieces[i].in, own[i].data, own[i].bytes / item, step.type,
-                                    step.nccl_op, lane.comm(), lane.stream()));
+          streams.call().ReduceScatter(pieces[i].in, own[i].data, own[i].bytes / item, step.type,
+                                       step.nccl_op, streams.comm(), streams.stream()));
     }
   });
-  const DeviceEventPtr reduced = lane.mark();
+  const DeviceEventPtr reduced = streams.mark();
   staged_->begin(step.device, {&reduced, 1}, step.deadline);
   staged_->allreduce(own, own, step.dtype, step.op, {}, step.deadline);
   const DeviceEventPtr delivered = staged_->end();
-  lane.hold({&delivered, 1});
-  lane.launch("the last step of an allreduce", step.deadline, [&] {
+  streams.hold({&delivered, 1});
+  streams.launch("the last step of an allreduce", step.deadline, [&] {
     for (std::size_t i = 0; i < pieces.size(); ++i) {
-      lane.connection().check("ncclAllGather",
-                              lane.call().AllGather(own[i].data, pieces[i].out, own[i].bytes,
-                                                    DataType::kUint8, lane.comm(), lane.stream()));
+      streams.connection().check(
+          "ncclAllGather",
+          streams.call().AllGather(own[i].data, pieces[i].out, own[i].bytes, DataType::kUint8,
+                                   streams.comm(), streams.stream()));
     }
   });
 }

@@ -11,8 +11,8 @@
 #include <span>
 #include <vector>
 
-#include "backend.h"
-#include "nccl/lane.h"
+#include "engine/backend.h"
+#include "nccl/gpu_stream_group.h"
 #include "nccl/reductions.h"
 
 namespace polyhvd::nccl {
@@ -36,10 +36,10 @@ class Hierarchy {
       : levels_(std::move(levels)), on_cpu_(std::move(on_cpu)), staged_(std::move(staged)) {}
 
   std::span<const int> here() const noexcept { return levels_.here; }
-  // As Communicator's; `lane` connects the ranks on this host. Returns when this rank's part has
+  // As Communicator's; `streams` connects the ranks on this host. Returns when this rank's part has
   // gone round the hosts.
-  void allreduce(Lane& lane, Device device, Segments in, Segments out, DType dtype, ReduceOp op,
-                 const Reduction& reduction, Deadline deadline);
+  void allreduce(GpuStreamGroup& streams, Device device, Segments in, Segments out, DType dtype,
+                 ReduceOp op, const Reduction& reduction, Deadline deadline);
   void check() { staged_->check(); }
   void abort() noexcept { staged_->abort(); }
 
@@ -57,7 +57,7 @@ class Hierarchy {
     RedOp nccl_op;
     Deadline deadline;
   };
-  void reduce(Lane& lane, std::span<const Piece> pieces, const Step& step);
+  void reduce(GpuStreamGroup& streams, std::span<const Piece> pieces, const Step& step);
   std::size_t ranks_here() const noexcept { return levels_.here.size(); }
 
   const Levels levels_;

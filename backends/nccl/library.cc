@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include "error.h"
+#include "control/error.h"
 
 namespace polyhvd::nccl {
 namespace {

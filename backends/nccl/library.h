@@ -8,7 +8,7 @@
 #include <span>
 #include <string>
 
-#include "device.h"
+#include "control/device.h"
 
 namespace polyhvd::nccl {
 

@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "backend.h"
+#include "engine/backend.h"
+#include "engine/parking.h"
 #include "gpu/devices.h"
 #include "nccl/hierarchy.h"
 #include "nccl/library.h"
-#include "parking.h"
 
 namespace polyhvd::nccl {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "segments.h"
+#include "engine/segments.h"
 
 namespace polyhvd::nccl {
 namespace {
@@ -39,7 +39,7 @@ void NcclCommunicator::begin(Device device, std::span<const DeviceEventPtr> read
   device_ = device;
   ready_.assign(ready.begin(), ready.end());
   deadline_ = deadline;
-  patience_ = deadline - Lane::Clock::now();
+  patience_ = deadline - GpuStreamGroup::Clock::now();
   is_staged_ = false;
 }
 
@@ -48,10 +48,10 @@ bool NcclCommunicator::serves(Deadline deadline) {
   return *serves_;
 }
 
-bool NcclCommunicator::takes_lane(Deadline deadline) {
+bool NcclCommunicator::takes_streams(Deadline deadline) {
   if (!serves(deadline)) return false;
-  if (!lane_) lane_ = connect(members_, deadline);
-  lane_->join_batch(ready_);
+  if (!streams_) streams_ = connect(members_, deadline);
+  streams_->join_batch(ready_);
   return true;
 }
 
@@ -64,10 +64,10 @@ Communicator& NcclCommunicator::staged() {
 DeviceEventPtr NcclCommunicator::end() {
   ready_.clear();
   DeviceEventPtr end = is_staged_ ? staged_->end() : nullptr;
-  for (Lane* lane : {lane_here_.get(), lane_.get()}) {
-    if (lane == nullptr || !lane->in_batch()) continue;
-    if (end) lane->hold({&end, 1});
-    end = lane->end_batch(patience_);
+  for (GpuStreamGroup* streams : {streams_here_.get(), streams_.get()}) {
+    if (streams == nullptr || !streams->in_batch()) continue;
+    if (end) streams->hold({&end, 1});
+    end = streams->end_batch(patience_);
   }
   return end;
 }
@@ -75,16 +75,16 @@ DeviceEventPtr NcclCommunicator::end() {
 void NcclCommunicator::check() {
   staged_->check();
   if (hierarchy_) hierarchy_->check();
-  for (Lane* lane : {lane_here_.get(), lane_.get()}) {
-    if (lane != nullptr) lane->check();
+  for (GpuStreamGroup* streams : {streams_here_.get(), streams_.get()}) {
+    if (streams != nullptr) streams->check();
   }
 }
 
 void NcclCommunicator::abort() noexcept {
   staged_->abort();
   if (hierarchy_) hierarchy_->abort();
-  for (Lane* lane : {lane_here_.get(), lane_.get()}) {
-    if (lane != nullptr) lane->abort();
+  for (GpuStreamGroup* streams : {streams_here_.get(), streams_.get()}) {
+    if (streams != nullptr) streams->abort();
   }
 }
 
@@ -135,7 +135,8 @@ bool NcclCommunicator::decide(Deadline deadline) {
 }
 
 // All members call it, each with the ranks that it is one of; the first of them invites the rest.
-std::unique_ptr<Lane> NcclCommunicator::connect(std::span<const int> ranks, Deadline deadline) {
+std::unique_ptr<GpuStreamGroup> NcclCommunicator::connect(std::span<const int> ranks,
+                                                          Deadline deadline) {
   struct Invitation {
     UniqueId id;
     Result result;
@@ -152,9 +153,9 @@ std::unique_ptr<Lane> NcclCommunicator::connect(std::span<const int> ranks, Dead
   }
   const auto first = static_cast<std::size_t>(*position_in(members_, ranks[0]));
   const gpu::ContextPtr context = fabric_.devices().context(device_);
-  return std::make_unique<Lane>(library, who(ranks), context, fabric_.stream(context),
-                                fabric_.parking, all[first].id, static_cast<int>(ranks.size()),
-                                *position_in(ranks, fabric_.rank), deadline);
+  return std::make_unique<GpuStreamGroup>(
+      library, who(ranks), context, fabric_.stream(context), fabric_.parking, all[first].id,
+      static_cast<int>(ranks.size()), *position_in(ranks, fabric_.rank), deadline);
 }
 
 std::string NcclCommunicator::member(std::size_t position) const {
@@ -184,19 +185,19 @@ void NcclCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
   }
   fabric_.count(bytes);
   if (hierarchy_) return allreduce_by_levels(in, out, dtype, op, *reduction, deadline);
-  takes_lane(deadline);
+  takes_streams(deadline);
   const auto is_small = [](const Segment& s) { return s.bytes > 0 && FusionBuffer::takes(s); };
   const bool packs =
       static_cast<std::size_t>(std::ranges::count_if(in, is_small)) >= kPackedSegmentsMin;
-  const Operation operation(lane_->connection(), *reduction);
+  const Operation operation(streams_->connection(), *reduction);
   const std::size_t item = item_size(dtype);
-  lane_->launch("an allreduce", deadline, [&] {
+  streams_->launch("an allreduce", deadline, [&] {
     for (std::size_t i = 0; i < in.size(); ++i) {
       if (in[i].bytes == 0 || (packs && is_small(in[i]))) continue;
-      lane_->connection().check(
+      streams_->connection().check(
           "ncclAllReduce",
-          lane_->call().AllReduce(in[i].data, out[i].data, in[i].bytes / item, reduction->type,
-                                  operation.get(), lane_->comm(), lane_->stream()));
+          streams_->call().AllReduce(in[i].data, out[i].data, in[i].bytes / item, reduction->type,
+                                     operation.get(), streams_->comm(), streams_->stream()));
     }
   });
   if (!packs) return;
@@ -211,40 +212,40 @@ void NcclCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
 
 void NcclCommunicator::allreduce_packed(Segments in, Segments out, DType dtype,
                                         const Reduction& reduction, RedOp op, Deadline deadline) {
-  const FusionBuffer& buffer = lane_->fusion_buffer();
+  const FusionBuffer& buffer = streams_->fusion_buffer();
   for (std::size_t next = 0; next < in.size();) {
-    const auto [count, bytes] = buffer.pack(lane_->stream(), in.subspan(next), buffer.bytes());
-    lane_->launch("an allreduce", deadline, [&] {
-      lane_->connection().check(
+    const auto [count, bytes] = buffer.pack(streams_->stream(), in.subspan(next), buffer.bytes());
+    streams_->launch("an allreduce", deadline, [&] {
+      streams_->connection().check(
           "ncclAllReduce",
-          lane_->call().AllReduce(buffer.data(), buffer.data(), bytes / item_size(dtype),
-                                  reduction.type, op, lane_->comm(), lane_->stream()));
+          streams_->call().AllReduce(buffer.data(), buffer.data(), bytes / item_size(dtype),
+                                     reduction.type, op, streams_->comm(), streams_->stream()));
     });
-    buffer.unpack(lane_->stream(), out.subspan(next, count));
+    buffer.unpack(streams_->stream(), out.subspan(next, count));
     next += count;
   }
 }
 
 void NcclCommunicator::allreduce_by_levels(Segments in, Segments out, DType dtype, ReduceOp op,
                                            const Reduction& reduction, Deadline deadline) {
-  if (!lane_here_) lane_here_ = connect(hierarchy_->here(), deadline);
-  lane_here_->join_batch(ready_);
+  if (!streams_here_) streams_here_ = connect(hierarchy_->here(), deadline);
+  streams_here_->join_batch(ready_);
   // The way by the CPUs is one, and begins anew.
   if (const DeviceEventPtr staged = is_staged_ ? staged_->end() : nullptr) {
-    lane_here_->hold({&staged, 1});
+    streams_here_->hold({&staged, 1});
   }
-  hierarchy_->allreduce(*lane_here_, device_, in, out, dtype, op, reduction, deadline);
+  hierarchy_->allreduce(*streams_here_, device_, in, out, dtype, op, reduction, deadline);
 }
 
 void NcclCommunicator::reducescatter(Segments in, Segments out, Counts counts, DType dtype,
                                      ReduceOp op, Scale scale, Deadline deadline) {
   if (std::ranges::max(counts) == 0) return;
   const auto reduction = reduction_by_nccl(dtype, op, scale);
-  if (!reduction || !takes_lane(deadline)) {
+  if (!reduction || !takes_streams(deadline)) {
     return staged().reducescatter(in, out, counts, dtype, op, scale, deadline);
   }
   fabric_.count(total_bytes(in));
-  const Operation operation(lane_->connection(), *reduction);
+  const Operation operation(streams_->connection(), *reduction);
   std::vector<std::size_t> direct;
   std::vector<std::size_t> packed;
   for (std::size_t i = 0; i < out.size(); ++i) {
@@ -253,12 +254,12 @@ void NcclCommunicator::reducescatter(Segments in, Segments out, Counts counts, D
     (is_direct ? direct : packed).push_back(i);
   }
   const std::size_t item = item_size(dtype);
-  lane_->launch("a reducescatter", deadline, [&] {
+  streams_->launch("a reducescatter", deadline, [&] {
     for (const std::size_t i : direct) {
-      lane_->connection().check(
-          "ncclReduceScatter",
-          lane_->call().ReduceScatter(in[i].data, out[i].data, out[i].bytes / item, reduction->type,
-                                      operation.get(), lane_->comm(), lane_->stream()));
+      streams_->connection().check(
+          "ncclReduceScatter", streams_->call().ReduceScatter(
+                                   in[i].data, out[i].data, out[i].bytes / item, reduction->type,
+                                   operation.get(), streams_->comm(), streams_->stream()));
     }
   });
   if (packed.empty()) return;
@@ -286,7 +287,7 @@ std::vector<Segment> NcclCommunicator::picked(Segments all, std::size_t tensors,
 void NcclCommunicator::reducescatter_packed(Segments in, Segments out, Counts counts,
                                             std::size_t item, const Reduction& reduction, RedOp op,
                                             Deadline deadline) {
-  FusionBuffer& buffer = lane_->fusion_buffer();
+  FusionBuffer& buffer = streams_->fusion_buffer();
   const std::size_t longest = std::ranges::max(counts);
   const std::size_t fitting =
       buffer.bytes() / (size_ + 1) / FusionBuffer::kAlignment * FusionBuffer::kAlignment;
@@ -297,17 +298,17 @@ void NcclCommunicator::reducescatter_packed(Segments in, Segments out, Counts co
       return at >= counts[m] ? 0 : std::min(room, counts[m] - at);
     };
     for (std::size_t m = 0; m < size_; ++m) {
-      gather(lane_->context(), lane_->stream(), in.subspan(m * parts, parts), at,
+      gather(streams_->context(), streams_->stream(), in.subspan(m * parts, parts), at,
              buffer.data() + m * room, piece(m));
     }
     std::byte* const result = buffer.data() + size_ * fitting;
-    lane_->launch("a reducescatter", deadline, [&] {
-      lane_->connection().check(
+    streams_->launch("a reducescatter", deadline, [&] {
+      streams_->connection().check(
           "ncclReduceScatter",
-          lane_->call().ReduceScatter(buffer.data(), result, room / item, reduction.type, op,
-                                      lane_->comm(), lane_->stream()));
+          streams_->call().ReduceScatter(buffer.data(), result, room / item, reduction.type, op,
+                                         streams_->comm(), streams_->stream()));
     });
-    scatter(lane_->context(), lane_->stream(), result, out, at, piece(self_));
+    scatter(streams_->context(), streams_->stream(), result, out, at, piece(self_));
   }
 }
 

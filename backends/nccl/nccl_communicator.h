@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "nccl/gpu_stream_group.h"
 #include "nccl/hierarchy.h"
-#include "nccl/lane.h"
 #include "nccl/nccl_backend.h"
 #include "nccl/offer.h"
 
@@ -44,9 +44,9 @@ class NcclCommunicator final : public Communicator {
 
  private:
   bool serves(Deadline deadline);
-  bool takes_lane(Deadline deadline);
+  bool takes_streams(Deadline deadline);
   bool decide(Deadline deadline);
-  std::unique_ptr<Lane> connect(std::span<const int> ranks, Deadline deadline);
+  std::unique_ptr<GpuStreamGroup> connect(std::span<const int> ranks, Deadline deadline);
   Offer offer() const;
   Communicator& staged();
   std::optional<Reduction> reduction_by_nccl(DType dtype, ReduceOp op, Scale scale) const;
@@ -74,14 +74,14 @@ class NcclCommunicator final : public Communicator {
   std::unique_ptr<Hierarchy> hierarchy_;  // null where NCCL connects hosts, too
   std::optional<bool> serves_;            // nothing before the first operation
   // Null until they are used.
-  std::unique_ptr<Lane> lane_;       // of all members
-  std::unique_ptr<Lane> lane_here_;  // of those on this host
+  std::unique_ptr<GpuStreamGroup> streams_;       // of all members
+  std::unique_ptr<GpuStreamGroup> streams_here_;  // of those on this host
 
   // Of the batch that is being begun.
   Device device_;
   std::vector<DeviceEventPtr> ready_;
   Deadline deadline_{};
-  Lane::Clock::duration patience_{};
+  GpuStreamGroup::Clock::duration patience_{};
   bool is_staged_ = false;
 };
 

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <optional>
 
+#include "control/types.h"
 #include "nccl/library.h"
-#include "types.h"
 
 namespace polyhvd::nccl {
 

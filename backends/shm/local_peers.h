@@ -1,9 +1,9 @@
-// The other ranks of this host: rings their doorbells, sees them leave or die.
+// The other ranks of this host: wakes them, sees them leave or die.
 #pragma once
 
 #include <vector>
 
-#include "parking.h"
+#include "engine/parking.h"
 #include "shm/segment.h"
 
 namespace polyhvd::shm {

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-#include "process_set.h"
+#include "control/process_set.h"
 
 namespace polyhvd::shm {
 namespace {

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "error.h"
+#include "control/error.h"
 
 namespace polyhvd::shm {
 

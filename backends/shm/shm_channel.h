@@ -4,8 +4,8 @@
 
 #include <string>
 
-#include "channel.h"
-#include "framing.h"
+#include "control/framing.h"
+#include "engine/channel.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "crc32c.h"
-#include "wire.h"
+#include "control/crc32c.h"
+#include "control/wire.h"
 
 namespace polyhvd::tcp {
 namespace {

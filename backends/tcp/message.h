@@ -8,7 +8,7 @@
 #include <span>
 #include <string>
 
-#include "error.h"
+#include "control/error.h"
 
 namespace polyhvd::tcp {
 

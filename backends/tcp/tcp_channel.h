@@ -4,9 +4,9 @@
 #include <chrono>
 #include <string>
 
-#include "channel.h"
-#include "framing.h"
-#include "parking.h"
+#include "control/framing.h"
+#include "engine/channel.h"
+#include "engine/parking.h"
 #include "tcp/socket.h"
 
 namespace polyhvd::tcp {

@@ -10,7 +10,7 @@
 #include <new>
 #include <utility>
 
-#include "crc32c.h"
+#include "control/crc32c.h"
 #include "tcp/message.h"
 
 namespace polyhvd::tcp {

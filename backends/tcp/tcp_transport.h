@@ -10,10 +10,10 @@
 #include <string_view>
 #include <vector>
 
-#include "error.h"
-#include "parking.h"
+#include "control/error.h"
+#include "engine/parking.h"
+#include "engine/transport.h"
 #include "tcp/socket.h"
-#include "transport.h"
 
 namespace polyhvd::tcp {
 

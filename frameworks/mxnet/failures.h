@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
+#include "control/error.h"
 
 namespace polyhvd::mxnet {
 

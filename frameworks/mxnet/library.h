@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "control/types.h"
 #include "mxnet_c_api.h"
-#include "types.h"
 
 namespace polyhvd::mxnet {
 

@@ -18,10 +18,11 @@
 #include <utility>
 #include <vector>
 
-#include "attempts.h"
-#include "c_api.h"
-#include "engine_slot.h"
-#include "error.h"
+#include "api/c_api.h"
+#include "api/engine_slot.h"
+#include "control/error.h"
+#include "control/types.h"
+#include "engine/adaptive_backoff.h"
 #include "exceptions_lock.h"
 #include "failures.h"
 #include "fences.h"
@@ -29,7 +30,6 @@
 #include "mxnet_c_api.h"
 #include "operation.h"
 #include "program_order.h"
-#include "types.h"
 #include "waits_guard.h"
 
 #define POLYHVD_EXPORT extern "C" __attribute__((visibility("default")))
@@ -59,7 +59,7 @@ void* g_library = nullptr;  // libmxnet.so; set once, before anything else is ca
 // MXNet's engine: one that runs everything inside the push, or the usual ones.
 enum class Kind { kUnknown, kNaive, kThreaded };
 std::atomic<Kind> g_kind{Kind::kUnknown};
-Attempts g_inside;  // to have an operation run inside the push, as its arrays are ready
+AdaptiveBackoff g_inside;  // to have an operation run inside the push, as its arrays are ready
 
 Failures<Array>& g_failures = *new Failures<Array>;
 Watch g_watch;

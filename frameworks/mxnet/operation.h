@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "c_api.h"
+#include "api/c_api.h"
+#include "control/types.h"
 #include "library.h"
 #include "mxnet_c_api.h"
 #include "program_order.h"
-#include "types.h"
 
 namespace polyhvd::mxnet {
 

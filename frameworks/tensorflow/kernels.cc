@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "block_pool.h"
-#include "error.h"
-#include "types.h"
+#include "control/error.h"
+#include "control/types.h"
 
 namespace polyhvd::tf {
 namespace {

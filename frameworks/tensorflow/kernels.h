@@ -3,9 +3,9 @@
 // moment (see lend() in c_api.h), and else never blocks.
 #pragma once
 
-#include "engine_slot.h"
+#include "api/engine_slot.h"
+#include "control/types.h"
 #include "tf_c_api.h"
-#include "types.h"
 
 namespace polyhvd::tf {
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class OpKind(enum.IntEnum):
-    """The collectives, as numbered in csrc/types.h."""
+    """The collectives, as numbered in csrc/control/types.h."""
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -64,7 +64,7 @@ class Operation(Protocol):
 
     world: World  # that it is made in; an adapter submits to its engine
     kind: int
-    name: str | None  # None: the core counts it, see Submission::turn in csrc/operation.h
+    name: str | None  # None: the core counts it, see Submission::turn in csrc/control/operation.h
     op: int
     root: int
     prescale: float

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "host/local_group.h"
-#include "host/peer_memory.h"
+#include "host/attached/peer_memory.h"
+#include "host/staged/local_group.h"
 
 namespace polyhvd::host {
 namespace {

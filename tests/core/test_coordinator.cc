@@ -9,9 +9,9 @@
 #include <random>
 #include <stdexcept>
 
-#include "coordinator.h"
-#include "relay.h"
-#include "wire.h"
+#include "control/coordinator.h"
+#include "control/relay.h"
+#include "control/wire.h"
 
 namespace polyhvd {
 namespace {

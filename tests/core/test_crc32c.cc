@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "crc32c.h"
+#include "control/crc32c.h"
 
 namespace polyhvd {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <thread>
 
-#include "engine_slot.h"
+#include "api/engine_slot.h"
 
 using namespace polyhvd;
 

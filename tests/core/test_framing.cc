@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "error.h"
-#include "framing.h"
-#include "wire.h"
+#include "control/error.h"
+#include "control/framing.h"
+#include "control/wire.h"
 
 namespace polyhvd {
 namespace {

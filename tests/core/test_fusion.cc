@@ -5,7 +5,7 @@
 #include <map>
 #include <random>
 
-#include "fusion.h"
+#include "control/fusion.h"
 
 namespace polyhvd {
 namespace {

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <thread>
 
-#include "mailbox.h"
+#include "observe/mailbox.h"
 
 namespace polyhvd {
 namespace {

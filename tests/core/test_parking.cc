@@ -4,7 +4,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "parking.h"
+#include "engine/parking.h"
 
 namespace polyhvd {
 namespace {

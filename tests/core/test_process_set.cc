@@ -3,8 +3,8 @@
 #include <optional>
 #include <vector>
 
-#include "error.h"
-#include "process_set.h"
+#include "control/error.h"
+#include "control/process_set.h"
 
 namespace polyhvd {
 namespace {

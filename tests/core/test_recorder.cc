@@ -8,7 +8,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "recorder.h"
+#include "observe/recorder.h"
 #include "thread_world.h"
 
 using namespace polyhvd;

@@ -1,6 +1,6 @@
 #include <doctest/doctest.h>
 
-#include "relay.h"
+#include "control/relay.h"
 
 namespace polyhvd {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "response_cache.h"
+#include "control/response_cache.h"
 
 namespace polyhvd {
 namespace {

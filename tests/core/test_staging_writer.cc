@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "host/staging_writer.h"
+#include "host/staged/staging_writer.h"
 
 namespace polyhvd::host {
 namespace {

@@ -1,6 +1,6 @@
 #include <doctest/doctest.h>
 
-#include "stall_inspector.h"
+#include "control/stall_inspector.h"
 
 namespace polyhvd {
 namespace {

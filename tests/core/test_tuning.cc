@@ -4,9 +4,9 @@
 #include <atomic>
 #include <cstring>
 
-#include "step_meter.h"
+#include "control/wire.h"
+#include "observe/step_meter.h"
 #include "thread_world.h"
-#include "wire.h"
 
 using namespace polyhvd;
 using namespace polyhvd::test;

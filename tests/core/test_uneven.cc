@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "uneven.h"
+#include "control/uneven.h"
 
 namespace polyhvd {
 namespace {

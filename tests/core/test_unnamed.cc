@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "coordinator.h"
-#include "relay.h"
+#include "control/coordinator.h"
+#include "control/relay.h"
 #include "thread_world.h"
 
 namespace polyhvd {

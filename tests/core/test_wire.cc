@@ -4,7 +4,7 @@
 #include <limits>
 #include <random>
 
-#include "wire.h"
+#include "control/wire.h"
 
 namespace polyhvd {
 namespace {

@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "error.h"
-#include "framing.h"
+#include "control/error.h"
+#include "control/framing.h"
+#include "control/wire.h"
 #include "fuzz.h"
-#include "wire.h"
 
 // Of AddressSanitizer's runtime; sanitizer/allocator_interface.h, which GCC does not install.
 extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*on_malloc)(const volatile void*,

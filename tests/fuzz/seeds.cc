@@ -1,6 +1,6 @@
 // Payloads as jobs send them: what the corpus begins with.
+#include "control/wire.h"
 #include "fuzz.h"
-#include "wire.h"
 
 namespace polyhvd::fuzz {
 namespace {

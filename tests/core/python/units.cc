@@ -9,11 +9,11 @@
 #include <tuple>
 #include <vector>
 
-#include "coordinator.h"
-#include "process_set.h"
-#include "relay.h"
-#include "response_cache.h"
-#include "wire.h"
+#include "control/coordinator.h"
+#include "control/process_set.h"
+#include "control/relay.h"
+#include "control/response_cache.h"
+#include "control/wire.h"
 
 namespace py = pybind11;
 using namespace polyhvd;

@@ -1,0 +1,183 @@
+#include "control/stall_inspector.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "control/disagreement.h"
+#include "control/uneven.h"
+
+namespace polyhvd {
+namespace {
+
+constexpr std::size_t kNamesShown = 10;
+constexpr std::size_t kProcessesShown = 4;
+
+std::vector<int> absent_ranks(std::span<const Stalled> stalled) {
+  std::set<int> ranks;
+  for (const Stalled& s : stalled) ranks.insert(s.absent_ranks.begin(), s.absent_ranks.end());
+  return {ranks.begin(), ranks.end()};
+}
+
+std::string indented(std::string_view text, std::string_view by) {
+  std::string out;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    out += concat({"\n", end > 0 ? by : "", text.substr(0, end)});
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string clipped(std::string text, std::size_t bytes_max) {
+  constexpr std::size_t kNoteBytes = 64;
+  if (text.size() <= bytes_max) return text;
+  std::size_t end = bytes_max - kNoteBytes;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;  // whole UTF-8
+  const std::size_t left_out = text.size() - end;
+  text.resize(end);
+  return text + concat({"\n... (", std::to_string(left_out), " bytes more)"});
+}
+
+std::string text_of_stalled(std::span<const Stalled> stalled) {
+  using Sides = std::pair<std::vector<int>, std::vector<int>>;        // absent, ready
+  std::vector<std::pair<Sides, std::vector<const Stalled*>>> groups;  // the oldest first
+  for (const Stalled& s : stalled) {
+    const Sides sides{s.absent_ranks, s.ready_ranks};
+    auto found = std::ranges::find(groups, sides, [](const auto& group) { return group.first; });
+    if (found == groups.end()) found = groups.insert(found, {sides, {}});
+    found->second.push_back(&s);
+  }
+  std::string text;
+  for (const auto& [sides, members] : groups) {
+    text += concat({"\n  ", text_of_ranks(sides.second),
+                    sides.second.size() == 1 ? " waits for " : " wait for ",
+                    text_of_ranks(sides.first), " in ", std::to_string(members.size()),
+                    members.size() == 1 ? " operation:" : " operations:"});
+    for (std::size_t i = 0; i < std::min(members.size(), kNamesShown); ++i) {
+      const auto age_s = static_cast<long>(members[i]->age.count());
+      text += concat({"\n    '", members[i]->name, "', for ", std::to_string(age_s), " s"});
+      const RunCount& runs = members[i]->runs;
+      if (runs.is_exact && runs.count > 0) {
+        text += concat({"; it is the ", ordinal(runs.count + 1), " of that name"});
+      }
+    }
+    if (members.size() > kNamesShown) {
+      text += concat({"\n    and ", std::to_string(members.size() - kNamesShown), " more"});
+    }
+  }
+  return text;
+}
+
+StallInspector::StallInspector(StallTimes times, std::function<std::string(int)> name_of)
+    : times_(times), name_of_(std::move(name_of)) {}
+
+std::optional<std::chrono::duration<double>> StallInspector::limit() const {
+  const bool warns = times_.warn.count() > 0;
+  const bool ends = times_.shutdown.count() > 0;
+  if (!warns && !ends) return std::nullopt;
+  if (!warns || !ends) return warns ? times_.warn : times_.shutdown;
+  return std::min(times_.warn, times_.shutdown);
+}
+
+bool StallInspector::is_fatal(std::span<const Stalled> stalled) const {
+  return times_.shutdown.count() > 0 &&
+         std::ranges::any_of(stalled, [this](const Stalled& s) { return s.age > times_.shutdown; });
+}
+
+std::optional<Inquiry> StallInspector::begin(std::span<const Stalled> stalled, Time now) {
+  const bool warns = times_.warn.count() > 0 && now >= next_report_;
+  if (asking_ || stalled.empty() || (!warns && !is_fatal(stalled))) return std::nullopt;
+  asking_ = true;
+  deadline_ = now + std::chrono::duration_cast<Time::duration>(times_.patience);
+  answers_.clear();
+  const std::vector<int> absent = absent_ranks(stalled);
+  const std::size_t asked = std::min(absent.size(), kRanksAskedMax);
+  inquiry_ = {inquiry_.number + 1, {absent.begin(), absent.begin() + static_cast<int>(asked)}};
+  return inquiry_;
+}
+
+void StallInspector::add(Answer answer) {
+  if (!asking_ || answer.inquiry != inquiry_.number) return;
+  if (std::ranges::count(inquiry_.ranks, answer.rank) == 0) return;
+  Answer& kept = answers_[answer.rank];
+  if (kept.conclusive && !answer.conclusive) return;
+  kept = std::move(answer);
+}
+
+bool StallInspector::is_complete(Time now) const {
+  if (!asking_) return false;
+  const auto is_known = [this](int rank) {
+    const auto found = answers_.find(rank);
+    return found != answers_.end() && found->second.conclusive;
+  };
+  return now >= deadline_ || std::ranges::all_of(inquiry_.ranks, is_known);
+}
+
+std::optional<StallReport> StallInspector::finish(std::span<const Stalled> stalled, Time now) {
+  asking_ = false;
+  if (stalled.empty()) return std::nullopt;
+  next_report_ = now + std::chrono::duration_cast<Time::duration>(times_.warn);
+  const bool fatal = is_fatal(stalled);
+  std::string text(fatal ? "stalled for too long: " : "");
+  text += "operations are waiting for ranks that have not asked for them:";
+  text += text_of_stalled(stalled) + text_of_answers(absent_ranks(stalled));
+  text += text_of_order(stalled) + text_of_finished(stalled);
+  return StallReport{std::move(text), fatal};
+}
+
+// "rank 3 (pid 812 on algo-2)"; of many, the first processes.
+std::string StallInspector::heading(const std::vector<int>& ranks) const {
+  std::string text = text_of_ranks(ranks) + " (";
+  for (std::size_t i = 0; i < std::min(ranks.size(), kProcessesShown); ++i) {
+    text += (i == 0 ? "" : "; ") + name_of_(ranks[i]);
+  }
+  return text + (ranks.size() > kProcessesShown ? "; ...)" : ")");
+}
+
+// Where a rank's program has ended, and others are in the middle of theirs.
+std::string StallInspector::text_of_finished(std::span<const Stalled> stalled) const {
+  for (const Stalled& s : stalled) {
+    std::vector<int> finished;
+    for (const int rank : s.absent_ranks) {
+      const auto found = answers_.find(rank);
+      if (found != answers_.end() && found->second.text.starts_with("alive, finished")) {
+        finished.push_back(rank);
+      }
+    }
+    if (finished.empty()) continue;
+    return concat({"\n  ", text_of_ranks(finished), ":",
+                   text_of_uneven(s.kind, s.name, s.runs, finished.size() == 1 ? "it" : "they",
+                                  s.ready_ranks)});
+  }
+  return "";
+}
+
+std::string StallInspector::text_of_answers(const std::vector<int>& absent) const {
+  std::vector<std::pair<std::string, std::vector<int>>> groups;  // who say the same
+  for (const int rank : absent) {
+    std::string said = "not asked: ranks before it were too many";
+    if (std::ranges::count(inquiry_.ranks, rank) > 0) {
+      const auto found = answers_.find(rank);
+      said = "no answer in time";
+      said += found == answers_.end()
+                  ? ": it, or a rank between it and rank 0, is stopped, cut off or very slow"
+                  : ", but " + found->second.text;
+      if (found != answers_.end() && found->second.conclusive) said = found->second.text;
+    }
+    auto group = std::ranges::find(groups, said, [](const auto& g) { return g.first; });
+    if (group == groups.end()) group = groups.insert(group, {std::move(said), {}});
+    group->second.push_back(rank);
+  }
+  std::string text;
+  for (const auto& [said, ranks] : groups) {
+    const std::size_t end = std::min(said.find('\n'), said.size());
+    text += concat({"\n  ", heading(ranks), ": ", std::string_view(said).substr(0, end)});
+    text += indented(std::string_view(said).substr(std::min(end + 1, said.size())), "    ");
+  }
+  return text;
+}
+
+}  // namespace polyhvd

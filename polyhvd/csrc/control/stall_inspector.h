@@ -1,0 +1,70 @@
+// Decides on rank 0 when a stall is reported, whom to ask about it first, and
+// what the report says. Pure: no I/O, thread or clock (time is an argument).
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "control/coordinator.h"
+#include "control/inquiry.h"
+
+namespace polyhvd {
+
+struct StallTimes {
+  std::chrono::duration<double> warn{60.0};     // zero: no reports
+  std::chrono::duration<double> shutdown{0.0};  // zero: never
+  std::chrono::duration<double> patience{2.0};  // for answers
+};
+
+struct StallReport {
+  std::string text;
+  bool fatal = false;  // the stall has lasted longer than `shutdown`
+};
+
+class StallInspector {
+ public:
+  // `name_of` says which process a rank is: "pid 812 on algo-2".
+  StallInspector(StallTimes times, std::function<std::string(int rank)> name_of);
+
+  // The age from which on a stall matters; nothing when none ever does.
+  std::optional<std::chrono::duration<double>> limit() const;
+
+  // Whether answers are awaited; poll often then.
+  bool is_asking() const noexcept { return asking_; }
+
+  // Begins an inquiry if one is due. `stalled` are those older than limit().
+  std::optional<Inquiry> begin(std::span<const Stalled> stalled, Time now);
+  // Answers to earlier inquiries are dropped.
+  void add(Answer answer);
+  // The report, once all have answered or their time is over, on what is stalled
+  // by then; nothing if that is nothing.
+  bool is_complete(Time now) const;
+  std::optional<StallReport> finish(std::span<const Stalled> stalled, Time now);
+
+ private:
+  bool is_fatal(std::span<const Stalled> stalled) const;
+  std::string text_of_answers(const std::vector<int>& absent) const;
+  std::string text_of_finished(std::span<const Stalled> stalled) const;
+  std::string heading(const std::vector<int>& ranks) const;
+
+  const StallTimes times_;
+  const std::function<std::string(int)> name_of_;
+  bool asking_ = false;
+  Inquiry inquiry_;
+  std::map<int, Answer> answers_;  // by rank
+  Time deadline_{};
+  Time next_report_{};
+};
+
+// Lines that say which operations wait for whom, those of the same ranks together.
+std::string text_of_stalled(std::span<const Stalled> stalled);
+
+// `text` in at most `bytes_max` bytes, with a note on what is left out.
+std::string clipped(std::string text, std::size_t bytes_max);
+
+}  // namespace polyhvd

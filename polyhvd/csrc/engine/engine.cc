@@ -1,0 +1,551 @@
+#include "engine/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "control/disagreement.h"
+#include "control/uneven.h"
+
+namespace polyhvd {
+namespace {
+
+// The engine that the current thread drives, so that a callback may wait.
+thread_local const Engine* t_driving = nullptr;
+
+constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
+constexpr auto kFlightInterval = std::chrono::seconds(1);
+constexpr auto kTurnInterval = std::chrono::milliseconds(100);
+constexpr auto kDozeTime = std::chrono::milliseconds(1000);
+constexpr int kIdleYields = 100;
+// The driver is done soon, or leaves soon; to be woken would take longer than either.
+constexpr int kTurnYields = 50;
+
+}  // namespace
+
+Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, EngineParts parts,
+               EngineOptions options, std::function<void()>& overlap)
+    : rank_(rank),
+      sets_(std::move(sets)),
+      options_(std::move(options)),
+      queue_(sets_, rank),
+      timeline_(queue_.recorder(), rank, options_.log),
+      flight_(queue_.recorder(), rank, options_.flights, options_.log),
+      parking_(std::move(parking)),
+      parts_(std::move(parts)),
+      executor_(sets_, timeline_, *parking_, parts_.devices.get()),
+      running_watch_(rank, options_.stalls, sets_, *parking_, *parts_.liveness, options_.log),
+      meter_(rank == 0 ? options_.steps_per_sample : 0),
+      cycle_ns_(static_cast<std::int64_t>(options_.cycle_time.count() * 1e9)),
+      tuning_{.fusion_bytes_max = options_.coordinator.fusion.bytes_max,
+              .cycle_us = static_cast<std::uint32_t>(options_.cycle_time.count() * 1e6)} {
+  controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
+                                             std::move(parts_.parent), std::move(parts_.children));
+  stall_watch_ = std::make_unique<StallWatch>(rank_, options_.stalls, *controller_, queue_,
+                                              *parts_.liveness, options_.mailbox, options_.log);
+  if (options_.mailbox) {
+    options_.mailbox->set_on_stacks([this] { parking_->wake_if_asleep(); });
+  }
+  for (const ProcessSetId set : sets_.ids()) connect(set);
+  parking_->set_crowded(options_.crowded);
+  parking_->set_on_slow([this] { on_slow(); });
+  overlap = [this] { controller_->progress(); };
+  thread_ = std::thread([this] { run(); });
+}
+
+void Engine::connect(ProcessSetId set) {
+  if (!sets_.position(set, rank_)) return;
+  const auto make = [&](std::size_t b, Communicator* on_cpu) {
+    return parts_.backends[b]->connect(set, sets_.place(set), sets_.members(set), on_cpu);
+  };
+  auto on_cpu = make(parts_.on_cpu, nullptr);
+  for (std::size_t b = 0; b < parts_.backends.size(); ++b) {
+    if (b != parts_.on_cpu) communicators_[{b, set}] = make(b, on_cpu.get());
+  }
+  communicators_[{parts_.on_cpu, set}] = std::move(on_cpu);
+}
+
+Engine::~Engine() {
+  if (!abandoned_.load()) shutdown();
+}
+
+// Submitting ------------------------------------------------------------------
+
+Backend& Engine::backend_for(const Submission& s) const {
+  const Device device = device_of(s);
+  const ReduceOp op = s.op == ReduceOp::kAverage ? ReduceOp::kSum : s.op;
+  DType dtype = DType::kUint8;
+  for (const auto& backend : parts_.backends) {
+    const auto takes = [&](const TensorView& tensor) {
+      dtype = tensor.dtype;
+      return backend->supports(s.kind, dtype, op, device.kind);
+    };
+    if (std::ranges::all_of(s.inputs, takes)) return *backend;
+  }
+  throw Failure(ErrorCode::kInvalidArgument,
+                std::string(name_of(s.kind)) + " '" + s.name + "': no backend does " +
+                    std::string(name_of(s.op)) + " of " + std::string(name_of(dtype)) +
+                    (device.kind == DeviceKind::kCuda ? " on a GPU" : "") +
+                    "; cast the tensor or choose another operation");
+}
+
+void Engine::take_from_device(Submission& s) const {
+  const Device device = s.inputs[0].device;
+  const auto refuse = [&](const std::string& why) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  std::string(name_of(s.kind)) + " '" + s.name + "': " + why);
+  };
+  if (!parts_.devices) refuse("this job serves no tensors on GPUs; move them to the CPU");
+  for (const auto* tensors : {&s.inputs, &s.outputs}) {
+    for (const TensorView& tensor : *tensors) {
+      if (tensor.device != device) refuse("its tensors are on several devices; move them to one");
+    }
+  }
+  s.ready = parts_.devices->record(device, s.stream);
+}
+
+OperationPtr Engine::submit(Submission submission, bool blocking,
+                            const std::function<std::string()>& where) {
+  const auto is_bool = [](const TensorView& tensor) { return tensor.dtype == DType::kBool; };
+  if (submission.op == ReduceOp::kAverage && reduces(submission.kind) &&
+      std::ranges::any_of(submission.inputs, is_bool)) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  std::string(name_of(submission.kind)) + " '" + submission.name +
+                      "': the average of bool is not defined; cast it, or use Min or Max");
+  }
+  if (device_of(submission).kind != DeviceKind::kCpu) {
+    take_from_device(submission);
+  }
+  backend_for(submission);
+  if (left_behind_.load(std::memory_order_acquire)) {
+    throw Failure(error_for(submission, queue_.closed_by()));
+  }
+  OperationPtr operation = queue_.submit(std::move(submission), where);
+  operations_.fetch_add(1, std::memory_order_relaxed);
+  if (!blocking) parking_->wake_if_asleep();
+  return operation;
+}
+
+// Waiting and driving ---------------------------------------------------------
+
+bool Engine::drives_here() const noexcept { return t_driving == this; }
+
+bool Engine::take_role() noexcept {
+  bool free = false;
+  if (!role_taken_.compare_exchange_strong(free, true)) return false;
+  t_driving = this;
+  parking_->stay_awake();
+  return true;
+}
+
+void Engine::release_role() noexcept {
+  // Peers wake us from here on; then one last look at what they may have sent before.
+  if (engine_dozes_.load() && !failed_) {
+    try {
+      // Each time, for a transfer in there wakes by itself from a sleep of its own.
+      do {
+        parking_->let_wake(queue_.pending() > 0 ? Parking::kWaiting : Parking::kDozing);
+      } while (progress());
+    } catch (const Failure& failure) {
+      fail(cause_of(failure));
+    }
+  }
+  t_driving = nullptr;
+  role_taken_.store(false);
+  if (waiters_.load() > 0) notify_waiters();
+}
+
+void Engine::notify_waiters() noexcept {
+  std::lock_guard lock(turn_mutex_);
+  turn_.notify_all();
+}
+
+void Engine::await_turn(const std::function<bool()>& done) {
+  waiters_.fetch_add(1);
+  const auto over = [&] { return done() || !role_taken_.load(); };
+  for (int i = 0; i < kTurnYields && !over(); ++i) sched_yield();
+  if (!over()) {
+    std::unique_lock lock(turn_mutex_);
+    turn_.wait_for(lock, kTurnInterval, over);
+  }
+  waiters_.fetch_sub(1);
+}
+
+void Engine::wait(const OperationPtr& operation, const std::function<bool()>& interrupted) {
+  const auto done = [&] { return operation->is_finished(); };
+  while (!done()) {
+    if (t_driving == this) {  // from a callback of our own
+      drive(done);
+    } else if (!closing_.load() && take_role()) {
+      interrupted_ = &interrupted;
+      try {
+        drive(done);
+      } catch (...) {
+        interrupted_ = nullptr;
+        release_role();
+        throw;
+      }
+      interrupted_ = nullptr;
+      release_role();
+    } else {
+      await_turn(done);
+      if (!done() && interrupted && interrupted()) {
+        throw Failure(ErrorCode::kInterrupted, "interrupted");
+      }
+    }
+  }
+  if (operation->error) throw Failure(*operation->error);
+}
+
+// Negotiates and executes until `until` holds. Throws Failure(kInterrupted) only.
+void Engine::drive(const std::function<bool()>& until) {
+  try {
+    parking_->await(
+        [&] {
+          progress();
+          return until() || closing_.load();
+        },
+        Parking::kForever);
+  } catch (const Failure& failure) {
+    const bool interrupted = failure.error().code == ErrorCode::kInterrupted;
+    if (interrupted && !executing_) throw;
+    if (interrupted) {
+      fail({ErrorCode::kInterrupted,
+            "rank " + std::to_string(rank_) + " was interrupted in the middle of a transfer"});
+      throw;
+    }
+    fail(cause_of(failure));
+  }
+}
+
+bool Engine::progress() {
+  if (failed_) return false;
+  if (has_wanted_.load(std::memory_order_relaxed)) take_wanted();
+  bool moved = controller_->progress();
+  if (timeline_.on() && !failed_ && controller_->has_work()) timeline_.mark_cycle();
+  while (!failed_ && controller_->has_work()) {
+    Work work = controller_->take_work();
+    execute(work);
+    moved = true;
+  }
+  if (!failed_ && !executing_ && controller_->farewell()) throw Failure(*controller_->farewell());
+  return moved;
+}
+
+void Engine::check_health() {
+  if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
+  if (options_.mailbox) options_.mailbox->tick();
+  stall_watch_->check();
+  const auto now = Clock::now();
+  if (running_watch_.check(now)) flight_.write("an operation runs and does not move");
+  controller_->beat(now);
+  for (const auto& [key, communicator] : communicators_) communicator->check();
+  parts_.liveness->move_along(queue_.pending() > 0);
+  check_flight(now);
+}
+
+// Every rank that waits notices a stall by itself, whatever becomes of the report.
+void Engine::check_flight(Clock::time_point now) {
+  if (now < next_flight_check_ || options_.stalls.warn.count() <= 0) return;
+  next_flight_check_ = now + kFlightInterval;
+  if (queue_.pending() > 0) flight_.check_stall(options_.stalls.warn);
+}
+
+void Engine::on_slow() {
+  if (failed_) return;
+  check_health();
+  if (executing_) controller_->progress();
+  controller_->nudge();
+  const auto now = Clock::now();
+  if (now >= next_interrupt_check_) {
+    next_interrupt_check_ = now + kInterruptInterval;
+    if (interrupted_ != nullptr && *interrupted_ && (*interrupted_)()) {
+      throw Failure(ErrorCode::kInterrupted, "interrupted");
+    }
+  }
+}
+
+// Executing -------------------------------------------------------------------
+
+Communicator& Engine::communicator_for(const Work& work) {
+  const Backend* chosen = &backend_for(work.operations[0]->submission);
+  for (std::size_t b = 0; b < parts_.backends.size(); ++b) {
+    if (parts_.backends[b].get() == chosen) return *communicators_.at({b, work.process_set});
+  }
+  throw Failure(ErrorCode::kInternal, "no communicator");
+}
+
+void Engine::execute(Work& work) {
+  if (work.tuning) {
+    adopt(*work.tuning);
+    return;
+  }
+  executor_.begin();
+  if (!work.error) {
+    batches_.fetch_add(1, std::memory_order_relaxed);
+    Operation& first = *work.operations[0];
+    executing_ = true;
+    const Clock::time_point begin = Clock::now();
+    const Deadline deadline =
+        begin + std::chrono::duration_cast<Clock::duration>(options_.data_timeout);
+    const RunningWatch::Run run(running_watch_, work, begin);
+    for (const Ticks now = ticks_now(); const OperationPtr& operation : work.operations) {
+      queue_.recorder().on_start(*operation, now);
+    }
+    try {
+      switch (first.submission.kind) {
+        case OpKind::kAddProcessSet:
+          connect(static_cast<ProcessSetId>(first.number));
+          break;
+        case OpKind::kRemoveProcessSet:
+          disconnect(static_cast<ProcessSetId>(first.submission.root));
+          break;
+        default:
+          executor_.run(work, communicator_for(work),
+                        *communicators_.at({parts_.on_cpu, work.process_set}), deadline);
+          break;
+      }
+    } catch (const Failure& failure) {
+      // A wait that was given up leaves executing_ set: see drive().
+      if (failure.error().code != ErrorCode::kInterrupted) executing_ = false;
+      throw;
+    }
+    executing_ = false;
+    if (meter_.on()) measure(work);
+  }
+  for (const OperationPtr& operation : work.operations) complete(operation, work.error);
+}
+
+void Engine::disconnect(ProcessSetId set) {
+  // Others may stand on the one for CPUs.
+  const auto on_cpu = std::pair(parts_.on_cpu, set);
+  std::erase_if(communicators_,
+                [&](const auto& item) { return item.first.second == set && item.first != on_cpu; });
+  communicators_.erase(on_cpu);
+  parts_.liveness->tell_removals(queue_.settle_removal());
+}
+
+void Engine::record_end(const Operation& operation, bool error) {
+  const OpState refused = operation.agreed && !failed_ ? OpState::kRefused : OpState::kFailed;
+  queue_.recorder().on_end(operation, error ? refused : OpState::kDone);
+  if (timeline_.on()) timeline_.add(operation, executor_.transfer());
+}
+
+void Engine::complete(const OperationPtr& operation, std::optional<Error> error) {
+  record_end(*operation, error.has_value());
+  if (!operation->stands_in) queue_.retire(operation);
+  if (!error) stall_watch_->note_ran(operation->submission);
+  operation->error = std::move(error);
+  // Moved out first: once finished, the caller may drop the operation.
+  const auto done = std::move(operation->submission.done);
+  const std::optional<Error> told = operation->error;
+  operation->finish();
+  if (waiters_.load() > 0) notify_waiters();
+  if (done) done(told ? &*told : nullptr);
+}
+
+// Ending ----------------------------------------------------------------------
+
+// A connection also breaks because the rank at its other end has failed over
+// something else, and the word of that may be here already.
+Error Engine::cause_of(const Failure& failure) noexcept {
+  if (failure.error().code != ErrorCode::kPeerLost) return failure.error();
+  return controller_->take_abort().value_or(failure.error());
+}
+
+// What is said to the caller of an operation that the engine's end has failed.
+Error Engine::error_for(const Submission& s, const Error& cause) const {
+  std::string text = concat({subject(s.kind, s.name), ": ", cause.message});
+  if (left_behind_.load(std::memory_order_acquire) && cause.code == ErrorCode::kPeerDeparted) {
+    const RunCount runs = queue_.cache().runs_of(s.process_set, s.name);
+    text += ":" + text_of_uneven(s.kind, s.name, runs, "it", std::array{rank_});
+  }
+  return {cause.code, std::move(text)};
+}
+
+void Engine::fail(const Error& error) noexcept {
+  if (failed_) return;
+  failed_ = true;
+  executing_ = false;
+  // A farewell concerns whoever hears it: others may still run what was agreed.
+  const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
+  if (heard) {
+    left_behind_.store(true);  // with what closes the queue: see submit()
+  } else {
+    told_failure_ = true;
+    parts_.liveness->spread_abort(error);
+    controller_->post_abort(error);
+  }
+  // One that leaves in good order is no failure for whom nothing was pending.
+  const bool is_failure = error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0;
+  std::string states = is_failure ? flight_.look(error.message) : std::string();
+  executor_.begin();
+  for (const auto& [key, communicator] : communicators_) communicator->abort();
+  parking_->unwatch_all();
+  for (const OperationPtr& operation : queue_.close(error)) {
+    complete(operation, error_for(operation->submission, error));
+  }
+  flight_.put_down(std::move(states));  // nobody waits for a disk
+}
+
+void Engine::claim_role() {
+  closing_.store(true);
+  parking_->wake_if_asleep();
+  while (!take_role()) await_turn([this] { return stopping_.load(); });
+}
+
+void Engine::abort(const std::string& reason) {
+  closing_.store(true);
+  parking_->wake_if_asleep();
+  while (!take_role()) {
+    if (stopping_.load()) return;
+    await_turn([] { return false; });
+  }
+  fail({ErrorCode::kPeerLost, "rank " + std::to_string(rank_) + " ended the job: " + reason});
+  release_role();
+}
+
+void Engine::shutdown() {
+  std::lock_guard once(shutdown_mutex_);
+  if (shut_down_) return;
+  shut_down_ = true;
+  claim_role();
+  // The role is kept for good: nobody drives a closed engine.
+  try {
+    while (!failed_ && progress()) {
+    }
+  } catch (const Failure& failure) {
+    fail(cause_of(failure));
+  }
+  if (!failed_ && queue_.has_announced()) {
+    const Error left{ErrorCode::kPeerDeparted, "rank " + std::to_string(rank_) +
+                                                   " has shut down while operations were pending"};
+    parts_.liveness->spread_abort(left);
+    controller_->post_abort(left);
+  } else if (!failed_) {
+    controller_->depart();
+  }
+  const Error shut{ErrorCode::kShutdown, "the engine was shut down"};
+  for (const OperationPtr& operation : queue_.close(shut)) {
+    complete(operation, error_for(operation->submission, shut));
+  }
+  failed_ = true;
+  if (!told_failure_) parts_.liveness->leave();
+  stopping_.store(true);
+  parking_->wake();
+  notify_waiters();
+  thread_.join();
+  timeline_.stop();
+  flight_.settle(FlightDump::kPatience);
+  if (options_.mailbox) options_.mailbox->set_on_stacks({});
+  communicators_.clear();
+  stall_watch_.reset();
+  controller_.reset();
+  parts_.liveness->close();
+  t_driving = nullptr;
+}
+
+void Engine::abandon() noexcept {
+  abandoned_.store(true);
+  for (const int fd : parts_.liveness->descriptors()) close(fd);
+}
+
+// The engine's thread ---------------------------------------------------------
+
+void Engine::bind_to_core() const {
+  if (options_.core < 0) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (options_.core < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(options_.core), &cores);
+  if (const int code = pthread_setaffinity_np(pthread_self(), sizeof cores, &cores); code != 0) {
+    options_.log("the engine's thread cannot be bound to core " + std::to_string(options_.core) +
+                 ": " + std::strerror(code) + "; see POLYHVD_THREAD_AFFINITY");
+  }
+}
+
+void Engine::run() {
+  bind_to_core();
+  while (!stopping_.load()) {
+    if (!take_role()) {
+      await_turn([this] { return stopping_.load(); });
+      continue;
+    }
+    if (stopping_.load()) {
+      release_role();
+      return;
+    }
+    try {
+      if (!failed_) {
+        parking_->poll_now();
+        while (progress() || !idle_for_long()) {
+        }
+        check_health();
+      }
+    } catch (const Failure& failure) {
+      fail(cause_of(failure));
+    }
+    doze();
+  }
+}
+
+// Whether nothing happens for a while: an answer may be on its way.
+bool Engine::idle_for_long() {
+  if (queue_.pending() == 0) return true;
+  for (int i = 0; i < kIdleYields; ++i) {
+    if (waiters_.load() > 0 || progress()) return waiters_.load() > 0;
+    sched_yield();
+  }
+  return true;
+}
+
+// Before nobody looks any more: who is no member of a set may have nothing pending itself.
+void Engine::nudge_others() {
+  if (sets_.ids().size() > 1) controller_->nudge();
+}
+
+// Releases the role and sleeps until there is something to do.
+void Engine::doze() {
+  parking_->announce_sleep();
+  engine_dozes_.store(true);
+  nudge_others();
+  release_role();
+  if (!stopping_.load() && !queue_.has_news()) parking_->doze(kDozeTime);
+  engine_dozes_.store(false);
+  parking_->end_sleep();
+  engine_wakes_.fetch_add(1, std::memory_order_relaxed);
+  gather();
+}
+
+// Lets work gather as long as it keeps arriving, and no longer than a cycle.
+void Engine::gather() const {
+  const auto end =
+      Clock::now() + std::chrono::nanoseconds(cycle_ns_.load(std::memory_order_relaxed));
+  std::uint64_t seen = queue_.submitted();
+  while (queue_.has_news() && waiters_.load() == 0 && Clock::now() < end) {
+    sched_yield();
+    sched_yield();
+    const std::uint64_t now = queue_.submitted();
+    if (now == seen) return;
+    seen = now;
+  }
+}
+
+std::map<std::string, std::uint64_t> Engine::counters() const {
+  std::map<std::string, std::uint64_t> counters{
+      {"operations", operations_.load()},
+      {"batches", batches_.load()},
+      {"cache_hits", queue_.cache_hits()},
+      {"engine_wakes", engine_wakes_.load()},
+      {"lent", lent_.load()},
+      {"lent_in_vain", lent_in_vain_.load()},
+      {"pending", static_cast<std::uint64_t>(queue_.pending())},
+  };
+  parts_.liveness->add_counters(counters);
+  return counters;
+}
+
+}  // namespace polyhvd

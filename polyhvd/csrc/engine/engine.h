@@ -1,0 +1,216 @@
+// The operation queue of one rank, in motion: takes submissions from any thread,
+// and lets one thread at a time, the driver, negotiate and execute them. Several
+// engines may live in one process.
+//
+// Driving is a role, taken by try-lock: by a thread that waits on an operation,
+// else by the engine's own thread. A blocking call thus runs from submit to done
+// in the caller's thread, with no hand-over; and a small operation that nobody waits
+// for mostly in the thread that submits it, which lends itself for a moment.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "control/operation.h"
+#include "control/process_set.h"
+#include "control/tuning.h"
+#include "engine/adaptive_backoff.h"
+#include "engine/backend.h"
+#include "engine/controller.h"
+#include "engine/executor.h"
+#include "engine/liveness.h"
+#include "engine/op_queue.h"
+#include "engine/parking.h"
+#include "engine/running_watch.h"
+#include "engine/stall_watch.h"
+#include "observe/flight.h"
+#include "observe/mailbox.h"
+#include "observe/step_meter.h"
+#include "observe/timeline.h"
+
+namespace polyhvd {
+
+struct EngineOptions {
+  CoordinatorOptions coordinator;
+  std::chrono::duration<double> cycle_time{0.001};  // longest batching window
+  std::chrono::duration<double> data_timeout{300.0};
+  StallTimes stalls;
+  bool data_checksums = false;  // of tensor bytes between hosts
+  bool reproducible = false;    // sums do not depend on hosts, transport or backend
+  int attaching = 1;            // host::Attaching, by its number
+  bool crowded = false;         // more ranks than cores on this host
+  int core = -1;                // that the engine's thread is bound to
+  int steps_per_sample = 0;     // of the speed, posted to the mailbox of the root; 0: none
+  DumpPlace flights;            // of flight dumps
+  std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
+  std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
+};
+
+// Everything that connects an engine to other ranks.
+struct EngineParts {
+  std::unique_ptr<Liveness> liveness;
+  std::vector<std::unique_ptr<Backend>> backends;  // first choice first
+  std::size_t on_cpu = 0;                          // the one of them that takes everything on CPUs
+  std::shared_ptr<Devices> devices;                // null: only CPUs have tensors
+  std::unique_ptr<Channel> parent;                 // null on the root
+  std::vector<Child> children;
+};
+
+class Engine {
+ public:
+  // `parking` is the one that the parts were built with. `overlap` is called by
+  // backends in long transfers; the engine sets it.
+  Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, EngineParts parts,
+         EngineOptions options, std::function<void()>& overlap);
+  ~Engine();  // shuts down
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const noexcept { return rank_; }
+
+  // `blocking`: wait() follows at once, so nobody need be woken. `where` names
+  // the caller's line and is called only for operations that are new.
+  // Throws Failure for a bad call, or with what ended the engine.
+  OperationPtr submit(Submission submission, bool blocking = false,
+                      const std::function<std::string()>& where = {});
+
+  // See OpQueue::take_turn().
+  Turn take_turn(ProcessSetId set, OpKind kind) { return queue_.take_turn(set, kind); }
+  // Members of every process set, by its number.
+  std::map<ProcessSetId, std::vector<int>> process_sets() const { return queue_.process_sets(); }
+
+  // As submit(), with nobody waiting. True: nobody was woken, and lend() follows at once on
+  // this thread; it drives until no operation is in flight, and for kLendTime at most while
+  // the other ranks are late. Completion callbacks may run in it.
+  bool submit_lending(Submission submission);
+  void lend() noexcept;
+  static constexpr std::chrono::microseconds kLendTime{200};
+  static constexpr std::size_t kLendBytesMax = 64 * 1024;
+
+  // Returns when the operation is finished; throws its error as Failure.
+  // `interrupted` is asked now and then; true makes wait() throw
+  // Failure(kInterrupted): the operation goes on unless it was being executed.
+  void wait(const OperationPtr& operation, const std::function<bool()>& interrupted = {});
+
+  // Ends this rank's part in good order: what was agreed still runs, what is
+  // pending fails. Idempotent.
+  void shutdown();
+  // Ends the job for everybody.
+  void abort(const std::string& reason);
+  // In a forked child: closes the descriptors, and nothing else ever again.
+  void abandon() noexcept;
+
+  std::map<std::string, std::uint64_t> counters() const;
+
+  // On world rank 0: what all ranks work with from their next operations on. The
+  // samples of the speed begin anew with it.
+  void tune(const Tuning& tuning);
+  // What this rank works with.
+  Tuning tuning() const;
+
+  // Both for any thread, in any state of the engine.
+  Timeline& timeline() noexcept { return timeline_; }
+  FlightDump& flight() noexcept { return flight_; }
+
+ private:
+  using Clock = Parking::Clock;
+
+  bool progress();
+  void drive(const std::function<bool()>& until);
+  void on_slow();
+  void check_health();
+  void check_flight(Clock::time_point now);
+  void execute(Work& work);
+  void connect(ProcessSetId set);
+  void disconnect(ProcessSetId set);
+  Backend& backend_for(const Submission& submission) const;
+  void take_from_device(Submission& submission) const;
+  Communicator& communicator_for(const Work& work);
+  void record_end(const Operation& operation, bool error);
+  void complete(const OperationPtr& operation, std::optional<Error> error);
+  Error cause_of(const Failure& failure) noexcept;
+  Error error_for(const Submission& submission, const Error& cause) const;
+  void fail(const Error& error) noexcept;
+
+  bool drives_here() const noexcept;
+  bool take_role() noexcept;
+  void release_role() noexcept;
+  // Waits until `done`, or the role is free, or a moment has passed.
+  void await_turn(const std::function<bool()>& done);
+  void notify_waiters() noexcept;
+  // Takes the role from whoever waits with it, to end the engine.
+  void claim_role();
+
+  void run();
+  void bind_to_core() const;
+  void gather() const;
+  void nudge_others();
+  void take_wanted();
+  void adopt(const Tuning& tuning);
+  void measure(const Work& work);
+  bool idle_for_long();
+  void doze();
+
+  const int rank_;
+  ProcessSets sets_;  // changed through queue_, by the driver; it alone reads them here
+  const EngineOptions options_;
+  OpQueue queue_;
+  Timeline timeline_;
+  FlightDump flight_;
+  std::unique_ptr<Parking> parking_;
+  EngineParts parts_;  // const after construction; the objects are the driver's, but for devices
+  Executor executor_;  // driver
+  std::unique_ptr<Controller> controller_;   // driver
+  std::unique_ptr<StallWatch> stall_watch_;  // driver
+  RunningWatch running_watch_;               // driver
+  std::map<std::pair<std::size_t, ProcessSetId>, std::unique_ptr<Communicator>> communicators_;
+
+  // The driver's own, guarded by the role.
+  bool executing_ = false;
+  bool failed_ = false;
+  bool told_failure_ =
+      false;  // the others know that this engine has failed: it cannot leave any more
+  const std::function<bool()>* interrupted_ = nullptr;
+  Clock::time_point next_interrupt_check_{};
+  Clock::time_point next_flight_check_{};
+  StepMeter meter_;
+  AdaptiveBackoff lending_;  // worth_it() by any thread
+
+  std::atomic<std::int64_t> cycle_ns_;  // the engine's thread reads it without the role
+  mutable std::mutex tuning_mutex_;
+  Tuning tuning_;                        // guarded by tuning_mutex_
+  std::optional<Tuning> wanted_;         // likewise
+  std::atomic<bool> has_wanted_{false};  // whether to look, at no cost
+
+  std::atomic<bool> role_taken_{false};    // the driver's role
+  std::atomic<bool> engine_dozes_{false};  // the engine's thread sleeps without the role
+  std::atomic<int> waiters_{0};            // threads in await_turn
+  std::mutex turn_mutex_;                  // pairs with turn_, guards nothing
+  std::condition_variable turn_;
+  std::atomic<bool> left_behind_{false};  // the parent has left, and so this engine ended
+  std::atomic<bool> closing_{false};  // somebody wants the role to end the engine: waiters leave it
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> abandoned_{false};
+  std::mutex shutdown_mutex_;
+  bool shut_down_ = false;  // guarded by shutdown_mutex_
+
+  std::atomic<std::uint64_t> operations_{0};  // statistics
+  std::atomic<std::uint64_t> batches_{0};
+  std::atomic<std::uint64_t> lent_{0};          // operations driven by their submitter
+  std::atomic<std::uint64_t> lent_in_vain_{0};  // and those that it left to the engine's thread
+  std::atomic<std::uint64_t> engine_wakes_{0};
+
+  std::thread thread_;
+};
+
+}  // namespace polyhvd

@@ -1,0 +1,118 @@
+#include "engine/stall_watch.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "control/disagreement.h"
+
+namespace polyhvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kInspectionInterval = std::chrono::seconds(1);
+// For the interpreter to come up with its stacks. An answer is to reach rank 0 in
+// time even if this rank looks at its messages only once a second.
+constexpr auto kStacksPatience = std::chrono::milliseconds(700);
+constexpr std::size_t kNamesShown = 10;
+// Of a report in an error, which every rank gets, also through shared memory.
+constexpr std::size_t kErrorBytesMax = 60 << 10;
+
+}  // namespace
+
+StallWatch::StallWatch(int rank, StallTimes times, Controller& controller, const OpQueue& queue,
+                       const Liveness& liveness, std::shared_ptr<Mailbox> mailbox,
+                       std::function<void(const std::string&)> log)
+    : rank_(rank),
+      controller_(controller),
+      queue_(queue),
+      liveness_(liveness),
+      mailbox_(std::move(mailbox)),
+      log_(std::move(log)),
+      inspector_(times, [&liveness](int other) { return liveness.name_of(other); }) {}
+
+void StallWatch::check() {
+  const Time now = Clock::now();
+  if (const auto inquiry = controller_.take_inquiry()) begin_answer(*inquiry, now);
+  if (answering_) finish_answer(now);
+  if (inspector_.is_asking() || now >= next_inspection_) inspect(now);
+}
+
+void StallWatch::note_ran(const Submission& submission) {
+  last_kind_ = submission.kind;
+  last_name_ = submission.name;
+}
+
+// Answering -------------------------------------------------------------------
+
+void StallWatch::begin_answer(const Inquiry& inquiry, Time now) {
+  look_at_others(inquiry);
+  if (std::ranges::count(inquiry.ranks, rank_) == 0) return;
+  answering_ = true;
+  inquiry_ = inquiry.number;
+  answer_by_ = now + kStacksPatience;
+  if (mailbox_) mailbox_->ask_stacks();
+}
+
+void StallWatch::look_at_others(const Inquiry& inquiry) {
+  for (const int rank : inquiry.ranks) {
+    if (rank == rank_) continue;
+    if (auto state = liveness_.look_at(rank)) {
+      controller_.answer({inquiry.number, rank, !state->may_answer, std::move(state->text)});
+    }
+  }
+}
+
+void StallWatch::finish_answer(Time now) {
+  std::optional<std::string> stacks = mailbox_ ? mailbox_->take_stacks() : std::string();
+  if (!stacks && now < answer_by_) return;
+  answering_ = false;
+  if (!stacks) {
+    stacks = "but its interpreter is busy: a function in C holds its lock\n";
+    *stacks += mailbox_->dump_stacks();
+  }
+  const std::size_t end = std::min(stacks->find('\n'), stacks->size());
+  std::string text("alive");
+  if (end > 0) text += ", " + stacks->substr(0, end);
+  text += "; " + own_part() + stacks->substr(end);
+  controller_.answer({inquiry_, rank_, true, clipped(std::move(text), kAnswerBytesMax)});
+}
+
+// What it last ran, and what it waits for itself.
+std::string StallWatch::own_part() const {
+  std::string text = last_name_.empty() ? std::string("it has run no operation yet")
+                                        : concat({"it last ran ", subject(last_kind_, last_name_)});
+  const std::vector<std::string> pending = queue_.in_flight();
+  if (pending.empty()) return text + "; it has asked for nothing since";
+  text += "; it waits for ";
+  for (std::size_t i = 0; i < std::min(pending.size(), kNamesShown); ++i) {
+    text += concat({i == 0 ? "" : ", ", pending[i]});
+  }
+  if (pending.size() > kNamesShown) {
+    text += concat({" and ", std::to_string(pending.size() - kNamesShown), " more"});
+  }
+  return text;
+}
+
+// Reporting, on rank 0 -----------------------------------------------------------
+
+void StallWatch::inspect(Time now) {
+  next_inspection_ = now + kInspectionInterval;
+  const auto limit = inspector_.limit();
+  if (!controller_.is_root() || !limit) return;
+  for (Answer& answer : controller_.take_answers()) inspector_.add(std::move(answer));
+  if (inspector_.is_asking() && !inspector_.is_complete(now)) return;
+  const std::vector<Stalled> stalled = controller_.stalled(*limit);
+  if (!inspector_.is_asking()) {
+    const auto inquiry = inspector_.begin(stalled, now);
+    if (inquiry) controller_.ask(*inquiry);
+    return;
+  }
+  const auto report = inspector_.finish(stalled, now);
+  if (!report) return;
+  const std::string error = clipped(report->text, kErrorBytesMax);
+  if (!report->fatal || error.size() < report->text.size()) log_(report->text);
+  if (report->fatal) throw Failure(ErrorCode::kTimeout, error);
+}
+
+}  // namespace polyhvd

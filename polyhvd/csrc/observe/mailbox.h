@@ -1,0 +1,73 @@
+// What the engine's threads leave for a thread of the program's language to do.
+// They never call into it themselves: they would wait for its lock, and may not
+// touch it at all while it ends. Thread-safe; no call of the engine's blocks.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "observe/step_meter.h"
+
+namespace polyhvd {
+
+class Mailbox {
+ public:
+  // `signal`, sent to any thread, makes the program write its stacks to
+  // `descriptor` without its lock; 0 when it cannot.
+  explicit Mailbox(int signal = 0, int descriptor = -1)
+      : signal_(signal), descriptor_(descriptor) {}
+
+  // The engine's side. A line that is not taken within a second is written to
+  // standard error by a later tick(): the program's lock may be held for long.
+  void log(std::string text);
+  void tick();
+
+  // How fast the job is; one that is not taken is replaced.
+  void post(const StepSample& sample);
+
+  // Asks for the stacks of all the program's threads; take_stacks() has them later,
+  // once, after `on_stacks` was called, on any thread.
+  void ask_stacks();
+  std::optional<std::string> take_stacks();
+  void set_on_stacks(std::function<void()> on_stacks);
+  // What can be said of them while the program's lock is held; may be empty.
+  std::string dump_stacks() const;
+
+  // The program's side. Blocks until there is something to take; false once closed
+  // and empty. Called without the program's lock, take_line() with it: what nobody
+  // can take yet stays here.
+  bool wait();
+  std::optional<std::string> take_line();
+  std::optional<StepSample> take_sample();
+  // Whether stacks are asked for. The first line of an answer says in short where
+  // the program is; each further line is one of the stacks.
+  bool take_question();
+  void answer(std::string stacks);
+  // From now on lines are written to standard error at once.
+  void close();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Line {
+    std::string text;
+    Clock::time_point since;
+  };
+
+  std::mutex mutex_;
+  std::condition_variable news_;
+  std::deque<Line> lines_;             // guarded by mutex_
+  bool closed_ = false;                // guarded by mutex_
+  bool asked_ = false;                 // likewise
+  std::optional<std::string> stacks_;  // likewise
+  std::optional<StepSample> sample_;   // likewise
+  std::function<void()> on_stacks_;    // likewise, and called with it
+  const int signal_;
+  const int descriptor_;
+};
+
+}  // namespace polyhvd

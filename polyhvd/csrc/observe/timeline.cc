@@ -1,0 +1,114 @@
+#include "observe/timeline.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "control/error.h"
+#include "observe/timeline_writer.h"
+
+namespace polyhvd {
+namespace {
+
+constexpr auto kWriteInterval = std::chrono::milliseconds(100);
+
+}  // namespace
+
+Timeline::Timeline(const Recorder& recorder, int rank, Log log)
+    : recorder_(recorder), rank_(rank), log_(std::move(log)) {}
+
+Timeline::~Timeline() { stop(); }
+
+void Timeline::start(TimelineOptions options) {
+  std::lock_guard control(control_mutex_);
+  if (thread_.joinable()) {
+    throw Failure(ErrorCode::kInvalidArgument, "the timeline is running already, into " +
+                                                   writer_->path() +
+                                                   "; call stop_timeline() first");
+  }
+  const bool mark_cycles = options.mark_cycles;
+  const std::string path = options.path;
+  writer_ = std::make_unique<TimelineWriter>(rank_, std::move(options));
+  if (!writer_->open()) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "the timeline cannot be written to " + path + ": " + std::strerror(errno));
+  }
+  {
+    std::lock_guard lock(mutex_);
+    open_ = true;
+    dropped_ = 0;
+  }
+  thread_ = std::thread([this] { run(); });
+  cycles_.store(mark_cycles, std::memory_order_relaxed);
+  on_.store(true, std::memory_order_relaxed);
+}
+
+bool Timeline::stop() {
+  std::lock_guard control(control_mutex_);
+  if (!thread_.joinable()) return false;
+  on_.store(false, std::memory_order_relaxed);
+  cycles_.store(false, std::memory_order_relaxed);
+  {
+    std::lock_guard lock(mutex_);
+    open_ = false;
+  }
+  wake_.notify_all();
+  thread_.join();
+  writer_.reset();
+  return true;
+}
+
+void Timeline::add(const Operation& operation, const Transfer& transfer) {
+  Entry entry{{}, transfer};
+  if (recorder_.read(operation, entry.record)) push(std::move(entry));
+}
+
+void Timeline::mark_cycle() {
+  if (!cycles_.load(std::memory_order_relaxed)) return;
+  Entry entry;
+  entry.record.times[kAtSubmit] = ticks_now();
+  push(std::move(entry));
+}
+
+void Timeline::push(Entry entry) {
+  std::lock_guard lock(mutex_);
+  if (!open_) return;
+  if (buffer_.size() < kBufferedMax) {
+    buffer_.push_back(std::move(entry));
+  } else {
+    ++dropped_;
+  }
+}
+
+void Timeline::run() {
+  std::vector<Entry> entries;
+  for (bool open = true; open;) {
+    std::uint64_t dropped = 0;
+    {
+      std::unique_lock lock(mutex_);
+      wake_.wait_for(lock, kWriteInterval, [this] { return !open_; });
+      open = open_;
+      entries.swap(buffer_);
+      std::swap(dropped, dropped_);
+    }
+    const TickScale scale = recorder_.scale();
+    writer_->note_dropped(dropped);
+    for (const Entry& entry : entries) {
+      if (entry.record.sequence == 0) {
+        writer_->write_cycle(scale.ns(entry.record.times[kAtSubmit]));
+      } else {
+        writer_->write_operation(entry.record, entry.transfer, scale);
+      }
+    }
+    writer_->flush();
+    if (const int problem = writer_->take_problem()) {
+      log_("the timeline of rank " + std::to_string(rank_) + " ends early: cannot write " +
+           writer_->path() + ": " + std::strerror(problem));
+    }
+    entries.clear();
+  }
+  writer_->close();
+}
+
+}  // namespace polyhvd

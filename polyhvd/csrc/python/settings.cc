@@ -1,0 +1,62 @@
+#include "python/settings.h"
+
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "python/text.h"
+
+namespace py = pybind11;
+
+namespace polyhvd {
+
+Connections read_connections(const py::object& object, const py::object& settings) {
+  Connections connections;
+  connections.rank = object.attr("rank").cast<int>();
+  connections.size = object.attr("size").cast<int>();
+  connections.domains = object.attr("domains").cast<std::vector<std::vector<int>>>();
+  connections.labels = object.attr("labels").cast<std::vector<std::string>>();
+  connections.pids = object.attr("pids").cast<std::vector<int>>();
+  connections.segment_fd = object.attr("segment_fd").cast<int>();
+  connections.local_fds = object.attr("local_fds").cast<std::map<int, int>>();
+  connections.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
+  connections.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
+  connections.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
+  connections.backends = settings.attr("backends").cast<std::vector<std::string>>();
+  connections.shares_gpus = settings.attr("shares_gpus").cast<bool>();
+  connections.hierarchical = settings.attr("hierarchical_allreduce").cast<bool>();
+  return connections;
+}
+
+EngineOptions read_options(const py::object& settings, const py::object& placement,
+                           const std::string& job, const std::shared_ptr<Mailbox>& mailbox) {
+  using Seconds = std::chrono::duration<double>;
+  const auto number = [&](const char* name) { return settings.attr(name).cast<double>(); };
+  EngineOptions options;
+  options.coordinator.cache_capacity = settings.attr("cache_capacity").cast<std::size_t>();
+  options.coordinator.fusion.bytes_max = settings.attr("fusion_bytes_max").cast<std::size_t>();
+  options.coordinator.fusion.groups_apart = settings.attr("groups_apart").cast<bool>();
+  options.core =
+      settings.attr("engine_core")(placement.attr("local_rank"), placement.attr("local_size"))
+          .cast<int>();
+  options.cycle_time = Seconds(number("cycle_time_ms") / 1e3);
+  options.steps_per_sample =
+      settings.attr("steps_per_sample")(placement.attr("rank"), placement.attr("size")).cast<int>();
+  options.data_checksums = settings.attr("data_checksums").cast<bool>();
+  options.reproducible = settings.attr("reproducible").cast<bool>();
+  options.attaching = settings.attr("attaching").cast<int>();
+  options.data_timeout = Seconds(number("data_timeout_s"));
+  options.stalls.warn =
+      Seconds(settings.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
+  options.flights.root = path_of(settings.attr("flight_folder"));
+  options.flights.job = settings.attr("flight_job")(job).cast<std::string>();
+  options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
+  options.mailbox = mailbox;
+  options.log = [mailbox](const std::string& text) { mailbox->log(text); };
+  return options;
+}
+
+}  // namespace polyhvd
