@@ -20,8 +20,8 @@ _TRACEBACK = b"Traceback (most recent call last)"
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 #: Before exceptions that Python prints and goes on from: in destructors, and in functions of atexit.
 _GONE_ON = (b"Exception ignored ", b"Error in atexit.")
-#: A rank that ends with one of these suffered from another one: is_consequence in the table of csrc/control/error.h,
-#: which the launcher does not load.
+#: A rank that ends with one of these suffered from another one: is_consequence in the table of
+#: csrc/control/error.h, which the launcher does not load.
 CONSEQUENCES = (
     "HorovodInternalError",
     "PeerDepartedError",
