@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ for _folder in ("harness", "parity", "backends", "gpu"):
     if str(_TESTS / _folder) not in sys.path:
         sys.path.insert(0, str(_TESTS / _folder))
 
-from fork_servers import ForkServers  # noqa: E402
-from pool import Pools  # noqa: E402
+import ranks_plugin  # noqa: E402
 
 # A shell without job control starts what runs in the background with Ctrl-C ignored, and every
 # rank would inherit that.
@@ -25,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ranks_plugin, "ranks")
     config.addinivalue_line(
         "markers", "sizes(*numbers): run on these numbers of ranks, or what a driver shares"
     )
@@ -34,20 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_by_mpi: never under MPI's launcher")
     config.addinivalue_line("markers", "only_by_mpi: under MPI's launcher only")
     config.addinivalue_line("markers", "drivers(*names): run with these drivers only")
-
-
-@pytest.fixture(scope="session")
-def fork_servers() -> Iterator[ForkServers]:
-    servers = ForkServers()
-    yield servers
-    servers.close()
-
-
-@pytest.fixture(scope="session")
-def pools(fork_servers: ForkServers) -> Iterator[Pools]:
-    pools = Pools(fork_servers)
-    yield pools
-    pools.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,6 +41,8 @@ _RUN_S = 60.0
 _END_S = 20.0
 _DUMP_S = 2.0
 _LOG_BYTES_SHOWN = 4000
+#: Settings that have no meaning while a framework is imported.
+_READ_LATER = ("POLYHVD_", "HOROVOD_", "TF_NUM_")
 #: One core a rank is more than there is. One thread between operations, so that a kernel that
 #: blocks is found out.
 _THREADS = {
@@ -142,6 +144,12 @@ class _Rank:
         else:
             self.answer = (kind, value)
 
+    def printed_since(self, offset: int) -> str:
+        """What the rank has printed since its log had this size."""
+        with self.log.open("rb") as log:
+            log.seek(offset)
+            return log.read()[-_LOG_BYTES_SHOWN:].decode("utf-8", "replace").strip()
+
     def shown_log(self) -> str:
         """The end of what the rank has printed."""
         data = self.log.read_bytes()[-_LOG_BYTES_SHOWN:].decode("utf-8", "replace").strip()
@@ -157,6 +165,7 @@ class Pool:
         self._python = [sys.executable]
         if servers is not None and spec.framework in IMPORTS and not (spec.namespaces or spec.mpirun):
             settings = {"TF_ENABLE_ONEDNN_OPTS": "0"} if spec.framework == "tensorflow" else {}
+            settings |= {k: v for k, v in spec.settings if not k.startswith(_READ_LATER)}
             self._python = servers.python(spec.size, IMPORTS[spec.framework], **settings)
         self.mark = secrets.token_hex(8)
         self.usable = True
@@ -203,15 +212,22 @@ class Pool:
         return self._gather(deadline_s, function.__qualname__)
 
     def start(
-        self, function: Callable[..., Any], *arguments: Any, ranks: Sequence[int] | None = None
+        self, function: Callable[..., Any] | str, *arguments: Any, ranks: Sequence[int] | None = None
     ) -> None:
-        """Begin a run, on some ranks or on all; ``answer`` and ``note`` hear from them."""
+        """Begin a run, on some ranks or on all; ``answer`` and ``note`` hear from them.
+
+        A function of a module that only ranks import is given by name, as "module:function".
+        """
         assert self.usable, "this pool has ended"
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+        else:
+            module, name = function.__module__, function.__qualname__
         self._awaited = [self._ranks[number] for number in ranks or range(self.size)]
         for rank in self._awaited:
             rank.answer = None
             rank.notes.clear()
-            rank.connection.send((function.__module__, function.__qualname__, arguments))
+            rank.connection.send((module, name, arguments))
 
     def answer(self, number: int, deadline_s: float = _RUN_S) -> Any:
         """Wait for what one rank returns; RankFailure as in ``run``."""
@@ -221,6 +237,48 @@ class Pool:
         assert rank.answer is not None
         self._check(rank)
         return rank.answer[1]
+
+    def settle(self, deadline_s: float, grace_s: float, good: Callable[[Any], bool]) -> bool:
+        """Wait for all that were started, after a bad answer for ``grace_s`` at most; False: no longer.
+
+        ``good`` says of what a rank has returned whether the others will, too. Nobody is ended.
+        """
+        now = time.monotonic()
+        deadline = late = now + deadline_s
+        while waiting := {rank.connection: rank for rank in self._awaited if rank.answer is None}:
+            answers = [rank.answer for rank in self._awaited if rank.answer is not None]
+            if deadline == late and not all(kind == "value" and good(value) for kind, value in answers):
+                deadline = min(late, time.monotonic() + grace_s)
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return deadline < late
+            for end in ready:
+                waiting[end].receive()  # type: ignore[index]
+        return True
+
+    def answers(self) -> list[tuple[str, Any] | None]:
+        """Of each rank "value", "error" or "end" with what it is; None: it has not answered."""
+        return [rank.answer for rank in self._ranks]
+
+    def log_sizes(self) -> list[int]:
+        """How much each rank has printed."""
+        return [rank.log.stat().st_size for rank in self._ranks]
+
+    def printed_since(self, sizes: Sequence[int]) -> list[str]:
+        """What each rank has printed since :meth:`log_sizes` said these."""
+        return [rank.printed_since(size) for rank, size in zip(self._ranks, sizes, strict=True)]
+
+    def stacks(self) -> dict[int, str]:
+        """Where every rank is, in Python, that has not ended."""
+        running = [rank for rank in self._ranks if rank.process.poll() is None]
+        for rank in running:
+            rank.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline:
+            if all(rank.stacks.exists() and rank.stacks.stat().st_size for rank in running):
+                break
+            time.sleep(0.05)
+        return {rank.number: rank.stacks.read_text() for rank in running if rank.stacks.exists()}
 
     def has_answered(self, number: int) -> bool:
         """Whether a rank has returned or raised by now."""
@@ -393,20 +451,13 @@ class Pool:
         raise RankFailure(f"rank {rank.number} of {self.spec}:\n{value}{log}")
 
     def _stacks(self) -> str:
-        """Where every rank is, in Python."""
-        running = [rank for rank in self._ranks if rank.process.poll() is None]
-        for rank in running:
-            rank.process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _DUMP_S
-        while time.monotonic() < deadline:
-            if all(rank.stacks.exists() and rank.stacks.stat().st_size for rank in running):
-                break
-            time.sleep(0.05)
+        """Where every rank is, in Python, and what it has printed."""
+        stacks = self.stacks()
         parts = []
         for rank in self._ranks:
-            state = "has ended" if rank not in running else "has answered" if rank.answer else "is at"
-            stacks = rank.stacks.read_text() if rank.stacks.exists() else ""
-            parts.append(f"\n--- rank {rank.number} {state}:\n{stacks}{rank.shown_log()}")
+            state = "has ended" if rank.number not in stacks else "has answered" if rank.answer else "is at"
+            text = stacks.get(rank.number, "")
+            parts.append(f"\n--- rank {rank.number} {state}:\n{text}{rank.shown_log()}")
         return "".join(parts)
 
 
