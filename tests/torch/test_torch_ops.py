@@ -3,106 +3,105 @@
 from __future__ import annotations
 
 import pytest
-from on_ranks import Functions
-from pool import Pool
+import torch_ops_cases as cases
 
-cases = Functions("torch_ops_cases")
-
-
-def test_every_dtype_survives_every_form(ranks: Pool) -> None:
-    ranks.run(cases.dtypes_survive_every_form)
+pytestmark = pytest.mark.ranks(2, 3, framework="torch")
 
 
-def test_gathered_tensors_own_their_memory(ranks: Pool) -> None:
-    ranks.run(cases.gathered_tensors_own_their_memory)
+def test_every_dtype_survives_every_form() -> None:
+    cases.dtypes_survive_every_form()
 
 
-def test_in_place_forms_return_their_argument(ranks: Pool) -> None:
-    ranks.run(cases.in_place_forms_return_their_argument)
+def test_gathered_tensors_own_their_memory() -> None:
+    cases.gathered_tensors_own_their_memory()
 
 
-def test_other_forms_leave_their_argument_alone(ranks: Pool) -> None:
-    ranks.run(cases.other_forms_leave_their_argument_alone)
+def test_in_place_forms_return_their_argument() -> None:
+    cases.in_place_forms_return_their_argument()
 
 
-def test_parameters_may_be_overwritten(ranks: Pool) -> None:
-    ranks.run(cases.parameters_may_be_overwritten)
+def test_other_forms_leave_their_argument_alone() -> None:
+    cases.other_forms_leave_their_argument_alone()
 
 
-def test_views_are_written_through(ranks: Pool) -> None:
-    ranks.run(cases.views_are_written_through)
+def test_parameters_may_be_overwritten() -> None:
+    cases.parameters_may_be_overwritten()
 
 
-def test_negative_views_have_their_values_not_those_of_their_memory(ranks: Pool) -> None:
-    ranks.run(cases.negative_views_have_their_values)
+def test_views_are_written_through() -> None:
+    cases.views_are_written_through()
 
 
-def test_groups_may_mix_dtypes(ranks: Pool) -> None:
-    ranks.run(cases.groups_of_mixed_dtypes)
+def test_negative_views_have_their_values_not_those_of_their_memory() -> None:
+    cases.negative_views_have_their_values()
 
 
-def test_groups_may_be_generators(ranks: Pool) -> None:
-    ranks.run(cases.groups_may_be_generators)
+def test_groups_may_mix_dtypes() -> None:
+    cases.groups_of_mixed_dtypes()
 
 
-def test_a_group_is_one_operation(ranks: Pool) -> None:
-    ranks.run(cases.groups_through_the_async_form_are_one_operation)
+def test_groups_may_be_generators() -> None:
+    cases.groups_may_be_generators()
 
 
-def test_compression_restores_the_dtype(ranks: Pool) -> None:
-    ranks.run(cases.compression_restores_the_dtype)
+def test_a_group_is_one_operation() -> None:
+    cases.groups_through_the_async_form_are_one_operation()
 
 
-def test_exchanges_work_in_every_form(ranks: Pool) -> None:
-    ranks.run(cases.exchanges_in_every_form)
+def test_compression_restores_the_dtype() -> None:
+    cases.compression_restores_the_dtype()
 
 
-def test_compression_of_reducescatter_restores_the_dtype(ranks: Pool) -> None:
-    ranks.run(cases.compression_of_reducescatter)
+def test_exchanges_work_in_every_form() -> None:
+    cases.exchanges_in_every_form()
 
 
-def test_sparse_tensors_are_summed_and_merged(ranks: Pool) -> None:
-    ranks.run(cases.sparse_tensors_are_summed)
+def test_compression_of_reducescatter_restores_the_dtype() -> None:
+    cases.compression_of_reducescatter()
 
 
-def test_sparse_sums_cost_what_their_nonzeros_do(ranks: Pool) -> None:
-    ranks.run(cases.sparse_sums_cost_what_their_nonzeros_do)
+def test_sparse_tensors_are_summed_and_merged() -> None:
+    cases.sparse_tensors_are_summed()
 
 
-def test_names_of_gradients_recur(ranks: Pool) -> None:
-    ranks.run(cases.names_of_gradients_recur)
+def test_sparse_sums_cost_what_their_nonzeros_do() -> None:
+    cases.sparse_sums_cost_what_their_nonzeros_do()
 
 
-def test_average_can_be_asked_for_in_the_old_ways(ranks: Pool) -> None:
-    ranks.run(cases.old_ways_to_ask_for_an_average)
+def test_names_of_gradients_recur() -> None:
+    cases.names_of_gradients_recur()
 
 
-def test_tensors_can_be_read_without_the_exchange_api(ranks: Pool) -> None:
-    ranks.run(cases.tensors_without_the_exchange_api)
+def test_average_can_be_asked_for_in_the_old_ways() -> None:
+    cases.old_ways_to_ask_for_an_average()
 
 
-def test_handles_keep_their_tensors_and_no_longer(ranks: Pool) -> None:
-    ranks.run(cases.handles_keep_their_tensors)
+def test_tensors_can_be_read_without_the_exchange_api() -> None:
+    cases.tensors_without_the_exchange_api()
 
 
-def test_a_name_or_memory_in_flight_cannot_be_used_again(ranks: Pool) -> None:
-    ranks.run(cases.names_in_flight_are_an_error)
+def test_handles_keep_their_tensors_and_no_longer() -> None:
+    cases.handles_keep_their_tensors()
 
 
-def test_what_cannot_be_communicated_is_a_type_error(ranks: Pool) -> None:
-    ranks.run(cases.what_is_no_tensor_is_named)
+def test_a_name_or_memory_in_flight_cannot_be_used_again() -> None:
+    cases.names_in_flight_are_an_error()
 
 
-def test_bad_arguments_are_errors_at_once(ranks: Pool) -> None:
-    ranks.run(cases.bad_arguments_are_errors_at_once)
+def test_what_cannot_be_communicated_is_a_type_error() -> None:
+    cases.what_is_no_tensor_is_named()
 
 
-def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on(ranks: Pool) -> None:
-    ranks.run(cases.disagreements_are_errors_on_every_rank)
+def test_bad_arguments_are_errors_at_once() -> None:
+    cases.bad_arguments_are_errors_at_once()
 
 
-def test_overwriting_what_backward_needs_is_an_error(ranks: Pool) -> None:
-    ranks.run(cases.overwriting_what_backward_needs_is_an_error)
+def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on() -> None:
+    cases.disagreements_are_errors_on_every_rank()
+
+
+def test_overwriting_what_backward_needs_is_an_error() -> None:
+    cases.overwriting_what_backward_needs_is_an_error()
 
 
 @pytest.mark.parametrize(
@@ -121,19 +120,19 @@ def test_overwriting_what_backward_needs_is_an_error(ranks: Pool) -> None:
         "second_derivatives",
     ],
 )
-def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(ranks: Pool, case: str) -> None:
-    ranks.run(getattr(cases, case))
+def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(case: str) -> None:
+    getattr(cases, case)()
 
 
-def test_there_is_no_gradient_where_none_is_defined(ranks: Pool) -> None:
-    ranks.run(cases.no_gradient_where_there_is_none)
+def test_there_is_no_gradient_where_none_is_defined() -> None:
+    cases.no_gradient_where_there_is_none()
 
 
-@pytest.mark.sizes(2)
-def test_signatures_are_those_of_horovod(ranks: Pool) -> None:
-    ranks.run(cases.signatures_are_those_of_horovod)
+@pytest.mark.ranks(2)
+def test_signatures_are_those_of_horovod() -> None:
+    cases.signatures_are_those_of_horovod()
 
 
-@pytest.mark.sizes(2)
-def test_exported_names_exist_and_are_sorted(ranks: Pool) -> None:
-    ranks.run(cases.exported_names_exist_and_are_sorted)
+@pytest.mark.ranks(2)
+def test_exported_names_exist_and_are_sorted() -> None:
+    cases.exported_names_exist_and_are_sorted()

@@ -3,285 +3,282 @@
 from __future__ import annotations
 
 import pytest
-from on_ranks import Functions
-from pool import Pool
+import torch_optimizer_cases as cases
 
-cases = Functions("torch_optimizer_cases")
+pytestmark = pytest.mark.ranks(2, 3, framework="torch")
 
 
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @pytest.mark.parametrize("kind", ["momentum", "adam", "adamw"])
 def test_training_is_that_of_one_process_on_the_joined_batch(
-    ranks: Pool, kind: str, set_to_none: bool, clip: float | None
+    kind: str, set_to_none: bool, clip: float | None
 ) -> None:
-    ranks.run(cases.trains_like_one_process, kind, set_to_none, clip)
+    cases.trains_like_one_process(kind, set_to_none, clip)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
-def test_checkpoints_that_call_backward_within_backward(ranks: Pool, passes: int, tied: bool) -> None:
-    ranks.run(cases.backward_within_backward, passes, tied)
+def test_checkpoints_that_call_backward_within_backward(passes: int, tied: bool) -> None:
+    cases.backward_within_backward(passes, tied)
 
 
 @pytest.mark.parametrize("kind", ["none", "fp16", "bf16"])
-def test_compressed_gradients_are_near_and_alike(ranks: Pool, kind: str) -> None:
-    ranks.run(cases.compression_and_predivision, kind)
+def test_compressed_gradients_are_near_and_alike(kind: str) -> None:
+    cases.compression_and_predivision(kind)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_parameters_of_half_precision_stay_alike(ranks: Pool, dtype: str) -> None:
-    ranks.run(cases.half_precision_parameters, dtype)
+def test_parameters_of_half_precision_stay_alike(dtype: str) -> None:
+    cases.half_precision_parameters(dtype)
 
 
 @pytest.mark.parametrize("passes", [2, 3])
-def test_gradients_of_several_passes_are_added_up_locally(ranks: Pool, passes: int) -> None:
-    ranks.run(cases.accumulates_locally, passes)
+def test_gradients_of_several_passes_are_added_up_locally(passes: int) -> None:
+    cases.accumulates_locally(passes)
 
 
 @pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_layers_of_different_losses_are_reduced_once_each(ranks: Pool, op: str) -> None:
-    ranks.run(cases.two_losses_of_different_layers, op)
+def test_layers_of_different_losses_are_reduced_once_each(op: str) -> None:
+    cases.two_losses_of_different_layers(op)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-def test_gradients_may_be_cleared_through_the_model(ranks: Pool, set_to_none: bool) -> None:
-    ranks.run(cases.model_zero_grad_serves_as_well, set_to_none)
+def test_gradients_may_be_cleared_through_the_model(set_to_none: bool) -> None:
+    cases.model_zero_grad_serves_as_well(set_to_none)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "optimizer first"])
-def test_schedulers_work_without_warnings(ranks: Pool, before: bool) -> None:
-    ranks.run(cases.schedulers_work, before)
+def test_schedulers_work_without_warnings(before: bool) -> None:
+    cases.schedulers_work(before)
 
 
-def test_backward_returns_with_averages_and_step_has_nothing_to_wait_for(ranks: Pool) -> None:
-    ranks.run(cases.has_averages_when_backward_returns)
+def test_backward_returns_with_averages_and_step_has_nothing_to_wait_for() -> None:
+    cases.has_averages_when_backward_returns()
 
 
-def test_the_optimizer_stays_the_users_object_and_of_its_class(ranks: Pool) -> None:
-    ranks.run(cases.is_of_the_users_class)
+def test_the_optimizer_stays_the_users_object_and_of_its_class() -> None:
+    cases.is_of_the_users_class()
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pool) -> None:
-    ranks.run(cases.skips_a_step_when_one_rank_overflows)
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    cases.skips_a_step_when_one_rank_overflows()
 
 
-def test_a_step_within_an_accumulation_reduces_what_there_is(ranks: Pool) -> None:
-    ranks.run(cases.steps_early_within_an_accumulation)
+def test_a_step_within_an_accumulation_reduces_what_there_is() -> None:
+    cases.steps_early_within_an_accumulation()
 
 
-def test_a_layer_used_in_one_pass_of_several_is_complete_when_the_last_returns(ranks: Pool) -> None:
-    ranks.run(cases.layers_of_one_pass_are_reduced_with_the_others)
+def test_a_layer_used_in_one_pass_of_several_is_complete_when_the_last_returns() -> None:
+    cases.layers_of_one_pass_are_reduced_with_the_others()
 
 
-def test_passes_within_no_sync_only_add_up(ranks: Pool) -> None:
-    ranks.run(cases.no_sync_adds_up_without_exchanges)
+def test_passes_within_no_sync_only_add_up() -> None:
+    cases.no_sync_adds_up_without_exchanges()
 
 
-def test_the_number_of_passes_can_be_changed(ranks: Pool) -> None:
-    ranks.run(cases.changes_the_number_of_passes)
+def test_the_number_of_passes_can_be_changed() -> None:
+    cases.changes_the_number_of_passes()
 
 
 @pytest.mark.parametrize("num_groups", [0, 2])
-def test_a_parameter_unused_on_some_ranks_has_zero_gradients_there_before_clipping(
-    ranks: Pool, num_groups: int
-) -> None:
-    ranks.run(cases.parameters_unused_on_some_ranks, num_groups)
+def test_a_parameter_unused_on_some_ranks_has_zero_gradients_there_before_clipping(num_groups: int) -> None:
+    cases.parameters_unused_on_some_ranks(num_groups)
 
 
-def test_a_rank_may_skip_backward(ranks: Pool) -> None:
-    ranks.run(cases.a_rank_without_backward)
+def test_a_rank_may_skip_backward() -> None:
+    cases.a_rank_without_backward()
 
 
-def test_a_rank_may_have_one_more_loss(ranks: Pool) -> None:
-    ranks.run(cases.an_auxiliary_loss_on_some_ranks)
+def test_a_rank_may_have_one_more_loss() -> None:
+    cases.an_auxiliary_loss_on_some_ranks()
 
 
-def test_backward_twice_before_a_step_adds_up(ranks: Pool) -> None:
-    ranks.run(cases.backward_twice_before_a_step)
+def test_backward_twice_before_a_step_adds_up() -> None:
+    cases.backward_twice_before_a_step()
 
 
-def test_backward_twice_before_a_step_is_an_error_for_sums(ranks: Pool) -> None:
-    ranks.run(cases.backward_twice_is_an_error_for_sums)
+def test_backward_twice_before_a_step_is_an_error_for_sums() -> None:
+    cases.backward_twice_is_an_error_for_sums()
 
 
-def test_an_extra_backward_on_one_rank_is_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.an_extra_backward_on_one_rank_is_seen)
+def test_an_extra_backward_on_one_rank_is_an_error_on_every_rank() -> None:
+    cases.an_extra_backward_on_one_rank_is_seen()
 
 
-def test_a_closure_returns_to_averaged_gradients(ranks: Pool) -> None:
-    ranks.run(cases.closure_sees_averages)
+def test_a_closure_returns_to_averaged_gradients() -> None:
+    cases.closure_sees_averages()
 
 
-def test_a_rank_may_skip_backward_in_its_closure(ranks: Pool) -> None:
-    ranks.run(cases.closure_without_backward_on_a_rank)
+def test_a_rank_may_skip_backward_in_its_closure() -> None:
+    cases.closure_without_backward_on_a_rank()
 
 
-def test_lbfgs_may_evaluate_its_closure_often(ranks: Pool) -> None:
-    ranks.run(cases.lbfgs_evaluates_its_closure_often)
+def test_lbfgs_may_evaluate_its_closure_often() -> None:
+    cases.lbfgs_evaluates_its_closure_often()
 
 
-def test_two_optimizers_in_one_backward_do_not_wait_for_each_other(ranks: Pool) -> None:
-    ranks.run(cases.two_optimizers_in_one_backward)
+def test_two_optimizers_in_one_backward_do_not_wait_for_each_other() -> None:
+    cases.two_optimizers_in_one_backward()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ranks_may_compute_what_they_like_as_often_as_they_like(ranks: Pool, seed: int) -> None:
-    ranks.run(cases.any_program, seed, 3 * (seed % 2))
+def test_ranks_may_compute_what_they_like_as_often_as_they_like(seed: int) -> None:
+    cases.any_program(seed, 3 * (seed % 2))
 
 
-def test_two_optimizers_may_take_turns(ranks: Pool) -> None:
-    ranks.run(cases.optimizers_that_take_turns)
+def test_two_optimizers_may_take_turns() -> None:
+    cases.optimizers_that_take_turns()
 
 
-def test_frozen_parameters_are_left_alone_and_may_be_thawed(ranks: Pool) -> None:
-    ranks.run(cases.frozen_parameters_are_left_alone_and_may_be_thawed)
+def test_frozen_parameters_are_left_alone_and_may_be_thawed() -> None:
+    cases.frozen_parameters_are_left_alone_and_may_be_thawed()
 
 
-def test_parameter_groups_added_later_are_reduced(ranks: Pool) -> None:
-    ranks.run(cases.groups_added_later_are_reduced)
+def test_parameter_groups_added_later_are_reduced() -> None:
+    cases.groups_added_later_are_reduced()
 
 
-def test_a_shared_parameter_is_reduced_once(ranks: Pool) -> None:
-    ranks.run(cases.shared_parameters_are_reduced_once)
+def test_a_shared_parameter_is_reduced_once() -> None:
+    cases.shared_parameters_are_reduced_once()
 
 
-def test_gradients_set_by_hand_are_reduced_in_step(ranks: Pool) -> None:
-    ranks.run(cases.gradients_set_by_hand_are_reduced_in_step)
+def test_gradients_set_by_hand_are_reduced_in_step() -> None:
+    cases.gradients_set_by_hand_are_reduced_in_step()
 
 
-def test_synchronize_and_skip_synchronize_work_as_in_horovod(ranks: Pool) -> None:
-    ranks.run(cases.synchronize_then_skip)
+def test_synchronize_and_skip_synchronize_work_as_in_horovod() -> None:
+    cases.synchronize_then_skip()
 
 
-def test_memory_layouts_may_differ_between_ranks(ranks: Pool) -> None:
-    ranks.run(cases.layouts_other_than_row_major)
+def test_memory_layouts_may_differ_between_ranks() -> None:
+    cases.layouts_other_than_row_major()
 
 
-def test_step_hooks_run_once(ranks: Pool) -> None:
-    ranks.run(cases.step_hooks_run_once)
+def test_step_hooks_run_once() -> None:
+    cases.step_hooks_run_once()
 
 
-def test_a_newer_optimizer_takes_over(ranks: Pool) -> None:
-    ranks.run(cases.a_newer_optimizer_takes_over)
+def test_a_newer_optimizer_takes_over() -> None:
+    cases.a_newer_optimizer_takes_over()
 
 
-def test_a_deleted_optimizer_leaves_no_trace(ranks: Pool) -> None:
-    ranks.run(cases.deleted_optimizers_leave_no_trace)
+def test_a_deleted_optimizer_leaves_no_trace() -> None:
+    cases.deleted_optimizers_leave_no_trace()
 
 
-def test_a_copy_does_not_train_silently_alone(ranks: Pool) -> None:
-    ranks.run(cases.copies_are_refused)
+def test_a_copy_does_not_train_silently_alone() -> None:
+    cases.copies_are_refused()
 
 
-def test_bad_arguments_are_refused_and_leave_the_optimizer_as_it_was(ranks: Pool) -> None:
-    ranks.run(cases.bad_arguments_are_named)
+def test_bad_arguments_are_refused_and_leave_the_optimizer_as_it_was() -> None:
+    cases.bad_arguments_are_named()
 
 
 @pytest.mark.parametrize(
     "kind", ["number", "number as groups", "more than parameters", "lists", "compressed"]
 )
-def test_a_group_is_reduced_by_one_operation(ranks: Pool, kind: str) -> None:
-    ranks.run(cases.groups_are_one_operation_each, kind)
+def test_a_group_is_reduced_by_one_operation(kind: str) -> None:
+    cases.groups_are_one_operation_each(kind)
 
 
-def test_frozen_parameters_do_not_hold_their_group_up(ranks: Pool) -> None:
-    ranks.run(cases.frozen_parameters_are_in_no_group)
+def test_frozen_parameters_do_not_hold_their_group_up() -> None:
+    cases.frozen_parameters_are_in_no_group()
 
 
-def test_other_shapes_in_a_group_are_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.other_shapes_in_a_group_are_an_error_on_every_rank)
+def test_other_shapes_in_a_group_are_an_error_on_every_rank() -> None:
+    cases.other_shapes_in_a_group_are_an_error_on_every_rank()
 
 
 @pytest.mark.parametrize(
     "kind", ["sparse", "sum", "grouped", "compressed", "as dense", "as dense in a group", "two passes"]
 )
-def test_sparse_gradients_train_like_dense_ones(ranks: Pool, kind: str) -> None:
-    ranks.run(cases.sparse_gradients_train_like_dense_ones, kind)
+def test_sparse_gradients_train_like_dense_ones(kind: str) -> None:
+    cases.sparse_gradients_train_like_dense_ones(kind)
 
 
-def test_zeros_take_the_layout_of_what_another_rank_has_computed(ranks: Pool) -> None:
-    ranks.run(cases.layouts_of_gradients_follow_what_some_rank_computed)
+def test_zeros_take_the_layout_of_what_another_rank_has_computed() -> None:
+    cases.layouts_of_gradients_follow_what_some_rank_computed()
 
 
-def test_sparse_here_and_dense_there_is_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.sparse_here_and_dense_there_is_an_error_on_every_rank)
+def test_sparse_here_and_dense_there_is_an_error_on_every_rank() -> None:
+    cases.sparse_here_and_dense_there_is_an_error_on_every_rank()
 
 
-def test_sparse_gradients_are_refused_where_their_zeros_count(ranks: Pool) -> None:
-    ranks.run(cases.sparse_gradients_need_a_sum)
+def test_sparse_gradients_are_refused_where_their_zeros_count() -> None:
+    cases.sparse_gradients_need_a_sum()
 
 
-@pytest.mark.sizes(2)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "num_groups"), [("momentum", 0), ("adam", 1)])
-def test_adasum_combines_what_optimizers_make_of_gradients(ranks: Pool, kind: str, num_groups: int) -> None:
-    ranks.run(cases.adasum_combines_the_steps_of_the_ranks, kind, num_groups)
+def test_adasum_combines_what_optimizers_make_of_gradients(kind: str, num_groups: int) -> None:
+    cases.adasum_combines_the_steps_of_the_ranks(kind, num_groups)
 
 
-@pytest.mark.sizes(2)
-def test_adasum_works_with_closures_scalers_and_schedulers(ranks: Pool) -> None:
-    ranks.run(cases.adasum_takes_closures_scalers_and_schedulers)
+@pytest.mark.ranks(2)
+def test_adasum_works_with_closures_scalers_and_schedulers() -> None:
+    cases.adasum_takes_closures_scalers_and_schedulers()
 
 
 @pytest.mark.parametrize("num_groups", [0, 1])
-def test_ranks_may_join_before_others(ranks: Pool, num_groups: int) -> None:
-    ranks.run(cases.ranks_may_join_before_others, num_groups)
+def test_ranks_may_join_before_others(num_groups: int) -> None:
+    cases.ranks_may_join_before_others(num_groups)
 
 
 @pytest.mark.parametrize("kind", ["scaled", "unscaled", "sum", "two passes", "sparse", "grouped"])
-def test_local_gradients_stay_on_their_rank(ranks: Pool, kind: str) -> None:
-    ranks.run(cases.local_gradients_stay, kind)
+def test_local_gradients_stay_on_their_rank(kind: str) -> None:
+    cases.local_gradients_stay(kind)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_what_is_local_on_one_rank_is_reduced_by_the_others(ranks: Pool, sparse: bool) -> None:
-    ranks.run(cases.local_on_one_rank_alone, sparse)
+def test_what_is_local_on_one_rank_is_reduced_by_the_others(sparse: bool) -> None:
+    cases.local_on_one_rank_alone(sparse)
 
 
-def test_local_parameters_are_declared_before_backward(ranks: Pool) -> None:
-    ranks.run(cases.local_parameters_are_declared_in_time)
+def test_local_parameters_are_declared_before_backward() -> None:
+    cases.local_parameters_are_declared_in_time()
 
 
-def test_gradients_with_a_graph_are_refused(ranks: Pool) -> None:
-    ranks.run(cases.gradients_with_a_graph_are_refused)
+def test_gradients_with_a_graph_are_refused() -> None:
+    cases.gradients_with_a_graph_are_refused()
 
 
-def test_a_backward_that_fails_can_be_recovered_from(ranks: Pool) -> None:
-    ranks.run(cases.a_backward_that_fails_can_be_recovered_from)
+def test_a_backward_that_fails_can_be_recovered_from() -> None:
+    cases.a_backward_that_fails_can_be_recovered_from()
 
 
-def test_gradients_of_other_shapes_are_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.other_shapes_are_an_error_on_every_rank)
+def test_gradients_of_other_shapes_are_an_error_on_every_rank() -> None:
+    cases.other_shapes_are_an_error_on_every_rank()
 
 
-def test_other_numbers_of_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.other_numbers_of_parameters_are_an_error_on_every_rank)
+def test_other_numbers_of_parameters_are_an_error_on_every_rank() -> None:
+    cases.other_numbers_of_parameters_are_an_error_on_every_rank()
 
 
-def test_ranks_outside_the_process_set_train_alone(ranks: Pool) -> None:
-    ranks.run(cases.ranks_outside_the_process_set_train_alone)
+def test_ranks_outside_the_process_set_train_alone() -> None:
+    cases.ranks_outside_the_process_set_train_alone()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_model_may_be_cast_after_its_optimizer_was_made(ranks: Pool, dtype: str) -> None:
-    ranks.run(cases.models_may_be_cast_later, dtype)
+def test_a_model_may_be_cast_after_its_optimizer_was_made(dtype: str) -> None:
+    cases.models_may_be_cast_later(dtype)
 
 
-def test_state_goes_through_a_file_into_a_plain_optimizer_and_back(ranks: Pool) -> None:
-    ranks.run(cases.state_goes_through_a_file)
+def test_state_goes_through_a_file_into_a_plain_optimizer_and_back() -> None:
+    cases.state_goes_through_a_file()
 
 
-def test_two_networks_that_play_against_each_other(ranks: Pool) -> None:
-    ranks.run(cases.generator_and_discriminator)
+def test_two_networks_that_play_against_each_other() -> None:
+    cases.generator_and_discriminator()
 
 
-def test_channels_last_trains_like_row_major(ranks: Pool) -> None:
-    ranks.run(cases.channels_last_trains)
+def test_channels_last_trains_like_row_major() -> None:
+    cases.channels_last_trains()
 
 
-def test_before_init_it_says_so(ranks: Pool) -> None:
-    ranks.run(cases.not_initialized_is_an_error)
+def test_before_init_it_says_so() -> None:
+    cases.not_initialized_is_an_error()
 
 
-def test_ranks_with_another_past_meet_after_init(ranks: Pool) -> None:
-    ranks.run(cases.ranks_with_another_past_meet_after_init)
+def test_ranks_with_another_past_meet_after_init() -> None:
+    cases.ranks_with_another_past_meet_after_init()

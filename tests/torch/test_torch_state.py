@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import pytest
-from on_ranks import Functions
-from pool import Pool
+import torch_state_cases as cases
 
-cases = Functions("torch_state_cases")
+pytestmark = pytest.mark.ranks(2, 3, framework="torch")
 
 
 @pytest.mark.parametrize("form", ["state_dict", "pairs", "iterator", "tensors", "module"])
-def test_parameters_and_buffers_become_the_roots(ranks: Pool, form: str) -> None:
-    ranks.run(cases.parameters_in_every_form, form)
+def test_parameters_and_buffers_become_the_roots(form: str) -> None:
+    cases.parameters_in_every_form(form)
 
 
-def test_tensors_that_share_memory_become_the_roots(ranks: Pool) -> None:
-    ranks.run(cases.tied_and_overlapping_tensors)
+def test_tensors_that_share_memory_become_the_roots() -> None:
+    cases.tied_and_overlapping_tensors()
 
 
-def test_empty_and_strided_parameters_become_the_roots(ranks: Pool) -> None:
-    ranks.run(cases.empty_and_strided_parameters)
+def test_empty_and_strided_parameters_become_the_roots() -> None:
+    cases.empty_and_strided_parameters()
 
 
-def test_what_is_no_tensor_is_refused(ranks: Pool) -> None:
-    ranks.run(cases.other_things_are_refused)
+def test_what_is_no_tensor_is_refused() -> None:
+    cases.other_things_are_refused()
 
 
-def test_mismatched_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.mismatched_parameters_are_an_error_on_every_rank)
+def test_mismatched_parameters_are_an_error_on_every_rank() -> None:
+    cases.mismatched_parameters_are_an_error_on_every_rank()
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "distributed"])
@@ -36,31 +35,29 @@ def test_mismatched_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
     "kind",
     ["momentum", "plain", "adam", "adagrad", "lbfgs", "adamw foreach", "adam fused", "rmsprop"],
 )
-def test_optimizer_state_becomes_the_roots_without_a_step(
-    ranks: Pool, kind: str, steps: str, wrapped: bool
-) -> None:
-    ranks.run(cases.optimizer_state, kind, steps, wrapped)
+def test_optimizer_state_becomes_the_roots_without_a_step(kind: str, steps: str, wrapped: bool) -> None:
+    cases.optimizer_state(kind, steps, wrapped)
 
 
-def test_training_goes_on_alike_after_both_broadcasts(ranks: Pool) -> None:
-    ranks.run(cases.training_goes_on_alike_after_both_broadcasts)
+def test_training_goes_on_alike_after_both_broadcasts() -> None:
+    cases.training_goes_on_alike_after_both_broadcasts()
 
 
-def test_state_keeps_its_own_dtype(ranks: Pool) -> None:
-    ranks.run(cases.state_keeps_its_own_dtype)
+def test_state_keeps_its_own_dtype() -> None:
+    cases.state_keeps_its_own_dtype()
 
 
-def test_the_root_keeps_its_state_untouched(ranks: Pool) -> None:
-    ranks.run(cases.the_root_keeps_its_state_untouched)
+def test_the_root_keeps_its_state_untouched() -> None:
+    cases.the_root_keeps_its_state_untouched()
 
 
-def test_other_parameters_are_an_error_on_every_rank(ranks: Pool) -> None:
-    ranks.run(cases.other_parameters_are_an_error_on_every_rank)
+def test_other_parameters_are_an_error_on_every_rank() -> None:
+    cases.other_parameters_are_an_error_on_every_rank()
 
 
-def test_groups_of_parameters_keep_their_own_rates(ranks: Pool) -> None:
-    ranks.run(cases.groups_keep_their_own_rates)
+def test_groups_of_parameters_keep_their_own_rates() -> None:
+    cases.groups_keep_their_own_rates()
 
 
-def test_four_threads_may_broadcast_states_at_once(ranks: Pool) -> None:
-    ranks.run(cases.four_threads_broadcast_states)
+def test_four_threads_may_broadcast_states_at_once() -> None:
+    cases.four_threads_broadcast_states()
