@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from mxnet_models import assert_same_bits_on_all_ranks, convolutional, weights
+
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
 
 SGD = {"learning_rate": 1.0, "momentum": 0.9}
 STEPS = 8
@@ -63,7 +67,8 @@ def steps(hvd, mx, np, amp, net, trainer, ranks, unscales=False):
     return found
 
 
-def mixed(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_all_ranks_skip_the_step_that_overflows_on_one(hvd, mx, np):
     from mxnet.contrib import amp
 
     hvd.init()
@@ -92,11 +97,8 @@ def mixed(hvd, mx, np):
         assert found[-1][1] == 2.0**13
 
 
-def test_all_ranks_skip_the_step_that_overflows_on_one(ranks):
-    ranks(2, mixed)
-
-
-def local(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_gradient_that_stays_local_skips_the_step_on_all_ranks(hvd, mx, np):
     from mxnet.contrib.amp.loss_scaler import LossScaler
 
     hvd.init()
@@ -118,11 +120,8 @@ def local(hvd, mx, np):
     assert trainer._amp_loss_scaler.loss_scale == 2.0**14
 
 
-def test_a_gradient_that_stays_local_skips_the_step_on_all_ranks(ranks):
-    ranks(2, local)
-
-
-def passes(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_an_overflow_in_one_pass_skips_the_whole_step(hvd, mx, np):
     from mxnet.contrib.amp.loss_scaler import LossScaler
 
     hvd.init()
@@ -141,11 +140,8 @@ def passes(hvd, mx, np):
     assert net.weight.data().asscalar() == 1 - 2 - 2  # the second step was skipped, both its passes
 
 
-def test_an_overflow_in_one_pass_skips_the_whole_step(ranks):
-    ranks(2, passes)
-
-
-def state(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_the_loss_scale_is_broadcast_with_the_states(hvd, mx, np):
     from mxnet.contrib import amp
 
     hvd.init()
@@ -156,7 +152,3 @@ def state(hvd, mx, np):
     trainer._amp_loss_scaler._loss_scale = 2.0 ** (3 + hvd.rank())
     hvd.broadcast_optimizer_state(trainer, root_rank=1)
     assert trainer._amp_loss_scaler.loss_scale == 16.0
-
-
-def test_the_loss_scale_is_broadcast_with_the_states(ranks):
-    ranks(2, state)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
 
-def before_init(hvd, mx, np):
+
+@pytest.mark.ranks(1, initialized=False)
+def test_a_call_before_init(hvd, mx, np):
     x = mx.nd.ones(3)
     calls = (lambda: hvd.allreduce(x), lambda: hvd.allgather(x), lambda: hvd.broadcast_(x, 0), hvd.rank)
     for call in calls:
@@ -13,11 +16,8 @@ def before_init(hvd, mx, np):
             call()
 
 
-def test_a_call_before_init(ranks):
-    ranks(1, before_init)
-
-
-def bad_calls(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_bad_calls_raise_at_once_and_name_the_operation(hvd, mx, np):
     hvd.init()
     x = mx.nd.ones(3)
     sparse = mx.nd.sparse.row_sparse_array((np.ones((1, 2)), [0]), shape=(3, 2))
@@ -54,11 +54,8 @@ def bad_calls(hvd, mx, np):
     assert hvd.allreduce(x, name="mine").asnumpy().tolist() == [1.0] * 3  # the job goes on
 
 
-def test_bad_calls_raise_at_once_and_name_the_operation(ranks):
-    ranks(2, bad_calls)
-
-
-def disagreement(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_disagreement_shows_at_the_next_read_on_every_rank(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     calls = {
@@ -80,11 +77,8 @@ def disagreement(hvd, mx, np):
         assert hvd.allreduce(mx.nd.ones(2), name="w").asnumpy().tolist() == [1.0, 1.0]
 
 
-def test_disagreement_shows_at_the_next_read_on_every_rank(ranks):
-    ranks(2, disagreement)
-
-
-def synchronize_raises(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_synchronize_raises_each_time(hvd, mx, np):
     hvd.init()
     handle = hvd.allreduce_async(mx.nd.ones(3 + hvd.rank()), name="w")
     for _ in range(2):
@@ -103,11 +97,8 @@ def synchronize_raises(hvd, mx, np):
     assert hvd.allreduce(mx.nd.ones(2), name="after").asnumpy().tolist() == [1.0, 1.0]
 
 
-def test_synchronize_raises_each_time(ranks):
-    ranks(2, synchronize_raises)
-
-
-def local_error(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_an_error_of_an_operator_passes_through_a_collective(hvd, mx, np):
     hvd.init()
     x = mx.nd.random.normal(0, -1, (2, 2))  # fails in the engine
     handle = hvd.allreduce_async(x, name="x")
@@ -117,11 +108,8 @@ def local_error(hvd, mx, np):
     assert hvd.allreduce(mx.nd.ones(2), name="x").asnumpy().tolist() == [1.0, 1.0]
 
 
-def test_an_error_of_an_operator_passes_through_a_collective(ranks):
-    ranks(2, local_error)
-
-
-def lost_peer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_rank_that_leaves_fails_what_waits_for_it(hvd, mx, np):
     hvd.init()
     x = mx.nd.ones(4)
     hvd.allreduce(x).asnumpy()
@@ -131,7 +119,5 @@ def lost_peer(hvd, mx, np):
             hvd.synchronize(handle)
         with pytest.raises(mx.base.MXNetError, match="rank 1"):
             hvd.allreduce(x, name="later").asnumpy()
-
-
-def test_a_rank_that_leaves_fails_what_waits_for_it(ranks):
-    ranks(2, lost_peer)
+    else:
+        hvd.shutdown()

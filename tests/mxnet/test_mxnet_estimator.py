@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from mxnet_models import assert_same_bits_on_all_ranks, weights
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 EPOCHS = 3
 
 
@@ -40,7 +43,8 @@ def estimator_of(mx, np, seed, make_trainer, deferred=False):
     )
 
 
-def fitted(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_fitting_equals_one_process_with_the_joined_data(hvd, mx, np):
     from mxnet.gluon.contrib.estimator import EpochEnd
 
     class Recorder(EpochEnd):
@@ -69,11 +73,8 @@ def fitted(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, weights(np, distributed.net))
 
 
-def test_fitting_equals_one_process_with_the_joined_data(ranks):
-    ranks(2, fitted)
-
-
-def deferred(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_fitting_with_deferred_initialisation(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     made = estimator_of(mx, np, 1 + rank, hvd.DistributedTrainer, deferred=True)
@@ -85,11 +86,8 @@ def deferred(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, weights(np, made.net))
 
 
-def test_fitting_with_deferred_initialisation(ranks):
-    ranks(2, deferred)
-
-
-def metrics(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_metrics_are_averaged_by_samples(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     made = [mx.metric.Accuracy(), mx.metric.F1(average="macro"), mx.metric.CompositeEvalMetric(["mse", "ce"])]
@@ -108,11 +106,8 @@ def metrics(hvd, mx, np):
         hvd.estimator.average_metrics([mx.metric.Accuracy() for _ in range(1 + rank)])
 
 
-def test_metrics_are_averaged_by_samples(ranks):
-    ranks(2, metrics)
-
-
-def metrics_in_threads(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_four_threads_may_average_metrics_at_once(hvd, mx, np):
     hvd.init()
     made = [mx.metric.Accuracy() for _ in range(100)]
     for metric in made:
@@ -120,7 +115,3 @@ def metrics_in_threads(hvd, mx, np):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(hvd.estimator.average_metrics, made))
     assert [metric.get()[1] for metric in made] == [0.5] * 100
-
-
-def test_four_threads_may_average_metrics_at_once(ranks):
-    ranks(2, metrics_in_threads)

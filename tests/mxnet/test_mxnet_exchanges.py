@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
 
 def mine(np, rank, shape, dtype="float32"):
     """A rank's values: other ones on each rank and in each place."""
@@ -16,7 +18,8 @@ def equal(np, got, want):
     np.testing.assert_array_equal(got.asnumpy(), want)
 
 
-def alltoall(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_alltoall_with_and_without_splits(hvd, mx, np):
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     for dtype in ("int32", "float16", "float64"):
@@ -53,11 +56,8 @@ def alltoall(hvd, mx, np):
     assert got.asnumpy().sum() == got.size
 
 
-def test_alltoall_with_and_without_splits(ranks):
-    ranks(3, alltoall)
-
-
-def bad_splits(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_bad_calls_are_refused_at_once(hvd, mx, np):
     hvd.init()
     x = mx.nd.ones((5, 2))
     for splits, match in (
@@ -83,11 +83,8 @@ def bad_splits(hvd, mx, np):
     assert hvd.alltoall(mx.nd.ones(2), name="mine").asnumpy().tolist() == [1.0, 1.0]
 
 
-def test_bad_calls_are_refused_at_once(ranks):
-    ranks(2, bad_splits)
-
-
-def reducescatter(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_reducescatter_gives_the_first_ranks_a_row_more(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for rows, first, last in ((7, (0, 3, 5)[rank], (3, 5, 7)[rank]), (2, min(rank, 2), min(rank + 1, 2))):
@@ -109,11 +106,8 @@ def reducescatter(hvd, mx, np):
         equal(np, b, total)
 
 
-def test_reducescatter_gives_the_first_ranks_a_row_more(ranks):
-    ranks(3, reducescatter)
-
-
-def groups(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_group_may_hold_several_dtypes(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     arrays = [mx.nd.array(mine(np, rank, s, t), dtype=t) for s, t in (((3,), "float16"), ((2, 2), "int64"))]
@@ -133,21 +127,14 @@ def groups(hvd, mx, np):
         equal(np, x, total)
 
 
-def test_a_group_may_hold_several_dtypes(ranks):
-    ranks(2, groups)
-
-
-def adasum(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_adasum(hvd, mx, np):
     hvd.init()
     x = mx.nd.array([[3.0, 0.0], [0.0, 2.0]][hvd.rank()])
     assert hvd.allreduce(x, op=hvd.Adasum).asnumpy().tolist() == [3.0, 2.0]
     assert hvd.allreduce(mx.nd.ones(4), op=hvd.Adasum).asnumpy().tolist() == [1.0] * 4
     hvd.allreduce_(x, op=hvd.Adasum)
     assert x.asnumpy().tolist() == [3.0, 2.0]
-
-
-def test_adasum(ranks):
-    ranks(2, adasum)
 
 
 def slowly(mx, x):
@@ -158,7 +145,8 @@ def slowly(mx, x):
     return x + a[0, 0:1] * 0
 
 
-def join(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_join_comes_after_everything_that_mxnet_was_given(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     results = []
@@ -189,11 +177,8 @@ def join(hvd, mx, np):
     assert hvd.allreduce(mx.nd.ones(1), op=hvd.Sum).asscalar() == 2.0
 
 
-def test_join_comes_after_everything_that_mxnet_was_given(ranks):
-    ranks(2, join)
-
-
-def sets(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_process_sets_that_come_and_go(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for _ in range(2):
@@ -221,11 +206,8 @@ def sets(hvd, mx, np):
             hvd.alltoall(mx.nd.ones(2), process_set=ends)
 
 
-def test_process_sets_that_come_and_go(ranks):
-    ranks(3, sets)
-
-
-def signatures(hvd, mx, np):
+@pytest.mark.ranks(1)
+def test_signatures_are_horovods(hvd, mx, np):
     import inspect
 
     world = hvd.global_process_set
@@ -253,7 +235,3 @@ def signatures(hvd, mx, np):
             assert list(found.items()) == list(expected.items()), verb + form
             assert function.__name__ == verb + form
             assert function.__doc__
-
-
-def test_signatures_are_horovods(ranks):
-    ranks(1, signatures)

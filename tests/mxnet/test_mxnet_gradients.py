@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 SIZE = 3
 
 
@@ -29,7 +32,8 @@ def gradient_of(mx, function, *arrays, grad_req="write"):
     return [*whole, doubled / 2]
 
 
-def reductions(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_reductions(hvd, mx, np):
     hvd.init()
     total = sum(weights_of(np, r, (5, 2)) for r in range(SIZE))
     for op, scale in ((hvd.Sum, 1.0), (hvd.Average, 1 / SIZE)):
@@ -50,11 +54,8 @@ def reductions(hvd, mx, np):
             np.testing.assert_allclose(got, np.concatenate(rows) * scale_all * SIZE, rtol=1e-5)
 
 
-def test_reductions(ranks):
-    ranks(SIZE, reductions)
-
-
-def movements(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_gathers_broadcasts_and_exchanges(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     (got,) = gradient_of(mx, lambda x: weighted(hvd, mx, hvd.allgather(x)), mx.nd.ones((rank + 1, 2)))
@@ -77,11 +78,8 @@ def movements(hvd, mx, np):
     np.testing.assert_allclose(got, np.concatenate([*want, np.zeros((1, 2))]))
 
 
-def test_gathers_broadcasts_and_exchanges(ranks):
-    ranks(SIZE, movements)
-
-
-def grouped(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_grouped_forms(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     total = sum(weights_of(np, r, 3) for r in range(SIZE))
@@ -113,11 +111,8 @@ def grouped(hvd, mx, np):
     np.testing.assert_allclose(b, np.concatenate([weights_of(np, r, 2) for r in range(SIZE)]) * 2 * SIZE)
 
 
-def test_grouped_forms(ranks):
-    ranks(SIZE, grouped)
-
-
-def added(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_gradients_that_are_added_up(hvd, mx, np):
     hvd.init()
     x = mx.nd.ones(2)
     x.attach_grad(grad_req="add")
@@ -128,11 +123,8 @@ def added(hvd, mx, np):
     assert x.grad.asnumpy().tolist() == [39.0, 39.0]
 
 
-def test_gradients_that_are_added_up(ranks):
-    ranks(2, added)
-
-
-def flavours(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_arrays_of_mx_np(hvd, mx, np):
     hvd.init()
     mx.npx.set_np()
     rank = hvd.rank()
@@ -154,11 +146,8 @@ def flavours(hvd, mx, np):
     np.testing.assert_array_equal(x.grad.asnumpy(), np.full((2, 2), 5.0, "float32"))
 
 
-def test_arrays_of_mx_np(ranks):
-    ranks(2, flavours)
-
-
-def handles(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_asynchronous_forms_have_gradients(hvd, mx, np):
     hvd.init()
     x = mx.nd.ones(3)
     x.attach_grad()
@@ -169,11 +158,8 @@ def handles(hvd, mx, np):
     assert x.grad.asnumpy().tolist() == [3.0] * 3
 
 
-def test_asynchronous_forms_have_gradients(ranks):
-    ranks(2, handles)
-
-
-def no_gradient(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_maximum_has_no_gradient_and_says_so(hvd, mx, np, printed):
     hvd.init()
     x = mx.nd.ones(3)
     x.attach_grad()
@@ -184,14 +170,11 @@ def no_gradient(hvd, mx, np):
     loss.backward()
     with pytest.raises(mx.base.MXNetError):
         x.grad.asnumpy()
+    assert "allreduce 'largest': op=Max has no gradient" in printed()
 
 
-def test_a_maximum_has_no_gradient_and_says_so(ranks):
-    output = ranks(2, no_gradient)
-    assert "allreduce 'largest': op=Max has no gradient" in output
-
-
-def many(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_many_branches(hvd, mx, np):
     hvd.init()
     # Branches that backward may reach in any order, more than MXNet has threads for custom functions.
     x = mx.nd.ones(4)
@@ -206,11 +189,8 @@ def many(hvd, mx, np):
         assert x.grad.asnumpy().tolist() == [want] * 4
 
 
-def test_many_branches(ranks):
-    ranks(2, many)
-
-
-def late_root(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_gradients_stay_in_memory_until_they_are_sent(hvd, mx, np):
     hvd.init()
     # The result of the reduction is not needed on rank 1, but its gradient is read until it is done.
     for step in range(30):
@@ -226,11 +206,8 @@ def late_root(hvd, mx, np):
         del junk
 
 
-def test_gradients_stay_in_memory_until_they_are_sent(ranks):
-    ranks(2, late_root)
-
-
-def without_rows(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_ranks_without_rows(hvd, mx, np):
     hvd.init()
     mx.npx.set_np()
     rank = hvd.rank()
@@ -253,11 +230,8 @@ def without_rows(hvd, mx, np):
     mx.nd.waitall()
 
 
-def test_ranks_without_rows(ranks):
-    ranks(2, without_rows)
-
-
-def training(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_loss_over_all_ranks_trains_as_one_process(hvd, mx, np):
     hvd.init()
     # A model whose ranks see one another's batches: equal to one process with the joined batch.
     rank = hvd.rank()
@@ -282,11 +256,8 @@ def training(hvd, mx, np):
     np.testing.assert_allclose(weight.data().asnumpy(), alone.asnumpy(), rtol=1e-5)
 
 
-def test_a_loss_over_all_ranks_trains_as_one_process(ranks):
-    ranks(2, training)
-
-
-def hybrid(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_a_hybridized_block_gets_gradients_through_collectives(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     net = mx.gluon.nn.Dense(1, use_bias=False, in_units=1, weight_initializer=mx.init.One())
@@ -314,11 +285,8 @@ def hybrid(hvd, mx, np):
             assert net.weight.grad().asscalar() == wanted, (name, exact)
 
 
-def test_a_hybridized_block_gets_gradients_through_collectives(ranks):
-    ranks(SIZE, hybrid)
-
-
-def layouts(hvd, mx, np):
+@pytest.mark.ranks(1)
+def test_between_convolutions(hvd, mx, np):
     hvd.init()
     verbs = {
         "allreduce": hvd.allreduce,
@@ -350,10 +318,6 @@ def layouts(hvd, mx, np):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max(), err_msg=name)
 
 
-def test_between_convolutions(ranks):
-    ranks(1, layouts)
-
-
 def rewire(hvd):
     """Begin another world; how many operations it has had."""
     hvd.shutdown()
@@ -362,7 +326,8 @@ def rewire(hvd):
     return hvd.counters()["operations"]
 
 
-def across_a_rewiring(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_gradient_of_a_world_that_has_ended_is_lost(hvd, mx, np):
     hvd.init()
     layer = hvd.SyncBatchNorm(in_channels=1)
     layer.initialize()
@@ -394,11 +359,8 @@ def across_a_rewiring(hvd, mx, np):
         assert x.grad.asnumpy().shape == (2, 1), kind
 
 
-def test_a_gradient_of_a_world_that_has_ended_is_lost(ranks):
-    ranks(2, across_a_rewiring)
-
-
-def unread_across_a_rewiring(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_gradient_that_nobody_has_read_leaves_the_new_world_alone(hvd, mx, np):
     hvd.init()
     x = mx.nd.ones(4) * (hvd.rank() + 1)
     x.attach_grad()
@@ -417,7 +379,3 @@ def unread_across_a_rewiring(hvd, mx, np):
         trainer.step(1)
     assert parameter.data().asnumpy().tolist() == [1.0 - 2 * 0.5 * 1.5] * 3
     assert hvd.allreduce(mx.nd.ones(2), op=hvd.Sum).asnumpy().tolist() == [2.0, 2.0]
-
-
-def test_a_gradient_that_nobody_has_read_leaves_the_new_world_alone(ranks):
-    ranks(2, unread_across_a_rewiring)

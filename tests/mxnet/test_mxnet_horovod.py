@@ -81,7 +81,8 @@ def described(hvd, parameter):
     return f"{parameter.name}={shown or known.get(id(default)) or repr(default)}"
 
 
-def signatures(hvd, mx, np):
+@pytest.mark.ranks(1)
+def test_names_arguments_and_defaults_are_horovods(hvd, mx, np):
     wrong = []
     for name, expected in {**SIGNATURES, **OWN}.items():
         parameters = [
@@ -98,7 +99,3 @@ def signatures(hvd, mx, np):
     assert not wrong, "\n".join(wrong)
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == list(range(6))
     assert {"none", "fp16", "bf16"} <= set(dir(hvd.Compression))
-
-
-def test_names_arguments_and_defaults_are_horovods(ranks):
-    ranks(1, signatures)

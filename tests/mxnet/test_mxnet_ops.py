@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "float32", "float64")
 SHAPES = ((), (1,), (7,), (0, 3), (3, 5), (2, 3, 129))
 
@@ -35,7 +38,8 @@ def assert_equal(np, got, expected):
     )
 
 
-def allreduce(hvd, mx, np):
+@pytest.mark.ranks(2, 3)
+def test_allreduce_equals_numpy_for_every_dtype_shape_and_op(hvd, mx, np):
     hvd.init()
     for dtype in DTYPES:
         for shape in SHAPES:
@@ -56,15 +60,8 @@ def allreduce(hvd, mx, np):
                 assert_equal(np, x, expected)
 
 
-def test_allreduce_equals_numpy_for_every_dtype_shape_and_op(ranks):
-    ranks(2, allreduce)
-
-
-def test_allreduce_equals_numpy_on_three_ranks(ranks):
-    ranks(3, allreduce)
-
-
-def bool_and_bfloat16(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_bool_and_bfloat16(hvd, mx, np):
     hvd.init()
     mine = np.array([hvd.rank() == 0, True, False])
     x = mx.np.array(mine, dtype="bool")
@@ -77,11 +74,8 @@ def bool_and_bfloat16(hvd, mx, np):
     assert hvd.allreduce(y, op=hvd.Sum).astype("float32").asnumpy().tolist() == [3.0, -2.0]
 
 
-def test_bool_and_bfloat16(ranks):
-    ranks(2, bool_and_bfloat16)
-
-
-def factors(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_factors_and_the_older_average_argument(hvd, mx, np):
     hvd.init()
     x = mx.nd.array([1.0, 2.0]) * (hvd.rank() + 1)
     got = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
@@ -90,11 +84,8 @@ def factors(hvd, mx, np):
     assert hvd.allreduce(x, True).asnumpy().tolist() == [1.5, 3.0]
 
 
-def test_factors_and_the_older_average_argument(ranks):
-    ranks(2, factors)
-
-
-def grouped(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_grouped_allreduce(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     arrays = [mx.nd.ones((i + 1, 3)) * (rank + i) for i in range(5)]
@@ -115,11 +106,8 @@ def grouped(hvd, mx, np):
     assert halves.asnumpy().tolist() == [3.0 * i for i in range(8)]
 
 
-def test_grouped_allreduce(ranks):
-    ranks(2, grouped)
-
-
-def allgather(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_allgather_of_rows_that_differ(hvd, mx, np):
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     for dtype in DTYPES:
@@ -138,11 +126,8 @@ def allgather(hvd, mx, np):
         assert hvd.allgather(mx.np.ones((0, 3))).shape == (0, 3)
 
 
-def test_allgather_of_rows_that_differ(ranks):
-    ranks(3, allgather)
-
-
-def broadcast(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_broadcast(hvd, mx, np):
     hvd.init()
     for dtype in DTYPES:
         for shape in ((), (7,), (2, 3, 5)):
@@ -160,11 +145,8 @@ def broadcast(hvd, mx, np):
                 np.testing.assert_array_equal(x.asnumpy(), np.full(x.shape, root, dtype))
 
 
-def test_broadcast(ranks):
-    ranks(2, broadcast)
-
-
-def views(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_views_are_reduced_where_they_lie(hvd, mx, np):
     hvd.init()
     x = mx.nd.arange(24).reshape((6, 4)) * (hvd.rank() + 1)
     hvd.allreduce_(x[1:3], op=hvd.Sum)  # a view shares x's memory
@@ -179,11 +161,8 @@ def views(hvd, mx, np):
     np.testing.assert_array_equal(hvd.allreduce(y.T, op=hvd.Sum).asnumpy(), want.T)
 
 
-def test_views_are_reduced_where_they_lie(ranks):
-    ranks(2, views)
-
-
-def numpy_flavour(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_arrays_of_mx_np(hvd, mx, np):
     hvd.init()
     mx.npx.set_np()
     x = mx.np.arange(6).reshape(2, 3) * (hvd.rank() + 1)
@@ -196,11 +175,8 @@ def numpy_flavour(hvd, mx, np):
     assert empty.asnumpy().shape == (0, 4)
 
 
-def test_arrays_of_mx_np(ranks):
-    ranks(2, numpy_flavour)
-
-
-def onednn_layouts(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_outputs_of_convolutions(hvd, mx, np):
     hvd.init()
     x = mx.nd.random.normal(shape=(2, 16, 20, 20))
     w = mx.nd.random.normal(shape=(32, 16, 3, 3))
@@ -220,11 +196,8 @@ def onednn_layouts(hvd, mx, np):
         np.testing.assert_allclose(hvd.allgather(y).asnumpy()[2:], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_outputs_of_convolutions(ranks):
-    ranks(2, onednn_layouts)
-
-
-def process_sets(hvd, mx, np):
+@pytest.mark.ranks(3, initialized=False)
+def test_process_sets(hvd, mx, np):
     ends = hvd.ProcessSet([0, 2])
     hvd.init(process_sets=[ends])
     if ends.included():
@@ -239,11 +212,8 @@ def process_sets(hvd, mx, np):
     assert hvd.allreduce(mx.nd.ones(1) * hvd.rank(), op=hvd.Sum).asscalar() == 3.0
 
 
-def test_process_sets(ranks):
-    ranks(3, process_sets)
-
-
-def objects(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_objects_barrier_and_exports(hvd, mx, np):
     hvd.init()
     assert hvd.broadcast_object({"epoch": hvd.rank()}, root_rank=1) == {"epoch": 1}
     assert hvd.allgather_object("x" * hvd.rank()) == ["", "x"]
@@ -252,11 +222,8 @@ def objects(hvd, mx, np):
     assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 
-def test_objects_barrier_and_exports(ranks):
-    ranks(2, objects)
-
-
-def compression(hvd, mx, np):
+@pytest.mark.ranks(1)
+def test_compression(hvd, mx, np):
     hvd.init()
     x = mx.nd.array([1.0, 1 / 3, 1000.5])
     for compressor, dtype in ((hvd.Compression.none, "float32"), (hvd.Compression.fp16, "float16")):
@@ -268,11 +235,8 @@ def compression(hvd, mx, np):
     assert hvd.Compression.fp16.compress(whole)[0] is whole
 
 
-def test_compression(ranks):
-    ranks(1, compression)
-
-
-def compression_to_bfloat16(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_compression_to_bfloat16_of_both_flavours_of_arrays(hvd, mx, np):
     hvd.init()
     compressor = hvd.Compression.bf16
     bfloat16 = np.dtype([("bfloat16", np.uint16)])
@@ -299,16 +263,9 @@ def compression_to_bfloat16(hvd, mx, np):
             assert compressor.compress(narrow)[0] is narrow
 
 
-def test_compression_to_bfloat16_of_both_flavours_of_arrays(ranks):
-    ranks(2, compression_to_bfloat16)
-
-
-def single_rank(hvd, mx, np):
+@pytest.mark.ranks(1)
+def test_a_world_of_one_rank(hvd, mx, np):
     hvd.init()
     x = mx.nd.arange(5)
     for got in (hvd.allreduce(x), hvd.allgather(x), hvd.broadcast(x, 0)):
         np.testing.assert_array_equal(got.asnumpy(), np.arange(5.0))
-
-
-def test_a_world_of_one_rank(ranks):
-    ranks(1, single_rank)

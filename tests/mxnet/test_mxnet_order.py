@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
 
 
 def slow_ones(mx, shape):
@@ -18,7 +18,8 @@ def slow_ones(mx, shape):
     return mx.nd.broadcast_to(a[0, 0:1] * 512, shape)
 
 
-def reads_and_writes(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_reads_and_writes_around_a_collective_keep_program_order(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for _ in range(20):
@@ -33,11 +34,8 @@ def reads_and_writes(hvd, mx, np):
         np.testing.assert_allclose(y.asnumpy(), np.full(64, 12.0))
 
 
-def test_reads_and_writes_around_a_collective_keep_program_order(ranks):
-    ranks(2, reads_and_writes)
-
-
-def recorded_gradients(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_gradients_are_reduced_after_backward(hvd, mx, np):
     hvd.init()
     w = mx.nd.array([1.0, 2.0]) * (hvd.rank() + 1)
     w.attach_grad()
@@ -49,11 +47,8 @@ def recorded_gradients(hvd, mx, np):
     np.testing.assert_allclose(w.asnumpy(), np.array([1.0, 2.0]) * (hvd.rank() + 1 - 9))
 
 
-def test_gradients_are_reduced_after_backward(ranks):
-    ranks(2, recorded_gradients)
-
-
-def one_name(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_operations_of_one_name_meet_in_program_order(hvd, mx, np):
     hvd.init()
     for _ in range(10):
         # The first is late on rank 0, the second on rank 1: engines reach them in other orders.
@@ -65,11 +60,8 @@ def one_name(hvd, mx, np):
         np.testing.assert_allclose(b.asnumpy(), np.full(8, 20.0))
 
 
-def test_operations_of_one_name_meet_in_program_order(ranks):
-    ranks(2, one_name)
-
-
-def done_before_the_next(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_handle_that_is_done_waits_for_no_later_operation(hvd, mx, np):
     hvd.init()
     x, y = mx.nd.ones(4), mx.nd.ones(4)
     first = hvd.allreduce_async_(x, name="first", op=hvd.Sum)
@@ -86,11 +78,8 @@ def done_before_the_next(hvd, mx, np):
     assert hvd.synchronize(second).asnumpy().tolist() == [4.0] * 4
 
 
-def test_a_handle_that_is_done_waits_for_no_later_operation(ranks):
-    ranks(2, done_before_the_next)
-
-
-def many_unnamed(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_any_number_of_unnamed_calls_may_be_in_flight(hvd, mx, np):
     hvd.init()
     first = slow_ones(mx, (4,)) if hvd.rank() == 0 else mx.nd.ones(4)
     results = [hvd.allreduce(first, op=hvd.Sum)]
@@ -113,13 +102,10 @@ def many_unnamed(hvd, mx, np):
     assert hvd.counters()["cache_hits"] - hits == 60
 
 
-def test_any_number_of_unnamed_calls_may_be_in_flight(ranks):
-    ranks(2, many_unnamed)
-
-
-def returns_at_once(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_calls_return_before_the_other_ranks_come(hvd, mx, np, tmp_path):
     hvd.init()
-    flag = Path(os.environ["POLYHVD_TEST_FOLDER"]) / "rank 0 has called"
+    flag = tmp_path / "rank 0 has called"
     x = mx.nd.ones(4) * hvd.rank()
     if hvd.rank() == 0:
         y = hvd.allreduce(x)
@@ -140,11 +126,8 @@ def returns_at_once(hvd, mx, np):
     assert x.asnumpy().tolist() == [0.0] * 4
 
 
-def test_calls_return_before_the_other_ranks_come(ranks):
-    ranks(2, returns_at_once)
-
-
-def more_outstanding_than_threads(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_named_calls_in_any_order_and_more_than_engine_threads(hvd, mx, np):
     hvd.init()
     order = range(200) if hvd.rank() == 0 else reversed(range(200))
     arrays = [mx.nd.ones(16) * (i + hvd.rank()) for i in range(200)]
@@ -154,11 +137,8 @@ def more_outstanding_than_threads(hvd, mx, np):
         assert x.asnumpy().tolist() == [i + 0.5] * 16
 
 
-def test_named_calls_in_any_order_and_more_than_engine_threads(ranks):
-    ranks(2, more_outstanding_than_threads)
-
-
-def dropped(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_arrays_and_handles_that_are_dropped_live_until_done(hvd, mx, np):
     hvd.init()
     for _ in range(30):
         x = slow_ones(mx, (20000,)) * hvd.rank()
@@ -173,11 +153,8 @@ def dropped(hvd, mx, np):
     mx.nd.waitall()
 
 
-def test_arrays_and_handles_that_are_dropped_live_until_done(ranks):
-    ranks(2, dropped)
-
-
-def threads(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_calls_from_several_python_threads(hvd, mx, np):
     hvd.init()
     failures = []
 
@@ -198,11 +175,8 @@ def threads(hvd, mx, np):
     assert not failures, failures
 
 
-def test_calls_from_several_python_threads(ranks):
-    ranks(2, threads)
-
-
-def restarts(hvd, mx, np):
+@pytest.mark.ranks(2, env={"POLYHVD_SHUTDOWN_DRAIN_SECONDS": "0.2"})
+def test_init_after_shutdown(hvd, mx, np):
     for i in range(5):
         hvd.init()
         x = mx.nd.ones(4) * hvd.rank()
@@ -218,7 +192,8 @@ def restarts(hvd, mx, np):
         hvd.shutdown()
 
 
-def shutdown_while_pending(hvd, mx, np):
+@pytest.mark.ranks(2, env={"POLYHVD_SHUTDOWN_DRAIN_SECONDS": "0.2"})
+def test_shutdown_fails_what_is_pending_and_leaves_mxnet_alive(hvd, mx, np):
     hvd.init()
     if hvd.rank() == 0:
         x = mx.nd.ones(4)
@@ -237,11 +212,8 @@ def shutdown_while_pending(hvd, mx, np):
         assert (mx.nd.ones(2) + 1).asnumpy().tolist() == [2.0, 2.0]
 
 
-def test_shutdown_fails_what_is_pending_and_leaves_mxnet_alive(ranks):
-    ranks(2, shutdown_while_pending, POLYHVD_SHUTDOWN_DRAIN_SECONDS="0.2")
-
-
-def leaves_at_once(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_shutdown_lets_what_mxnet_holds_finish(hvd, mx, np):
     hvd.init()
     late = slow_ones(mx, (4,)) * (hvd.rank() + 1)
     hvd.allreduce_(late, op=hvd.Sum)  # MXNet holds it for as long as it computes the array
@@ -249,19 +221,8 @@ def leaves_at_once(hvd, mx, np):
     assert late.asnumpy().tolist() == [3.0] * 4
 
 
-def test_shutdown_lets_what_mxnet_holds_finish(ranks):
-    ranks(2, leaves_at_once)
-
-
-def exit_while_pending(hvd, mx, np):
+@pytest.mark.ranks(2, fresh=True)
+def test_a_process_ends_with_operations_pending(hvd, mx, np):
     hvd.init()
     hvd.allreduce(mx.nd.ones(4), name=f"of rank {hvd.rank()} alone")
     hvd.allreduce(slow_ones(mx, (4,)), name=f"late, of rank {hvd.rank()} alone")
-
-
-def test_a_process_ends_with_operations_pending(ranks):
-    ranks(2, exit_while_pending)
-
-
-def test_init_after_shutdown(ranks):
-    ranks(2, restarts, POLYHVD_SHUTDOWN_DRAIN_SECONDS="0.2")

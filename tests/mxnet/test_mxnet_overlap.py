@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
 
 class Gate:
     """Holds the backward of a layer until the test lets it pass, as a slow layer would."""
@@ -42,7 +46,8 @@ def network(mx, hybrid):
     return net
 
 
-def overlaps(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_last_layers_are_reduced_before_the_first_layers_gradient_is_there(hvd, mx, np):
     hvd.init()
     gate = Gate(mx)
     for hybrid in (None, {}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True}):
@@ -71,7 +76,3 @@ def overlaps(hvd, mx, np):
                 np.testing.assert_array_equal(one, other)
             trainer.update(1)
             mx.nd.waitall()
-
-
-def test_last_layers_are_reduced_before_the_first_layers_gradient_is_there(ranks):
-    ranks(2, overlaps)

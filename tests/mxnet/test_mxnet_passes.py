@@ -11,6 +11,9 @@ from mxnet_models import (
     weights,
 )
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 PASSES = 3
 STEPS = 4
 SGD = {"learning_rate": 0.1, "momentum": 0.9}
@@ -51,7 +54,8 @@ def alone(hvd, mx, np, divisor):
     return weights(np, net)
 
 
-def passes(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_passes_add_up_to_one_process_with_the_joined_batch(hvd, mx, np):
     hvd.init()
     expected = alone(hvd, mx, np, PASSES)
     averaged = alone(hvd, mx, np, 1)
@@ -81,11 +85,8 @@ def passes(hvd, mx, np):
             hvd.DistributedOptimizer(mx.optimizer.SGD(), backward_passes_per_step=wrong)
 
 
-def test_passes_add_up_to_one_process_with_the_joined_batch(ranks):
-    ranks(2, passes)
-
-
-def passes_alone(hvd, mx, np):
+@pytest.mark.ranks(1)
+def test_passes_of_a_single_rank(hvd, mx, np):
     hvd.init()
     net = convolutional(mx, np)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD, backward_passes_per_step=PASSES)
@@ -94,11 +95,8 @@ def passes_alone(hvd, mx, np):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_passes_of_a_single_rank(ranks):
-    ranks(1, passes_alone)
-
-
-def passes_of_optimizer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_passes_of_the_optimizer(hvd, mx, np):
     hvd.init()
     shapes = [(3, 2), (4,), (2, 2), (5,), (1,)]
     for make in (lambda: mx.optimizer.SGD(**SGD), lambda: mx.optimizer.Adam()):
@@ -132,11 +130,8 @@ def passes_of_optimizer(hvd, mx, np):
                 assert_same_bits_on_all_ranks(hvd, [a.asnumpy() for a in mine])
 
 
-def test_passes_of_the_optimizer(ranks):
-    ranks(2, passes_of_optimizer)
-
-
-def sparse_passes(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_passes_of_row_sparse_gradients(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for as_dense in (False, True):
@@ -160,10 +155,6 @@ def sparse_passes(hvd, mx, np):
         np.testing.assert_array_equal(embedding.weight.data().asnumpy(), expected)
 
 
-def test_passes_of_row_sparse_gradients(ranks):
-    ranks(2, sparse_passes)
-
-
 def branches(mx, count):
     nets = [mx.gluon.nn.Dense(1, in_units=1, use_bias=False) for _ in range(count)]
     for net in nets:
@@ -175,7 +166,8 @@ def parameters_of(nets):
     return [net.weight for net in nets]
 
 
-def partly_used(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_what_some_ranks_use_is_updated_on_all(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for halves in (False, True):
@@ -196,11 +188,8 @@ def partly_used(hvd, mx, np):
         assert [net.weight.data().asscalar() for net in nets] == expected
 
 
-def test_what_some_ranks_use_is_updated_on_all(ranks):
-    ranks(2, partly_used)
-
-
-def stale_in_a_pass(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_what_one_pass_uses_is_not_added_twice(hvd, mx, np):
     hvd.init()
     nets = branches(mx, 2)
     trainer = hvd.DistributedTrainer(
@@ -216,11 +205,8 @@ def stale_in_a_pass(hvd, mx, np):
         assert nets[1].weight.data().asscalar() == 1 - 3.0 * (step + 1)
 
 
-def test_what_one_pass_uses_is_not_added_twice(ranks):
-    ranks(2, stale_in_a_pass)
-
-
-def local(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_gradients_that_stay_local(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for options, factor in (
@@ -254,11 +240,8 @@ def local(hvd, mx, np):
     np.testing.assert_array_equal(embedding.weight.data().asnumpy(), expected)
 
 
-def test_gradients_that_stay_local(ranks):
-    ranks(2, local)
-
-
-def frozen(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_frozen_parameters_are_not_reduced(hvd, mx, np):
     hvd.init()
     net = convolutional(mx, np)
     parameters = list(net.collect_params().values())
@@ -274,7 +257,3 @@ def frozen(hvd, mx, np):
     np.testing.assert_array_equal(after[0], before[0])
     assert all((a != b).any() for a, b in zip(after[1:], before[1:], strict=True))
     assert_same_bits_on_all_ranks(hvd, after)
-
-
-def test_frozen_parameters_are_not_reduced(ranks):
-    ranks(2, frozen)

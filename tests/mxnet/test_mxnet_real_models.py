@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from mxnet_models import assert_same_bits_on_all_ranks, weights
+
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
 
 STEPS = 10
 BATCH = 4  # of a rank
@@ -58,7 +62,8 @@ def compare(hvd, mx, np, make, sample, name, options, tolerance, hybrid=None, dt
     assert_same_bits_on_all_ranks(hvd, weights(np, net))
 
 
-def residual(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_residual_network_with_synchronized_batch_norm(hvd, mx, np):
     hvd.init()
 
     def make(is_distributed):
@@ -75,14 +80,11 @@ def residual(hvd, mx, np):
     compare(hvd, mx, np, make, sample, "sgd", options, 1e-5, **how)
 
 
-def test_a_residual_network_with_synchronized_batch_norm(ranks):
-    ranks(2, residual)
-
-
 WORDS = 5000
 
 
-def recurrent(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_an_lstm_with_a_large_sparse_embedding(hvd, mx, np):
     hvd.init()
 
     class Tagger(mx.gluon.Block):
@@ -103,11 +105,8 @@ def recurrent(hvd, mx, np):
         compare(hvd, mx, np, lambda _: Tagger(), sample, name, options, 2e-3)
 
 
-def test_an_lstm_with_a_large_sparse_embedding(ranks):
-    ranks(2, recurrent)
-
-
-def perceptron(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_perceptron(hvd, mx, np):
     hvd.init()
 
     def make(_):
@@ -123,7 +122,3 @@ def perceptron(hvd, mx, np):
 
     for hybrid in (None, {"static_alloc": True, "static_shape": True}):
         compare(hvd, mx, np, make, sample, "adam", {"learning_rate": 0.01}, 1e-3, hybrid)
-
-
-def test_a_perceptron(ranks):
-    ranks(2, perceptron)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 HEIGHT = 1000
 
 
@@ -15,7 +18,8 @@ def rows(mx, np, indices, dtype="float32", height=HEIGHT):
     return mx.nd.sparse.row_sparse_array((values, indices), shape=(height, 3), dtype=dtype)
 
 
-def reduced(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_allreduce_of_row_sparse_arrays_equals_that_of_dense_ones(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     cases = (
@@ -47,11 +51,8 @@ def reduced(hvd, mx, np):
         hvd.allgather(rows(mx, np, [1]))
 
 
-def test_allreduce_of_row_sparse_arrays_equals_that_of_dense_ones(ranks):
-    ranks(2, reduced)
-
-
-def cost(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_what_is_sent_does_not_depend_on_the_height(hvd, mx, np):
     hvd.init()
 
     def bytes_of(height):
@@ -61,10 +62,6 @@ def cost(hvd, mx, np):
 
     bytes_of(100)  # what is told once
     assert bytes_of(100) == bytes_of(10**7) > 0
-
-
-def test_what_is_sent_does_not_depend_on_the_height(ranks):
-    ranks(2, cost)
 
 
 def embedding(mx, np, sparse):
@@ -95,7 +92,8 @@ def steps(mx, np, net, trainer, members):
         trainer.step(len(x))
 
 
-def training(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_training_an_embedding_with_sparse_gradients(hvd, mx, np):
     hvd.init()
     options = {"learning_rate": 0.05}
     for extra in (
@@ -118,11 +116,8 @@ def training(hvd, mx, np):
             np.testing.assert_allclose(got.data().asnumpy(), want.data().asnumpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_training_an_embedding_with_sparse_gradients(ranks):
-    ranks(2, training)
-
-
-def optimizer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_the_optimizer_takes_sparse_gradients(hvd, mx, np):
     hvd.init()
     for extra in ({}, {"sparse_as_dense": True}):
         weight = mx.nd.ones((HEIGHT, 3))
@@ -136,11 +131,8 @@ def optimizer(hvd, mx, np):
         np.testing.assert_allclose(weight.asnumpy(), expected)
 
 
-def test_the_optimizer_takes_sparse_gradients(ranks):
-    ranks(2, optimizer)
-
-
-def many(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches_with_the_same_bits(hvd, mx, np):
     hvd.init()
     count, shape = 200, (40, 3)
     random = np.random.RandomState(hvd.rank())
@@ -178,7 +170,3 @@ def many(hvd, mx, np):
     assert min(batches) <= 10, batches
     for sparse, dense in zip(weights["row_sparse"], weights["default"], strict=True):
         np.testing.assert_array_equal(sparse.data().asnumpy(), dense.data().asnumpy())
-
-
-def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches_with_the_same_bits(ranks):
-    ranks(2, many)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 STEPS = 5
 
 #: Whether a rank uses the second parameter in a step; the first one is used by all, always.
@@ -49,7 +54,8 @@ def cases(hvd):
                 yield op, "add", False, options
 
 
-def stale(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_stale_gradients_count_as_in_one_process(hvd, mx, np):
     hvd.init()
     plain = ("sgd", {"learning_rate": 0.01, "momentum": 0.5})
     for number, (op, grad_req, zeroes, options) in enumerate(cases(hvd)):
@@ -75,7 +81,3 @@ def stale(hvd, mx, np):
                 )
             if name == "by none":
                 np.testing.assert_array_equal(mine[1].data().asnumpy(), np.ones(3))
-
-
-def test_stale_gradients_count_as_in_one_process(ranks):
-    ranks(3, stale)

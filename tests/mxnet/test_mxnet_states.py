@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from mxnet_models import (
     BATCH,
@@ -16,6 +13,9 @@ from mxnet_models import (
     train,
     weights,
 )
+
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
 
 SGD = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
 
@@ -34,16 +34,16 @@ def states_of(np, trainer):
     return [array for number in numbers for array in arrays(trainer._updaters[0].states.get(number))]
 
 
-def resumed(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_job_goes_on_from_what_the_root_has_loaded(hvd, mx, np, tmp_path):
     hvd.init()
     rank = hvd.rank()
-    folder = Path(os.environ["POLYHVD_TEST_FOLDER"])
     net = convolutional(mx, np)
     first = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
     train(mx, np, net, first, [rank], 10)
     if rank == 0:
-        net.save_parameters(str(folder / "net"))
-        first.save_states(str(folder / "trainer"))
+        net.save_parameters(str(tmp_path / "net"))
+        first.save_states(str(tmp_path / "trainer"))
     hvd.barrier()
     for _ in range(rank * 9):
         mx.gluon.nn.Dense(1)  # Gluon sorts the layers of this rank otherwise
@@ -51,8 +51,8 @@ def resumed(hvd, mx, np):
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
     optimizer = trainer.optimizer
     if rank == 0:
-        net.load_parameters(str(folder / "net"))
-        trainer.load_states(str(folder / "trainer"))
+        net.load_parameters(str(tmp_path / "net"))
+        trainer.load_states(str(tmp_path / "trainer"))
     elif rank == 1:  # whose own states are of no use
         train_alone = mx.gluon.Trainer(net.collect_params(), "sgd", SGD, kvstore=None)
         train(mx, np, net, train_alone, [0], 1)
@@ -72,10 +72,6 @@ def resumed(hvd, mx, np):
     assert_equal_to_joined_batch(hvd, mx, np, net, "sgd", SGD)
 
 
-def test_a_job_goes_on_from_what_the_root_has_loaded(ranks):
-    ranks(2, resumed)
-
-
 OPTIMIZERS = {
     "sgd": {"momentum": 0.9, "multi_precision": True},
     "nag": {"momentum": 0.9},
@@ -91,7 +87,8 @@ OPTIMIZERS = {
 }
 
 
-def every_optimizer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_states_of_every_optimizer(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for name, options in OPTIMIZERS.items():
@@ -125,11 +122,8 @@ def every_optimizer(hvd, mx, np):
             assert len(set(hvd.allgather_object(trainer.learning_rate))) == 1
 
 
-def test_states_of_every_optimizer(ranks):
-    ranks(2, every_optimizer)
-
-
-def differing(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_states_of_updaters_and_what_is_refused(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     net = mx.gluon.nn.Dense(4, in_units=3)
@@ -152,7 +146,3 @@ def differing(hvd, mx, np):
     assert plain.states[0][0].asnumpy() == pytest.approx(np.full(3, 0.1))
     hvd.broadcast_optimizer_state(updater)
     assert updater.optimizer.num_update == 2
-
-
-def test_states_of_updaters_and_what_is_refused(ranks):
-    ranks(2, differing)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from mxnet_models import assert_same_bits_on_all_ranks, fill
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 SAMPLES = (4, 7, 1)  # of each rank
 HYBRID = (None, {}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True})
 
@@ -57,7 +60,8 @@ def results(mx, net, xs, first):
     return found, gradients, [p.data().asnumpy() for p in parameters]
 
 
-def normalizes(hvd, mx, np):
+@pytest.mark.ranks(2, 3)
+def test_outputs_gradients_and_statistics_equal_the_joined_batch(hvd, mx, np):
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     begin = sum(SAMPLES[:rank])
@@ -89,12 +93,8 @@ def normalizes(hvd, mx, np):
             assert hvd.counters()["operations"] == before
 
 
-@pytest.mark.parametrize("number", [2, 3])
-def test_outputs_gradients_and_statistics_equal_the_joined_batch(ranks, number):
-    ranks(number, normalizes)
-
-
-def one_collective_each(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_one_collective_in_forward_and_one_in_backward(hvd, mx, np):
     hvd.init()
     layer = hvd.SyncBatchNorm(in_channels=3)
     layer.initialize()
@@ -126,11 +126,8 @@ def one_collective_each(hvd, mx, np):
     assert hvd.counters()["operations"] == before + 2
 
 
-def test_one_collective_in_forward_and_one_in_backward(ranks):
-    ranks(2, one_collective_each)
-
-
-def half(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_statistics_of_float16_are_float32_and_far_from_zero_they_are_exact(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     net = hvd.SyncBatchNorm(in_channels=3)
@@ -160,11 +157,8 @@ def half(hvd, mx, np):
     np.testing.assert_allclose(far.running_var.data().asnumpy(), 0.9 + 0.1 * joined.var(axis=0), rtol=1e-5)
 
 
-def test_statistics_of_float16_are_float32_and_far_from_zero_they_are_exact(ranks):
-    ranks(2, half)
-
-
-def shared_and_deferred(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_layer_used_twice_and_deferred_channels(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     found = []
@@ -194,11 +188,8 @@ def shared_and_deferred(hvd, mx, np):
     np.testing.assert_allclose(layer.running_mean.data().asnumpy(), [mean] * 3, rtol=1e-5)
 
 
-def test_a_layer_used_twice_and_deferred_channels(ranks):
-    ranks(2, shared_and_deferred)
-
-
-def trained(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_converted_network_trains_as_on_the_joined_batch(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
 
@@ -225,11 +216,8 @@ def trained(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, mine)
 
 
-def test_a_converted_network_trains_as_on_the_joined_batch(ranks):
-    ranks(2, trained)
-
-
-def flavour(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_arrays_of_mx_np(hvd, mx, np):
     hvd.init()
     mx.npx.set_np()
     for hybrid in HYBRID:
@@ -251,11 +239,8 @@ def flavour(hvd, mx, np):
         assert np.abs(x.grad.asnumpy()).max() > 0.1
 
 
-def test_arrays_of_mx_np(ranks):
-    ranks(2, flavour)
-
-
-def nothing(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_rank_without_samples_adds_none(hvd, mx, np):
     """Rank 0 has no samples; then nobody has; then ranks with another past make their models anew."""
     hvd.init()
     joined = samples(np, 0, [1])
@@ -285,11 +270,8 @@ def nothing(hvd, mx, np):
         np.testing.assert_array_equal(layer.running_mean.data().asnumpy(), moving[0])
 
 
-def test_a_rank_without_samples_adds_none(ranks):
-    ranks(2, nothing)
-
-
-def anew(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_ranks_with_another_past_meet_after_init(hvd, mx, np):
     def train():
         layer = hvd.SyncBatchNorm(in_channels=2)
         layer.initialize()
@@ -312,11 +294,8 @@ def anew(hvd, mx, np):
     train()
 
 
-def test_ranks_with_another_past_meet_after_init(ranks):
-    ranks(2, anew)
-
-
-def sets(hvd, mx, np):
+@pytest.mark.ranks(3, initialized=False)
+def test_process_sets(hvd, mx, np):
     pair = hvd.ProcessSet([0, 2])
     hvd.init(process_sets=[pair])
     layer = hvd.SyncBatchNorm(in_channels=2, process_set=pair)
@@ -335,11 +314,8 @@ def sets(hvd, mx, np):
         layer(x)
 
 
-def test_process_sets(ranks):
-    ranks(3, sets)
-
-
-def joins(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_rank_that_has_joined_adds_no_samples(hvd, mx, np):
     hvd.init()
     layer = hvd.SyncBatchNorm(in_channels=2)
     layer.initialize()
@@ -354,23 +330,15 @@ def joins(hvd, mx, np):
         np.testing.assert_allclose(layer.running_mean.data().asnumpy(), [expected] * 2, rtol=1e-5)
 
 
-def test_a_rank_that_has_joined_adds_no_samples(ranks):
-    ranks(2, joins)
+@pytest.mark.ranks(2, env={"MXNET_ENGINE_TYPE": "NaiveEngine"})
+def test_with_the_naive_engine(hvd, mx, np):
+    test_outputs_gradients_and_statistics_equal_the_joined_batch(hvd, mx, np)
 
 
-def naive(hvd, mx, np):
-    normalizes(hvd, mx, np)
-
-
-def test_with_the_naive_engine(ranks):
-    ranks(2, naive, MXNET_ENGINE_TYPE="NaiveEngine")
-
-
-def saved(hvd, mx, np):
-    import os
-
+@pytest.mark.ranks(1)
+def test_parameters_are_those_of_batch_norm(hvd, mx, np, tmp_path):
     hvd.init()
-    path = os.environ["POLYHVD_TEST_FOLDER"] + "/parameters"
+    path = str(tmp_path / "parameters")
     net = network(mx, np, hvd.SyncBatchNorm)
     results(mx, net, [samples(np, 0, [0])], 0)
     net.save_parameters(path)
@@ -380,7 +348,3 @@ def saved(hvd, mx, np):
     np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), rtol=1e-4, atol=1e-5)
     assert hvd.SyncBatchNorm(prefix=None).gamma.name.startswith("batchnorm")
     assert "SyncBatchNorm(" in repr(net)
-
-
-def test_parameters_are_those_of_batch_norm(ranks):
-    ranks(1, saved)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import warnings
-from pathlib import Path
 
 import pytest
 from mxnet_models import (
@@ -18,10 +16,14 @@ from mxnet_models import (
     weights,
 )
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 SGD = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
 
 
-def trainer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_trainer_equals_one_process_with_the_joined_batch(hvd, mx, np):
     hvd.init()
     for hybrid in (None, {}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True}):
         net = convolutional(mx, np)
@@ -33,11 +35,8 @@ def trainer(hvd, mx, np):
         assert_equal_to_joined_batch(hvd, mx, np, net, "sgd", SGD)
 
 
-def test_trainer_equals_one_process_with_the_joined_batch(ranks):
-    ranks(2, trainer)
-
-
-def three_ranks(hvd, mx, np):
+@pytest.mark.ranks(3)
+def test_trainer_on_three_ranks_with_adam(hvd, mx, np):
     hvd.init()
     net = convolutional(mx, np)
     train(mx, np, net, hvd.DistributedTrainer(net.collect_params(), "adam"), [hvd.rank()], 5)
@@ -48,11 +47,8 @@ def three_ranks(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, weights(np, net))
 
 
-def test_trainer_on_three_ranks_with_adam(ranks):
-    ranks(3, three_ranks)
-
-
-def options_of_trainer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_compression_and_predivision_keep_the_average(hvd, mx, np):
     hvd.init()
     for options, tolerance in (
         ({"gradient_predivide_factor": 2.0}, 1e-5),
@@ -71,11 +67,8 @@ def options_of_trainer(hvd, mx, np):
         assert_same_bits_on_all_ranks(hvd, weights(np, net))
 
 
-def test_compression_and_predivision_keep_the_average(ranks):
-    ranks(2, options_of_trainer)
-
-
-def differing_counters(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_parameters_meet_by_position_not_by_gluons_names(hvd, mx, np):
     hvd.init()
     for _ in range(hvd.rank() * 9):
         mx.gluon.nn.Dense(1)  # now Gluon names the layers of this rank otherwise, and sorts them otherwise
@@ -96,11 +89,8 @@ def differing_counters(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, weights(np, net))
 
 
-def test_parameters_meet_by_position_not_by_gluons_names(ranks):
-    ranks(2, differing_counters)
-
-
-def deferred(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_deferred_parameters_are_broadcast_after_their_initialisation(hvd, mx, np):
     hvd.init()
     for hybrid in (False, True):
         for broadcast_first in (False, True):
@@ -126,11 +116,8 @@ def deferred(hvd, mx, np):
             assert first[0] != first[1]
 
 
-def test_deferred_parameters_are_broadcast_after_their_initialisation(ranks):
-    ranks(2, deferred)
-
-
-def broadcasts(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_broadcast_parameters(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     net = convolutional(mx, np, seed=rank)
@@ -148,11 +135,8 @@ def broadcasts(hvd, mx, np):
         hvd.broadcast_parameters({"a": mx.nd.ones(2 + rank)})
 
 
-def test_broadcast_parameters(ranks):
-    ranks(2, broadcasts)
-
-
-def overflow(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_one_ranks_overflow_is_every_ranks(hvd, mx, np):
     from mxnet.contrib.amp.loss_scaler import LossScaler
 
     hvd.init()
@@ -174,13 +158,10 @@ def overflow(hvd, mx, np):
     assert scaler.loss_scale == 2.0**14
 
 
-def test_one_ranks_overflow_is_every_ranks(ranks):
-    ranks(2, overflow)
-
-
-def states(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_saved_states_and_the_two_halves_of_a_step(hvd, mx, np, tmp_path):
     hvd.init()
-    path = str(Path(os.environ["POLYHVD_TEST_FOLDER"]) / f"states{hvd.rank()}")
+    path = str(tmp_path / f"states{hvd.rank()}")
     net = convolutional(mx, np)
     first = hvd.DistributedTrainer(net.collect_params(), "sgd", SGD)
     train(mx, np, net, first, [hvd.rank()], 10)
@@ -198,11 +179,8 @@ def states(hvd, mx, np):
     assert_equal_to_joined_batch(hvd, mx, np, net, "sgd", SGD)
 
 
-def test_saved_states_and_the_two_halves_of_a_step(ranks):
-    ranks(2, states)
-
-
-def refused(hvd, mx, np):
+@pytest.mark.ranks(1)
+def test_what_the_trainer_refuses(hvd, mx, np):
     hvd.init()
     net = convolutional(mx, np)
     parameters = list(net.collect_params().values())
@@ -234,10 +212,6 @@ def refused(hvd, mx, np):
     assert any("unwrapped" in str(w.message) for w in caught)
 
 
-def test_what_the_trainer_refuses(ranks):
-    ranks(1, refused)
-
-
 def requests_of(hvd, call):
     """Requests that a call makes."""
     before = hvd.counters()["operations"]
@@ -245,7 +219,8 @@ def requests_of(hvd, call):
     return hvd.counters()["operations"] - before
 
 
-def groups(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_each_group_of_gradients_is_one_request(hvd, mx, np):
     hvd.init()
     for make, requests in (
         (lambda parameters: {}, 8),
@@ -267,11 +242,8 @@ def groups(hvd, mx, np):
         assert requests_of(hvd, reduce) == requests
 
 
-def test_each_group_of_gradients_is_one_request(ranks):
-    ranks(2, groups)
-
-
-def mixed_groups(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_a_group_may_hold_several_dtypes(hvd, mx, np):
     hvd.init()
     net = mx.gluon.nn.Sequential()
     net.add(mx.gluon.nn.Dense(3, in_units=2, dtype="float16"), mx.gluon.nn.Dense(2, in_units=2))
@@ -293,11 +265,8 @@ def mixed_groups(hvd, mx, np):
             )
 
 
-def test_a_group_may_hold_several_dtypes(ranks):
-    ranks(2, mixed_groups)
-
-
-def adasum(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_adasum_combines_gradients(hvd, mx, np):
     hvd.init()
     weight = mx.gluon.Parameter("weight", shape=(2,))
     weight.initialize()
@@ -311,11 +280,8 @@ def adasum(hvd, mx, np):
         np.testing.assert_allclose(weight.grad().asnumpy(), expected, rtol=1e-6)
 
 
-def test_adasum_combines_gradients(ranks):
-    ranks(2, adasum)
-
-
-def disagreeing_models(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_models_that_differ_show_at_the_next_read(hvd, mx, np):
     hvd.init()
     net = mx.gluon.nn.Dense(3 + hvd.rank(), in_units=2)
     net.initialize()
@@ -329,11 +295,8 @@ def disagreeing_models(hvd, mx, np):
         net.weight.data().asnumpy()
 
 
-def test_models_that_differ_show_at_the_next_read(ranks):
-    ranks(2, disagreeing_models)
-
-
-def optimizer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_optimizer_averages_before_its_update(hvd, mx, np):
     hvd.init()
     for multi_precision, dtype, tolerance in ((False, "float32", 1e-5), (True, "float16", 2e-3)):
         options = {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": multi_precision}
@@ -365,11 +328,8 @@ def optimizer(hvd, mx, np):
         assert_same_bits_on_all_ranks(hvd, [a.asnumpy() for a in mine])
 
 
-def test_optimizer_averages_before_its_update(ranks):
-    ranks(2, optimizer)
-
-
-def grouped_optimizer(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_groups_of_the_optimizer_span_what_mxnet_updates_at_once(hvd, mx, np):
     hvd.init()
     shapes = [(3, 2), (4,), (2, 2), (5,), (1,), (6,), (2,)]
     keys = list(range(len(shapes)))
@@ -395,11 +355,8 @@ def grouped_optimizer(hvd, mx, np):
                 np.testing.assert_allclose(got.asnumpy(), want.asnumpy(), rtol=1e-5)
 
 
-def test_groups_of_the_optimizer_span_what_mxnet_updates_at_once(ranks):
-    ranks(2, grouped_optimizer)
-
-
-def module(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_module_api(hvd, mx, np):
     hvd.init()
     data = mx.sym.Variable("data")
     hidden = mx.sym.Activation(mx.sym.FullyConnected(data, num_hidden=8, name="fc1"), act_type="tanh")
@@ -432,11 +389,8 @@ def module(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, mine)
 
 
-def test_module_api(ranks):
-    ranks(2, module)
-
-
-def naive(hvd, mx, np):
+@pytest.mark.ranks(2, env={"MXNET_ENGINE_TYPE": "NaiveEngine"})
+def test_naive_engine_runs_collectives_one_by_one(hvd, mx, np):
     hvd.init()
     net = convolutional(mx, np)
     train(mx, np, net, hvd.DistributedTrainer(net.collect_params(), "sgd", SGD), [hvd.rank()])
@@ -444,7 +398,3 @@ def naive(hvd, mx, np):
     with pytest.raises(hvd.RankMismatchError, match="Mismatched"):  # it has no later to raise at
         hvd.allreduce(mx.nd.ones(3 + hvd.rank()), name="w")
     assert hvd.allreduce(mx.nd.ones(2), name="w").asnumpy().tolist() == [1.0, 1.0]
-
-
-def test_naive_engine_runs_collectives_one_by_one(ranks):
-    ranks(2, naive, MXNET_ENGINE_TYPE="NaiveEngine")

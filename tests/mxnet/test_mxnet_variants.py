@@ -13,10 +13,14 @@ from mxnet_models import (
     weights,
 )
 
+pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
+
+
 SGD = {"learning_rate": 0.1, "momentum": 0.9}
 
 
-def numpy_trained(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_training_with_arrays_of_mx_np(hvd, mx, np):
     hvd.init()
     mx.npx.set_np()
     rank, size = hvd.rank(), hvd.size()
@@ -76,10 +80,6 @@ def numpy_trained(hvd, mx, np):
     assert got == [1 - 2 / 2, 1 - 2 * 3 / 2, 1 - 2 * (rank + 1) / 2]
 
 
-def test_training_with_arrays_of_mx_np(ranks):
-    ranks(2, numpy_trained)
-
-
 def numpy_operations(hvd, mx, np):
     hvd.init()
     mx.npx.set_np()
@@ -113,11 +113,13 @@ def numpy_operations(hvd, mx, np):
     np.testing.assert_array_equal(parameters["a"].asnumpy(), plain * 2)
 
 
-def test_operations_on_arrays_of_mx_np(ranks):
-    ranks(2, numpy_operations)
+@pytest.mark.ranks(2)
+def test_operations_on_arrays_of_mx_np(hvd, mx, np):
+    numpy_operations(hvd, mx, np)
 
 
-def naive(hvd, mx, np):
+@pytest.mark.ranks(2, env={"MXNET_ENGINE_TYPE": "NaiveEngine"})
+def test_everything_with_the_naive_engine(hvd, mx, np):
     hvd.init()
     numpy_operations(hvd, mx, np)
     mx.npx.reset_np()
@@ -139,11 +141,8 @@ def naive(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, weights(np, net))
 
 
-def test_everything_with_the_naive_engine(ranks):
-    ranks(2, naive, MXNET_ENGINE_TYPE="NaiveEngine")
-
-
-def optimizers(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_any_optimizer_and_scheduler(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for name, options in {
@@ -175,11 +174,8 @@ def optimizers(hvd, mx, np):
         assert_same_bits_on_all_ranks(hvd, found[0])
 
 
-def test_any_optimizer_and_scheduler(ranks):
-    ranks(2, optimizers)
-
-
-def casts(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_float16_with_a_master_copy(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     for name, options in (("sgd", {"momentum": 0.9}), ("adam", {}), ("nag", {"momentum": 0.9})):
@@ -209,11 +205,8 @@ def casts(hvd, mx, np):
         assert_same_bits_on_all_ranks(hvd, found[0])
 
 
-def test_float16_with_a_master_copy(ranks):
-    ranks(2, casts)
-
-
-def shared(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_parameters_that_layers_share(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
     found = []
@@ -242,11 +235,8 @@ def shared(hvd, mx, np):
     assert_same_bits_on_all_ranks(hvd, found[0])
 
 
-def test_parameters_that_layers_share(ranks):
-    ranks(2, shared)
-
-
-def unused(hvd, mx, np):
+@pytest.mark.ranks(2)
+def test_frozen_and_unused_parameters(hvd, mx, np):
     hvd.init()
     net = convolutional(mx, np)
     idle = mx.gluon.nn.Dense(2, in_units=2)
@@ -270,7 +260,3 @@ def unused(hvd, mx, np):
     for position, (a, b) in enumerate(zip(before, after, strict=True)):
         assert (a == b).all() == (position == 0 or position >= len(weights(np, net)))
     assert_same_bits_on_all_ranks(hvd, after)
-
-
-def test_frozen_and_unused_parameters(ranks):
-    ranks(2, unused)
