@@ -19,7 +19,7 @@ LOG = ROOT / "build" / "suite-others.log"
 #: Folders of the first process; the second has all the others.
 FRAMEWORKS = ("tests/parity", "tests/torch", "tests/tensorflow", "tests/mxnet", "tests/surface")
 #: Only about a version, tf_keras, which has an environment of the matrix.
-OF_THE_MATRIX = "tests/tensorflow/test_tf_keras2.py"
+OF_THE_MATRIX = "tests/tensorflow/test_tensorflow_keras2.py"
 _NOTHING_COLLECTED = 5  # exit status of pytest
 
 

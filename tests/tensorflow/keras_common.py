@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import spmd  # noqa: F401  first: it sets TensorFlow's environment
-
-# isort: split
 import keras
 import numpy as np
 import polyhvd.keras as hvd
@@ -31,11 +27,8 @@ __all__ = [
 ]
 
 tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(2)
-tf.config.threading.set_intra_op_parallelism_threads(1)
 
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 BATCH, STEPS, FEATURES = 8, 6, 5
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import keras
 import numpy as np
 import polyhvd.tensorflow as hvd
+import pytest
 import tensorflow as tf
+from tensorflow_common import raises
+
+pytestmark = pytest.mark.ranks(3, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "4"})
+
 
 tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(2)
-tf.config.threading.set_intra_op_parallelism_threads(1)
 
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 PAIR = hvd.ProcessSet([0, SIZE - 1])
+
+
+def set_up_on_rank() -> None:
+    hvd.add_process_set(PAIR)
+
+
 IS_MEMBER = RANK in (0, SIZE - 1)
 #: What a rank contributes, and what it gets.
 MINE = RANK + 1.0
@@ -31,9 +35,7 @@ def equal(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-6)
 
 
-@check
-def a_tape_of_a_set_leaves_the_gradients_of_others_alone() -> None:
-    hvd.init(process_sets=[PAIR])
+def test_a_tape_of_a_set_leaves_the_gradients_of_others_alone() -> None:
     dense, table, own, unused = (tf.Variable(tf.ones(shape)) for shape in ([2], [4, 2], [2], [2]))
     variables = [dense, table, own, unused]
     for mode in MODES:
@@ -60,8 +62,7 @@ def a_tape_of_a_set_leaves_the_gradients_of_others_alone() -> None:
             equal(rows, expected)
 
 
-@check
-def a_tape_of_a_set_tells_local_sources_from_others_on_members_and_on_others() -> None:
+def test_a_tape_of_a_set_tells_local_sources_from_others_on_members_and_on_others() -> None:
     dense, table, own, unused = (tf.Variable(tf.ones(shape)) for shape in ([2], [4, 2], [2], [2]))
 
     def apart() -> Any:
@@ -85,8 +86,7 @@ def a_tape_of_a_set_tells_local_sources_from_others_on_members_and_on_others() -
         equal(rows, np.outer([1, 0, 0, 0], [AVERAGE, AVERAGE]))
 
 
-@check
-def an_optimizer_of_a_set_steps_by_itself_on_others() -> None:
+def test_an_optimizer_of_a_set_steps_by_itself_on_others() -> None:
     for mode in MODES:
         for passes in (1, 2):
             variable, table = tf.Variable([10.0, 10.0]), tf.Variable([[10.0], [10.0]])
@@ -106,8 +106,7 @@ def an_optimizer_of_a_set_steps_by_itself_on_others() -> None:
             equal(table, [[10.0], [10.0 - 2 * passes * AVERAGE]])
 
 
-@check
-def a_model_of_a_set_trains_by_itself_on_others() -> None:
+def test_a_model_of_a_set_trains_by_itself_on_others() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.set_weights([np.zeros((1, 1))])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), process_set=PAIR), loss="mse")
@@ -115,8 +114,7 @@ def a_model_of_a_set_trains_by_itself_on_others() -> None:
     equal(model.get_weights()[0], [[AVERAGE]])  # the gradient of (w - y)^2 at 0 is -2 y
 
 
-@check
-def an_optimizer_of_version_1_of_a_set_leaves_others_alone() -> None:
+def test_an_optimizer_of_version_1_of_a_set_leaves_others_alone() -> None:
     with tf.Graph().as_default():
         variable = tf.compat.v1.get_variable("v", initializer=0.0)
         optimizer = hvd.DistributedOptimizer(
@@ -129,8 +127,7 @@ def an_optimizer_of_version_1_of_a_set_leaves_others_alone() -> None:
             equal(session.run(variable), -AVERAGE)
 
 
-@check
-def a_collective_of_a_set_still_raises_on_others() -> None:
+def test_a_collective_of_a_set_still_raises_on_others() -> None:
     for mode in MODES:
         run = mode(lambda: hvd.allreduce(tf.constant(MINE), process_set=PAIR))
         if IS_MEMBER:
@@ -139,8 +136,7 @@ def a_collective_of_a_set_still_raises_on_others() -> None:
             assert "is not in process set" in raises(tf.errors.InvalidArgumentError, run)
 
 
-@check
-def an_unknown_set_raises_a_value_error_when_a_graph_is_made() -> None:
+def test_an_unknown_set_raises_a_value_error_when_a_graph_is_made() -> None:
     unregistered, unknown = hvd.ProcessSet([0]), hvd.ProcessSet([0])
     unknown.process_set_id = 77
     variable = tf.Variable(1.0)
@@ -164,7 +160,3 @@ def an_unknown_set_raises_a_value_error_when_a_graph_is_made() -> None:
         for call in calls:
             for run in (call, tf.function(call), lambda c=call: tf.function(c).get_concrete_function()):
                 assert "process_set" in raises(ValueError, run).replace("process set", "process_set")
-
-
-if __name__ == "__main__":
-    run_checks()

@@ -1,4 +1,4 @@
-"""Several calls of traced functions in one graph. Run by test_tf_calls.py as three ranks.
+"""Several calls of traced functions in one graph.
 
 Each rank is late at another place: without an order that all ranks share, calls that have their names in
 common meet the wrong ones of the other ranks, or fail.
@@ -12,22 +12,19 @@ import tempfile
 import time
 from typing import Any
 
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import keras
 import numpy as np
 import polyhvd.tensorflow as hvd
+import pytest
 import tensorflow as tf
+from tensorflow_common import raises
 
-import polyhvd
+pytestmark = pytest.mark.ranks(3, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "4"})
+
 
 tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(4)
-tf.config.threading.set_intra_op_parallelism_threads(1)
 
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 STEPS = int(os.environ.get("CALL_STEPS", "10"))
 #: Sums and averages of rank + 1 over the ranks.
 TOTAL = sum(range(1, SIZE + 1))
@@ -60,8 +57,7 @@ def equal(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-6)
 
 
-@check
-def two_optimizers_in_functions_of_their_own_step_apart() -> None:
+def test_two_optimizers_in_functions_of_their_own_step_apart() -> None:
     hvd.init()
 
     def stepper(place: int) -> tuple[tf.Variable, Any]:
@@ -88,8 +84,7 @@ def two_optimizers_in_functions_of_their_own_step_apart() -> None:
         equal(second, -100.0 * MEAN * k)
 
 
-@check
-def an_encoder_that_gathers_may_be_called_twice() -> None:
+def test_an_encoder_that_gathers_may_be_called_twice() -> None:
     weight = tf.Variable(2.0)
 
     @tf.function
@@ -108,8 +103,7 @@ def an_encoder_that_gathers_may_be_called_twice() -> None:
             equal(b, expected_b)
 
 
-@check
-def one_trace_called_twice_keeps_its_calls_apart() -> None:
+def test_one_trace_called_twice_keeps_its_calls_apart() -> None:
     weight = tf.Variable(1.0)
 
     @tf.function
@@ -127,8 +121,7 @@ def one_trace_called_twice_keeps_its_calls_apart() -> None:
             equal(found, np.full(2, 10.0**i * TOTAL))
 
 
-@check
-def gradients_of_two_calls_are_kept_apart() -> None:
+def test_gradients_of_two_calls_are_kept_apart() -> None:
     """Inside the outer function, and of the outer function as a whole."""
     weight = tf.Variable([1.0, 1.0])
 
@@ -160,8 +153,7 @@ def gradients_of_two_calls_are_kept_apart() -> None:
             equal(tf.convert_to_tensor(run(x)), expected)
 
 
-@check
-def a_persistent_tape_may_be_asked_twice_for_the_gradient_of_a_call() -> None:
+def test_a_persistent_tape_may_be_asked_twice_for_the_gradient_of_a_call() -> None:
     weight = tf.Variable([1.0, 1.0])
 
     @tf.function
@@ -181,8 +173,7 @@ def a_persistent_tape_may_be_asked_twice_for_the_gradient_of_a_call() -> None:
         equal(b, np.full(2, MINE * SIZE * 100.0))
 
 
-@check
-def a_distributed_tape_in_a_function_may_be_called_twice() -> None:
+def test_a_distributed_tape_in_a_function_may_be_called_twice() -> None:
     first, second = tf.Variable(1.0), tf.Variable(1.0)
 
     @tf.function
@@ -202,8 +193,7 @@ def a_distributed_tape_in_a_function_may_be_called_twice() -> None:
         equal(c, 10.0 * MEAN)
 
 
-@check
-def branches_of_two_conditions_are_kept_apart() -> None:
+def test_branches_of_two_conditions_are_kept_apart() -> None:
     weight = tf.Variable(1.0)
 
     def reduced(x: Any, place: int) -> Any:
@@ -223,8 +213,7 @@ def branches_of_two_conditions_are_kept_apart() -> None:
     equal(a, TOTAL)
 
 
-@check
-def iterations_of_loops_are_kept_apart() -> None:
+def test_iterations_of_loops_are_kept_apart() -> None:
     weight = tf.Variable(1.0)
     x = MINE * tf.constant([1.0, 10.0, 100.0, 1000.0])
 
@@ -266,8 +255,7 @@ def iterations_of_loops_are_kept_apart() -> None:
             equal(slope(x), 2 * TOTAL * expected)
 
 
-@check
-def a_rank_may_trace_anew_when_the_others_do_not() -> None:
+def test_a_rank_may_trace_anew_when_the_others_do_not() -> None:
     weight = tf.Variable(1.0)
 
     @tf.function(reduce_retracing=False)
@@ -283,8 +271,7 @@ def a_rank_may_trace_anew_when_the_others_do_not() -> None:
         equal(found, [TOTAL, 100.0 * TOTAL, 10.0 * TOTAL])
 
 
-@check
-def recursive_and_nested_functions_are_kept_apart() -> None:
+def test_recursive_and_nested_functions_are_kept_apart() -> None:
     weight = tf.Variable(1.0)
 
     @tf.function
@@ -299,8 +286,7 @@ def recursive_and_nested_functions_are_kept_apart() -> None:
         equal(found, np.array([1, 10, 100, 1000, 100, 1000, 10000]) * TOTAL)
 
 
-@check
-def functions_of_a_saved_model_are_kept_apart() -> None:
+def test_functions_of_a_saved_model_are_kept_apart() -> None:
     class Encoder(tf.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -328,8 +314,7 @@ def functions_of_a_saved_model_are_kept_apart() -> None:
         equal(found, np.array([1.0, 100.0, 10.0, 1000.0]) * TOTAL)
 
 
-@check
-def a_vectorized_map_over_a_collective_gives_its_results() -> None:
+def test_a_vectorized_map_over_a_collective_gives_its_results() -> None:
     factors = np.array([1.0, 10.0, 100.0, 1000.0])
     x = MINE * tf.constant(factors, tf.float32)
 
@@ -344,8 +329,7 @@ def a_vectorized_map_over_a_collective_gives_its_results() -> None:
                 equal(b, 2 * TOTAL * factors)
 
 
-@check
-def a_vectorized_map_moves_the_rows_of_each_iteration() -> None:
+def test_a_vectorized_map_moves_the_rows_of_each_iteration() -> None:
     def table(rank: int) -> Any:
         """Of 3 iterations with two rows for each rank."""
         return 100.0 * rank + np.arange(3 * 2 * SIZE * 2).reshape(3, 2 * SIZE, 2)
@@ -368,8 +352,7 @@ def a_vectorized_map_moves_the_rows_of_each_iteration() -> None:
     assert "tf.map_fn()" in message, message
 
 
-@check
-def a_vectorized_map_over_a_collective_has_gradients() -> None:
+def test_a_vectorized_map_over_a_collective_has_gradients() -> None:
     x = MINE * tf.constant([[1.0, 10.0], [100.0, 1000.0]])
 
     def slope(x: Any) -> Any:
@@ -382,8 +365,7 @@ def a_vectorized_map_over_a_collective_has_gradients() -> None:
         equal(run(x), 2 * TOTAL / MINE * x.numpy())
 
 
-@check
-def fused_gradients_of_one_function_still_overlap() -> None:
+def test_fused_gradients_of_one_function_still_overlap() -> None:
     """Collectives of one graph may start in any order, here in opposite ones."""
     names = [f"overlap_{i}" for i in range(3)]
 
@@ -395,9 +377,3 @@ def fused_gradients_of_one_function_still_overlap() -> None:
 
     for _ in range(STEPS):
         equal(step(tf.constant(MINE)), TOTAL * np.array([1.0, 2.0, 3.0]))
-
-
-if __name__ == "__main__":
-    run_checks()
-    polyhvd.barrier()
-    polyhvd.shutdown()

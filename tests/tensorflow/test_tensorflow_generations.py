@@ -6,28 +6,26 @@ the new one, where other ranks do not expect it.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import numpy as np
 import polyhvd.tensorflow as hvd
+import pytest
 import tensorflow as tf
 from polyhvd.tensorflow.errors import as_polyhvd
+from tensorflow_common import raises
 
 import polyhvd
 
-tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(4)
-tf.config.threading.set_intra_op_parallelism_threads(1)
+pytestmark = pytest.mark.ranks(3, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "4"})
 
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+
+tf.get_logger().setLevel("ERROR")
+
+RANK, SIZE = hvd.rank(), hvd.size()
 #: What this rank contributes, and the sum over the ranks.
 MINE = RANK + 1.0
 TOTAL = sum(range(1, SIZE + 1))
@@ -93,8 +91,7 @@ def value() -> Any:
     return tf.constant(MINE)
 
 
-@check
-def a_call_is_lost_after_a_rewiring() -> None:
+def test_a_call_is_lost_after_a_rewiring() -> None:
     hvd.init()
     gate = Gate()
     step = tf.function(lambda x: hvd.allreduce(gate(x), op=hvd.Sum, name="late"))
@@ -102,8 +99,7 @@ def a_call_is_lost_after_a_rewiring() -> None:
     assert float(step(value())) == TOTAL  # the next call belongs to the new world
 
 
-@check
-def a_call_in_a_branch_or_a_loop_is_lost_after_a_rewiring() -> None:
+def test_a_call_in_a_branch_or_a_loop_is_lost_after_a_rewiring() -> None:
     for kind in ("branch", "loop", "both"):
         gate = Gate()
 
@@ -124,8 +120,7 @@ def a_call_in_a_branch_or_a_loop_is_lost_after_a_rewiring() -> None:
         assert float(step(value())) == TOTAL * (1 if kind == "branch" else SIZE)
 
 
-@check
-def a_call_of_a_nested_function_is_lost_after_a_rewiring() -> None:
+def test_a_call_of_a_nested_function_is_lost_after_a_rewiring() -> None:
     gate = Gate()
     inner = tf.function(lambda x: hvd.allreduce(gate(x), op=hvd.Sum, name="nested"))
     outer = tf.function(lambda x: inner(x) + 1.0)
@@ -133,8 +128,7 @@ def a_call_of_a_nested_function_is_lost_after_a_rewiring() -> None:
     assert float(outer(value())) == TOTAL + 1
 
 
-@check
-def a_gradient_within_a_call_is_lost_after_a_rewiring() -> None:
+def test_a_gradient_within_a_call_is_lost_after_a_rewiring() -> None:
     gate = Gate()
 
     @tf.custom_gradient
@@ -156,8 +150,7 @@ def a_gradient_within_a_call_is_lost_after_a_rewiring() -> None:
     assert float(step(value())) == SIZE
 
 
-@check
-def a_tape_of_the_old_world_is_lost() -> None:
+def test_a_tape_of_the_old_world_is_lost() -> None:
     gathered = tf.function(lambda x: hvd.allgather(x, name="g"))
     calls: dict[str, Callable[[Any], Any]] = {
         "allreduce": lambda x: hvd.allreduce(x, op=hvd.Sum, name="e"),
@@ -188,8 +181,7 @@ def a_tape_of_the_old_world_is_lost() -> None:
         assert tape.gradient(y, x) is not None, kind
 
 
-@check
-def a_loaded_function_is_lost_after_a_rewiring() -> None:
+def test_a_loaded_function_is_lost_after_a_rewiring() -> None:
     module = tf.Module()
     module.step = tf.function(
         lambda x: hvd.allreduce(x, op=hvd.Sum, name="saved"), input_signature=[tf.TensorSpec([], tf.float32)]
@@ -202,8 +194,7 @@ def a_loaded_function_is_lost_after_a_rewiring() -> None:
     assert float(loaded.step(value())) == TOTAL  # each call has a generation of its own
 
 
-@check
-def a_session_runs_in_the_world_that_there_is() -> None:
+def test_a_session_runs_in_the_world_that_there_is() -> None:
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [])
         total = hvd.allreduce(x, op=hvd.Sum, name="session")
@@ -218,8 +209,7 @@ def a_session_runs_in_the_world_that_there_is() -> None:
             rewire()
 
 
-@check
-def vectorized_calls_have_one_generation() -> None:
+def test_vectorized_calls_have_one_generation() -> None:
     rows = tf.reshape(tf.range(6, dtype=tf.float32), [3, 2]) * MINE
 
     def each(row: Any) -> Any:
@@ -236,8 +226,7 @@ def vectorized_calls_have_one_generation() -> None:
         rewire()
 
 
-@check
-def a_call_that_ends_without_a_world_is_told_of_the_shutdown() -> None:
+def test_a_call_that_ends_without_a_world_is_told_of_the_shutdown() -> None:
     gate = Gate()
     step = tf.function(lambda x: hvd.allreduce(gate(x), op=hvd.Sum, name="late"))
     errors: list[BaseException] = []
@@ -260,7 +249,3 @@ def a_call_that_ends_without_a_world_is_told_of_the_shutdown() -> None:
     message = raises(tf.errors.FailedPreconditionError, step, value())
     assert "NotInitializedError: " in message, message
     hvd.init()
-
-
-if __name__ == "__main__":
-    run_checks()

@@ -1,4 +1,4 @@
-"""SyncBatchNormalization against BatchNormalization on the joined batch. Run by test_tf_norm.py as two ranks.
+"""SyncBatchNormalization against BatchNormalization on the joined batch.
 
 With Keras 3, or with Keras 2 where TF_USE_LEGACY_KERAS is set.
 """
@@ -10,21 +10,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import numpy as np
 import polyhvd.tensorflow as hvd
 import polyhvd.tensorflow.keras as hvd_keras
+import pytest
 import tensorflow as tf
+from tensorflow_common import raises
 
 import polyhvd
 
+pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
+
+
 tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(2)
-tf.config.threading.set_intra_op_parallelism_threads(1)
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 KERAS_2 = os.environ.get("TF_USE_LEGACY_KERAS") == "1"
 MODES = (lambda f: f, tf.function)
 ROWS = [(3, 5), (5, 3), (0, 4), (1, 7)]  # of each rank
@@ -87,8 +86,8 @@ def compare(
     np.testing.assert_allclose(together(inference), alone(inference), rtol=1e-3, atol=1e-3)
 
 
-@check
-def it_equals_batch_normalization_on_the_joined_batch() -> None:
+@pytest.mark.ranks(initialized=False)
+def test_it_equals_batch_normalization_on_the_joined_batch() -> None:
     layer = hvd.SyncBatchNormalization()
     assert layer(tf.ones([2, 3])).shape == (2, 3)  # inference, before init()
     assert "hvd.init()" in raises(Exception, lambda: layer(tf.ones([2, 3]), training=True))
@@ -102,8 +101,7 @@ def it_equals_batch_normalization_on_the_joined_batch() -> None:
         compare((4, 1), (4,), mode, center=False)
 
 
-@check
-def a_mask_decides_what_counts() -> None:
+def test_a_mask_decides_what_counts() -> None:
     for mode in MODES:
         for rows in ((2, 3), (0, 3)):
             mask = np.random.default_rng(1).integers(0, 2, (sum(rows), 6)).astype(bool)
@@ -111,8 +109,7 @@ def a_mask_decides_what_counts() -> None:
             compare(rows, (6, 4), mode, mask=mask)
 
 
-@check
-def what_is_masked_may_be_no_number() -> None:
+def test_what_is_masked_may_be_no_number() -> None:
     x = joined((2, 2), (3, 4))
     mask = np.ones(x.shape[:2], bool)
     mask[:, 1] = False
@@ -123,8 +120,7 @@ def what_is_masked_may_be_no_number() -> None:
     np.testing.assert_allclose(layer.moving_variance.numpy(), np.nanvar(x, axis=(0, 1)), rtol=1e-5)
 
 
-@check
-def a_large_mean_loses_no_digits() -> None:
+def test_a_large_mean_loses_no_digits() -> None:
     rows = (300, 200)
     x = joined(rows, (3,), 1e4)
     layer = hvd.SyncBatchNormalization(momentum=0.0)
@@ -136,8 +132,7 @@ def a_large_mean_loses_no_digits() -> None:
     assert np.abs(naive / exact.var(axis=0) - 1).max() > 0.01  # which sums of squares would give
 
 
-@check
-def half_precision_has_statistics_in_single() -> None:
+def test_half_precision_has_statistics_in_single() -> None:
     rows = (6, 4)
     for dtype in ("mixed_float16", "mixed_bfloat16"):
         x = joined(rows, (4,), 300.0).astype(np.float16)  # whose squares are no float16
@@ -150,8 +145,7 @@ def half_precision_has_statistics_in_single() -> None:
         np.testing.assert_allclose(layer.moving_variance.numpy(), seen.var(axis=0), rtol=1e-3)
 
 
-@check
-def a_frozen_layer_and_inference_are_local() -> None:
+def test_a_frozen_layer_and_inference_are_local() -> None:
     layer = hvd.SyncBatchNormalization()
     layer.build((None, 3))
     before = polyhvd.counters()["operations"]
@@ -162,8 +156,7 @@ def a_frozen_layer_and_inference_are_local() -> None:
     np.testing.assert_array_equal(layer.moving_mean.numpy(), np.zeros(3))
 
 
-@check
-def second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_refused() -> None:
     layer = hvd.SyncBatchNormalization()
     layer.build((None, 2))
     x = tf.constant([[1.0 + RANK, 2.0], [3.0, 5.0 + RANK]])
@@ -180,8 +173,7 @@ def second_derivatives_are_refused() -> None:
     assert "first derivatives" in raises(Exception, tf.function(twice))
 
 
-@check
-def two_layers_in_a_model_fit_as_alone() -> None:
+def test_two_layers_in_a_model_fit_as_alone() -> None:
     def train(layer: Any, optimizer: Any, x: Any, y: Any, batch: int) -> Any:
         tf.keras.utils.set_random_seed(3)
         inputs = tf.keras.Input((6, 6, 2))
@@ -223,8 +215,7 @@ def two_layers_in_a_model_fit_as_alone() -> None:
             )
 
 
-@check
-def a_layer_of_a_process_set_stays_in_it() -> None:
+def test_a_layer_of_a_process_set_stays_in_it() -> None:
     mine = [hvd.add_process_set(hvd.ProcessSet([r])) for r in range(SIZE)][RANK]
     layer = hvd.SyncBatchNormalization(momentum=0.0, process_set=mine)
     layer(tf.fill([2, 1], float(RANK)), training=True)
@@ -236,15 +227,10 @@ def a_layer_of_a_process_set_stays_in_it() -> None:
     assert "add_process_set" in raises(ValueError, lambda: unknown(tf.ones([2, 1]), training=True))
 
 
-@check
-def there_is_one_class_for_each_keras() -> None:
+def test_there_is_one_class_for_each_keras() -> None:
     assert hvd.SyncBatchNormalization is hvd_keras.SyncBatchNormalization
     assert issubclass(hvd.SyncBatchNormalization, tf.keras.layers.BatchNormalization)
     hvd.SyncBatchNormalization(fused=False)
     for option in ("fused", "renorm", "synchronized"):
         wrap = lambda o=option: hvd.SyncBatchNormalization(**{o: True})  # noqa: E731
         assert option in raises(ValueError, wrap)
-
-
-if __name__ == "__main__":
-    run_checks()

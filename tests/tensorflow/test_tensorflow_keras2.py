@@ -1,26 +1,35 @@
-"""Training with Keras 2: of TensorFlow 2.13 to 2.15, or tf_keras. Run by test_tf_keras2.py as two ranks."""
+"""Training with Keras 2: of TensorFlow 2.13 to 2.15, or tf_keras."""
 
 from __future__ import annotations
 
-import os
+import importlib.metadata
 import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
-
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import numpy as np
 import polyhvd.tensorflow.keras as hvd
+import pytest
 import tensorflow as tf
+from stand_ins import is_installed
+from tensorflow_common import raises
+
+_HAS_KERAS_2 = is_installed("tf_keras") or (
+    is_installed("keras") and importlib.metadata.version("keras").startswith("2.")
+)
+pytestmark = [
+    pytest.mark.ranks(
+        2,
+        framework="tensorflow",
+        timeout_s=400,
+        env={"TF_NUM_INTEROP_THREADS": "2", "TF_USE_LEGACY_KERAS": "1"},
+    ),
+    pytest.mark.skipif(not _HAS_KERAS_2, reason="Keras 2 (tf_keras) is not installed"),
+]
+
 
 tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(2)
-tf.config.threading.set_intra_op_parallelism_threads(1)
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 BATCH, STEPS, FEATURES = 8, 6, 5
 
 
@@ -74,8 +83,7 @@ def assert_close(weights: list[Any], expected: list[Any]) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@check
-def fit_equals_training_alone_on_the_union() -> None:
+def test_fit_equals_training_alone_on_the_union() -> None:
     hvd.init()
     for make in optimizers():
         for clip in ({}, {"clipnorm": 0.05}):
@@ -86,8 +94,7 @@ def fit_equals_training_alone_on_the_union() -> None:
             assert_close(model.get_weights(), train_alone(make, **clip))
 
 
-@check
-def passes_are_added_up() -> None:
+def test_passes_are_added_up() -> None:
     for make in optimizers():
         for average in (False, True):
             alone, inputs, targets = make_model(), *dataset()
@@ -113,8 +120,7 @@ def passes_are_added_up() -> None:
             assert_close(model.get_weights(), alone.get_weights())
 
 
-@check
-def nothing_changes_before_the_last_pass() -> None:
+def test_nothing_changes_before_the_last_pass() -> None:
     for make in optimizers():
         for mode in (lambda f: f, tf.function):
             variable, table = tf.Variable(1.0), tf.Variable(tf.zeros([3, 1]))
@@ -135,8 +141,7 @@ def nothing_changes_before_the_last_pass() -> None:
             assert int(optimizer.iterations) == 1
 
 
-@check
-def local_variables_keep_their_own_gradients() -> None:
+def test_local_variables_keep_their_own_gradients() -> None:
     for make in optimizers():
         layer = tf.keras.layers.Dense(1, use_bias=False)
         optimizer = hvd.PartialDistributedOptimizer(make(), local_layers=layer)
@@ -152,8 +157,7 @@ def local_variables_keep_their_own_gradients() -> None:
         )
 
 
-@check
-def groups_train_as_alone() -> None:
+def test_groups_train_as_alone() -> None:
     for make in optimizers():
         model = make_model()
         kernels = [v for v in model.trainable_variables if "kernel" in v.name]
@@ -164,8 +168,7 @@ def groups_train_as_alone() -> None:
         assert_close(model.get_weights(), train_alone(make))
 
 
-@check
-def slices_are_applied_as_dense_gradients_are() -> None:
+def test_slices_are_applied_as_dense_gradients_are() -> None:
     # Every word is in every batch: the momentum of words that are not differs, by Keras.
     inputs = ((RANK + 1) * np.arange(BATCH * STEPS * FEATURES) % 9).reshape(-1, FEATURES)
     targets = np.ones((len(inputs), 1), np.float32)
@@ -185,8 +188,7 @@ def slices_are_applied_as_dense_gradients_are() -> None:
         assert_close(*weights)
 
 
-@check
-def callbacks_start_all_ranks_alike_and_average_metrics() -> None:
+def test_callbacks_start_all_ranks_alike_and_average_metrics() -> None:
     for make in optimizers():
         for build in (True, False):
             model = make_model(1 + RANK, build)
@@ -198,8 +200,7 @@ def callbacks_start_all_ranks_alike_and_average_metrics() -> None:
             assert everybody[0] == everybody[1]
 
 
-@check
-def overflow_on_one_rank_is_everybodys() -> None:
+def test_overflow_on_one_rank_is_everybodys() -> None:
     variable = tf.Variable(1.0)
     inner = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
     scaled = tf.keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=4.0)
@@ -215,8 +216,7 @@ def overflow_on_one_rank_is_everybodys() -> None:
     assert float(variable) == 1.0 - 3.0  # apply_gradients takes unscaled gradients here
 
 
-@check
-def overflow_in_one_pass_of_one_rank_is_everybodys() -> None:
+def test_overflow_in_one_pass_of_one_rank_is_everybodys() -> None:
     variable = tf.Variable(1.0)
     inner = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     scaled = tf.keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=4.0)
@@ -231,8 +231,7 @@ def overflow_in_one_pass_of_one_rank_is_everybodys() -> None:
     assert float(variable) == 1.0 - 2.5
 
 
-@check
-def a_saved_model_keeps_the_optimizers_state() -> None:
+def test_a_saved_model_keeps_the_optimizers_state() -> None:
     model = make_model()
     model.compile(hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.05, momentum=0.9)), loss="mse")
     train_together(model)
@@ -248,13 +247,8 @@ def a_saved_model_keeps_the_optimizers_state() -> None:
     assert_same_on_all_ranks(again.get_weights())
 
 
-@check
-def xla_is_refused_with_advice() -> None:
+def test_xla_is_refused_with_advice() -> None:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.05))
     model.compile(optimizer, loss="mse", jit_compile=True)
     assert "compile(jit_compile=False)" in raises(Exception, train_together, model)
-
-
-if __name__ == "__main__":
-    run_checks()

@@ -1,32 +1,36 @@
-"""Exchanges, scatters, groups, slices, joins against NumPy. Run by test_tf_collectives.py as three ranks."""
+"""Exchanges, scatters, groups, slices, joins against NumPy."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmd import check, data, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import numpy as np
 import polyhvd.tensorflow as hvd
+import pytest
 import tensorflow as tf
+from tensorflow_common import data, raises
 
 import polyhvd
 
+pytestmark = pytest.mark.ranks(3, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "4"})
+
+
 tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(2)
-tf.config.threading.set_intra_op_parallelism_threads(1)
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 DTYPES += ("uint16", "uint32", "uint64")
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 OUTER = hvd.ProcessSet([0, SIZE - 1])
+
+
+def set_up_on_rank() -> None:
+    hvd.add_process_set(OUTER)
+
+
 #: Rows that rank r sends to rank k; rank 0 sends nothing to itself, and keeps a row back.
 SPLITS = [[(r + k) % SIZE for k in range(SIZE)] for r in range(SIZE)]
 ROWS = [sum(row) + (r == 0) for r, row in enumerate(SPLITS)]
@@ -74,9 +78,7 @@ def operations() -> int:
     return polyhvd.counters()["operations"]
 
 
-@check
-def equal_parts_of_every_dtype_are_exchanged() -> None:
-    hvd.init(process_sets=[OUTER])
+def test_equal_parts_of_every_dtype_are_exchanged() -> None:
     for mode in MODES:
         exchange = mode(lambda x: hvd.alltoall(x, name="parts"))
         for dtype in (*DTYPES, "bool"):
@@ -88,8 +90,7 @@ def equal_parts_of_every_dtype_are_exchanged() -> None:
                 equal(result, np.concatenate(mine))
 
 
-@check
-def splits_say_how_many_rows_go_where() -> None:
+def test_splits_say_how_many_rows_go_where() -> None:
     parts = [data(r, (rows, 2), "int32") for r, rows in enumerate(ROWS)]
     mine = SPLITS[RANK]
     forms: list[Callable[[], Any]] = [
@@ -114,8 +115,7 @@ def splits_say_how_many_rows_go_where() -> None:
         equal(received, [SPLITS[r][RANK] for r in range(SIZE)])
 
 
-@check
-def splits_may_be_known_only_when_the_graph_runs() -> None:
+def test_splits_may_be_known_only_when_the_graph_runs() -> None:
     for dtype in (tf.int32, tf.int64):
         spec = [tf.TensorSpec([None, 2], tf.int32), tf.TensorSpec(None, dtype)]
         label = f"later.{dtype.name}"
@@ -137,8 +137,7 @@ def splits_may_be_known_only_when_the_graph_runs() -> None:
         assert "splits" in message
 
 
-@check
-def scattered_sums_match_numpy() -> None:
+def test_scattered_sums_match_numpy() -> None:
     for mode in MODES:
         scatter = mode(lambda x: hvd.reducescatter(x, op=hvd.Sum, name="scatter"))
         for dtype in DTYPES:
@@ -150,8 +149,7 @@ def scattered_sums_match_numpy() -> None:
                 equal(result, total[rows_of(RANK, shape[0])])
 
 
-@check
-def scattered_averages_and_scales_match_numpy() -> None:
+def test_scattered_averages_and_scales_match_numpy() -> None:
     parts = [data(r, (5, 2), "float64", 1) for r in range(SIZE)]
     oracles = {hvd.Average: np.mean, hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod}
     for mode in MODES:
@@ -164,15 +162,13 @@ def scattered_averages_and_scales_match_numpy() -> None:
         assert halved(tf.constant(parts[RANK])).dtype == tf.float64
 
 
-@check
-def the_shape_of_a_part_is_known_but_for_its_rows() -> None:
+def test_the_shape_of_a_part_is_known_but_for_its_rows() -> None:
     for call in (hvd.reducescatter, hvd.alltoall):
         function = tf.function(lambda x, call=call: call(x)).get_concrete_function(tf.TensorSpec([6, 5]))
         assert function.structured_outputs.shape.as_list() == [None, 5]
 
 
-@check
-def a_group_of_any_kind_and_of_several_dtypes_is_one_operation() -> None:
+def test_a_group_of_any_kind_and_of_several_dtypes_is_one_operation() -> None:
     dtypes = ("float32", "int64", "float16", "float32", "uint8")
     parts = [[data(r, (2 + i, 3), d) for i, d in enumerate(dtypes)] for r in range(SIZE)]
     total = [np.sum(np.stack([p[i] for p in parts]), axis=0) for i in range(len(dtypes))]
@@ -202,8 +198,7 @@ def adaptive_sum(a: Any, b: Any) -> Any:
     return (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
 
 
-@check
-def adasum_adds_adaptively_tensor_by_tensor() -> None:
+def test_adasum_adds_adaptively_tensor_by_tensor() -> None:
     parts = [[1.0 + data(r, (7,), "float64", s) ** 2 for s in range(2)] for r in range(SIZE)]
     expected = []
     for tensor in range(2):
@@ -217,8 +212,7 @@ def adasum_adds_adaptively_tensor_by_tensor() -> None:
             equal(result, wanted, rtol=1e-12)
 
 
-@check
-def process_sets_exchange_and_scatter_by_themselves() -> None:
+def test_process_sets_exchange_and_scatter_by_themselves() -> None:
     members = [0, SIZE - 1]
     if RANK not in members:
         raises(tf.errors.InvalidArgumentError, lambda: hvd.alltoall(tf.ones([2]), process_set=OUTER))
@@ -236,8 +230,7 @@ def process_sets_exchange_and_scatter_by_themselves() -> None:
         equal(gathered, members)
 
 
-@check
-def a_process_set_may_come_and_go() -> None:
+def test_a_process_set_may_come_and_go() -> None:
     pair = hvd.add_process_set([1, 2])
     number = pair.process_set_id
     included = tf.function(lambda: hvd.process_set_included_op(number))
@@ -253,8 +246,7 @@ def a_process_set_may_come_and_go() -> None:
     assert "no such process set" in raises(ValueError, hvd.size_op, number)
 
 
-@check
-def ranks_and_sizes_are_tensors() -> None:
+def test_ranks_and_sizes_are_tensors() -> None:
     for mode in DIFFERENTIABLE:
         numbers = mode(lambda: [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()])()
         assert [int(n) for n in numbers] == [RANK, SIZE, hvd.local_rank(), hvd.local_size()]
@@ -273,8 +265,7 @@ def late(x: Any, delay_s: float) -> Any:
     return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype, stateful=False), x.shape)
 
 
-@check
-def ranks_that_have_joined_add_nothing() -> None:
+def test_ranks_that_have_joined_add_nothing() -> None:
     def total(x: Any) -> Any:
         return hvd.allreduce(x, op=hvd.Sum, name="uneven")
 
@@ -289,8 +280,7 @@ def ranks_that_have_joined_add_nothing() -> None:
         assert float(run(tf.constant(1.0))) == SIZE
 
 
-@check
-def joins_and_barriers_keep_their_place_in_a_graph() -> None:
+def test_joins_and_barriers_keep_their_place_in_a_graph() -> None:
     @tf.function
     def step(x: Any) -> Any:
         first = hvd.allreduce(late(x, 0.05 if RANK == 1 else 0.0), op=hvd.Sum)
@@ -306,8 +296,7 @@ def joins_and_barriers_keep_their_place_in_a_graph() -> None:
         assert 0 <= int(last) < SIZE
 
 
-@check
-def a_barrier_in_a_graph_waits_for_all_ranks() -> None:
+def test_a_barrier_in_a_graph_waits_for_all_ranks() -> None:
     wait = tf.function(lambda: hvd.barrier())
     wait()  # traced
     with tempfile.TemporaryDirectory() as folder:
@@ -320,8 +309,7 @@ def a_barrier_in_a_graph_waits_for_all_ranks() -> None:
         wait()
 
 
-@check
-def gradients_go_through_exchanges() -> None:
+def test_gradients_go_through_exchanges() -> None:
     weights = tf.reshape(tf.range(1.0, 1.0 + 2 * SIZE * SIZE), [-1, 1]) * (RANK + 1.0)
 
     def gradient(x: Any, splits: Any) -> Any:
@@ -352,8 +340,7 @@ def gradients_go_through_exchanges() -> None:
         equal(mode(of_equal_parts)(tf.ones([SIZE])), np.arange(1, SIZE + 1))
 
 
-@check
-def gradients_go_through_scattered_sums() -> None:
+def test_gradients_go_through_scattered_sums() -> None:
     for op, scale in ((hvd.Sum, 1.0), (hvd.Average, 1 / SIZE)):
 
         def gradients(x: Any, y: Any, op: Any = op) -> Any:
@@ -375,8 +362,7 @@ def gradients_go_through_scattered_sums() -> None:
             equal(dy, np.zeros((4, 2)))
 
 
-@check
-def gradients_go_through_groups_of_several_dtypes() -> None:
+def test_gradients_go_through_groups_of_several_dtypes() -> None:
     def gathered(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch([x, y])
@@ -405,8 +391,7 @@ def gradients_go_through_groups_of_several_dtypes() -> None:
         equal(dy, np.full(3, 2 * total))
 
 
-@check
-def gradients_of_another_type_are_cast_to_that_of_the_results() -> None:
+def test_gradients_of_another_type_are_cast_to_that_of_the_results() -> None:
     verbs: dict[str, Callable[[Any], Any]] = {
         "alltoall": hvd.alltoall,
         "alltoall with splits": lambda x: hvd.alltoall(x, [1] * SIZE)[0],
@@ -431,8 +416,7 @@ def gradients_of_another_type_are_cast_to_that_of_the_results() -> None:
                 equal(found, np.full(SIZE, everywhere.get(name, SIZE if RANK == 0 else 0)))
 
 
-@check
-def second_derivatives_are_collectives_of_every_rank() -> None:
+def test_second_derivatives_are_collectives_of_every_rank() -> None:
     """Of the sum of all squares of y = M x both derivatives are 2 M^T M 1, at x = 1."""
     exact = {"exact_gradient": True}
     verbs: dict[str, tuple[Callable[[Any], Any], float]] = {
@@ -460,8 +444,7 @@ def second_derivatives_are_collectives_of_every_rank() -> None:
             equal(second, np.full(SIZE, expected), rtol=1e-6)
 
 
-@check
-def exchanged_integers_have_no_gradient_and_are_exchanged() -> None:
+def test_exchanged_integers_have_no_gradient_and_are_exchanged() -> None:
     for mode in DIFFERENTIABLE:
 
         def exchange(x: Any) -> Any:
@@ -476,8 +459,7 @@ def exchanged_integers_have_no_gradient_and_are_exchanged() -> None:
         equal(gradient, np.ones(SIZE))
 
 
-@check
-def the_gradient_of_reduced_slices_is_that_of_a_reduction() -> None:
+def test_the_gradient_of_reduced_slices_is_that_of_a_reduction() -> None:
     """However they travel, it is not scaled as an allgather's."""
 
     def gradient(values: Any) -> Any:
@@ -491,8 +473,7 @@ def the_gradient_of_reduced_slices_is_that_of_a_reduction() -> None:
         equal(mode(gradient)(tf.ones([1, 2])), np.full((1, 2), sum(range(1, SIZE + 1))))
 
 
-@check
-def names_of_gradients_recur() -> None:
+def test_names_of_gradients_recur() -> None:
     @tf.function
     def step(x: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -512,8 +493,7 @@ def names_of_gradients_recur() -> None:
     assert after["cache_hits"] - before["cache_hits"] == after["operations"] - before["operations"] == 4 * 7
 
 
-@check
-def handles_of_every_kind_are_synchronized() -> None:
+def test_handles_of_every_kind_are_synchronized() -> None:
     parts = [data(r, (ROWS[r],), "float32") for r in range(SIZE)]
     exchange = hvd.alltoall_async(tf.constant(parts[RANK]), SPLITS[RANK])
     even = hvd.alltoall_async(tf.range(SIZE) + 10 * RANK)
@@ -544,8 +524,7 @@ def my_slices(rank: int, dtype: Any = tf.float32) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, tf.constant([0, rank, rank], tf.int64), tf.constant([SIZE, 2]))
 
 
-@check
-def slices_are_gathered_and_scaled() -> None:
+def test_slices_are_gathered_and_scaled() -> None:
     dense = sum(tf.convert_to_tensor(my_slices(r)).numpy() for r in range(SIZE))
     cases = [
         ({"op": hvd.Sum}, 1.0),
@@ -569,8 +548,7 @@ def slices_are_gathered_and_scaled() -> None:
         equal(tf.convert_to_tensor(slices), dense)
 
 
-@check
-def scaled_slices_of_integers_equal_the_dense_reduction() -> None:
+def test_scaled_slices_of_integers_equal_the_dense_reduction() -> None:
     for dtype in (tf.int32, tf.int64, tf.uint8, tf.uint32):
         terms = [tf.convert_to_tensor(my_slices(r, dtype)).numpy().astype(np.float64) for r in range(SIZE)]
         # A term and the sum are truncated, and nothing before.
@@ -589,8 +567,7 @@ def scaled_slices_of_integers_equal_the_dense_reduction() -> None:
                 equal(dense, expected)
 
 
-@check
-def reductions_that_slices_lack_raise_what_users_of_either_library_catch() -> None:
+def test_reductions_that_slices_lack_raise_what_users_of_either_library_catch() -> None:
     for op in (hvd.Max, hvd.Min, hvd.Product, hvd.Adasum):
         for error in (ValueError, NotImplementedError, tf.errors.InvalidArgumentError):
             for mode in MODES:
@@ -598,8 +575,7 @@ def reductions_that_slices_lack_raise_what_users_of_either_library_catch() -> No
                 assert f"op={op.name}" in raises(error, run)
 
 
-@check
-def slices_cost_what_their_rows_cost() -> None:
+def test_slices_cost_what_their_rows_cost() -> None:
     shape = tf.constant([1 << 24, 64])  # 4 GiB if it were dense
     slices = tf.IndexedSlices(tf.ones([RANK + 1, 64]), tf.range(RANK + 1, dtype=tf.int32), shape)
     before = polyhvd.counters()["shm_bytes"]
@@ -608,8 +584,7 @@ def slices_cost_what_their_rows_cost() -> None:
     assert 0 < polyhvd.counters()["shm_bytes"] - before < 1 << 20
 
 
-@check
-def tensors_that_cannot_be_reduced_raise_alike_everywhere() -> None:
+def test_tensors_that_cannot_be_reduced_raise_alike_everywhere() -> None:
     x = tf.ones([SIZE], tf.complex64)
     for verb in ("allreduce", "reducescatter"):
         found = set()
@@ -623,8 +598,7 @@ def tensors_that_cannot_be_reduced_raise_alike_everywhere() -> None:
     assert "of complex64" in raises(TypeError, hvd.allreduce_async, x)
 
 
-@check
-def bad_calls_name_the_argument_and_send_nothing() -> None:
+def test_bad_calls_name_the_argument_and_send_nothing() -> None:
     x = tf.ones([4])
     calls: dict[str, list[Callable[[], Any]]] = {
         "splits": [
@@ -660,8 +634,7 @@ def bad_calls_name_the_argument_and_send_nothing() -> None:
     equal(hvd.allreduce(tf.constant(float(RANK))), (SIZE - 1) / 2)
 
 
-@check
-def disagreements_fail_on_every_rank() -> None:
+def test_disagreements_fail_on_every_rank() -> None:
     for mode in MODES:
         shapes = mode(lambda: hvd.reducescatter(tf.ones([3, 1 + RANK]), name="columns"))
         assert "Mismatched" in raises(tf.errors.FailedPreconditionError, shapes)
@@ -671,8 +644,7 @@ def disagreements_fail_on_every_rank() -> None:
         raises(tf.errors.FailedPreconditionError, group)
 
 
-@check
-def variables_of_a_version_1_session_start_alike() -> None:
+def test_variables_of_a_version_1_session_start_alike() -> None:
     for hook in (False, True):
         with tf.Graph().as_default():
             number = tf.compat.v1.get_variable("number", initializer=float(RANK))
@@ -690,12 +662,7 @@ def variables_of_a_version_1_session_start_alike() -> None:
     assert "broadcast_variables" in raises(RuntimeError, hvd.broadcast_global_variables, 0)
 
 
-@check
-def objects_take_horovods_arguments() -> None:
+def test_objects_take_horovods_arguments() -> None:
     assert hvd.broadcast_object([RANK], 1, None, "named") == [1]
     assert hvd.broadcast_object_fn(root_rank=2, name="named")(RANK) == 2
     assert hvd.allgather_object(RANK, None, "named") == list(range(SIZE))
-
-
-if __name__ == "__main__":
-    run_checks()

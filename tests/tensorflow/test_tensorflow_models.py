@@ -1,4 +1,4 @@
-"""Real models against one process on the joined batch. Run by test_tf_models.py as two ranks."""
+"""Real models against one process on the joined batch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmd import check, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import keras
 import numpy as np
 import polyhvd.keras as hvd
 import polyhvd.tensorflow as hvd_tf
+import pytest
 import tensorflow as tf
 from keras_common import RANK, SIZE, assert_close, assert_same_on_all_ranks, value
+
+pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
+
 
 BATCH, STEPS, WORDS, LENGTH = 4, 10, 5000, 12
 layers = keras.layers
@@ -141,26 +142,22 @@ def sgd() -> Any:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-@check
-def a_resnet_with_synchronised_normalization() -> None:
+def test_a_resnet_with_synchronised_normalization() -> None:
     hvd.init()
     expect_equal(
         lambda: resnet(hvd.SyncBatchNormalization), lambda: resnet(layers.BatchNormalization), images(), sgd
     )
 
 
-@check
-def a_transformer_with_a_large_sparse_embedding() -> None:
+def test_a_transformer_with_a_large_sparse_embedding() -> None:
     expect_equal(Transformer, Transformer, sentences(), sgd)
 
 
-@check
-def an_lstm_with_a_large_sparse_embedding() -> None:
+def test_an_lstm_with_a_large_sparse_embedding() -> None:
     expect_equal(lstm, lstm, sentences(), lambda: keras.optimizers.Adagrad(0.05))
 
 
-@check
-def an_mlp_with_a_step_of_its_own() -> None:
+def test_an_mlp_with_a_step_of_its_own() -> None:
     expect_equal(OwnStep, OwnStep, images(), sgd)
     accumulating = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
     alone = fit(OwnStep, accumulating, images(), BATCH * SIZE)
@@ -172,8 +169,7 @@ def an_mlp_with_a_step_of_its_own() -> None:
     assert_close(together.get_weights(), alone.get_weights(), 1e-4)
 
 
-@check
-def a_resnet_in_a_loop_with_a_tape() -> None:
+def test_a_resnet_in_a_loop_with_a_tape() -> None:
     def train(norm: Any, data: Data, batch: int, wrap: Callable[[Any], Any]) -> Any:
         keras.utils.set_random_seed(4)
         model, optimizer, criterion = resnet(norm), sgd(), loss()
@@ -195,8 +191,7 @@ def a_resnet_in_a_loop_with_a_tape() -> None:
     assert_close(together, train(layers.BatchNormalization, images(), BATCH * SIZE, lambda t: t), 1e-3)
 
 
-@check
-def a_model_that_is_saved_goes_on_where_it_was() -> None:
+def test_a_model_that_is_saved_goes_on_where_it_was() -> None:
     data = images()
     whole = np.concatenate([data[0]] * 2), np.concatenate([data[1]] * 2)
     optimizers: tuple[Make, ...] = (lambda: keras.optimizers.Adam(0.01), sgd)
@@ -220,7 +215,3 @@ def a_model_that_is_saved_goes_on_where_it_was() -> None:
         again.fit(*mine(data), batch_size=BATCH, shuffle=False, verbose=0)
         assert_same_on_all_ranks(again.get_weights())
         assert_close(again.get_weights(), alone.get_weights(), 1e-3)
-
-
-if __name__ == "__main__":
-    run_checks()

@@ -1,4 +1,4 @@
-"""Callbacks that set the learning rate and save the best model. Run by test_tf_schedules.py as two ranks.
+"""Callbacks that set the learning rate and save the best model.
 
 With Keras 3, or with Keras 2 where TF_USE_LEGACY_KERAS is set.
 """
@@ -12,18 +12,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import numpy as np
 import polyhvd.tensorflow.keras as hvd
+import pytest
 import tensorflow as tf
+from tensorflow_common import raises
+
+pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
+
 
 tf.get_logger().setLevel("ERROR")
-tf.config.threading.set_inter_op_parallelism_threads(2)
-tf.config.threading.set_intra_op_parallelism_threads(1)
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 KERAS_2 = os.environ.get("TF_USE_LEGACY_KERAS") == "1"
 BATCH, STEPS, RATE, MOMENTUM = 4, 5, 0.04, 0.9
 
@@ -87,8 +86,7 @@ def weight_after(rates: list[float], corrected: bool) -> float:
     return weight
 
 
-@check
-def warm_up_rises_to_the_rate_by_the_same_amount_in_each_batch() -> None:
+def test_warm_up_rises_to_the_rate_by_the_same_amount_in_each_batch() -> None:
     hvd.init()
     epochs, warm = 4, 3
     for make in optimizers():
@@ -105,8 +103,7 @@ def warm_up_rises_to_the_rate_by_the_same_amount_in_each_batch() -> None:
             assert abs(found - weight_after(rates, not correct)) > 1e-3
 
 
-@check
-def a_number_holds_between_its_epochs() -> None:
+def test_a_number_holds_between_its_epochs() -> None:
     first = hvd.callbacks.LearningRateScheduleCallback(RATE, 0.5, start_epoch=1, end_epoch=2)
     second = hvd.callbacks.LearningRateScheduleCallback(RATE, 0.1, start_epoch=3)
     _, rates, model = fit([first, second], 5)
@@ -115,8 +112,7 @@ def a_number_holds_between_its_epochs() -> None:
     np.testing.assert_allclose(model.get_weights()[0].item(), weight_after(rates, True), rtol=1e-5)
 
 
-@check
-def a_function_gets_whole_epochs_or_parts_of_them() -> None:
+def test_a_function_gets_whole_epochs_or_parts_of_them() -> None:
     for staircase in (True, False):
         epochs: list[float] = []
 
@@ -132,8 +128,7 @@ def a_function_gets_whole_epochs_or_parts_of_them() -> None:
         np.testing.assert_allclose(rates, RATE * 0.5**each, rtol=1e-6)
 
 
-@check
-def steps_per_epoch_is_found_or_asked_for() -> None:
+def test_steps_per_epoch_is_found_or_asked_for() -> None:
     _, rates, _ = fit([hvd.callbacks.LearningRateWarmupCallback(RATE, 2)], 1, steps=2)
     np.testing.assert_allclose(rates, [RATE / SIZE * (1 + (k + 1) / 4) for k in range(2)], rtol=1e-6)
     warmup = hvd.callbacks.LearningRateWarmupCallback(RATE, 1, steps_per_epoch=4)
@@ -145,8 +140,7 @@ def steps_per_epoch_is_found_or_asked_for() -> None:
     assert "initial_lr" in raises(ValueError, lambda: hvd.callbacks.LearningRateWarmupCallback(None))
 
 
-@check
-def the_end_of_the_warm_up_is_told() -> None:
+def test_the_end_of_the_warm_up_is_told() -> None:
     for verbose in (0, 1):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             fit([hvd.callbacks.LearningRateWarmupCallback(RATE, 2, verbose=verbose)], 3)
@@ -155,8 +149,7 @@ def the_end_of_the_warm_up_is_told() -> None:
         ) == verbose
 
 
-@check
-def optimizers_without_the_rate_in_their_state_are_left_alone() -> None:
+def test_optimizers_without_the_rate_in_their_state_are_left_alone() -> None:
     for make in (lambda: tf.keras.optimizers.Adam(RATE), lambda: tf.keras.optimizers.SGD(RATE)):
         weights = []
         for correct in (True, False):
@@ -167,8 +160,7 @@ def optimizers_without_the_rate_in_their_state_are_left_alone() -> None:
         assert weights[0] == weights[1]
 
 
-@check
-def the_rate_of_a_scaled_optimizer_is_set() -> None:
+def test_the_rate_of_a_scaled_optimizer_is_set() -> None:
     loss_scale = getattr(tf.keras, "mixed_precision", tf.keras.optimizers).LossScaleOptimizer
     inner = tf.keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     warmup = hvd.callbacks.LearningRateWarmupCallback(RATE, 2)
@@ -177,8 +169,7 @@ def the_rate_of_a_scaled_optimizer_is_set() -> None:
     np.testing.assert_allclose(model.get_weights()[0].item(), weight_after(rates, True), rtol=1e-4)
 
 
-@check
-def the_best_model_is_saved_by_rank_0() -> None:
+def test_the_best_model_is_saved_by_rank_0() -> None:
     class Metric(tf.keras.callbacks.Callback):
         """A metric that is best in the second epoch, and the weights of that epoch."""
 
@@ -201,7 +192,3 @@ def the_best_model_is_saved_by_rank_0() -> None:
             np.testing.assert_array_equal(loaded.get_weights()[0], metric.weights[1])
             assert not np.array_equal(metric.weights[1], metric.weights[2])
             assert best.best == 1.5
-
-
-if __name__ == "__main__":
-    run_checks()

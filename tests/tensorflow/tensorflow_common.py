@@ -1,36 +1,13 @@
-"""What the scripts of checks share: every rank runs all checks, in order; the first failure ends the job."""
+"""What the tests on ranks share: values that differ between ranks, and errors that calls must raise."""
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-
-import faulthandler
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-_CHECKS: list[Callable[[], None]] = []
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    _CHECKS.append(function)
-    return function
-
-
-def run_checks(module: str = "__main__") -> None:
-    """Run the checks of one script, by the name under which it was imported."""
-    faulthandler.dump_traceback_later(300, exit=True)
-    for function in [function for function in _CHECKS if function.__module__ == module]:
-        started = time.monotonic()
-        function()
-        print(f"took {time.monotonic() - started:.1f} s", flush=True)
-        print(f"PASSED {module}.{function.__name__}", flush=True)
-    faulthandler.cancel_dump_traceback_later()
+__all__ = ["data", "raises"]
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> np.ndarray[Any, Any]:

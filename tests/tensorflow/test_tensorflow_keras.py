@@ -1,4 +1,4 @@
-"""Training with Keras and with tapes. Run by test_tf_keras.py as two ranks."""
+"""Training with Keras and with tapes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import keras
 import numpy as np
 import polyhvd.keras as hvd
 import polyhvd.tensorflow as hvd_tf
 import polyhvd.tensorflow.keras as hvd_tf_keras
+import pytest
 import tensorflow as tf
 from keras_common import (
     BATCH,
@@ -32,12 +30,14 @@ from keras_common import (
     train_together,
     value,
 )
+from tensorflow_common import raises
 
 import polyhvd
 
+pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
 
-@check
-def fit_equals_training_alone_on_the_union() -> None:
+
+def test_fit_equals_training_alone_on_the_union() -> None:
     hvd.init()
     model = make_model()
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
@@ -49,8 +49,7 @@ def fit_equals_training_alone_on_the_union() -> None:
     assert_close(model.get_weights(), train_alone())
 
 
-@check
-def training_without_the_wrapper_differs() -> None:
+def test_training_without_the_wrapper_differs() -> None:
     model = make_model()
     model.compile(sgd(), loss="mse")
     train_together(model)
@@ -58,8 +57,7 @@ def training_without_the_wrapper_differs() -> None:
     assert everybody[0] != everybody[1]
 
 
-@check
-def clipping_comes_after_averaging() -> None:
+def test_clipping_comes_after_averaging() -> None:
     for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}):
         model = make_model()
         model.compile(hvd.DistributedOptimizer(sgd(**clip)), loss="mse")
@@ -68,8 +66,7 @@ def clipping_comes_after_averaging() -> None:
         assert_close(model.get_weights(), train_alone(sgd(**clip)))
 
 
-@check
-def other_optimizers_and_arguments_average_too() -> None:
+def test_other_optimizers_and_arguments_average_too() -> None:
     for optimizer, arguments in (
         (keras.optimizers.Adam(0.01), {"gradient_predivide_factor": 2.0}),
         (keras.optimizers.AdamW(0.01), {"name": "mine"}),
@@ -83,8 +80,7 @@ def other_optimizers_and_arguments_average_too() -> None:
         assert_close(model.get_weights(), alone, 2e-4)
 
 
-@check
-def fp16_compression_trains() -> None:
+def test_fp16_compression_trains() -> None:
     model = make_model()
     model.compile(hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16), loss="mse")
     train_together(model)
@@ -92,8 +88,7 @@ def fp16_compression_trains() -> None:
     assert_close(model.get_weights(), train_alone(), 1e-2)
 
 
-@check
-def a_custom_loop_with_a_tape_equals_training_alone() -> None:
+def test_a_custom_loop_with_a_tape_equals_training_alone() -> None:
     def train(distributed: bool, in_graph: bool) -> list[Any]:
         model, optimizer = make_model(), sgd()
         inputs, targets = (mine(a) for a in dataset()) if distributed else dataset()
@@ -124,8 +119,7 @@ def a_custom_loop_with_a_tape_equals_training_alone() -> None:
         assert_close(together, alone)
 
 
-@check
-def a_tape_that_wraps_another_records() -> None:
+def test_a_tape_that_wraps_another_records() -> None:
     variable, local, unused = tf.Variable(2.0), tf.Variable(3.0), tf.Variable(1.0)
     with hvd_tf.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         loss = variable * local * (RANK + 1.0)
@@ -139,8 +133,7 @@ def a_tape_that_wraps_another_records() -> None:
     assert float(tape.gradient(loss, variable)) == 3.0
 
 
-@check
-def sparse_gradients_are_dense_on_request_and_have_each_index_once_otherwise() -> None:
+def test_sparse_gradients_are_dense_on_request_and_have_each_index_once_otherwise() -> None:
     table = tf.Variable(tf.ones([4, 2]))
     expected = np.array([[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.0, 0.0]])
 
@@ -173,8 +166,7 @@ def words() -> tuple[Any, Any]:
     return inputs, numbers.normal(size=(len(inputs), 1)).astype(np.float32)
 
 
-@check
-def embeddings_train_as_alone() -> None:
+def test_embeddings_train_as_alone() -> None:
     inputs, targets = words()
 
     def fit(optimizer: Any, x: Any, y: Any, batch: int) -> list[Any]:
@@ -195,8 +187,7 @@ def embeddings_train_as_alone() -> None:
     assert_close(together, fit(sgd(), inputs, targets, BATCH * SIZE))
 
 
-@check
-def groups_are_operations_and_train_as_alone() -> None:
+def test_groups_are_operations_and_train_as_alone() -> None:
     alone = train_alone()
     kernels = [0, 2]
     cases: list[tuple[Any, int]] = [
@@ -217,8 +208,7 @@ def groups_are_operations_and_train_as_alone() -> None:
         assert_close(model.get_weights(), alone)
 
 
-@check
-def groups_of_a_tape_may_have_several_dtypes() -> None:
+def test_groups_of_a_tape_may_have_several_dtypes() -> None:
     wide = [tf.Variable(tf.ones([2], d)) for d in (tf.float64, tf.float32, tf.float16)]
     for arguments, count in (({}, 1), ({"groups": [wide[:2]]}, 2), ({"num_groups": 3}, 3)):
         with tf.GradientTape() as tape:
@@ -231,8 +221,7 @@ def groups_of_a_tape_may_have_several_dtypes() -> None:
             np.testing.assert_array_equal(gradient.numpy(), [1.5, 1.5])
 
 
-@check
-def a_group_is_all_or_none() -> None:
+def test_a_group_is_all_or_none() -> None:
     variables = [tf.Variable(1.0), tf.Variable([1.0, 2.0] if RANK == 0 else [1.0])]
     with tf.GradientTape() as tape:
         loss = variables[0] * 2.0 + tf.reduce_sum(variables[1])
@@ -240,8 +229,7 @@ def a_group_is_all_or_none() -> None:
     assert "Mismatched" in raises(tf.errors.FailedPreconditionError, tape.gradient, loss, variables)
 
 
-@check
-def groups_are_checked() -> None:
+def test_groups_are_checked() -> None:
     variable, other = tf.Variable(1.0), tf.Variable(2.0)
     bad: list[Any] = [
         -1,
@@ -261,8 +249,7 @@ def groups_are_checked() -> None:
     assert "exclude" in raises(ValueError, both)
 
 
-@check
-def groups_may_list_what_a_step_does_not_have() -> None:
+def test_groups_may_list_what_a_step_does_not_have() -> None:
     variable, other = tf.Variable(1.0), tf.Variable(2.0)
     for groups in (0, [[other], [variable]], [[variable, other]]):
         with tf.GradientTape() as tape:
@@ -271,8 +258,7 @@ def groups_may_list_what_a_step_does_not_have() -> None:
         assert float(tape.gradient(loss, variable)) == 1.5
 
 
-@check
-def gradients_may_be_added_adaptively() -> None:
+def test_gradients_may_be_added_adaptively() -> None:
     variable = tf.Variable([0.0, 0.0])
     with tf.GradientTape() as tape:
         loss = variable[RANK] * 3.0
@@ -280,8 +266,7 @@ def gradients_may_be_added_adaptively() -> None:
     np.testing.assert_array_equal(tf.convert_to_tensor(gradient).numpy(), [3.0, 3.0])  # orthogonal: their sum
 
 
-@check
-def a_wrapped_optimizer_is_of_its_own_class() -> None:
+def test_a_wrapped_optimizer_is_of_its_own_class() -> None:
     plain = sgd(nesterov=True)
     wrapped = hvd.DistributedOptimizer(plain)
     assert isinstance(wrapped, keras.optimizers.SGD)
@@ -296,8 +281,7 @@ def a_wrapped_optimizer_is_of_its_own_class() -> None:
     raises(ValueError, hvd.DistributedOptimizer, object())
 
 
-@check
-def a_saved_model_keeps_the_optimizers_state() -> None:
+def test_a_saved_model_keeps_the_optimizers_state() -> None:
     alone = train_alone(epochs=4)
     model = make_model()
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
@@ -318,8 +302,7 @@ def a_saved_model_keeps_the_optimizers_state() -> None:
     assert with_table.optimizer.get_config() == model.optimizer.get_config()
 
 
-@check
-def jit_compile_is_declined() -> None:
+def test_jit_compile_is_declined() -> None:
     alone = train_alone()
     model = make_model()
     with warnings.catch_warnings(record=True) as caught:
@@ -336,8 +319,7 @@ def jit_compile_is_declined() -> None:
     assert plain.jit_compile
 
 
-@check
-def auto_does_not_choose_xla_on_a_machine_with_a_gpu() -> None:
+def test_auto_does_not_choose_xla_on_a_machine_with_a_gpu() -> None:
     real = tf.config.list_physical_devices
     pretended = [type("Device", (), {"device_type": "GPU"})]
     tf.config.list_physical_devices = lambda *a: pretended
@@ -351,16 +333,14 @@ def auto_does_not_choose_xla_on_a_machine_with_a_gpu() -> None:
     assert not model.jit_compile
 
 
-@check
-def a_step_under_xla_says_what_to_do() -> None:
+def test_a_step_under_xla_says_what_to_do() -> None:
     variable, optimizer = tf.Variable(1.0), hvd.DistributedOptimizer(sgd())
     optimizer.build([variable])
     step = tf.function(lambda: optimizer.apply([tf.constant(1.0)], [variable]), jit_compile=True)
     assert "compile(jit_compile=False)" in raises(ValueError, step)
 
 
-@check
-def overflow_on_one_rank_is_everybodys() -> None:
+def test_overflow_on_one_rank_is_everybodys() -> None:
     variable = tf.Variable(1.0)
     inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
@@ -381,16 +361,14 @@ def overflow_on_one_rank_is_everybodys() -> None:
     assert float(variable) == -0.5
 
 
-@check
-def mixed_precision_trains_alike() -> None:
+def test_mixed_precision_trains_alike() -> None:
     model = make_model(dtype="mixed_float16")
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", auto_scale_loss=True)
     train_together(model)
     assert_same_on_all_ranks(model.get_weights())
 
 
-@check
-def callbacks_start_all_ranks_alike_and_average_metrics() -> None:
+def test_callbacks_start_all_ranks_alike_and_average_metrics() -> None:
     model = make_model(seed=1 + RANK)
     optimizer = hvd.DistributedOptimizer(sgd())
     optimizer.learning_rate = 0.05 if RANK == 0 else 0.5
@@ -405,8 +383,7 @@ def callbacks_start_all_ranks_alike_and_average_metrics() -> None:
     assert isinstance(history.history["loss"][0], float)
 
 
-@check
-def a_model_that_is_built_by_its_first_batch_is_broadcast_too() -> None:
+def test_a_model_that_is_built_by_its_first_batch_is_broadcast_too() -> None:
     keras.utils.set_random_seed(10 + RANK)
     model = keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
@@ -414,8 +391,7 @@ def a_model_that_is_built_by_its_first_batch_is_broadcast_too() -> None:
     assert_same_on_all_ranks(model.get_weights())
 
 
-@check
-def a_model_that_says_that_it_is_built_while_a_layer_is_not_is_broadcast_too() -> None:
+def test_a_model_that_says_that_it_is_built_while_a_layer_is_not_is_broadcast_too() -> None:
     class Premature(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -434,8 +410,7 @@ def a_model_that_says_that_it_is_built_while_a_layer_is_not_is_broadcast_too() -
     assert_same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
 
 
-@check
-def local_variables_stay() -> None:
+def test_local_variables_stay() -> None:
     model = make_model(seed=1 + RANK)
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse")
     send = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=model.layers[0].weights)
@@ -449,8 +424,7 @@ def local_variables_stay() -> None:
     assert everybody[0][2] == everybody[1][2]
 
 
-@check
-def two_optimizers_in_one_graph_do_not_mix() -> None:
+def test_two_optimizers_in_one_graph_do_not_mix() -> None:
     first, second = tf.Variable(tf.zeros([2])), tf.Variable(tf.zeros([2]))
     a, b = (hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2))
     a.build([first])
@@ -467,8 +441,7 @@ def two_optimizers_in_one_graph_do_not_mix() -> None:
         np.testing.assert_array_equal(second.numpy(), [-15.0 * k] * 2)
 
 
-@check
-def steps_per_execution_and_evaluate_work() -> None:
+def test_steps_per_execution_and_evaluate_work() -> None:
     model = make_model()
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", steps_per_execution=3)
     train_together(model)
@@ -478,8 +451,7 @@ def steps_per_execution_and_evaluate_work() -> None:
     assert model.predict(inputs[:4], verbose=0).shape == (4, 1)
 
 
-@check
-def an_optimizer_of_version_1_reduces() -> None:
+def test_an_optimizer_of_version_1_reduces() -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variable = tf.compat.v1.get_variable("v", initializer=2.0)
         optimizer = hvd_tf.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
@@ -491,8 +463,7 @@ def an_optimizer_of_version_1_reduces() -> None:
         assert "eager" not in str(session.run(hvd.broadcast_global_variables(1)))
 
 
-@check
-def values_are_reduced() -> None:
+def test_values_are_reduced() -> None:
     assert float(hvd.allreduce(1.0 + RANK)) == 1.5
     assert float(hvd.allreduce(np.float32(1.0 + RANK), average=False)) == 3.0
     np.testing.assert_array_equal(hvd_tf_keras.allgather(np.array([RANK])).numpy(), [0, 1])
@@ -500,14 +471,9 @@ def values_are_reduced() -> None:
     raises(RuntimeError, hvd.broadcast_global_variables, 0)
 
 
-@check
-def what_is_not_supported_yet_says_so() -> None:
+def test_what_is_not_supported_yet_says_so() -> None:
     for arguments in ({"device_dense": "/gpu:0"}, {"device_sparse": "/gpu:0"}):
         message = raises(ValueError, lambda a=arguments: hvd.DistributedOptimizer(sgd(), **a))
         assert next(iter(arguments)) in message
     raises(ValueError, lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Max))
     hvd.DistributedOptimizer(sgd(), device_dense="/cpu:0", device_sparse="")
-
-
-if __name__ == "__main__":
-    run_checks()

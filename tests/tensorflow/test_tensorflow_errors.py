@@ -1,7 +1,4 @@
-"""What a tf.function raises, and which of polyhvd's errors that is. Run by test_tf_errors.py as four ranks.
-
-In the last check a rank dies.
-"""
+"""What a tf.function raises, and which of polyhvd's errors that is."""
 
 from __future__ import annotations
 
@@ -12,19 +9,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmd import check, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import polyhvd.tensorflow as hvd
+import pytest
 import tensorflow as tf
 from polyhvd.tensorflow import errors
 from polyhvd.tensorflow.errors import as_polyhvd
 
 import polyhvd
+from polyhvd import errors as core_errors
+
+pytestmark = pytest.mark.ranks(4, framework="tensorflow", timeout_s=400)
+
 
 tf.get_logger().setLevel("ERROR")
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 
 
 def step(name: str) -> Callable[[], Any]:
@@ -53,8 +51,7 @@ def expect(error: BaseException, in_graph: Any, expected: Any) -> None:
     assert as_polyhvd(told) is told
 
 
-@check
-def a_disagreement_is_told() -> None:
+def test_a_disagreement_is_told() -> None:
     hvd.init()
     shape = [1 + RANK % 2]
     call = tf.function(lambda: hvd.allreduce(tf.ones(shape), name="shapes"))
@@ -63,8 +60,7 @@ def a_disagreement_is_told() -> None:
     assert isinstance(as_polyhvd(error), hvd.RankMismatchError)
 
 
-@check
-def a_shutdown_is_told() -> None:
+def test_a_shutdown_is_told() -> None:
     lonely = tf.function(lambda: hvd.allreduce(tf.ones(1), name=f"lonely.{RANK}"))
     found: list[BaseException] = []
     waiting = threading.Thread(target=lambda: found.append(raised(lonely)))
@@ -82,8 +78,7 @@ def a_shutdown_is_told() -> None:
     hvd.init()
 
 
-@check
-def a_departure_is_told() -> None:
+def test_a_departure_is_told() -> None:
     hvd.barrier()
     call = tf.function(lambda: hvd.allreduce(tf.ones(1), name="departed"))
     assert float(call()[0]) == 1
@@ -95,8 +90,7 @@ def a_departure_is_told() -> None:
     expect(raised(call), tf.errors.FailedPreconditionError, errors.NotInitializedError)
 
 
-@check
-def a_transfer_that_takes_too_long_is_told() -> None:
+def test_a_transfer_that_takes_too_long_is_told() -> None:
     os.environ.update(
         POLYHVD_STALL_CHECK_TIME_SECONDS="1", POLYHVD_STALL_SHUTDOWN_TIME_SECONDS="2"
     )  # which init() reads
@@ -111,8 +105,7 @@ def a_transfer_that_takes_too_long_is_told() -> None:
         del os.environ[name]
 
 
-@check
-def what_is_none_of_ours_stays() -> None:
+def test_what_is_none_of_ours_stays() -> None:
     parse = tf.function(tf.strings.to_number)
     error = raised(lambda: parse(tf.constant("no number")))
     assert isinstance(error, tf.errors.InvalidArgumentError)
@@ -121,14 +114,16 @@ def what_is_none_of_ours_stays() -> None:
     assert as_polyhvd(other) is other
 
 
-@check
-def a_lost_rank_is_told() -> None:
-    hvd.init()
+def lose_a_rank() -> None:
     hvd.barrier()
     if RANK == SIZE - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     expect(raised(step("lost")), tf.errors.AbortedError, errors.PeerLostError)
 
 
-if __name__ == "__main__":
-    run_checks()
+def test_every_class_of_the_core_has_one_of_tensorflow() -> None:
+    mapped = errors._FROM_CORE
+    assert set(core_errors.by_code().values()) | {core_errors.NotInitializedError} == set(mapped)
+    for core, both in mapped.items():
+        assert issubclass(both, core)
+        assert set(both.__bases__) & set(errors._FROM_KERNEL), both

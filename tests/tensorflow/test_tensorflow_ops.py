@@ -1,33 +1,35 @@
-"""Collectives, eager and in graphs, against NumPy. Run by test_tf_ops.py as three ranks."""
+"""Collectives, eager and in graphs, against NumPy."""
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from typing import Any
 
-from spmd import check, data, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import numpy as np
 import polyhvd.tensorflow as hvd
+import pytest
 import tensorflow as tf
+from tensorflow_common import data, raises
 
 import polyhvd
 
+pytestmark = pytest.mark.ranks(3, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "4"})
+
+
 tf.get_logger().setLevel("ERROR")
-INTER_OP_THREADS = 2
-tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
-tf.config.threading.set_intra_op_parallelism_threads(1)
+INTER_OP_THREADS = 4
 
 NUMBERS = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 NUMBERS += ("uint16", "uint32", "uint64")
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 3, 2))
-RANK = int(os.environ["HOROVOD_RANK"])
-SIZE = int(os.environ["HOROVOD_SIZE"])
+RANK, SIZE = hvd.rank(), hvd.size()
 OUTER = hvd.ProcessSet([0, SIZE - 1])
+
+
+def set_up_on_rank() -> None:
+    hvd.add_process_set(OUTER)
 
 
 def every(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> list[Any]:
@@ -59,16 +61,15 @@ def equal(found: Any, expected: Any, **tolerance: float) -> None:
     )
 
 
-@check
-def a_call_before_init_says_so() -> None:
+@pytest.mark.ranks(initialized=False)
+def test_a_call_before_init_says_so() -> None:
     message = raises(hvd.NotInitializedError, hvd.allreduce, tf.ones([2]))
     assert "hvd.init()" in message
     hvd.init(process_sets=[OUTER])
     assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
 
 
-@check
-def sums_match_numpy_for_every_dtype_and_shape() -> None:
+def test_sums_match_numpy_for_every_dtype_and_shape() -> None:
     for mode in MODES:
         add = mode(lambda x: hvd.allreduce(x, op=hvd.Sum, name="sum"))
         for dtype in NUMBERS:
@@ -80,8 +81,7 @@ def sums_match_numpy_for_every_dtype_and_shape() -> None:
                 equal(result, total)  # values are small: nothing wraps around
 
 
-@check
-def averages_and_other_reductions_match_numpy() -> None:
+def test_averages_and_other_reductions_match_numpy() -> None:
     oracles = {hvd.Average: np.mean, hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod}
     for mode in MODES:
         for op, oracle in oracles.items():
@@ -95,8 +95,7 @@ def averages_and_other_reductions_match_numpy() -> None:
                 equal(reduce(tf.constant(parts[RANK])), expected, rtol=tolerance, atol=tolerance)
 
 
-@check
-def bool_is_reduced_by_min_and_max() -> None:
+def test_bool_is_reduced_by_min_and_max() -> None:
     parts = every((11,), "bool")
     for mode in MODES:
         low = mode(lambda x: hvd.allreduce(x, op=hvd.Min, name="bool.min"))(tf.constant(parts[RANK]))
@@ -106,8 +105,7 @@ def bool_is_reduced_by_min_and_max() -> None:
         np.testing.assert_array_equal(high.numpy(), np.logical_or.reduce(parts))
 
 
-@check
-def scales_have_double_precision() -> None:
+def test_scales_have_double_precision() -> None:
     for mode in MODES:
         scaled = mode(
             lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=1 / 3, postscale_factor=0.1, name="scaled")
@@ -116,8 +114,7 @@ def scales_have_double_precision() -> None:
         equal(result, [sum(1.0 + r for r in range(SIZE)) / 3 * 0.1], rtol=1e-14)
 
 
-@check
-def a_group_of_several_dtypes_is_reduced() -> None:
+def test_a_group_of_several_dtypes_is_reduced() -> None:
     shapes = [(2, 3), (), (0,), (4,), (70_000,)]
     dtypes = ["float32", "int32", "float32", "float64", "float32"]
     for mode in MODES:
@@ -128,8 +125,7 @@ def a_group_of_several_dtypes_is_reduced() -> None:
             equal(result, np.sum(every(shape, dtype), axis=0))
 
 
-@check
-def gathers_uneven_rows_of_every_dtype() -> None:
+def test_gathers_uneven_rows_of_every_dtype() -> None:
     for mode in MODES:
         gather = mode(lambda x: hvd.allgather(x, name="gather"))
         for dtype in (*NUMBERS, "bool"):
@@ -140,16 +136,14 @@ def gathers_uneven_rows_of_every_dtype() -> None:
                 equal(result, np.concatenate(parts))
 
 
-@check
-def the_shape_of_a_gathered_tensor_is_known_but_for_its_rows() -> None:
+def test_the_shape_of_a_gathered_tensor_is_known_but_for_its_rows() -> None:
     function = tf.function(lambda x: hvd.allgather(x)).get_concrete_function(tf.TensorSpec([2, 5]))
     assert function.structured_outputs.shape.as_list() == [None, 5]
     reduced = tf.function(lambda x: hvd.allreduce(x)).get_concrete_function(tf.TensorSpec([None, 5]))
     assert reduced.structured_outputs.shape.as_list() == [None, 5]
 
 
-@check
-def every_root_broadcasts_every_dtype() -> None:
+def test_every_root_broadcasts_every_dtype() -> None:
     for mode in MODES:
         for root in range(SIZE):
             send = mode(lambda x, root=root: hvd.broadcast(x, root, name=f"from{root}"))
@@ -160,8 +154,7 @@ def every_root_broadcasts_every_dtype() -> None:
                     equal(result, data(root, shape, dtype))
 
 
-@check
-def calls_without_names_match_by_their_order() -> None:
+def test_calls_without_names_match_by_their_order() -> None:
     for mode in MODES:
 
         def three(x: Any) -> Any:
@@ -174,8 +167,7 @@ def calls_without_names_match_by_their_order() -> None:
         equal(gathered, np.arange(1, SIZE + 1))
 
 
-@check
-def large_results_do_not_share_memory_with_each_other() -> None:
+def test_large_results_do_not_share_memory_with_each_other() -> None:
     elements = 1 << 20  # above the threshold of the block pool
     ones = tf.ones([elements])
     reduce = recorded(lambda x: hvd.allreduce(x, op=hvd.Sum, name="large"))
@@ -189,8 +181,7 @@ def large_results_do_not_share_memory_with_each_other() -> None:
         assert float(tf.reduce_max(ones)) == 1.0
 
 
-@check
-def an_input_that_is_used_elsewhere_keeps_its_value() -> None:
+def test_an_input_that_is_used_elsewhere_keeps_its_value() -> None:
     @tf.function
     def both(x: Any) -> Any:
         doubled = x * 2.0
@@ -206,8 +197,7 @@ def an_input_that_is_used_elsewhere_keeps_its_value() -> None:
             assert np.all(x.numpy() == RANK)
 
 
-@check
-def more_operations_than_threads_in_any_order_do_not_deadlock() -> None:
+def test_more_operations_than_threads_in_any_order_do_not_deadlock() -> None:
     count = 10 * INTER_OP_THREADS
     order = np.random.default_rng(RANK).permutation(count).tolist()  # another one on each rank
 
@@ -223,8 +213,7 @@ def more_operations_than_threads_in_any_order_do_not_deadlock() -> None:
             equal(result, [sum(r + i for r in range(SIZE))])
 
 
-@check
-def a_chain_of_operations_in_a_graph_keeps_its_order() -> None:
+def test_a_chain_of_operations_in_a_graph_keeps_its_order() -> None:
     @tf.function
     def chain(x: Any) -> Any:
         for _ in range(20):
@@ -234,8 +223,7 @@ def a_chain_of_operations_in_a_graph_keeps_its_order() -> None:
     equal(chain(tf.constant([float(RANK)])), [20 + (SIZE - 1) / 2])
 
 
-@check
-def a_result_that_one_rank_does_not_use_is_computed_all_the_same() -> None:
+def test_a_result_that_one_rank_does_not_use_is_computed_all_the_same() -> None:
     @tf.function
     def step(x: Any) -> Any:
         total = hvd.allreduce(x, op=hvd.Sum, name="unused")
@@ -257,8 +245,7 @@ def late(x: Any, delay_s: Any) -> Any:
     return tf.ensure_shape(tf.numpy_function(wait, [x, seconds], x.dtype, stateful=False), x.shape)
 
 
-@check
-def two_calls_of_one_function_in_a_graph_do_not_mix() -> None:
+def test_two_calls_of_one_function_in_a_graph_do_not_mix() -> None:
     inner = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
 
     @tf.function
@@ -274,8 +261,7 @@ def two_calls_of_one_function_in_a_graph_do_not_mix() -> None:
         assert [float(r) for r in results] == [total, 10 * total, 100 * total]
 
 
-@check
-def iterations_of_a_loop_do_not_mix() -> None:
+def test_iterations_of_a_loop_do_not_mix() -> None:
     @tf.function
     def loop(x: Any) -> Any:
         results = tf.TensorArray(tf.float32, 8)
@@ -290,8 +276,7 @@ def iterations_of_a_loop_do_not_mix() -> None:
         equal(loop(tf.constant(1.0 + RANK)), [total * i for i in range(8)])
 
 
-@check
-def a_loop_that_depends_on_its_own_result_works() -> None:
+def test_a_loop_that_depends_on_its_own_result_works() -> None:
     def step(i: Any, x: Any) -> Any:
         return i + 1, hvd.allreduce(x, op=hvd.Average) * 2.0
 
@@ -302,8 +287,7 @@ def a_loop_that_depends_on_its_own_result_works() -> None:
         assert float(mode(run)(tf.constant(float(RANK)))) == 32 * (SIZE - 1) / 2
 
 
-@check
-def both_branches_of_a_condition_may_communicate() -> None:
+def test_both_branches_of_a_condition_may_communicate() -> None:
     @tf.function
     def branch(x: Any, up: Any) -> Any:
         return hvd.allreduce(x, op=hvd.Sum) if up else -hvd.allreduce(x, op=hvd.Max)
@@ -314,15 +298,13 @@ def both_branches_of_a_condition_may_communicate() -> None:
         assert float(branch(x, tf.constant(False))) == -SIZE
 
 
-@check
-def a_function_that_one_rank_traces_again_still_matches() -> None:
+def test_a_function_that_one_rank_traces_again_still_matches() -> None:
     function = tf.function(lambda x: hvd.allgather(x) * 1.0)
     for rows in (2, 3 if RANK == 0 else 2, 2):
         assert function(tf.ones([rows, 2])).shape[0] >= 2 * SIZE
 
 
-@check
-def gradients_go_through_reductions() -> None:
+def test_gradients_go_through_reductions() -> None:
     weights = tf.constant([1.0, 2.0]) * (RANK + 1)
 
     for op, scale in ((hvd.Sum, 1.0), (hvd.Average, 1.0 / SIZE)):
@@ -339,8 +321,7 @@ def gradients_go_through_reductions() -> None:
             equal(mode(gradient)(x), expected, rtol=1e-6)
 
 
-@check
-def gradients_go_through_groups_and_unused_members() -> None:
+def test_gradients_go_through_groups_and_unused_members() -> None:
     def gradients(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch([x, y])
@@ -354,8 +335,7 @@ def gradients_go_through_groups_and_unused_members() -> None:
         equal(dy, np.zeros(3))
 
 
-@check
-def gradients_go_through_gathers_and_broadcasts() -> None:
+def test_gradients_go_through_gathers_and_broadcasts() -> None:
     def gathered(x: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -378,8 +358,7 @@ def gradients_go_through_gathers_and_broadcasts() -> None:
         equal(mode(sent)(tf.constant(5.0)), total / SIZE if RANK == 1 else 0.0)
 
 
-@check
-def a_maximum_has_no_gradient_and_says_so() -> None:
+def test_a_maximum_has_no_gradient_and_says_so() -> None:
     x = tf.constant(1.0)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -387,8 +366,7 @@ def a_maximum_has_no_gradient_and_says_so() -> None:
     assert "no gradient" in raises(tf.errors.InvalidArgumentError, tape.gradient, y, x)
 
 
-@check
-def compression_casts_on_the_wire_only() -> None:
+def test_compression_casts_on_the_wire_only() -> None:
     for mode in MODES:
         for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
             result = mode(lambda x, c=compression: hvd.allreduce(x, compression=c))(tf.constant([1.0 + RANK]))
@@ -396,8 +374,7 @@ def compression_casts_on_the_wire_only() -> None:
             equal(result, [(SIZE + 1) / 2])
 
 
-@check
-def a_process_set_communicates_by_itself() -> None:
+def test_a_process_set_communicates_by_itself() -> None:
     members = [0, SIZE - 1]
 
     def gradient(x: Any) -> Any:
@@ -419,8 +396,7 @@ def a_process_set_communicates_by_itself() -> None:
         equal(mode(gradient)(tf.ones([1, 1])), [[(position + 1.0) * (SIZE + 1) / 2]])
 
 
-@check
-def names_do_not_depend_on_operations_of_other_process_sets() -> None:
+def test_names_do_not_depend_on_operations_of_other_process_sets() -> None:
     def some_and_all(x: Any) -> Any:
         if RANK in (0, SIZE - 1):
             x = hvd.allreduce(x, process_set=OUTER) * 0.0 + x
@@ -430,8 +406,7 @@ def names_do_not_depend_on_operations_of_other_process_sets() -> None:
         assert float(mode(some_and_all)(tf.constant(1.0 + RANK))) == sum(range(1, SIZE + 1))
 
 
-@check
-def handles_are_polled_and_synchronized() -> None:
+def test_handles_are_polled_and_synchronized() -> None:
     handles = [hvd.allreduce_async(tf.constant([float(i + RANK)]), op=hvd.Sum) for i in range(20)]
     gather = hvd.allgather_async(tf.fill([RANK + 1], RANK))
     send = hvd.broadcast_async(tf.constant(RANK), 2)
@@ -446,8 +421,7 @@ def handles_are_polled_and_synchronized() -> None:
     equal(two, [2 * SIZE])
 
 
-@check
-def a_name_in_flight_is_refused_at_submit() -> None:
+def test_a_name_in_flight_is_refused_at_submit() -> None:
     if RANK == 0:
         first = hvd.allreduce_async(tf.constant(1.0), name="twice")
         message = raises(
@@ -460,8 +434,7 @@ def a_name_in_flight_is_refused_at_submit() -> None:
     assert float(hvd.synchronize(first)) == 1.0
 
 
-@check
-def a_mismatch_fails_on_every_rank_and_the_job_goes_on() -> None:
+def test_a_mismatch_fails_on_every_rank_and_the_job_goes_on() -> None:
     for mode in MODES:
         by_shape = mode(lambda x: hvd.allreduce(x, name="shapes"))
         message = raises(tf.errors.FailedPreconditionError, by_shape, tf.ones([2 + RANK]))
@@ -476,8 +449,7 @@ def a_mismatch_fails_on_every_rank_and_the_job_goes_on() -> None:
         equal(by_shape(tf.ones([3])), np.ones(3))
 
 
-@check
-def eager_errors_are_of_tensorflow_and_of_horovod() -> None:
+def test_eager_errors_are_of_tensorflow_and_of_horovod() -> None:
     for call in (eager, recorded):
         mismatched = call(lambda: hvd.allreduce(tf.ones([2 + RANK]), name="both"))
         raises(hvd.RankMismatchError, mismatched)
@@ -486,8 +458,7 @@ def eager_errors_are_of_tensorflow_and_of_horovod() -> None:
         raises(ValueError, outside)
 
 
-@check
-def an_error_of_a_graph_that_runs_names_its_class() -> None:
+def test_an_error_of_a_graph_that_runs_names_its_class() -> None:
     """TensorFlow raises its own class there; eager code has ours, and no need of the name."""
     mismatched = tf.function(lambda x: hvd.allreduce(x, name="named"))
     message = raises(tf.errors.FailedPreconditionError, mismatched, tf.ones([2 + RANK]))
@@ -497,18 +468,16 @@ def an_error_of_a_graph_that_runs_names_its_class() -> None:
         assert "Error: " not in raises(hvd.RankMismatchError, direct)
 
 
-@check
-def an_error_names_the_callers_line() -> None:
+def test_an_error_names_the_callers_line() -> None:
     def call() -> Any:
         return hvd.allreduce(tf.ones([2 + RANK]), name="line")
 
     for mode in MODES:
         message = raises(tf.errors.FailedPreconditionError, mode(call))
-        assert "(ranks_ops.py:" in message, message
+        assert "(test_tensorflow_ops.py:" in message, message
 
 
-@check
-def bad_calls_are_refused_before_anything_is_sent() -> None:
+def test_bad_calls_are_refused_before_anything_is_sent() -> None:
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
     assert "tf.convert_to_tensor" in raises(ValueError, hvd.allgather, slices)
     raises((ValueError, tf.errors.InvalidArgumentError), hvd.allgather, tf.constant(1.0))
@@ -519,15 +488,13 @@ def bad_calls_are_refused_before_anything_is_sent() -> None:
     assert "tf.function" in message
 
 
-@check
-def xla_is_refused_with_advice() -> None:
+def test_xla_is_refused_with_advice() -> None:
     compiled = tf.function(lambda x: hvd.allreduce(x), jit_compile=True)
     assert "jit_compile=False" in raises(tf.errors.InvalidArgumentError, compiled, tf.ones([1]))
     equal(hvd.allreduce(tf.constant([float(RANK)])), [(SIZE - 1) / 2])
 
 
-@check
-def variables_take_the_roots_values() -> None:
+def test_variables_take_the_roots_values() -> None:
     variables = [tf.Variable(data(RANK, s, d)) for s in ((), (3, 2)) for d in ("float32", "int64")]
     hvd.broadcast_variables(variables, root_rank=1)
     for variable, (shape, dtype) in zip(
@@ -546,15 +513,13 @@ def variables_take_the_roots_values() -> None:
     assert float(state) == -1.0
 
 
-@check
-def objects_travel() -> None:
+def test_objects_travel() -> None:
     assert hvd.broadcast_object({"rank": RANK}, root_rank=1) == {"rank": 1}
     assert hvd.broadcast_object_fn(root_rank=2)([RANK]) == [2]
     assert hvd.allgather_object("x" * RANK) == ["", "x", "xx"][:SIZE]
 
 
-@check
-def a_graph_of_version_1_works() -> None:
+def test_a_graph_of_version_1_works() -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variable = tf.compat.v1.get_variable("v", initializer=float(RANK))
         send = hvd.broadcast_variables([variable], 1)
@@ -565,8 +530,7 @@ def a_graph_of_version_1_works() -> None:
         assert session.run(variable) == 1.0
 
 
-@check
-def threads_may_call_at_once() -> None:
+def test_threads_may_call_at_once() -> None:
     results: dict[int, float] = {}
 
     def work(i: int) -> None:
@@ -581,8 +545,7 @@ def threads_may_call_at_once() -> None:
     assert results == {i: float((i + 19) * SIZE) for i in range(4)}
 
 
-@check
-def memory_does_not_grow() -> None:
+def test_memory_does_not_grow() -> None:
     @tf.function
     def step(x: Any) -> Any:
         parts = [hvd.allreduce(x + float(i), name=f"leak.{i}") for i in range(5)]
@@ -605,8 +568,7 @@ def memory_does_not_grow() -> None:
     assert resident_kb() - before < 8 * 1024
 
 
-@check
-def pending_operations_fail_at_shutdown_and_a_new_engine_works() -> None:
+def test_pending_operations_fail_at_shutdown_and_a_new_engine_works() -> None:
     function = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, name="again"))
     assert float(function(tf.constant(1.0))) == SIZE
     lonely = tf.function(lambda x: hvd.allreduce(x, name=f"lonely.{RANK}"))
@@ -636,7 +598,3 @@ def pending_operations_fail_at_shutdown_and_a_new_engine_works() -> None:
         assert float(function(tf.constant(1.0))) == SIZE
         equal(hvd.allreduce(tf.constant([float(RANK)])), [(SIZE - 1) / 2])
         hvd.shutdown()
-
-
-if __name__ == "__main__":
-    run_checks()

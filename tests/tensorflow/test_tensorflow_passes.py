@@ -1,17 +1,15 @@
-"""Several passes in a step, and gradients that stay local. Run by test_tf_passes.py as two ranks."""
+"""Several passes in a step, and gradients that stay local."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from spmd import check, raises, run_checks  # first: it sets TensorFlow's environment
-
-# isort: split
 import keras
 import numpy as np
 import polyhvd.keras as hvd
 import polyhvd.tensorflow as hvd_tf
+import pytest
 import tensorflow as tf
 from keras_common import (
     BATCH,
@@ -28,8 +26,12 @@ from keras_common import (
     train_together,
     value,
 )
+from tensorflow_common import raises
 
 import polyhvd
+
+pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
+
 
 MODES: tuple[Callable[[Any], Any], ...] = (lambda f: f, tf.function)
 EPOCHS = 3
@@ -57,8 +59,7 @@ def train_alone_in_passes(passes: int, average: bool, optimizer: Any) -> list[An
     return model.get_weights()
 
 
-@check
-def fit_in_passes_equals_training_alone_on_the_union() -> None:
+def test_fit_in_passes_equals_training_alone_on_the_union() -> None:
     hvd.init()
     passes = 4
     updates = EPOCHS * STEPS // passes
@@ -79,8 +80,7 @@ def fit_in_passes_equals_training_alone_on_the_union() -> None:
             assert_close(model.get_weights(), train_alone_in_passes(passes, average, sgd(**arguments)))
 
 
-@check
-def averaged_passes_equal_keras_accumulation() -> None:
+def test_averaged_passes_equal_keras_accumulation() -> None:
     alone = train_alone(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
@@ -101,8 +101,7 @@ def averaged_passes_equal_keras_accumulation() -> None:
     assert_close(model.get_weights(), alone, 1e-4)
 
 
-@check
-def nothing_changes_before_the_last_pass() -> None:
+def test_nothing_changes_before_the_last_pass() -> None:
     for mode in MODES:
         variable, unused = tf.Variable([1.0, 2.0]), tf.Variable(5.0)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.5), backward_passes_per_step=3)
@@ -126,8 +125,7 @@ def nothing_changes_before_the_last_pass() -> None:
         assert_same_on_all_ranks([v.numpy() for v in (variable, *optimizer.variables)])
 
 
-@check
-def the_sum_of_passes_is_averaged_over_the_ranks() -> None:
+def test_the_sum_of_passes_is_averaged_over_the_ranks() -> None:
     for mode in MODES:
         for arguments, expected in (
             ({}, 1.5 + 3.0),
@@ -147,8 +145,7 @@ def the_sum_of_passes_is_averaged_over_the_ranks() -> None:
                 assert float(variable) == -expected * repeat
 
 
-@check
-def slices_are_added_up_as_slices() -> None:
+def test_slices_are_added_up_as_slices() -> None:
     passes = [[0, 2, 2], [2, 3, 0]]
     expected = np.zeros((5, 2), np.float32)
     for rank in range(SIZE):
@@ -182,8 +179,7 @@ def slices_are_added_up_as_slices() -> None:
             assert [issubclass(kind, tf.IndexedSlices) for kind in set(kinds)] == [not sparse_as_dense]
 
 
-@check
-def a_gradient_of_an_earlier_pass_counts_when_the_last_one_has_none() -> None:
+def test_a_gradient_of_an_earlier_pass_counts_when_the_last_one_has_none() -> None:
     a, b = tf.Variable(1.0), tf.Variable([[1.0], [1.0]])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     slices = tf.IndexedSlices(tf.constant([[2.0 + RANK]]), tf.constant([1]), tf.constant([2, 1]))
@@ -197,16 +193,14 @@ def a_gradient_of_an_earlier_pass_counts_when_the_last_one_has_none() -> None:
     assert float(last) == -3.0
 
 
-@check
-def a_gradient_that_changes_its_kind_says_what_to_do() -> None:
+def test_a_gradient_that_changes_its_kind_says_what_to_do() -> None:
     table = tf.Variable(tf.zeros([2, 1]))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     optimizer.apply([tf.IndexedSlices(tf.ones([1, 1]), tf.constant([1]), tf.constant([2, 1]))], [table])
     assert "sparse_as_dense" in raises(ValueError, optimizer.apply, [tf.ones([2, 1])], [table])
 
 
-@check
-def overflow_in_one_pass_of_one_rank_is_everybodys() -> None:
+def test_overflow_in_one_pass_of_one_rank_is_everybodys() -> None:
     for mode in MODES:
         for outside in (True, False):
             variable = tf.Variable(1.0)
@@ -229,8 +223,7 @@ def overflow_in_one_pass_of_one_rank_is_everybodys() -> None:
             assert value(scaled.iterations) == 1
 
 
-@check
-def mixed_precision_trains_in_passes() -> None:
+def test_mixed_precision_trains_in_passes() -> None:
     for policy in ("mixed_float16", "mixed_bfloat16"):
         keras.config.set_dtype_policy(policy)
         try:
@@ -249,8 +242,7 @@ def mixed_precision_trains_in_passes() -> None:
             assert value(optimizer.iterations) == STEPS
 
 
-@check
-def two_optimizers_in_one_graph_do_not_mix() -> None:
+def test_two_optimizers_in_one_graph_do_not_mix() -> None:
     first, second = tf.Variable(tf.zeros([2])), tf.Variable(tf.zeros([2]))
     a, b = (hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2) for _ in range(2))
 
@@ -265,8 +257,7 @@ def two_optimizers_in_one_graph_do_not_mix() -> None:
         np.testing.assert_array_equal(second.numpy(), [-30.0 * (k // 2)] * 2)
 
 
-@check
-def steps_per_execution_and_retracing_work() -> None:
+def test_steps_per_execution_and_retracing_work() -> None:
     passes = 4
     model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=passes)
@@ -277,16 +268,14 @@ def steps_per_execution_and_retracing_work() -> None:
     assert_close(model.get_weights(), train_alone_in_passes(passes, False, sgd()))
 
 
-@check
-def a_step_under_xla_says_what_to_do() -> None:
+def test_a_step_under_xla_says_what_to_do() -> None:
     variable = tf.Variable(1.0)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     step = tf.function(lambda: optimizer.apply([tf.constant(1.0)], [variable]), jit_compile=True)
     assert "compile(jit_compile=False)" in raises(ValueError, step)
 
 
-@check
-def a_copy_counts_its_own_passes() -> None:
+def test_a_copy_counts_its_own_passes() -> None:
     first = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     second = type(first).from_config(first.get_config())
     pairs = [(first, tf.Variable(0.0)), (second, tf.Variable(0.0))]
@@ -297,8 +286,7 @@ def a_copy_counts_its_own_passes() -> None:
         assert float(variable) == -3.0
 
 
-@check
-def a_number_of_passes_is_checked() -> None:
+def test_a_number_of_passes_is_checked() -> None:
     for bad in (0, -1, 1.5, True, None):
         message = raises(
             ValueError, lambda n=bad: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=n)
@@ -306,8 +294,7 @@ def a_number_of_passes_is_checked() -> None:
         assert "backward_passes_per_step" in message
 
 
-@check
-def passes_of_version_1() -> None:
+def test_passes_of_version_1() -> None:
     for clip in (False, True):
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             variable = tf.compat.v1.get_variable("v", initializer=2.0)
@@ -341,8 +328,7 @@ def passes_of_version_1() -> None:
             assert names == {"v", "t", "u", "global_step", "v/Momentum", "t/Momentum"}, names
 
 
-@check
-def local_variables_keep_their_own_gradients() -> None:
+def test_local_variables_keep_their_own_gradients() -> None:
     for mode in MODES:
         for passes in (1, 2):
             for scale in (True, False):
@@ -369,8 +355,7 @@ def train_partially(layers: Callable[[Any], Any], scale: bool = True) -> tuple[A
     return model, optimizer
 
 
-@check
-def local_layers_train_apart() -> None:
+def test_local_layers_train_apart() -> None:
     for layers in (lambda m: m.layers[0], lambda m: [m.layers[0]]):
         model, optimizer = train_partially(layers)
         assert isinstance(optimizer, keras.optimizers.SGD)
@@ -384,8 +369,7 @@ def local_layers_train_apart() -> None:
     assert "register_local_var" in message
 
 
-@check
-def local_layers_of_a_tape_keep_their_gradients() -> None:
+def test_local_layers_of_a_tape_keep_their_gradients() -> None:
     model = make_model()
     inputs, targets = (mine(a)[:BATCH] for a in dataset())
 
@@ -407,8 +391,7 @@ def local_layers_of_a_tape_keep_their_gradients() -> None:
         assert not np.allclose(own[2], averaged[2])
 
 
-@check
-def gradients_of_local_and_of_global_sources_come_apart() -> None:
+def test_gradients_of_local_and_of_global_sources_come_apart() -> None:
     dense, own, unused = (tf.Variable(tf.ones([2])) for _ in range(3))
     table, rows = (tf.Variable(tf.ones([3, 2])) for _ in range(2))
     sources = [rows, dense, own, table, unused]
@@ -445,8 +428,7 @@ def gradients_of_local_and_of_global_sources_come_apart() -> None:
                 assert of_unused is None
 
 
-@check
-def a_tape_gives_the_gradients_of_local_layers_apart() -> None:
+def test_a_tape_gives_the_gradients_of_local_layers_apart() -> None:
     model = make_model()
     inputs, targets = (mine(a)[:BATCH] for a in dataset())
 
@@ -470,8 +452,7 @@ def a_tape_gives_the_gradients_of_local_layers_apart() -> None:
             assert_close([found], [np.asarray(expected)])
 
 
-@check
-def one_source_and_no_source_are_a_list_of_one_and_of_none() -> None:
+def test_one_source_and_no_source_are_a_list_of_one_and_of_none() -> None:
     variable, output = tf.Variable(2.0), tf.constant(3.0)
     with hvd_tf.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         loss = variable * (RANK + 1.0)
@@ -479,7 +460,3 @@ def one_source_and_no_source_are_a_list_of_one_and_of_none() -> None:
     assert source is variable
     assert float(gradient) == 3.0 * 1.5
     assert tape.get_local_and_global_gradients(loss, []) == ([], [])
-
-
-if __name__ == "__main__":
-    run_checks()
