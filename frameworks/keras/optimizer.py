@@ -14,10 +14,9 @@ from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
-from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
 from polyhvd.training.options import Options
-from polyhvd.training.reducer import GradientReducer
+from polyhvd.training.reducer import Exchange, GradientReducer, keras_layers
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "accept_device"]
 
@@ -33,77 +32,47 @@ def accept_device(where: str, **devices: str) -> None:
             )
 
 
-def _layers(local_layers: Any) -> list[Any]:
-    """The layers, each of which has variables."""
-    if local_layers is None:
-        return []
-    layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
-    for layer in layers:
-        if not hasattr(type(layer), "weights"):
-            raise InvalidArgumentError(
-                f"local_layers: expected layers of Keras, found {type(layer).__name__}; variables go to "
-                "register_local_var() of the optimizer"
-            )
-    return layers
+class _Exchange(Exchange[Tensor]):
+    """Gradients where they lie, unless several lie there, or one has holes."""
+
+    whole_steps = True
+    scales_local_sums = True
+
+    def __init__(self) -> None:
+        super().__init__(collectives)
+        self._seen: set[int] = set()  # memory that a gradient of this step has
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._seen.clear()
+
+    def dense(self, gradient: Tensor) -> Tensor:
+        """The gradient, dense and in memory that no other one has: it is reduced where it lies."""
+        dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        storage = dense.untyped_storage().data_ptr()
+        if storage in self._seen or not dense.is_contiguous():
+            dense = dense.clone(memory_format=torch.contiguous_format)
+        self._seen.add(storage)
+        return dense
+
+    def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:
+        """The reduced gradient itself."""
+        return reduced
 
 
-class _Reduction:
-    """How an optimizer reduces its gradients.
+@torch.compiler.disable
+def _reduced(
+    reducer: GradientReducer[Tensor], gradients: Sequence[Any], sources: Sequence[Any] | None
+) -> list[Any]:
+    """The reduced gradients, None where there was none; operations of torch.compile end before it.
 
-    Args:
-        prefix: begins the names on the wire.
-        options: of the optimizer.
+    On a rank outside of the process set they stay what they are.
     """
-
-    def __init__(self, prefix: str, options: Options) -> None:
-        grouping = options.grouping
-        if not isinstance(grouping, int):
-            grouping = [list(map(id, group)) for group in grouping]
-        self._groups = KeyGroups(grouping)
-        self._process_set = options.process_set
-        self._scale_local = options.scale_local_gradients
-        self.local: set[int] = set()
-        #: Those that are not built have no variables yet.
-        self.local_layers: list[Any] = []
-        self._reducer = GradientReducer(collectives, prefix=prefix, options=options)
-
-    @torch.compiler.disable
-    def __call__(self, gradients: Sequence[Any], sources: Sequence[Any] | None) -> list[Any]:
-        """The reduced gradients, None where there was none; operations of torch.compile end before it.
-
-        On a rank outside of the process set they stay what they are.
-        """
-        if self._process_set is not global_process_set and not self._process_set.included():
-            return list(gradients)
-        results: list[Any] = [None if g is None else torch.as_tensor(g).detach() for g in gradients]
-        keys: list[Any] = list(range(len(results))) if sources is None else [id(v) for v in sources]
-        local = self.local.union(id(v) for layer in self.local_layers for v in layer.weights)
-        seen: set[int] = set()
-        positions: dict[Any, int] = {}
-        for i, gradient in enumerate(results):
-            if gradient is None:
-                continue
-            if keys[i] in local:
-                results[i] = gradient / self._process_set.size() if self._scale_local else gradient
-            else:
-                results[i] = _by_itself(gradient, seen)
-                positions[keys[i]] = i
-        members = list(positions)
-        groups = self._groups.divide(members) if self._groups else [members] if members else []
-        for number, group in enumerate(groups):
-            self._reducer.start_group(f"group.{number}", [results[positions[key]] for key in group])
-        self._reducer.finish()
-        return results
-
-
-def _by_itself(gradient: Tensor, seen: set[int]) -> Tensor:
-    """The gradient, dense and in memory that no other one has: it is reduced where it lies."""
-    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    storage = dense.untyped_storage().data_ptr()
-    if storage in seen or not dense.is_contiguous():
-        dense = dense.clone(memory_format=torch.contiguous_format)
-    seen.add(storage)
-    return dense
+    if not reducer.takes_part():
+        return list(gradients)
+    given = {i: torch.as_tensor(g).detach() for i, g in enumerate(gradients) if g is not None}
+    reduced = reducer.reduce(given, sources)
+    return [reduced.get(i) for i in range(len(gradients))]
 
 
 class _Passes:
@@ -134,12 +103,12 @@ class _Passes:
 class _Distributed(Wrapped):
     """What the wrapped optimizer has before its own class."""
 
-    _polyhvd: _Reduction
+    _polyhvd: GradientReducer[Tensor]
     _polyhvd_passes: _Passes
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable on its rank."""
-        self._polyhvd.local.add(id(var))
+        self._polyhvd.keep_local(var)
 
     def polyhvd_step(
         self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
@@ -151,9 +120,9 @@ class _Distributed(Wrapped):
             return apply(parts)
         sources = None if variables is None else list(variables)
         if self._polyhvd_passes.number == 1:
-            return apply(self._polyhvd(parts, sources))
+            return apply(_reduced(self._polyhvd, parts, sources))
         totals = self._polyhvd_passes.add(parts)
-        return None if totals is None else apply(self._polyhvd(totals, sources))
+        return None if totals is None else apply(_reduced(self._polyhvd, totals, sources))
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""
@@ -220,8 +189,10 @@ def DistributedOptimizer(
             f"DistributedOptimizer expects an optimizer of Keras 3, found {type(optimizer).__name__}"
         )
     replace(keras.optimizers.LossScaleOptimizer, "apply", lambda apply: reduced_first(apply, _build_nothing))
-    reduction = _Reduction(name or f"Distributed{type(optimizer).__name__}", options)
-    attributes = {"_polyhvd": reduction, "_polyhvd_passes": _Passes(options)}
+    reducer = GradientReducer(
+        _Exchange(), prefix=name or f"Distributed{type(optimizer).__name__}", options=options
+    )
+    attributes = {"_polyhvd": reducer, "_polyhvd_passes": _Passes(options)}
     return sharing_state(optimizer, _Distributed, attributes)
 
 
@@ -255,7 +226,8 @@ def PartialDistributedOptimizer(
         optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
     """
     arguments = locals()
-    layers = _layers(arguments.pop("local_layers"))
+    remedy = "register_local_var() of the optimizer"
+    layers = keras_layers(arguments.pop("local_layers"), remedy)
     wrapped = DistributedOptimizer(**arguments)
     wrapped._polyhvd.local_layers = layers
     return wrapped

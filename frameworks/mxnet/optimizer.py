@@ -12,14 +12,14 @@ import mxnet as mx
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import reads
 from polyhvd.mxnet.errors import as_mxnets
-from polyhvd.mxnet.ops import collectives
 from polyhvd.mxnet.passes import Sums, scale
-from polyhvd.mxnet.reducer import EngineOrderedReducer
+from polyhvd.mxnet.reducer import MxnetExchange
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
+from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["DistributedOptimizer"]
 
@@ -66,12 +66,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         {
             "_arguments",
             "_calls",
+            "_exchange",
             "_factor",
             "_groups",
             "_passes",
             "_process_set",
             "_reducer",
-            "_sparse_as_dense",
             "_sums",
             "wrapped",
         }
@@ -95,15 +95,15 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         with as_mxnets():
             options = Options.of(locals())
             self._groups = KeyGroups(options.grouping)
-        self._sparse_as_dense = options.sparse_as_dense
         self._passes = options.backward_passes_per_step
-        self._factor = 1.0 / self._passes if options.average_aggregated_gradients else 1.0
+        self._factor = options.passes_factor
         self._calls: collections.Counter[Any] = collections.Counter()
         self._sums = Sums()
         self._arguments = options.changed()
         self._process_set = options.process_set
-        self._reducer = EngineOrderedReducer(
-            collectives, prefix="DistributedOptimizer.gradient", options=options
+        self._exchange = MxnetExchange()
+        self._reducer = GradientReducer(
+            self._exchange, prefix="DistributedOptimizer.gradient", options=options, groups=self._groups
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -150,9 +150,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         if not arguments:
             return []
         if self._process_set.size() > 1:
-            gradients = dict(zip(arguments[0], arguments[2], strict=True))
-            self._reducer.reduce(gradients, self._groups, sparse_as_dense=self._sparse_as_dense)
-            self._reducer.check()  # nothing is updated from a gradient that is known to have failed
+            self._reducer.reduce(dict(zip(arguments[0], arguments[2], strict=True)))
+            self._exchange.check()  # nothing is updated from a gradient that is known to have failed
         number = self.wrapped.aggregate_num
         if not several or number == 0:  # it takes no lists
             return list(zip(*arguments, strict=True))

@@ -74,7 +74,7 @@ class Passes:
 
     def __init__(self, options: Options) -> None:
         self._number = options.backward_passes_per_step
-        self._factor = 1.0 / self._number if options.average_aggregated_gradients else 1.0
+        self._factor = options.passes_factor
         self._count = 0
         self._sums = Sums()
 

@@ -1,4 +1,4 @@
-"""Gradients over the ranks: MXNet's engine orders reads after the reduction, so nobody waits.
+"""How gradients of MXNet travel: its engine orders reads after the reduction, so nobody waits.
 
 Row_sparse gradients are the exception: which rows there are is known only when they are computed.
 """
@@ -12,26 +12,33 @@ from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import BaseSparseNDArray
 from polyhvd.mxnet import reads, sparse
 from polyhvd.mxnet.native import Handle
+from polyhvd.mxnet.ops import collectives
+from polyhvd.mxnet.passes import scale
 
-from polyhvd.collectives.verbs import Collectives
-from polyhvd.training.gradient_groups import KeyGroups
-from polyhvd.training.options import Options
-from polyhvd.training.reducer import GradientReducer
+from polyhvd.training.compression import Compressor
+from polyhvd.training.reducer import Exchange, Results
 
-__all__ = ["EngineOrderedReducer"]
+__all__ = ["MxnetExchange"]
 
 
-class EngineOrderedReducer(GradientReducer[NDArray]):
-    """A :class:`GradientReducer` whose ``start()`` is all; ``finish()`` has nothing left to do."""
+class MxnetExchange(Exchange[NDArray]):
+    """In place, in the order of MXNet's engine: results can be used at once, and errors surface at reads."""
 
-    def __init__(self, collectives: Collectives[NDArray], *, prefix: str, options: Options) -> None:
-        super().__init__(collectives, prefix=prefix, options=options)
-        self._started: list[Handle] = []  # since the last reduce()
+    def __init__(self) -> None:
+        super().__init__(collectives)
+        self._started: list[Handle] = []  # since the last begin()
         self._groups_started: list[Handle] = []
         self._failures_seen = reads.failures()
 
+    def begin(self) -> None:
+        """Raise what a reduction of the last step has failed with; this is told once."""
+        try:
+            self.check()
+        finally:
+            self._started = []
+
     def check(self) -> None:
-        """Raise what a reduction of the last :meth:`reduce` has failed with by now.
+        """Raise what a reduction since the last :meth:`begin` has failed with by now.
 
         Waits for groups: MXNet keeps one error for all arrays of an operation, which may be gone before the
         last of their updates is skipped.
@@ -50,87 +57,62 @@ class EngineOrderedReducer(GradientReducer[NDArray]):
                 raise error
         self._failures_seen = seen
 
-    def _keep(self, handle: Handle) -> None:
-        handle.forget_arrays()
-        self._started.append(handle)
-
-    def start(self, key: Any, name: str, gradient: NDArray, *, priority: int = 0) -> None:
-        """Reduce ``gradient`` in place; errors surface at the next read of it."""
-        super().start(key, name, gradient, priority=priority)
-        handle, _, sent, compression_context = self._pending.pop(key)
-        self._restore(gradient, sent, self._collectives.result(handle), compression_context)
-        self._keep(handle)
-
-    def start_group(self, name: str, gradients: Sequence[NDArray], *, priority: int = 0) -> None:
-        """Reduce gradients in place as one operation."""
-        packed = [self._compression.compress(gradient) for gradient in gradients]
-        handle = self._collectives.grouped_allreduce_async(
-            [sent for sent, _ in packed],
-            name=f"{self._prefix}.{name}",
-            op=self._op,
-            prescale_factor=self._prescale,
-            postscale_factor=self._postscale,
-            process_set=self._process_set,
-            priority=priority,
-            in_place=True,
-        )
-        for gradient, result, (sent, compression_context) in zip(
-            gradients, handle.result, packed, strict=True
-        ):
-            self._restore(gradient, sent, result, compression_context)
-        self._groups_started.append(handle)
-
-    def _restore(self, gradient: NDArray, sent: NDArray, result: NDArray, compression_context: Any) -> None:
-        if sent is not gradient:
-            restored = self._compression.decompress(result, compression_context)
-            self._collectives.adapter.assign(gradient, restored)
-
-    def reduce(
-        self, gradients: Mapping[Any, NDArray], groups: KeyGroups, *, sparse_as_dense: bool = False
-    ) -> None:
-        """Reduce gradients in place, those with low keys first. Waits only for row_sparse ones.
-
-        Args:
-            gradients: by keys that are the same on all ranks.
-            groups: which go together. Row_sparse gradients go by themselves.
-            sparse_as_dense: treat them as dense ones.
-
-        Raises:
-            HorovodInternalError: a reduction of the last call has failed; this is told once.
-        """
-        try:
-            self.check()
-        finally:
-            self._started = []
-        is_sparse = {key: isinstance(gradient, BaseSparseNDArray) for key, gradient in gradients.items()}
-        dense = {
-            key: gradient.tostype("default") if is_sparse[key] else gradient
-            for key, gradient in gradients.items()
-            if sparse_as_dense or not is_sparse[key]
-        }
-        for keys in groups.divide(list(dense)):
-            self._start_together("group", {key: dense[key] for key in keys})
-        by_rows = {key: gradient for key, gradient in gradients.items() if is_sparse[key]}
-        if sparse_as_dense:
-            for key, gradient in by_rows.items():
-                dense[key].tostype("row_sparse").copyto(gradient)
-        elif by_rows:
-            self._reduce_rows(by_rows)
-
-    def _start_together(self, kind: str, gradients: Mapping[Any, NDArray]) -> None:
-        """Reduce gradients in place as one operation, in whose name the kind is if there are several."""
-        first = next(iter(gradients))
-        # The first layers are needed first in the next forward pass.
-        priority = -first if isinstance(first, int) else 0
-        if len(gradients) > 1:
-            self.start_group(f"{kind}.{first}", list(gradients.values()), priority=priority)
+    def start(
+        self, tensors: Sequence[NDArray], *, name: str, priority: int, **request: Any
+    ) -> Results[NDArray]:
+        """Let MXNet's engine reduce arrays as soon as they are computed."""
+        handle: Any
+        if len(tensors) == 1:
+            handle = collectives.allreduce_async(
+                tensors[0], name=name, priority=priority, in_place=True, **request
+            )
+            handle.forget_arrays()
+            self._started.append(handle)
         else:
-            self.start(first, str(first), gradients[first], priority=priority)
+            handle = collectives.grouped_allreduce_async(
+                tensors, name=name, priority=priority, in_place=True, **request
+            )
+            self._groups_started.append(handle)
+        return lambda: tensors
 
-    def _reduce_rows(self, gradients: Mapping[Any, NDArray]) -> None:
-        """Reduce row_sparse gradients; all are under way before the first is waited for."""
-        names = {f"{self._prefix}.{key}": gradient for key, gradient in gradients.items()}
-        parts = sparse.spread(names, self._process_set)
-        self._start_together("rows", dict(zip(gradients, (values for _, values in parts), strict=True)))
-        for gradient, (indices, values) in zip(gradients.values(), parts, strict=True):
-            sparse.collect(indices, values, gradient).copyto(gradient)
+    def start_sparse(
+        self, gradients: Mapping[Any, NDArray], *, prefix: str, compression: Compressor, **request: Any
+    ) -> Results[NDArray]:
+        """Begin to reduce the rows that any rank has; waits until all have told which these are."""
+        names = {f"{prefix}.{key}": gradient for key, gradient in gradients.items()}
+        parts = sparse.spread(names, request["process_set"])
+        packed = [compression.compress(values) for _, values in parts]
+        first = next(iter(gradients))
+        name = f"{prefix}.{first}" if len(gradients) == 1 else f"{prefix}.rows.{first}"
+        results = self.start([sent for sent, _ in packed], name=name, **request)
+
+        def collect() -> list[NDArray]:
+            values = [
+                compression.decompress(value, context)
+                for value, (_, context) in zip(results(), packed, strict=True)
+            ]
+            return [
+                sparse.collect(indices, value, gradient)
+                for (indices, _), value, gradient in zip(parts, values, gradients.values(), strict=True)
+            ]
+
+        return collect
+
+    def is_sparse(self, gradient: NDArray) -> bool:
+        """Whether it is row_sparse."""
+        return isinstance(gradient, BaseSparseNDArray)
+
+    def dense(self, gradient: NDArray) -> NDArray:
+        """The same numbers as an array with all rows."""
+        return gradient.tostype("default") if self.is_sparse(gradient) else gradient
+
+    def put(self, key: Any, gradient: NDArray, reduced: NDArray) -> NDArray:
+        """Write the gradient in place, in its own storage type; waits for that of a row_sparse one."""
+        if self.is_sparse(gradient) and not self.is_sparse(reduced):
+            reduced = reduced.tostype("row_sparse")
+        return super().put(key, gradient, reduced)
+
+    def divided(self, gradient: NDArray, divisor: int) -> NDArray:
+        """Divide in place."""
+        scale(gradient, 1.0 / divisor)
+        return gradient

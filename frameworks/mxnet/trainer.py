@@ -13,10 +13,10 @@ from mxnet.gluon import Parameter
 from mxnet.gluon.parameter import ParameterDict
 from polyhvd.mxnet import reads
 from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
-from polyhvd.mxnet.ops import Compression, collectives
+from polyhvd.mxnet.ops import Compression
 from polyhvd.mxnet.optimizer import DistributedOptimizer
-from polyhvd.mxnet.passes import Passes, fill, scale
-from polyhvd.mxnet.reducer import EngineOrderedReducer
+from polyhvd.mxnet.passes import Passes, fill
+from polyhvd.mxnet.reducer import MxnetExchange
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -25,6 +25,7 @@ from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import KeyGroups, parameter_groups
 from polyhvd.training.options import Options
+from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["DistributedTrainer"]
 
@@ -124,17 +125,19 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         # model was made is the same on every rank.
         self._in_order = list(params.values() if hasattr(params, "values") else params)
         trained = [i for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
-        with as_mxnets():
-            self._groups = KeyGroups(parameter_groups(self._in_order, trained, options.grouping))
-        self._sparse_as_dense = options.sparse_as_dense
         self._process_set = options.process_set
         self._passes = Passes(options)
         self._is_due = True
         self._ignores_stale = False
-        self._local: set[int] = set()  # positions of parameters whose gradients stay here
-        self._scales_local = options.scale_local_gradients and options.op == ReduceOp.Average
         self._prefix = prefix or "DistributedTrainer"
-        self._reducer = EngineOrderedReducer(collectives, prefix=f"{self._prefix}.gradient", options=options)
+        self._exchange = MxnetExchange()
+        with as_mxnets():
+            self._reducer = GradientReducer(
+                self._exchange,
+                prefix=f"{self._prefix}.gradient",
+                options=options,
+                groups=KeyGroups(parameter_groups(self._in_order, trained, options.grouping)),
+            )
 
     def register_local_var(self, var: Parameter) -> None:
         """Let the gradient of a parameter stay on its rank; on every rank alike.
@@ -147,7 +150,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         """
         for position, parameter in enumerate(self._in_order):
             if parameter is var:
-                self._local.add(position)
+                self._reducer.keep_local(position)
                 return
         raise InvalidArgumentError(f"register_local_var: {var!r} is not in params of this DistributedTrainer")
 
@@ -177,17 +180,12 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             if parameter.grad_req != "null"
         }
         self._is_due = self._passes.end(trained)
-        members = self._process_set.size()
-        if not self._is_due or members == 1:
+        if not self._is_due or self._process_set.size() == 1 or not self._reducer.takes_part():
             return
-        for position in self._local & trained.keys():
-            (gradient, *_) = trained.pop(position).list_grad()
-            if self._scales_local:
-                scale(gradient, 1.0 / members)
         if self._ignores_stale:
-            trained = self._used_by_any(trained)
-        gradients = {position: parameter.list_grad()[0] for position, parameter in trained.items()}
-        self._reducer.reduce(gradients, self._groups, sparse_as_dense=self._sparse_as_dense)
+            local = {position: trained.pop(position) for position in self._reducer.local & trained.keys()}
+            trained = self._used_by_any(trained) | local
+        self._reducer.reduce({position: parameter.list_grad()[0] for position, parameter in trained.items()})
 
     def _used_by_any(self, parameters: dict[int, Parameter]) -> dict[int, Parameter]:
         """Those whose gradient is fresh on any rank; where it was stale here, it adds nothing now."""
@@ -226,19 +224,19 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
     def _update(self, ignore_stale_grad: bool = False) -> None:
         if not self._is_due:
             return
-        if self._local and getattr(self, "_amp_loss_scaler", None) is not None:
+        if self._reducer.local and getattr(self, "_amp_loss_scaler", None) is not None:
             self._share_overflow()
         # A gradient that was not reduced holds an error, and MXNet skips its update: as long as
         # nobody has read it. So none is read between here and the last update.
         with reads.updates:
-            self._reducer.check()
+            self._exchange.check()
             super()._update(ignore_stale_grad)
 
     def _share_overflow(self) -> None:
         """Let AMP find on every rank what a gradient that was not reduced has on one."""
         local = [
             self._in_order[position].list_grad()[0]
-            for position in sorted(self._local)
+            for position in sorted(self._reducer.local)
             if self._in_order[position].grad_req != "null"
         ]
         if not local:

@@ -6,8 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
-from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device, options_of
+from polyhvd.tensorflow.gradients import accept_device, options_of
 from polyhvd.tensorflow.names import do_not_convert
+from polyhvd.tensorflow.reducer import TensorflowReducer
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -20,7 +21,7 @@ __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 class _Mixin:
     """What the subclass adds to the tape's own class."""
 
-    _polyhvd: Reduction
+    _polyhvd: TensorflowReducer
 
     @do_not_convert
     def gradient(
@@ -78,7 +79,7 @@ class _Mixin:
 
     def register_local_source(self, source: tf.Variable) -> None:
         """Leave the gradient of a variable on its rank."""
-        self._polyhvd.local.add(_reference(source))
+        self._polyhvd.keep_local(source)
 
 
 @do_not_convert  # whose locals() would have other names, too
@@ -157,8 +158,8 @@ def PartialDistributedGradientTape(
     options = options_of(locals())
     accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
     base = type(gradtape)
-    reduction = Reduction("DistributedGradientTape", options, local_layers)
-    wrapped = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reduction}))
+    reducer = TensorflowReducer("DistributedGradientTape", options, local_layers, is_tape=True)
+    wrapped = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reducer}))
     # Shared, so that a tape wrapped inside its `with` block sees the block end.
     object.__setattr__(wrapped, "__dict__", gradtape.__dict__)
     return wrapped

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+import polyhvd
+
 __all__ = ["caller_line", "do_not_convert", "graph_of_call", "in_graph", "unnamed_in_graph"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,8 +26,8 @@ _COUNTED = "_polyhvd_names"
 _GENERATED = re.compile(r"^__(forward|backward|inference)_(.*)_\d+$")
 _CONTROL_FLOW = ("CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph")
 _NOT_CALLERS = ("polyhvd", "tensorflow", "keras", "tf_keras")
-_OURS = str(Path(__file__).parent)
-_IN_A_FRAMEWORK = re.compile(rf"^{re.escape(_OURS)}/|/site-packages/({'|'.join(_NOT_CALLERS)})/|^<")
+_OURS = "|".join(re.escape(str(Path(path).parent)) for path in (__file__, polyhvd.__file__))
+_IN_A_FRAMEWORK = re.compile(rf"^({_OURS})/|/site-packages/({'|'.join(_NOT_CALLERS)})/|^<")
 
 
 def do_not_convert(function: F) -> F:

@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.errors import invalid
-from polyhvd.tensorflow.gradients import Reduction, _reference, accept_device, options_of
+from polyhvd.tensorflow.gradients import accept_device, options_of
 from polyhvd.tensorflow.keras_hooks import build_before_branching, teach_keras_2, teach_keras_3
 from polyhvd.tensorflow.names import do_not_convert
 from polyhvd.tensorflow.passes import Passes, only_effects
+from polyhvd.tensorflow.reducer import TensorflowReducer
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -31,7 +32,7 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "wrap"]
 class _Distributed(Wrapped):
     """What the optimizers have in common."""
 
-    _polyhvd: Reduction
+    _polyhvd: TensorflowReducer
     _polyhvd_new_passes: Callable[[], Passes]
     _polyhvd_known_passes: WeakKeyDictionary[Any, Passes]
 
@@ -45,7 +46,7 @@ class _Distributed(Wrapped):
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable on its rank."""
-        self._polyhvd.local.add(_reference(var))
+        self._polyhvd.keep_local(var)
 
     def polyhvd_step(
         self, gradients: Iterable[Any], variables: Iterable[Any] | None, apply: Callable[[list[Any]], Any]
@@ -174,12 +175,12 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
     )
 
 
-def wrap(optimizer: Any, reduction: Reduction, new_passes: Callable[[], Passes]) -> Any:
+def wrap(optimizer: Any, reducer: TensorflowReducer, new_passes: Callable[[], Passes]) -> Any:
     """An optimizer that shares the state of this one and reduces first."""
     if is_distributed(optimizer):
         raise invalid("the optimizer is distributed already; wrap it once")
     attributes = {
-        "_polyhvd": reduction,
+        "_polyhvd": reducer,
         "_polyhvd_new_passes": staticmethod(new_passes),
         "_polyhvd_known_passes": WeakKeyDictionary(),
     }
@@ -283,4 +284,5 @@ def PartialDistributedOptimizer(
     options = options_of(locals())
     accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
     prefix = name or f"Distributed{type(optimizer).__name__}"
-    return wrap(optimizer, Reduction(prefix, options, local_layers), functools.partial(Passes, options))
+    reducer = TensorflowReducer(prefix, options, local_layers)
+    return wrap(optimizer, reducer, functools.partial(Passes, options))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from polyhvd.tensorflow import sparse
 from polyhvd.tensorflow.errors import invalid
-from polyhvd.tensorflow.gradients import _reference
+from polyhvd.tensorflow.reducer import reference
 
 from polyhvd.training.options import Options
 
@@ -156,7 +156,7 @@ class Passes:
     def _sum_of(self, position: int, gradient: Any, sources: Sequence[Any] | None) -> Any:
         """The sum that a gradient belongs to; None if there never was one."""
         source = None if sources is None else sources[position]
-        key = self._graph(), position if source is None else _reference(source)
+        key = self._graph(), position if source is None else reference(source)
         known = self._sums.get(key)
         if gradient is None:
             return known

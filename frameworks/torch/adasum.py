@@ -10,11 +10,10 @@ import torch
 from polyhvd.torch.base import collectives, increment_version
 
 from polyhvd.collectives.numbering import ObjectNumbers
-from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options, passes_per_step
-from polyhvd.training.reducer import GradientReducer
+from polyhvd.training.reducer import Exchange, GradientReducer
 
 __all__ = ["AdasumOptimizer", "Steps"]
 
@@ -31,19 +30,18 @@ class Steps:
     """
 
     def __init__(self, options: Options, groups: Sequence[Sequence[int]]) -> None:
-        self._process_set = options.process_set
-        self._groups = KeyGroups(groups)
         self._reducer = GradientReducer(
-            collectives,
+            Exchange(collectives),
             prefix=f"DistributedOptimizer.adasum.{_numbers.of(self, options.process_set)}",
             options=options,
+            groups=KeyGroups(groups),
         )
         #: Parameters that are each rank's own, by identity.
         self.local: set[int] = set()
 
     def is_member(self) -> bool:
         """Whether this rank takes part."""
-        return self._process_set is global_process_set or self._process_set.included()
+        return self._reducer.takes_part()
 
     @torch.no_grad()
     def combine(self, parameters: Sequence[Tensor], starts: dict[int, Tensor]) -> None:
@@ -58,16 +56,8 @@ class Steps:
         differences = {i: (parameters[i].detach() - start).contiguous() for i, start in starts.items()}
         shared = [i for i in starts if id(parameters[i]) not in self.local]
         try:
-            for members in self._groups.divide(shared) if self._groups else [[i] for i in shared]:
-                name, urgency = str(members[0]), -members[0]
-                if len(members) == 1:
-                    self._reducer.start(members[0], name, differences[members[0]], priority=urgency)
-                else:
-                    group = [differences[i] for i in members]
-                    self._reducer.start_group(f"group.{name}", group, priority=urgency)
-            self._reducer.finish()
+            self._reducer.reduce({i: differences[i] for i in shared})
         except BaseException:
-            self._reducer.drop()
             for i, start in starts.items():
                 parameters[i].copy_(start)
             raise

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from polyhvd.torch.base import collectives
 from polyhvd.torch.closures import joint_loss
+from polyhvd.torch.reducer import TorchExchange
 from polyhvd.torch.registry import Registry
 from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Section
-from polyhvd.torch.sparse import check_sparse_op, start_sparse_allreduce
+from polyhvd.torch.sparse import check_sparse_op
 from polyhvd.torch.written import Leftovers, Submitted
 
-from polyhvd.collectives.adapter import Handle, ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
 from polyhvd.runtime import current
-from polyhvd.training.compression import Compressor
+from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["Gradients"]
@@ -57,67 +57,54 @@ class Gradients(Section):
     Args:
         parameters: of the optimizer.
         names: of parameters, by ``id()``.
-        passes_per_step: gradients of as many backward passes are added up, then reduced.
+        options: of the optimizer.
         groups: positions of the parameters of each group.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        scale_local: divide gradients that stay local by the number of ranks, if others are averaged.
-        op, compression, gradient_predivide_factor, process_set: as in the optimizer.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         names: dict[int, str],
-        *,
-        passes_per_step: int,
-        op: int,
-        compression: Compressor,
-        gradient_predivide_factor: float,
+        options: Options,
         groups: Sequence[Sequence[int]],
-        sparse_as_dense: bool,
-        scale_local: bool,
-        process_set: ProcessSet,
     ) -> None:
         super().__init__()
-        self.passes_per_step = passes_per_step
+        self.passes_per_step = options.backward_passes_per_step
         #: Gradients only add up until a backward pass without it, or the step.
         self.on_hold = False
         #: ``step()`` waits for gradients, unless the program has done so.
         self.awaited_in_step = True
         #: Of the optimizer in its process set, the same on every rank.
-        self.number = _registry.number(self, process_set)
+        self.number = _registry.number(self, options.process_set)
         self._prefix = f"{_PREFIX}.{self.number}"
+        self._parameters: list[Tensor] = []
+        self._local: set[int] = set()  # those whose gradients stay on this rank
+        # Groups become complete one by one, and are kept here.
         self._reducer = GradientReducer(
-            collectives,
+            TorchExchange(self._parameters, kept=self._local),
             prefix=self._prefix,
-            op=op,
-            compression=compression,
-            gradient_predivide_factor=gradient_predivide_factor,
-            process_set=process_set,
+            options=options,
+            groups=KeyGroups(),
         )
         self._names = names
         if names:
             ordered = "\0".join(names.get(id(parameter), "") for parameter in parameters)
             self.digest = zlib.crc32(ordered.encode()) & 0xFFFF
-        self._op = op
+        self._op = op = options.op
         # Averaging twice changes nothing: mean(mean(a) + b) = mean(a) + mean(b). So do Min and Max.
         self._repeatable = op in (ReduceOp.Average, ReduceOp.Min, ReduceOp.Max)
         #: A gradient that a step has used may still be there in the next one, and is to be added up once.
         self.looks_before = op == ReduceOp.Sum
         self._leftovers = Leftovers()
         self._submitted = Submitted()
-        self._compression = compression
-        self._sparse_as_dense = sparse_as_dense
-        self._scale_local = scale_local and op == ReduceOp.Average
-        self.process_set = process_set
+        self._sparse_as_dense = options.sparse_as_dense
+        self.process_set = options.process_set
         self._groups = [_Group(number, positions) for number, positions in enumerate(groups)]
         self._group_of = {position: group for group in self._groups for position in group.positions}
-        self._parameters: list[Tensor] = []
-        self._local: set[int] = set()  # those whose gradients stay on this rank
         self._passes: list[int] = []  # counted up to passes_per_step
         self._fresh: set[int] = set()  # written since their last reduction
         self._started: set[int] = set()  # held by their groups included
-        self._sparse: dict[int, tuple[int, Handle]] = {}  # of those: the sparse dimensions
+        self._sparse: dict[int, int] = {}  # of those: the sparse dimensions
         self._as_dense: dict[int, int] = {}  # of those, and meanwhile dense: likewise
         self._reduced: set[int] = set()  # in this step
         self._reported = b""  # in the last round
@@ -164,9 +151,7 @@ class Gradients(Section):
 
         def scale(gradient: Tensor) -> Tensor:
             gradients = owner()
-            if gradients is None or not gradients._scale_local or not gradients._is_member():
-                return gradient
-            return gradient / gradients.process_set.size()
+            return gradient if gradients is None else gradients._reducer.scaled_local(gradient)
 
         return scale
 
@@ -205,9 +190,6 @@ class Gradients(Section):
         self.settled, self.rounds = False, 0
         self._generation = current.world().placement.generation
 
-    def _is_member(self) -> bool:
-        return self.process_set is global_process_set or self.process_set.included()
-
     # Within backward ---------------------------------------------------------
 
     def _enter(self, task: int, position: int) -> None:
@@ -219,7 +201,7 @@ class Gradients(Section):
 
     def on_gradient(self, position: int) -> None:
         """Called by autograd when ``grad`` of a parameter is complete for this backward."""
-        if self.retired or not self._is_member():
+        if self.retired or not self._reducer.takes_part():
             return
         task = torch._C._current_graph_task_id()
         if task != self._entered:
@@ -240,7 +222,7 @@ class Gradients(Section):
 
         What a step has left there, equal on all ranks, counts once in their sum: on the first of them.
         """
-        if self.retired or not self._is_member() or self.process_set.rank() == 0:
+        if self.retired or not self._reducer.takes_part() or self.process_set.rank() == 0:
             return
         task = torch._C._current_graph_task_id()
         if task != self._entered:
@@ -264,9 +246,9 @@ class Gradients(Section):
         gradient = self._gradient(position, agreed)
         group = self._group_of.get(position)
         if gradient.layout is not torch.strided:
-            self._sparse[position] = gradient.sparse_dim(), self._start_sparse(position, gradient)
+            self._start_sparse(position, gradient)
         elif group is None:
-            self._reducer.start(position, str(position), gradient, priority=-position)
+            self._reducer.start(str(position), {position: gradient}, priority=-position)
         else:
             group.held[position] = gradient
         if position not in self._local:
@@ -309,28 +291,22 @@ class Gradients(Section):
         """Whether another rank's sum has this gradient; see :meth:`before_gradient`."""
         return self.looks_before and self._leftovers.has(position, gradient) and self.process_set.rank() != 0
 
-    def _start_sparse(self, position: int, gradient: Tensor) -> Handle:
+    def _start_sparse(self, position: int, gradient: Tensor) -> None:
         try:
             check_sparse_op(self._op)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(
                 f"the gradient of {self.describe(position)} is sparse; {error} with sparse_as_dense=True"
             ) from None
-        return start_sparse_allreduce(
-            gradient,
-            name=f"{self._prefix}.{position}",
-            op=self._op,
-            process_set=self.process_set,
-            compression=self._compression,
-            priority=-position,
-        )
+        self._reducer.start_sparse(position, gradient, priority=-position)
+        self._sparse[position] = gradient.sparse_dim()
 
     def _start_group(self, group: _Group) -> None:
         """Reduce what a group holds: on every rank the same, by the time that this is called."""
         if group.held:
-            name, held = group.name, sorted(group.held.items())
+            name, held = group.name, dict(sorted(group.held.items()))
             group.held = {}
-            self._reducer.start_group(name, [gradient for _, gradient in held], priority=-held[0][0])
+            self._reducer.start(name, held, priority=-next(iter(held)))
 
     # Rounds ------------------------------------------------------------------
 
@@ -351,7 +327,7 @@ class Gradients(Section):
             if position not in self._started and (computed or (at_step and self._is_set_by_hand(position))):
                 self._start(position)
             if position in self._sparse:
-                states[position] = READY + self._sparse[position][0]
+                states[position] = READY + self._sparse[position]
             elif position in self._as_dense:
                 states[position] = READY + self._as_dense[position]
             elif position in self._started:
@@ -388,17 +364,10 @@ class Gradients(Section):
         for position in self._started:
             self._passes[position] %= self.passes_per_step
         self._reduced |= self._started
-        sparse, as_dense = self._sparse, self._as_dense
+        as_dense = self._as_dense
         touched = self._submitted.touched(self._parameters)
         self._forget_started()
         errors: list[Exception] = []
-        for position, (_, handle) in sparse.items():
-            try:
-                result = collectives.synchronize(handle)
-                if position not in self._local:
-                    self._parameters[position].grad = result
-            except Exception as error:
-                errors.append(error)
         try:
             self._reducer.finish()
         except Exception as error:
@@ -452,7 +421,7 @@ class Gradients(Section):
         """Return when every rank has come here and all gradients are reduced."""
         if self.retired:
             raise InvalidArgumentError(self.retired)
-        if not self._is_member():
+        if not self._reducer.takes_part():
             return
         if self._lost:
             current.of_generation(self._lost, "the gradients of DistributedOptimizer")
@@ -461,7 +430,7 @@ class Gradients(Section):
 
     def joint_loss(self, loss: Any) -> Any:
         """The ranks' losses as one; see :func:`polyhvd.torch.closures.joint_loss`."""
-        if not self._is_member():
+        if not self._reducer.takes_part():
             return loss
         return joint_loss(loss, name=f"{self._prefix}.loss", op=self._op, process_set=self.process_set)
 

@@ -254,18 +254,7 @@ def DistributedOptimizer(
     members = parameter_groups(parameters, trainable, options.grouping)
     if options.op == ReduceOp.Adasum:
         return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members))
-    gradients = Gradients(
-        parameters,
-        names,
-        passes_per_step=options.backward_passes_per_step,
-        op=options.op,
-        compression=options.compression,
-        gradient_predivide_factor=options.gradient_predivide_factor,
-        groups=members,
-        sparse_as_dense=options.sparse_as_dense,
-        scale_local=options.scale_local_gradients,
-        process_set=options.process_set,
-    )
+    gradients = Gradients(parameters, names, options, members)
     return _in_class(optimizer, _DistributedOptimizer, "_gradients", gradients)
 
 

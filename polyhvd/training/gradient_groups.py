@@ -54,14 +54,30 @@ class KeyGroups:
         """Whether there are any."""
         return bool(self._count or self._group_of)
 
-    def divide(self, keys: Sequence[Any]) -> list[list[Any]]:
-        """The keys in groups, in the order of each group's first; those of no group are alone."""
+    @property
+    def are_listed(self) -> bool:
+        """Whether there are lists, not a number."""
+        return bool(self._group_of)
+
+    def numbered(
+        self, keys: Sequence[Any], members: Sequence[Any] | None = None
+    ) -> list[tuple[int | None, list[Any]]]:
+        """The keys in groups, each with its number, in the order of each group's first.
+
+        Args:
+            keys: of the gradients.
+            members: what the lists call these; None: the same.
+
+        Returns:
+            Those of no group are alone, with None.
+        """
         if self._count:
-            return [[keys[i] for i in part] for part in _split(range(len(keys)), self._count)]
-        divided: dict[Any, list[Any]] = {}
-        for position, key in enumerate(keys):
-            divided.setdefault(self._group_of.get(key, -1 - position), []).append(key)
-        return list(divided.values())
+            parts = _split(range(len(keys)), self._count)
+            return [(number, [keys[i] for i in part]) for number, part in enumerate(parts)]
+        divided: dict[int, list[Any]] = {}
+        for position, (key, member) in enumerate(zip(keys, members or keys, strict=True)):
+            divided.setdefault(self._group_of.get(member, -1 - position), []).append(key)
+        return [(None if number < 0 else number, group) for number, group in divided.items()]
 
 
 def _split(positions: Sequence[int], count: int) -> list[list[int]]:

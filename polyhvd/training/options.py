@@ -16,7 +16,7 @@ from typing import Any
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.training.compression import NO_COMPRESSION, Compressor
+from polyhvd.training.compression import NO_COMPRESSION, AnyCompressor
 
 __all__ = ["GRADIENT_OPS", "Options", "passes_per_step"]
 
@@ -33,8 +33,8 @@ class Options:
 
     Args:
         op: Average, Sum, Adasum, Min, Max or Product, if it is one of ``ops``; None: Average.
-        compression: what is sent: an object with ``compress()`` and ``decompress()``; None: the gradients as
-            they are.
+        compression: what is sent: an object with ``compress()`` and ``decompress()``, or a KeyedCompressor
+            or its class; None: the gradients as they are.
         backward_passes_per_step: gradients of so many passes are added up, then reduced; an integer of 1 or
             more, of Python's or NumPy's.
         average_aggregated_gradients: whether to divide their sum by that number.
@@ -57,7 +57,7 @@ class Options:
     """
 
     op: int = ReduceOp.Average
-    compression: Compressor = NO_COMPRESSION
+    compression: AnyCompressor = NO_COMPRESSION
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
     gradient_predivide_factor: float = 1.0
@@ -126,6 +126,11 @@ class Options:
         return self.gradient_predivide_factor
 
     @property
+    def passes_factor(self) -> float:
+        """What the sum of several passes is multiplied by."""
+        return 1.0 / self.backward_passes_per_step if self.average_aggregated_gradients else 1.0
+
+    @property
     def grouping(self) -> int | Sequence[Sequence[Any]]:
         """``groups`` or ``num_groups``, whichever was given: lists, or a number, which is 0 for no groups."""
         grouping: int | Sequence[Sequence[Any]] = self.num_groups if self.groups is None else self.groups
@@ -191,7 +196,7 @@ def _reduction(op: Any, ops: Sequence[ReduceOp]) -> ReduceOp:
     return chosen
 
 
-def _compressor(compression: Any) -> Compressor:
+def _compressor(compression: Any) -> AnyCompressor:
     if compression is None:
         return NO_COMPRESSION
     for name in ("compress", "decompress"):
@@ -200,7 +205,7 @@ def _compressor(compression: Any) -> Compressor:
                 f"compression={reprlib.repr(compression)}: expected an object with compress() and "
                 f"decompress(), such as Compression.fp16; it has no {name}()"
             )
-    checked: Compressor = compression
+    checked: AnyCompressor = compression
     return checked
 
 

@@ -1,110 +1,404 @@
-"""Gradients over the ranks, for all optimizers: scale, compress, reduce, put back."""
+"""Gradients over the ranks, for all optimizers and tapes: which, under which names, in what form.
+
+A framework says in an :class:`Exchange` how its tensors travel. All else is decided here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from polyhvd.collectives.adapter import Handle, ReduceOp
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.collectives.verbs import Collectives
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
+from polyhvd.training.compression import (
+    NO_COMPRESSION,
+    Compressor,
+    CompressorState,
+    KeyedCompressor,
+    compressor_of,
+)
+from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
 
-__all__ = ["GradientReducer"]
+__all__ = ["Exchange", "GradientReducer", "Results", "keras_layers"]
 
 T = TypeVar("T")
+#: Of operations that have been started: waits, if anybody has to, and returns the tensors in order.
+Results = Callable[[], Sequence[T]]
+_Packed = tuple[Any, T, T, Any]  # key, gradient, what is sent of it, the compressor's context
 
 
-class GradientReducer(Generic[T]):
-    """Reduces gradients in place as they become ready. Not thread-safe: one per optimizer.
+class Exchange(Generic[T]):
+    """How a framework reduces tensors. This one: asynchronously and in place, for tensors without layouts.
+
+    ``request`` is, of all methods that have it, ``op``, ``prescale_factor``, ``postscale_factor`` and
+    ``process_set``, as of :meth:`polyhvd.collectives.verbs.Collectives.allreduce_async`.
 
     Args:
         collectives: of the framework.
-        prefix: begins the names on the wire; gradients are named by their position in the optimizer,
-            so that names agree between ranks and recur.
+    """
+
+    #: Gradients of no group are reduced as one operation, not each by itself; and sources are known.
+    whole_steps = False
+    #: Local gradients are scaled whatever the reduction is, not for averages alone.
+    scales_local_sums = False
+
+    def __init__(self, collectives: Collectives[T]) -> None:
+        self._collectives = collectives
+
+    def begin(self) -> None:
+        """Called before the gradients of a step are reduced."""
+
+    def start(self, tensors: Sequence[T], *, name: str, priority: int, **request: Any) -> Results[T]:
+        """Begin to reduce dense tensors, as one operation; in place where that can be."""
+        collectives = self._collectives
+        if len(tensors) == 1:
+            handle = collectives.allreduce_async(
+                tensors[0], name=name, priority=priority, in_place=True, **request
+            )
+        else:
+            handle = collectives.grouped_allreduce_async(
+                tensors, name=name, priority=priority, in_place=True, **request
+            )
+
+        def results() -> Sequence[T]:
+            collectives.synchronize(handle)
+            return tensors
+
+        return results
+
+    def start_sparse(
+        self, gradients: Mapping[Any, T], *, prefix: str, compression: Compressor, **request: Any
+    ) -> Results[T]:
+        """Begin to reduce sparse gradients, by key, without making them dense."""
+        raise NotImplementedError
+
+    def is_sparse(self, gradient: T) -> bool:
+        """Whether :meth:`start_sparse` is for it."""
+        return False
+
+    def dense(self, gradient: T) -> T:
+        """A gradient as :meth:`start` takes it."""
+        return gradient
+
+    def put(self, key: Any, gradient: T, reduced: T) -> T:
+        """Hand out what became of a gradient; here in the gradient's own memory."""
+        if reduced is not gradient:
+            self._collectives.adapter.assign(gradient, reduced)
+        return gradient
+
+    def divided(self, gradient: T, divisor: int) -> T:
+        """A gradient that stays on its rank, dense or sparse, divided; it may be written to."""
+        tensor: Any = gradient
+        quotient: T = tensor / divisor
+        return quotient
+
+    def identity(self, source: Any) -> Any:
+        """What tells variables apart, the same for a variable and what wraps it."""
+        return id(source)
+
+    def new_state(self) -> CompressorState:
+        """Where a :class:`KeyedCompressor` keeps its tensors."""
+        return CompressorState()
+
+
+class GradientReducer(Generic[T]):
+    """Reduces the gradients of one optimizer or tape. Not thread-safe.
+
+    A gradient has a key, the same on every rank and in every step: its position in the optimizer. Either all
+    gradients of a step come at once, to :meth:`reduce`, or one by one to :meth:`start`, and :meth:`finish`
+    has them.
+
+    On the wire a gradient is ``prefix.key``, a group ``prefix.group.number``, or with its first key where
+    not all of a group need come together; a whole step is ``prefix``.
+
+    Args:
+        exchange: of the framework.
+        prefix: begins the names on the wire.
         options: of the optimizer.
-        arguments: instead of ``options``, some of their fields, by name; of any reduction.
+        groups: of keys; None: of sources, as the options list them.
+        local_layers: layers of Keras whose gradients stay on their rank; they need not be built yet.
+        shares_compressor: whether a :class:`KeyedCompressor` outlives this and may be used by others.
+
+    Raises:
+        InvalidArgumentError: a source is in two groups, or a keyed compressor cannot be used here.
     """
 
     def __init__(
         self,
-        collectives: Collectives[T],
+        exchange: Exchange[T],
         *,
         prefix: str,
-        options: Options | None = None,
-        **arguments: Any,
+        options: Options,
+        groups: KeyGroups | None = None,
+        local_layers: Sequence[Any] = (),
+        shares_compressor: bool = False,
     ) -> None:
-        options = options or Options(ops=tuple(ReduceOp), **arguments)
-        self._collectives = collectives
-        self._prefix = prefix
-        self._op = options.op
-        self._compression = options.compression
-        self._prescale, self._postscale = options.prescale_factor, options.postscale_factor
-        self._process_set = options.process_set
-        self._pending: dict[Any, tuple[Handle, T, T, Any]] = {}
-        self._pending_groups: list[tuple[Handle, list[tuple[T, T, Any]]]] = []
+        self.exchange = exchange
+        self.prefix = prefix
+        self.options = options
+        self.process_set = options.process_set
+        #: Identities of sources, or keys where there are none, whose gradients stay on this rank.
+        self.local: set[Any] = set()
+        self.local_layers = local_layers
+        self._groups = KeyGroups(_identities(options.grouping, exchange)) if groups is None else groups
+        self._request = {
+            "op": options.op,
+            "prescale_factor": options.prescale_factor,
+            "postscale_factor": options.postscale_factor,
+            "process_set": options.process_set,
+        }
+        self._stateless: Compressor = NO_COMPRESSION
+        self._keyed: KeyedCompressor | None = None
+        self._take_compressor(shares_compressor)
+        self._generation = 0  # of the world that the compressor's state is of
+        self._numbers: dict[Any, int] = {}  # of sources, in order of appearance
+        self._pending: list[tuple[Results[T], list[_Packed[T]], bool]] = []
 
-    def start(self, key: Any, name: str, gradient: T, *, priority: int = 0) -> None:
-        """Begin to reduce ``gradient``; ``key`` identifies it until :meth:`finish`."""
-        sent, compression_context = self._compression.compress(gradient)
-        handle = self._collectives.allreduce_async(
-            sent,
-            name=f"{self._prefix}.{name}",
-            op=self._op,
-            prescale_factor=self._prescale,
-            postscale_factor=self._postscale,
-            process_set=self._process_set,
-            priority=priority,
-            in_place=True,
-        )
-        self._pending[key] = (handle, gradient, sent, compression_context)
+    def _take_compressor(self, is_shared: bool) -> None:
+        given = self.options.compression
+        if is_shared and isinstance(given, type) and issubclass(given, KeyedCompressor):
+            raise InvalidArgumentError(
+                f"compression={given.__name__}: its state would be gone with the tape; pass an instance"
+            )
+        compressor = compressor_of(given)
+        if not isinstance(compressor, KeyedCompressor):
+            self._stateless = compressor
+            return
+        self._keyed = compressor
+        if is_shared:
+            compressor.hold(self.exchange.new_state)
+        else:
+            compressor.serve(self, self.exchange.new_state)
 
-    def start_group(self, name: str, gradients: Sequence[T], *, priority: int = 0) -> None:
-        """Begin to reduce several gradients, of any dtypes, as one operation: all or none."""
-        parts = [(gradient, *self._compression.compress(gradient)) for gradient in gradients]
-        handle = self._collectives.grouped_allreduce_async(
-            [sent for _, sent, _ in parts],
-            name=f"{self._prefix}.{name}",
-            op=self._op,
-            prescale_factor=self._prescale,
-            postscale_factor=self._postscale,
-            process_set=self._process_set,
-            priority=priority,
-            in_place=True,
-        )
-        self._pending_groups.append((handle, parts))
+    # Which gradients ----------------------------------------------------------
 
-    def is_started(self, key: Any) -> bool:
-        """Whether this gradient is under way."""
-        return key in self._pending
+    def takes_part(self) -> bool:
+        """Whether this rank is in the process set; another one keeps its gradients as they are."""
+        if self.process_set is global_process_set or self.process_set.process_set_id is None:
+            return True  # of a set that is not registered, the collective says what to do
+        return self.process_set.included()
+
+    def keep_local(self, source: Any) -> None:
+        """Let the gradient of a source, or of a key where there are none, stay on this rank."""
+        self.local.add(self.exchange.identity(source) if self.exchange.whole_steps else source)
+
+    def are_local(self, sources: Sequence[Any]) -> list[bool]:
+        """Which gradients stay on this rank; of layers that were not built when they were listed, too."""
+        if not self.local and not self.local_layers:
+            return [False] * len(sources)
+        identity = self.exchange.identity
+        local = self.local.union(identity(v) for layer in self.local_layers for v in layer.weights)
+        return [identity(source) in local for source in sources]
+
+    def scaled_local(self, gradient: T) -> T:
+        """A gradient that stays here as large as if the other ranks had sent zeros, if that was asked for."""
+        is_scaled = self.options.op == ReduceOp.Average or self.exchange.scales_local_sums
+        if not (is_scaled and self.options.scale_local_gradients and self.takes_part()):
+            return gradient
+        return self.exchange.divided(gradient, self.process_set.size())
+
+    # All at once ----------------------------------------------------------------
+
+    def reduce(
+        self, gradients: Mapping[Any, T], sources: Sequence[Any] | None = None, *, prefix: str | None = None
+    ) -> dict[Any, T]:
+        """The reduced gradients, by key; on a rank outside of the process set its own.
+
+        Nothing is sent if a compressor fails. If an operation does, the others are waited for.
+
+        Args:
+            gradients: those that there are, by key.
+            sources: the variables at all positions, which then are the keys.
+            prefix: for this call.
+
+        Raises:
+            InvalidArgumentError: there are groups of sources, and no sources.
+            HorovodInternalError: a reduction failed.
+        """
+        if not self.takes_part():
+            return dict(gradients)
+        self.exchange.begin()
+        prefix = prefix or self.prefix
+        local = self._local_among(gradients, sources)
+        results = {key: self.scaled_local(gradients[key]) for key in local}
+        dense: dict[Any, T] = {}
+        sparse: dict[Any, T] = {}
+        for key, gradient in gradients.items():
+            if key not in local:
+                stays_sparse = self.exchange.is_sparse(gradient) and not self.options.sparse_as_dense
+                (sparse if stays_sparse else dense)[key] = gradient
+        names = self._key_names(dense, sources)
+        operations = [
+            (name, [self._packed(key, names, dense[key]) for key in keys])
+            for name, keys in self._operations(list(dense), sources)
+        ]
+        try:
+            for name, packed in operations:
+                # The first layers are needed first in the next forward pass.
+                self._send(f"{prefix}{name}", packed, self._urgency(packed[0][0]))
+            if sparse:
+                self._send_sparse(sparse, prefix, self._urgency(next(iter(sparse))))
+        except Exception:
+            with suppress(Exception):
+                self.finish()
+            raise
+        except BaseException:
+            self.drop()
+            raise
+        return results | self.finish()
+
+    def _local_among(self, gradients: Mapping[Any, T], sources: Sequence[Any] | None) -> set[Any]:
+        if not self.local and not self.local_layers:
+            return set()
+        if sources is None:
+            return self.local & gradients.keys()
+        stays = self.are_local(sources)
+        return {key for key in gradients if stays[key]}
+
+    def _urgency(self, key: Any) -> int:
+        return -key if isinstance(key, int) and not self.exchange.whole_steps else 0
+
+    def _operations(self, keys: list[Any], sources: Sequence[Any] | None) -> list[tuple[str, list[Any]]]:
+        """What is reduced together, by what its name ends in."""
+        whole = self.exchange.whole_steps
+        if not keys:
+            return []
+        if not self._groups:
+            return [("", keys)] if whole else [(f".{key}", [key]) for key in keys]
+        members = keys
+        if whole and self._groups.are_listed:
+            if sources is None:
+                raise InvalidArgumentError(
+                    "groups=: the call does not tell the variables of the gradients; pass both"
+                )
+            members = [self.exchange.identity(sources[key]) for key in keys]
+        operations = []
+        for number, group in self._groups.numbered(keys, members):
+            if number is None or (len(group) == 1 and not whole):
+                operations.append((f".{group[0]}", group))
+            else:
+                operations.append((f".group.{number if whole else group[0]}", group))
+        return operations
+
+    # One by one -----------------------------------------------------------------
+
+    def start(self, name: str, gradients: Mapping[Any, T], *, priority: int = 0) -> None:
+        """Begin to reduce gradients, by key, as one operation of this name: all or none."""
+        names = self._key_names(gradients, None)
+        packed = [self._packed(key, names, gradient) for key, gradient in gradients.items()]
+        self._send(f"{self.prefix}.{name}", packed, priority)
+
+    def start_sparse(self, key: Any, gradient: T, *, priority: int = 0) -> None:
+        """Begin to reduce a sparse gradient as it is."""
+        self._send_sparse({key: gradient}, self.prefix, priority)
 
     def drop(self) -> None:
         """Forget all gradients: others may never send theirs. Their memory lives until the core lets go."""
-        self._pending = {}
-        self._pending_groups = []
+        self._pending = []
 
-    def finish(self) -> None:
-        """Wait for all gradients; each tensor then holds the result.
+    def finish(self) -> dict[Any, T]:
+        """Wait for all gradients that were started; they are in the framework's hands then, and returned.
 
         When one fails, the others are waited for all the same, and the first error is raised.
         """
-        pending, groups = self._pending, self._pending_groups
-        self.drop()
-        first_error: BaseException | None = None
-        for handle, gradient, sent, compression_context in pending.values():
+        pending, self._pending = self._pending, []
+        finished: dict[Any, T] = {}
+        first_error: Exception | None = None
+        for results, packed, is_compressed in pending:
             try:
-                self._restore(gradient, sent, compression_context, self._collectives.synchronize(handle))
-            except Exception as error:
-                first_error = first_error or error
-        for handle, parts in groups:
-            try:
-                for part, result in zip(parts, self._collectives.synchronize(handle), strict=True):
-                    self._restore(*part, result)
+                for (key, gradient, _, context), result in zip(packed, results(), strict=True):
+                    restored = self._restored(result, context) if is_compressed else result
+                    finished[key] = self.exchange.put(key, gradient, restored)
             except Exception as error:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
+        return finished
 
-    def _restore(self, gradient: T, sent: T, compression_context: Any, result: T) -> None:
-        if sent is not gradient:
-            restored = self._compression.decompress(result, compression_context)
-            self._collectives.adapter.assign(gradient, restored)
+    # What is sent -----------------------------------------------------------------
+
+    def _send(self, name: str, packed: list[_Packed[T]], priority: int) -> None:
+        results = self.exchange.start(
+            [part[2] for part in packed], name=name, priority=priority, **self._request
+        )
+        self._pending.append((results, packed, True))
+
+    def _send_sparse(self, gradients: Mapping[Any, T], prefix: str, priority: int) -> None:
+        results = self.exchange.start_sparse(
+            gradients, prefix=prefix, compression=self._stateless, priority=priority, **self._request
+        )
+        packed = [(key, gradient, gradient, None) for key, gradient in gradients.items()]
+        self._pending.append((results, packed, False))
+
+    def _key_names(self, keys: Mapping[Any, T], sources: Sequence[Any] | None) -> dict[Any, str]:
+        """Of gradients, for the compressor: in a step, a variable may be at another position than before."""
+        if self._keyed is None:
+            return {}
+        if sources is None:
+            return {key: f"{self.prefix}.{key}" for key in keys}
+        for source in sources:
+            self._numbers.setdefault(self.exchange.identity(source), len(self._numbers))
+        return {key: f"{self.prefix}.{self._numbers[self.exchange.identity(sources[key])]}" for key in keys}
+
+    def _packed(self, key: Any, names: Mapping[Any, str], gradient: T) -> _Packed[T]:
+        tensor = self.exchange.dense(gradient)
+        if self._keyed is not None:
+            self._begin_in_this_world(self._keyed)
+            name = names[key]
+            sent, context = self._keyed.compress(tensor, name)
+            return key, gradient, sent, (name, context)
+        if self._stateless is NO_COMPRESSION:
+            return key, gradient, tensor, None
+        return key, gradient, *self._stateless.compress(tensor)
+
+    def _restored(self, result: T, context: Any) -> T:
+        restored: T
+        if self._keyed is not None:
+            name, own = context
+            restored = self._keyed.decompress(result, own, name)
+        elif self._stateless is NO_COMPRESSION:
+            return result
+        else:
+            restored = self._stateless.decompress(result, context)
+        return restored
+
+    def _begin_in_this_world(self, compressor: KeyedCompressor) -> None:
+        generation = current.world().placement.generation
+        if self._generation not in (0, generation):
+            compressor.reset()
+        self._generation = generation
+
+
+def _identities(
+    grouping: int | Sequence[Sequence[Any]], exchange: Exchange[Any]
+) -> int | Sequence[Sequence[Any]]:
+    if isinstance(grouping, int):
+        return grouping
+    return [[exchange.identity(source) for source in group] for group in grouping]
+
+
+def keras_layers(local_layers: Any, remedy: str) -> list[Any]:
+    """``local_layers=`` of an optimizer or tape: layers of Keras, each of which has variables.
+
+    Args:
+        local_layers: a layer, several, or None.
+        remedy: what variables are given to instead.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    if local_layers is None:
+        return []
+    layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    for layer in layers:
+        if not hasattr(type(layer), "weights"):
+            raise InvalidArgumentError(
+                f"local_layers: expected layers of Keras, found {type(layer).__name__}; variables go to "
+                f"{remedy}"
+            )
+    return layers

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow import Average, broadcast_variables, ops
-from polyhvd.tensorflow.gradients import _reference, accept_device
+from polyhvd.tensorflow.gradients import accept_device
+from polyhvd.tensorflow.reducer import reference
 
 from polyhvd.training.keras import callbacks as keras_callbacks
 
@@ -23,7 +24,7 @@ class BroadcastGlobalVariables(_OnTheHost, keras_callbacks.BroadcastGlobalVariab
     __doc__ = keras_callbacks.BroadcastGlobalVariables.__doc__
 
     def _reference(self, variable: Any) -> Any:
-        return _reference(variable)
+        return reference(variable)
 
     def _send(self, variables: Sequence[Any]) -> None:
         broadcast_variables(variables, self.root_rank)

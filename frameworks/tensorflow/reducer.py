@@ -1,0 +1,129 @@
+"""How gradients of TensorFlow travel: as tensors that an operation returns, eager and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow import names, ops, sparse
+from polyhvd.tensorflow.compression import VariableState
+from polyhvd.tensorflow.errors import as_tensorflow
+
+from polyhvd.training.compression import Compressor, CompressorState
+from polyhvd.training.options import Options
+from polyhvd.training.reducer import Exchange, GradientReducer, Results, keras_layers
+
+__all__ = ["TensorflowExchange", "TensorflowReducer", "reference"]
+
+
+def reference(source: Any) -> Any:
+    """What a variable and its wrappers have in common: Keras 3 wraps TensorFlow's variables."""
+    variable = getattr(source, "value", None)
+    if isinstance(variable, (tf.Variable, tf.Tensor)):
+        source = variable
+    return source.ref() if hasattr(source, "ref") else id(source)
+
+
+class TensorflowExchange(Exchange[Any]):
+    """Tensors and tf.IndexedSlices, each kind of a step as one operation unless there are groups."""
+
+    whole_steps = True
+    scales_local_sums = True
+
+    def __init__(self) -> None:
+        self._state = VariableState()
+
+    def start(self, tensors: Sequence[Any], *, name: str, priority: int, **request: Any) -> Results[Any]:
+        """Reduce dense tensors into new ones."""
+        dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        with self._state.after_writes():
+            reduced = ops.allreduce(dense, name=name, **request)
+        return lambda: reduced
+
+    def start_sparse(
+        self,
+        gradients: Mapping[Any, Any],
+        *,
+        prefix: str,
+        compression: Compressor,
+        priority: int,
+        **request: Any,
+    ) -> Results[Any]:
+        """Gather the slices of all ranks; the results have each index once."""
+        reduced = sparse.allreduce(
+            list(gradients.values()), name=f"{prefix}.sparse", compression=compression, **request
+        )
+        return lambda: [sparse.merged(slices) for slices in reduced]
+
+    def is_sparse(self, gradient: Any) -> bool:
+        """Whether it is a tf.IndexedSlices."""
+        return isinstance(gradient, tf.IndexedSlices)
+
+    def dense(self, gradient: Any) -> tf.Tensor:
+        """The gradient as a tensor."""
+        return tf.convert_to_tensor(gradient)
+
+    def put(self, key: Any, gradient: Any, reduced: Any) -> Any:
+        """The reduced gradient itself."""
+        if not self._state.has_writes:
+            return reduced
+        with self._state.after_writes():
+            return tf.nest.map_structure(tf.identity, reduced, expand_composites=True)
+
+    def divided(self, gradient: Any, divisor: int) -> Any:
+        """A tensor or slices, divided."""
+        return sparse.divided(gradient, divisor)
+
+    def identity(self, source: Any) -> Any:
+        """See :func:`reference`."""
+        return reference(source)
+
+    def new_state(self) -> CompressorState:
+        """Variables."""
+        return self._state
+
+
+class TensorflowReducer(GradientReducer[Any]):
+    """A :class:`GradientReducer` for lists of gradients, with TensorFlow's errors.
+
+    Args:
+        prefix: begins the names on the wire.
+        options: of the optimizer or tape.
+        local_layers: a layer of Keras, or several, whose gradients stay on their rank.
+        is_tape: whether it lives for one step.
+    """
+
+    def __init__(
+        self, prefix: str, options: Options, local_layers: Any = None, *, is_tape: bool = False
+    ) -> None:
+        remedy = "register_local_var() of the optimizer, or register_local_source() of the tape"
+        with as_tensorflow():
+            super().__init__(
+                TensorflowExchange(),
+                prefix=prefix,
+                options=options,
+                local_layers=keras_layers(local_layers, remedy),
+                shares_compressor=is_tape,
+            )
+
+    def name_of_step(self) -> str:
+        """A prefix for what a branch of the graph that is being traced does, where names begin anew."""
+        if tf.executing_eagerly():
+            return self.prefix
+        return names.in_graph(self.prefix, self.process_set.process_set_id or 0)
+
+    def __call__(
+        self, gradients: Sequence[Any], sources: Sequence[Any] | None = None, prefix: str | None = None
+    ) -> list[Any]:
+        """The reduced gradients, None where there was none; outside of the process set this rank's own.
+
+        Args:
+            gradients: tensors, slices or None.
+            sources: the variables they belong to.
+            prefix: for this call.
+        """
+        given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        with as_tensorflow():
+            reduced = self.reduce(given, sources, prefix=prefix)
+        return [reduced.get(i) for i in range(len(gradients))]

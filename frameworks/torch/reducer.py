@@ -1,0 +1,57 @@
+"""How gradients of PyTorch travel: where they lie, and sparse ones as their nonzeros."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from polyhvd.torch.base import collectives
+from polyhvd.torch.sparse import start_sparse_allreduce
+
+from polyhvd.training.compression import Compressor
+from polyhvd.training.reducer import Exchange, Results
+
+__all__ = ["TorchExchange"]
+
+Tensor = torch.Tensor
+
+
+class TorchExchange(Exchange[Tensor]):
+    """For gradients of parameters, by their positions.
+
+    Args:
+        parameters: the optimizer's; more may come. A sparse gradient is replaced, where it was reduced.
+        kept: positions of those that keep the gradients that they have.
+    """
+
+    def __init__(self, parameters: list[Tensor], kept: set[Any]) -> None:
+        super().__init__(collectives)
+        self._parameters = parameters
+        self._kept = kept
+
+    def start_sparse(
+        self, gradients: Mapping[Any, Tensor], *, prefix: str, compression: Compressor, **request: Any
+    ) -> Results[Tensor]:
+        """Begin to gather the nonzeros of all ranks; factors are not applied to them."""
+        op, process_set, priority = request["op"], request["process_set"], request["priority"]
+        handles = [
+            start_sparse_allreduce(
+                gradient,
+                name=f"{prefix}.{key}",
+                op=op,
+                process_set=process_set,
+                compression=compression,
+                priority=priority,
+            )
+            for key, gradient in gradients.items()
+        ]
+        return lambda: [collectives.synchronize(handle) for handle in handles]
+
+    def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:
+        """Write a dense gradient in place; hand its parameter a sparse one."""
+        if reduced.layout is torch.strided:
+            return super().put(key, gradient, reduced)
+        if key not in self._kept:
+            self._parameters[key].grad = reduced
+        return reduced
