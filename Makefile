@@ -149,13 +149,18 @@ test-gpu: $(STAMPS)/test
 	NCCL_MULTI_RANK_GPU_ENABLE=1 TEST_CUDA_LIBRARY=libcuda.so.1 \
 		$(VENV)/bin/polyhvdrun -np 2 $(PY) tests/gpu/bandwidth.py
 
-##@ check    style: ruff, mypy, clang-format, layers
+##@ verbs    write frameworks/*/verbs.py from the table of collectives
+.PHONY: verbs
+verbs: $(STAMPS)/test
+	$(PY) tools/verbs.py
+
+##@ check    style: ruff, mypy, clang-format, layers, and that verbs.py are as the table has them
 check: $(STAMPS)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*/*.h polyhvd/csrc/*/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc backends/*/*/*.h backends/*/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
-	$(PY) -m pytest -q tests/test_tidy.py
+	$(PY) -m pytest -q tests/test_tidy.py tests/test_verbs.py
 
 BENCH ?=
 

@@ -12,9 +12,10 @@ from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.training.arrays import named_arrays
 
-__all__ = ["CupyAdapter"]
+__all__ = ["Array", "CupyAdapter"]
 
-Array = Any  # cupy.ndarray
+#: ``cupy.ndarray``; CuPy has no types.
+Array = Any
 _KEEPS_SHAPE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 
 

@@ -11,7 +11,7 @@ from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.arrays import named_arrays
 
-__all__ = ["NumpyAdapter"]
+__all__ = ["Array", "NumpyAdapter"]
 
 Array = np.ndarray[Any, Any]
 

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["Capability", "FrameworkAdapter", "Handle", "OpKind", "Operation", "ReduceOp"]
 
 T = TypeVar("T")
+if TYPE_CHECKING:
+    # A plain Handle is one to anything: type checkers know defaults, Python from 3.13 on.
+    from typing_extensions import TypeVar as _TypeVar
+
+    R = _TypeVar("R", covariant=True, default=Any)
+else:
+    R = TypeVar("R", covariant=True)
 
 
 class OpKind(enum.IntEnum):
@@ -81,8 +88,11 @@ class Operation(Protocol):
         """What messages call it."""
 
 
-class Handle(Protocol):
-    """A submitted operation. The core's own handle is one; engine-ordered frameworks bring theirs."""
+class Handle(Protocol[R]):
+    """A submitted operation, of which ``synchronize()`` returns an R.
+
+    The core's own handle is one; engine-ordered frameworks bring theirs.
+    """
 
     #: Outputs, in order; complete once ``finish`` has run.
     result: Any

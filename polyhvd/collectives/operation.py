@@ -14,7 +14,10 @@ from polyhvd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from polyhvd.runtime.world import World
 
-__all__ = ["Call", "is_number", "process_set_id", "resolve_op", "splits_of"]
+__all__ = ["Call", "Number", "is_number", "process_set_id", "resolve_op", "splits_of"]
+
+#: What verbs take for a tensor without dimensions; see :func:`is_number`.
+Number = bool | int | float | np.bool_ | np.number[Any]
 
 _REDUCTIONS = frozenset(ReduceOp)
 _SUM: int = ReduceOp.Sum  # looking a member up costs as much as the call

@@ -7,7 +7,7 @@ what a handle means are decided here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, FrameworkAdapter, Handle, OpKind, ReduceOp
@@ -17,9 +17,50 @@ from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
-__all__ = ["Collectives", "barrier", "process_set_id", "resolve_op", "splits_of"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "Arguments",
+    "Collectives",
+    "CopyArguments",
+    "ReductionArguments",
+    "ScatterArguments",
+    "barrier",
+    "process_set_id",
+    "resolve_op",
+    "splits_of",
+]
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Arguments(TypedDict, total=False):
+    """What every collective takes by keyword; :mod:`.table` has the texts and defaults of all these."""
+
+    name: str | None
+    process_set: ProcessSet
+    priority: int
+
+
+class CopyArguments(Arguments, total=False):
+    """What allgather and broadcast take, whose gradients are sums over the ranks."""
+
+    exact_gradient: bool | None
+
+
+class ReductionArguments(Arguments, total=False):
+    """What every reduction takes besides its operation."""
+
+    prescale_factor: float
+    postscale_factor: float
+
+
+class ScatterArguments(ReductionArguments, total=False):
+    """What reducescatter takes besides its operation."""
+
+    exact_gradient: bool | None
 
 
 def _single(outputs: Sequence[Any]) -> Any:
@@ -43,13 +84,15 @@ class Collectives(Generic[T]):
 
     def __init__(self, adapter: FrameworkAdapter[T], world: World | None = None) -> None:
         self.adapter = adapter
-        self._world = world
-        self._direct = Capability.DIRECT in adapter.capabilities
+        #: As given; None: whichever is current.
+        self.in_world = world
+        #: Whether the core reads and writes dense tensors itself.
+        self.is_direct = Capability.DIRECT in adapter.capabilities
 
     @property
     def world(self) -> World:
         """In which they are; raises NotInitializedError where there is none."""
-        return self._world or current.world()
+        return self.in_world or current.world()
 
     def in_place(
         self,
@@ -68,9 +111,9 @@ class Collectives(Generic[T]):
 
         Adapters call it first, and by position: for a small tensor, arguments cost what the collective does.
         """
-        if not self._direct:
+        if not self.is_direct:
             return None
-        world = self._world or current.world()
+        world = self.in_world or current.world()
         set_id = 0 if process_set is global_process_set else process_set_id(process_set, world)
         try:
             return call(world.engine, kind, name, tensor, op, root, prescale, postscale, set_id, priority)
@@ -81,21 +124,21 @@ class Collectives(Generic[T]):
         self,
         kind: OpKind,
         tensors: Sequence[T],
-        name: str | None,
-        process_set: ProcessSet,
-        priority: int,
-        blocking: bool,
         unpack: Callable[[Any], Any],
-        *,
         out: Sequence[T] | None = None,
+        blocking: bool = False,
+        name: str | None = None,
         op: int = ReduceOp.Sum,  # read once, when this is defined
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+        priority: int = 0,
+        *,
         root: int = -1,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         numbers: Sequence[int] = (),
         exact_gradient: bool | None = None,
     ) -> Handle:
-        world = self._world or current.world()
+        world = self.in_world or current.world()
         set_id = 0 if process_set is global_process_set else process_set_id(process_set, world)
         call = Call(
             world,
@@ -103,8 +146,8 @@ class Collectives(Generic[T]):
             name,
             op,
             root,
-            prescale,
-            postscale,
+            prescale_factor,
+            postscale_factor,
             set_id,
             priority,
             blocking,
@@ -115,7 +158,7 @@ class Collectives(Generic[T]):
         handle.slot = unpack
         return handle
 
-    def synchronize(self, handle: Handle) -> Any:
+    def synchronize(self, handle: Handle[R]) -> R:
         """Wait for an operation; return its output, or list of outputs for a grouped one.
 
         Raises what it failed with. May be called again: the result stays.
@@ -123,13 +166,15 @@ class Collectives(Generic[T]):
         handle.wait()
         unpack, handle.slot = handle.slot, None
         if unpack is None:  # or done before
-            return handle.result
+            done: R = handle.result
+            return done
         finish = handle.finish
         if finish is not None:
             handle.result = finish(handle)
             handle.finish = None
-        handle.result = unpack(handle.result)
-        return handle.result
+        result: R = unpack(handle.result)
+        handle.result = result
+        return result
 
     def result(self, handle: Handle) -> Any:
         """What ``synchronize()`` returns, without waiting; for frameworks whose reads wait by themselves."""
@@ -152,9 +197,9 @@ class Collectives(Generic[T]):
         priority: int = 0,
         in_place: bool = False,
         blocking: bool = False,
-    ) -> Handle:
+    ) -> Handle[T]:
         """Start the elementwise reduction of ``tensor`` over the ranks; see :meth:`allreduce`."""
-        if in_place and self._direct and not blocking and self.adapter.is_plain(tensor):
+        if in_place and self.is_direct and not blocking and self.adapter.is_plain(tensor):
             handle: Handle | None = self.in_place(
                 _core.start,
                 _ALLREDUCE,
@@ -170,166 +215,99 @@ class Collectives(Generic[T]):
             if handle is not None:
                 return handle
         tensors = (tensor,)
-        out = tensors if in_place else None
         return self._start(
-            OpKind.ALLREDUCE,
+            _ALLREDUCE,
             tensors,
+            _single,
+            tensors if in_place else None,
+            blocking,
             name,
+            op,
+            prescale_factor,
+            postscale_factor,
             process_set,
             priority,
-            blocking,
-            _single,
-            out=out,
-            op=op,
-            prescale=prescale_factor,
-            postscale=postscale_factor,
         )
 
     def allreduce(
         self,
         tensor: T,
         *,
-        name: str | None = None,
-        op: int = ReduceOp.Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
         in_place: bool = False,
+        op: int = ReduceOp.Average,
+        **arguments: Unpack[ReductionArguments],
     ) -> T:
         """Reduce ``tensor`` elementwise over the ranks, and return the result on every rank.
 
         Args:
             tensor: any shape; the same shape and dtype on every rank.
-            name: matches the calls of the ranks. Without one the n-th call that a rank submits, of those
-                of its kind on the process set, matches the n-th call of the others: whatever the order
-                in which they are synchronized, and from however many threads they are submitted.
-            op: Average (default), Sum, Adasum, Min, Max or Product.
-            prescale_factor: multiplies each rank's tensor; in float64 for integers.
-            postscale_factor: multiplies the result, likewise.
-            process_set: the ranks that take part.
-            priority: higher ones go first among those that are ready.
             in_place: overwrite and return ``tensor``.
+            arguments: see :mod:`.table`.
 
         Raises:
             InvalidArgumentError: a bad call; nothing was sent.
             RankMismatchError: the ranks' tensors or arguments differ.
             HorovodInternalError: a rank was lost, or the engine was shut down.
         """
-        handle = self.allreduce_async(
-            tensor,
-            name=name,
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            process_set=process_set,
-            priority=priority,
-            in_place=in_place,
-            blocking=True,
+        return self.synchronize(
+            self.allreduce_async(tensor, in_place=in_place, blocking=True, op=op, **arguments)
         )
-        result: T = self.synchronize(handle)
-        return result
 
     def grouped_allreduce_async(
         self,
         tensors: Sequence[T],
         *,
-        name: str | None = None,
-        op: int = ReduceOp.Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
         in_place: bool = False,
         blocking: bool = False,
-    ) -> Handle:
-        """Start the reduction of several tensors of one dtype as one operation: all or none."""
-        return self._start(
-            OpKind.ALLREDUCE,
-            tensors,
-            name,
-            process_set,
-            priority,
-            blocking,
-            _list,
-            out=tensors if in_place else None,
-            op=op,
-            prescale=prescale_factor,
-            postscale=postscale_factor,
+        op: int = ReduceOp.Average,
+        **arguments: Unpack[ReductionArguments],
+    ) -> Handle[list[T]]:
+        """Start the reduction of several tensors as one operation: all or none."""
+        out = tensors if in_place else None
+        return self._start(OpKind.ALLREDUCE, tensors, _list, out=out, blocking=blocking, op=op, **arguments)
+
+    def grouped_allreduce(
+        self, tensors: Sequence[T], *, op: int = ReduceOp.Average, **arguments: Unpack[ReductionArguments]
+    ) -> list[T]:
+        """Reduce several tensors as one operation; arguments as :meth:`allreduce`."""
+        return list(
+            self.synchronize(self.grouped_allreduce_async(tensors, blocking=True, op=op, **arguments))
         )
 
     def allgather_async(
-        self,
-        tensor: T,
-        *,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-        blocking: bool = False,
-        exact_gradient: bool | None = None,
-    ) -> Handle:
+        self, tensor: T, *, blocking: bool = False, **arguments: Unpack[CopyArguments]
+    ) -> Handle[T]:
         """Start the concatenation of the ranks' tensors; see :meth:`allgather`."""
-        return self._start(
-            OpKind.ALLGATHER,
-            (tensor,),
-            name,
-            process_set,
-            priority,
-            blocking,
-            _single,
-            exact_gradient=exact_gradient,
-        )
+        return self._start(OpKind.ALLGATHER, (tensor,), _single, blocking=blocking, **arguments)
 
-    def allgather(
-        self,
-        tensor: T,
-        *,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-    ) -> T:
-        """Concatenate the ranks' tensors along the first dimension, in order of rank, on every rank.
+    def allgather(self, tensor: T, **arguments: Unpack[CopyArguments]) -> T:
+        """Concatenate the ranks' tensors along the first dimension, in order of rank, on every rank."""
+        return self.synchronize(self.allgather_async(tensor, blocking=True, **arguments))
 
-        Args:
-            tensor: at least one dimension; all but the first are the same on every rank.
-            name: matches the calls of the ranks.
-            process_set: the ranks that take part.
-            priority: higher ones go first among those that are ready.
+    def grouped_allgather_async(
+        self, tensors: Sequence[T], *, blocking: bool = False, **arguments: Unpack[CopyArguments]
+    ) -> Handle[list[T]]:
+        """Start gathering several tensors as one operation: all or none."""
+        return self._start(OpKind.ALLGATHER, tensors, _list, blocking=blocking, **arguments)
 
-        Raises:
-            InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
-        """
-        handle = self.allgather_async(
-            tensor, name=name, process_set=process_set, priority=priority, blocking=True
-        )
-        result: T = self.synchronize(handle)
-        return result
+    def grouped_allgather(self, tensors: Sequence[T], **arguments: Unpack[CopyArguments]) -> list[T]:
+        """Gather several tensors as one operation; arguments as :meth:`allgather`."""
+        return list(self.synchronize(self.grouped_allgather_async(tensors, blocking=True, **arguments)))
 
     def broadcast_async(
         self,
         tensor: T,
         root_rank: int,
         *,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
         in_place: bool = False,
         blocking: bool = False,
-        exact_gradient: bool | None = None,
-    ) -> Handle:
+        **arguments: Unpack[CopyArguments],
+    ) -> Handle[T]:
         """Start copying the root's tensor to all ranks; see :meth:`broadcast`."""
         tensors = (tensor,)
+        out = tensors if in_place else None
         return self._start(
-            OpKind.BROADCAST,
-            tensors,
-            name,
-            process_set,
-            priority,
-            blocking,
-            _single,
-            out=tensors if in_place else None,
-            root=root_rank,
-            exact_gradient=exact_gradient,
+            OpKind.BROADCAST, tensors, _single, out=out, blocking=blocking, root=root_rank, **arguments
         )
 
     def broadcast(
@@ -337,24 +315,12 @@ class Collectives(Generic[T]):
         tensor: T,
         root_rank: int,
         *,
+        in_place: bool = False,
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
         priority: int = 0,
-        in_place: bool = False,
     ) -> T:
-        """Return the root's tensor on every rank.
-
-        Args:
-            tensor: the same shape and dtype on every rank; its values matter on the root.
-            root_rank: world rank of the sender, a member of the process set.
-            name: matches the calls of the ranks.
-            process_set: the ranks that take part.
-            priority: higher ones go first among those that are ready.
-            in_place: overwrite and return ``tensor``.
-
-        Raises:
-            InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
-        """
+        """Return the root's tensor on every rank; ``in_place``: overwrite ``tensor`` with it."""
         if in_place and self.in_place(
             _core.run,
             OpKind.BROADCAST,
@@ -371,164 +337,81 @@ class Collectives(Generic[T]):
         handle = self.broadcast_async(
             tensor,
             root_rank,
+            in_place=in_place,
+            blocking=True,
             name=name,
             process_set=process_set,
             priority=priority,
-            in_place=in_place,
-            blocking=True,
         )
-        result: T = self.synchronize(handle)
-        return result
-
-    def grouped_allreduce(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
-        """Reduce several tensors as one operation; arguments as :meth:`allreduce`."""
-        result = self.synchronize(self.grouped_allreduce_async(tensors, blocking=True, **arguments))
-        return list(result)
-
-    def grouped_allgather_async(
-        self,
-        tensors: Sequence[T],
-        *,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-        blocking: bool = False,
-        exact_gradient: bool | None = None,
-    ) -> Handle:
-        """Start gathering several tensors as one operation: all or none."""
-        return self._start(
-            OpKind.ALLGATHER,
-            tensors,
-            name,
-            process_set,
-            priority,
-            blocking,
-            _list,
-            exact_gradient=exact_gradient,
-        )
-
-    def grouped_allgather(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
-        """Gather several tensors as one operation; arguments as :meth:`allgather`."""
-        result = self.synchronize(self.grouped_allgather_async(tensors, blocking=True, **arguments))
-        return list(result)
+        return self.synchronize(handle)
 
     def alltoall_async(
         self,
         tensor: T,
         splits: Any = None,
         *,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
         blocking: bool = False,
-    ) -> Handle:
+        **arguments: Unpack[Arguments],
+    ) -> Handle[tuple[T, T]]:
         """Start exchanging rows with all ranks; see :meth:`alltoall`.
 
         ``synchronize(handle)`` returns the tuple of rows and counts, with ``splits`` and without, as
         Horovod's does.
         """
-        return self._start(
-            OpKind.ALLTOALL,
-            (tensor,),
-            name,
-            process_set,
-            priority,
-            blocking,
-            tuple,
-            numbers=splits_of(splits) or (),
-        )
+        numbers = splits_of(splits) or ()
+        return self._start(OpKind.ALLTOALL, (tensor,), tuple, blocking=blocking, numbers=numbers, **arguments)
 
-    def alltoall(self, tensor: T, splits: Any = None, **arguments: Any) -> Any:
+    def alltoall(self, tensor: T, splits: Any = None, **arguments: Unpack[Arguments]) -> Any:
         """Send consecutive rows of ``tensor`` to the ranks in turn; return what they sent, in order of rank.
 
         Args:
             tensor: at least one dimension; all but the first are the same on every rank.
             splits: rows for each rank of the process set, whole numbers in one dimension, at most as
                 many in all as the tensor has; None: equal parts.
-            arguments: name, process_set and priority as for :meth:`allreduce`.
+            arguments: see :mod:`.table`.
 
         Returns:
             The received rows; with ``splits`` a tuple of them and the number of rows received from
             each rank, as int32.
-
-        Raises:
-            InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
         """
         received = self.synchronize(self.alltoall_async(tensor, splits, blocking=True, **arguments))
         return received[0] if splits is None else received
-
-    def grouped_reducescatter_async(
-        self,
-        tensors: Sequence[T],
-        *,
-        name: str | None = None,
-        op: int = ReduceOp.Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
-        blocking: bool = False,
-        exact_gradient: bool | None = None,
-    ) -> Handle:
-        """Start the reduction and scattering of several tensors as one operation: all or none."""
-        return self._start(
-            OpKind.REDUCESCATTER,
-            tensors,
-            name,
-            process_set,
-            priority,
-            blocking,
-            _list,
-            op=op,
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-            exact_gradient=exact_gradient,
-        )
-
-    def grouped_reducescatter(self, tensors: Sequence[T], **arguments: Any) -> list[T]:
-        """Reduce and scatter several tensors as one operation; arguments as :meth:`reducescatter`."""
-        result = self.synchronize(self.grouped_reducescatter_async(tensors, blocking=True, **arguments))
-        return list(result)
 
     def reducescatter_async(
         self,
         tensor: T,
         *,
-        name: str | None = None,
-        op: int = ReduceOp.Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-        priority: int = 0,
         blocking: bool = False,
-        exact_gradient: bool | None = None,
-    ) -> Handle:
+        op: int = ReduceOp.Average,
+        **arguments: Unpack[ScatterArguments],
+    ) -> Handle[T]:
         """Start the reduction of ``tensor``, of which each rank keeps its rows; see :meth:`reducescatter`."""
-        return self._start(
-            OpKind.REDUCESCATTER,
-            (tensor,),
-            name,
-            process_set,
-            priority,
-            blocking,
-            _single,
-            op=op,
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-            exact_gradient=exact_gradient,
-        )
+        return self._start(OpKind.REDUCESCATTER, (tensor,), _single, blocking=blocking, op=op, **arguments)
 
-    def reducescatter(self, tensor: T, **arguments: Any) -> T:
+    def reducescatter(
+        self, tensor: T, *, op: int = ReduceOp.Average, **arguments: Unpack[ScatterArguments]
+    ) -> T:
         """Reduce ``tensor`` elementwise over the ranks, and return this rank's part of the rows.
 
         Rows are dealt out in order; when they do not divide, the first ranks get one more.
-
-        Args:
-            tensor: at least one dimension; the same shape and dtype on every rank.
-            arguments: as for :meth:`allreduce`; Adasum is not possible.
-
-        Raises:
-            InvalidArgumentError, RankMismatchError, HorovodInternalError: as :meth:`allreduce`.
         """
-        result: T = self.synchronize(self.reducescatter_async(tensor, blocking=True, **arguments))
-        return result
+        return self.synchronize(self.reducescatter_async(tensor, blocking=True, op=op, **arguments))
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Sequence[T],
+        *,
+        blocking: bool = False,
+        op: int = ReduceOp.Average,
+        **arguments: Unpack[ScatterArguments],
+    ) -> Handle[list[T]]:
+        """Start the reduction and scattering of several tensors as one operation: all or none."""
+        return self._start(OpKind.REDUCESCATTER, tensors, _list, blocking=blocking, op=op, **arguments)
+
+    def grouped_reducescatter(
+        self, tensors: Sequence[T], *, op: int = ReduceOp.Average, **arguments: Unpack[ScatterArguments]
+    ) -> list[T]:
+        """Reduce and scatter several tensors as one operation; arguments as :meth:`reducescatter`."""
+        return list(
+            self.synchronize(self.grouped_reducescatter_async(tensors, blocking=True, op=op, **arguments))
+        )

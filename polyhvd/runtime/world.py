@@ -154,7 +154,7 @@ class World:
     @property
     def numpy(self) -> Any:
         """The functions of polyhvd.numpy, in this world whichever is the current one."""
-        return importlib.import_module("polyhvd.numpy").functions_of(self)
+        return importlib.import_module("polyhvd.numpy.functions").NumpyFunctions(self)
 
     # Process sets
 
