@@ -141,8 +141,11 @@ class _Writer:
     def _documentation(self, verb: Verb, rows: list[Parameter]) -> Iterator[str]:
         dialect, family = self._dialect, FAMILIES[verb.family]
         yield from _filled(f'"""{self._text(verb.summary)}', 4)
-        kind = "*_async" if verb.is_async else "*"
-        notes = [dialect.notes.get(key) for key in (verb.name, f"{family.name}*", kind)]
+        own = dialect.notes.get(verb.name)
+        if verb.is_async:
+            notes = [own, dialect.notes.get("*_async")]
+        else:
+            notes = [own or dialect.notes.get(f"{family.name}*"), dialect.notes.get("*")]
         details = "" if verb.is_async else family.details
         if family.name == "handles":
             notes = []

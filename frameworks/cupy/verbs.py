@@ -1084,7 +1084,8 @@ def grouped_reducescatter(
         import cupy
         import polyhvd.cupy as hvd
         hvd.init()
-        first, second = hvd.grouped_reducescatter([cupy.ones((2 * hvd.size(), 3)), cupy.ones((hvd.size(),))])
+        pair = [cupy.ones((2 * hvd.size(), 3)), cupy.ones((hvd.size(),))]
+        first, second = hvd.grouped_reducescatter(pair)
     """
     return functions.grouped_reducescatter(
         tensors,
@@ -1138,8 +1139,8 @@ def grouped_reducescatter_async(
         import cupy
         import polyhvd.cupy as hvd
         hvd.init()
-        both = [cupy.ones((2 * hvd.size(), 3)), cupy.ones((hvd.size(),))]
-        handle = hvd.grouped_reducescatter_async(both)
+        pair = [cupy.ones((2 * hvd.size(), 3)), cupy.ones((hvd.size(),))]
+        handle = hvd.grouped_reducescatter_async(pair)
         first, second = hvd.synchronize(handle)
     """
     return functions.grouped_reducescatter_async(

@@ -1084,7 +1084,8 @@ def grouped_reducescatter(
         import numpy as np
         import polyhvd.numpy as hvd
         hvd.init()
-        first, second = hvd.grouped_reducescatter([np.ones((2 * hvd.size(), 3)), np.ones((hvd.size(),))])
+        pair = [np.ones((2 * hvd.size(), 3)), np.ones((hvd.size(),))]
+        first, second = hvd.grouped_reducescatter(pair)
     """
     return functions.grouped_reducescatter(
         tensors,
@@ -1138,8 +1139,8 @@ def grouped_reducescatter_async(
         import numpy as np
         import polyhvd.numpy as hvd
         hvd.init()
-        both = [np.ones((2 * hvd.size(), 3)), np.ones((hvd.size(),))]
-        handle = hvd.grouped_reducescatter_async(both)
+        pair = [np.ones((2 * hvd.size(), 3)), np.ones((hvd.size(),))]
+        handle = hvd.grouped_reducescatter_async(pair)
         first, second = hvd.synchronize(handle)
     """
     return functions.grouped_reducescatter_async(

@@ -18,38 +18,13 @@ if not _is_installed("torch"):
     raise _missing(__name__, "PyTorch 2.1 to 2.13", "pip install torch")
 
 from polyhvd.torch import library as _library  # noqa: F401 - registers the operators of graphs
-from polyhvd.torch.base import Compression, poll, synchronize
+from polyhvd.torch import verbs
 from polyhvd.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from polyhvd.torch.exchange import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
-from polyhvd.torch.ops import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
+from polyhvd.torch.functions import Compression
 from polyhvd.torch.optimizer import DistributedOptimizer
 from polyhvd.torch.sparse import sparse_allreduce_async
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters
+from polyhvd.torch.verbs import *
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports
 from polyhvd.exports import *
@@ -58,37 +33,17 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
     "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "convert_sync_batchnorm",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
     "sparse_allreduce_async",
-    "synchronize",
 ]
 __all__ += exports.__all__
+__all__ += verbs.__all__
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -339,7 +339,8 @@ _REDUCESCATTER = (
         "Reduce several {tensors} and return this rank's rows, as one operation: all or none.",
         "list[{Tensor}]",
         "New {tensors} in the order of ``tensors``, each with this rank's rows of the result.",
-        "first, second = hvd.grouped_reducescatter([{ones}((2 * hvd.size(), 3)), {ones}((hvd.size(),))])",
+        "pair = [{ones}((2 * hvd.size(), 3)), {ones}((hvd.size(),))]\n"
+        "first, second = hvd.grouped_reducescatter(pair)",
         without=("tensor",),
     ),
     Verb(
@@ -348,8 +349,8 @@ _REDUCESCATTER = (
         "Start :func:`grouped_reducescatter`, and return at once.",
         "Handle[list[{Tensor}]]",
         _HANDLE.replace("{what}", "the list of new {tensors}"),
-        "both = [{ones}((2 * hvd.size(), 3)), {ones}((hvd.size(),))]\n"
-        "handle = hvd.grouped_reducescatter_async(both)\n"
+        "pair = [{ones}((2 * hvd.size(), 3)), {ones}((hvd.size(),))]\n"
+        "handle = hvd.grouped_reducescatter_async(pair)\n"
         "first, second = hvd.synchronize(handle)",
         details=_LEAVE_ALONE.replace("{tensor}", "{tensors}"),
         without=("tensor", *_NEW),

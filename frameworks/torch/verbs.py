@@ -1,0 +1,1307 @@
+"""The collectives for PyTorch, with Horovod's signatures.
+
+Made by ``make verbs`` from polyhvd/collectives/table and from dialect.py: change these instead. What the
+functions do is in polyhvd/collectives/functions.py, and in functions.py for what is peculiar to PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, overload
+
+import torch
+from polyhvd.torch.functions import Compression, functions
+
+from polyhvd.collectives.adapter import Handle, ReduceOp
+from polyhvd.collectives.operation import Number
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.compression import Compressor
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "synchronize",
+]
+
+R = TypeVar("R")
+
+
+def allreduce(
+    tensor: torch.Tensor | Number,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor, or a number, elementwise over the ranks into a new tensor.
+
+    All ranks get the same result, bit by bit.
+
+    Differentiable for Average and Sum, also twice, where every rank runs the same backward: tensors require
+    gradients on every rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensor: a tensor of any shape, which may be empty, or a number, which stands for a tensor without
+            dimensions; shape and dtype are the same on every rank: float16, bfloat16, float32, float64,
+            integers of 8 to 64 bits, or bool; on a CPU or a GPU.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
+            in that dtype, and the result is cast back. Or an object with the same two methods.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        mean = hvd.allreduce(torch.tensor([1.0, 2.0]))
+        total = hvd.allreduce(torch.tensor([1.0, 2.0]), op=hvd.Sum)  # [1.0 * hvd.size(), 2.0 * hvd.size()]
+    """
+    return functions.allreduce(
+        tensor,
+        average,
+        name,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor elementwise over the ranks, in place.
+
+    All ranks get the same result, bit by bit.
+
+    Not differentiable: backward through the old values of the tensor is refused. May be called in
+    ``torch.compile``.
+
+    Args:
+        tensor: a tensor of any shape, which is overwritten; shape and dtype are the same on every rank:
+            float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a CPU or a GPU.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        ``tensor`` itself.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        gradient = torch.ones((3,))
+        hvd.allreduce_(gradient, op=hvd.Sum)  # every element is hvd.size()
+    """
+    return functions.allreduce_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_async(
+    tensor: torch.Tensor | Number,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start :func:`allreduce`, and return at once.
+
+    Leave the tensor alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensor: a tensor of any shape, which may be empty, or a number, which stands for a tensor without
+            dimensions; shape and dtype are the same on every rank: float16, bfloat16, float32, float64,
+            integers of 8 to 64 bits, or bool; on a CPU or a GPU.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the new tensor and raises what went
+        wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.allreduce_async(torch.ones((3,)), op=hvd.Sum)
+        total = hvd.synchronize(handle)  # every element is hvd.size()
+    """
+    return functions.allreduce_async(
+        tensor,
+        average,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start :func:`allreduce_`, and return at once.
+
+    Leave the tensor alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensor: a tensor of any shape, which is overwritten; shape and dtype are the same on every rank:
+            float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a CPU or a GPU.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns ``tensor`` and raises what went wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        gradient = torch.ones((3,))
+        handle = hvd.allreduce_async_(gradient, op=hvd.Sum)
+        hvd.synchronize(handle)  # now every element of gradient is hvd.size()
+    """
+    return functions.allreduce_async_(
+        tensor,
+        average,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
+
+
+def grouped_allreduce(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors over the ranks into new ones, as one operation: all or none.
+
+    All ranks get the same result, bit by bit.
+
+    Differentiable for Average and Sum, also twice, where every rank runs the same backward: tensors require
+    gradients on every rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of :func:`allreduce`.
+            Their dtypes may differ.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
+            in that dtype, and the result is cast back. Or an object with the same two methods.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        New tensors in the order of ``tensors``, of the same shapes and dtypes.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        weight, bias = hvd.grouped_allreduce([torch.ones((2, 3)), torch.ones((3,))])
+    """
+    return functions.grouped_allreduce(
+        tensors,
+        average=average,
+        name=name,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def grouped_allreduce_(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors over the ranks in place, as one operation: all or none.
+
+    All ranks get the same result, bit by bit.
+
+    Not differentiable: backward through the old values of the tensor is refused. May be called in
+    ``torch.compile``.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of :func:`allreduce_`.
+            Their dtypes may differ.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        The tensors themselves.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        gradients = [torch.ones((2, 3)), torch.ones((3,))]
+        hvd.grouped_allreduce_(gradients, op=hvd.Sum)
+    """
+    return functions.grouped_allreduce_(
+        tensors,
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """Start :func:`grouped_allreduce`, and return at once.
+
+    Leave the tensors alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of
+            :func:`allreduce_async`. Their dtypes may differ.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the list of new tensors and raises what
+        went wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.grouped_allreduce_async([torch.ones((2, 3)), torch.ones((3,))])
+        weight, bias = hvd.synchronize(handle)
+    """
+    return functions.grouped_allreduce_async(
+        tensors,
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """Start :func:`grouped_allreduce_`, and return at once.
+
+    Leave the tensors alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of
+            :func:`allreduce_async_`. Their dtypes may differ.
+        average: the older form of ``op``: True is Average, False is Sum. Give one of the two at most.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
+            is truncated, and bool has Sum, Min, Max and Product alone.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the list of the tensors themselves and
+        raises what went wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        gradients = [torch.ones((2, 3)), torch.ones((3,))]
+        handle = hvd.grouped_allreduce_async_(gradients, op=hvd.Sum)
+        hvd.synchronize(handle)
+    """
+    return functions.grouped_allreduce_async_(
+        tensors,
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def allgather(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
+) -> torch.Tensor:
+    """Concatenate the ranks' tensors along the first dimension, in order of rank, on every rank.
+
+    The first dimension may differ from rank to rank, and be 0; the result's is the sum of all.
+
+    Differentiable, also twice, where every rank runs the same backward: tensors require gradients on every
+    rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensor: a tensor with at least one dimension. All dimensions but the first, and the dtype, are the
+            same on every rank: float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a
+            CPU or a GPU.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+        exact_gradient: True: the gradient is that of the sum of all ranks' losses. False: divided by the
+            number of ranks, as in Horovod. None: as the environment variable ``POLYHVD_EXACT_GRADIENTS``
+            says, which is False by default. The same on every rank.
+
+    Returns:
+        A new tensor with the rows of all ranks.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        rows = hvd.allgather(torch.ones((2, 3)))  # of shape (2 * hvd.size(), 3)
+    """
+    return functions.allgather(tensor, name=name, process_set=process_set, exact_gradient=exact_gradient)
+
+
+def allgather_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start :func:`allgather`, and return at once.
+
+    Leave the tensor alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensor: a tensor with at least one dimension. All dimensions but the first, and the dtype, are the
+            same on every rank: float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a
+            CPU or a GPU.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the new tensor and raises what went
+        wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.allgather_async(torch.ones((2, 3)))
+        rows = hvd.synchronize(handle)  # of shape (2 * hvd.size(), 3)
+    """
+    return functions.allgather_async(tensor, name=name, process_set=process_set)
+
+
+def grouped_allgather(
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
+) -> list[torch.Tensor]:
+    """Gather several tensors, as one operation: all or none; see :func:`allgather`.
+
+    The first dimension may differ from rank to rank, and be 0; the result's is the sum of all.
+
+    Differentiable, also twice, where every rank runs the same backward: tensors require gradients on every
+    rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of :func:`allgather`.
+            Their dtypes may differ.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+        exact_gradient: True: the gradient is that of the sum of all ranks' losses. False: divided by the
+            number of ranks, as in Horovod. None: as the environment variable ``POLYHVD_EXACT_GRADIENTS``
+            says, which is False by default. The same on every rank.
+
+    Returns:
+        New tensors in the order of ``tensors``, each with the rows of all ranks.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        images, labels = hvd.grouped_allgather([torch.ones((2, 3)), torch.ones((2,))])
+    """
+    return functions.grouped_allgather(
+        tensors,
+        name=name,
+        process_set=process_set,
+        exact_gradient=exact_gradient,
+    )
+
+
+def grouped_allgather_async(
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """Start :func:`grouped_allgather`, and return at once.
+
+    Leave the tensors alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of
+            :func:`allgather_async`. Their dtypes may differ.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the list of new tensors and raises what
+        went wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.grouped_allgather_async([torch.ones((2, 3)), torch.ones((2,))])
+        images, labels = hvd.synchronize(handle)
+    """
+    return functions.grouped_allgather_async(tensors, name=name, process_set=process_set)
+
+
+def broadcast(
+    tensor: torch.Tensor | Number,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    exact_gradient: bool | None = None,
+) -> torch.Tensor:
+    """Return a copy of the root's tensor, or number, on every rank.
+
+    Differentiable, also twice, where every rank runs the same backward: tensors require gradients on every
+    rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensor: a tensor of any shape, which may be empty, or a number, which stands for a tensor without
+            dimensions; shape and dtype are the same on every rank: float16, bfloat16, float32, float64,
+            integers of 8 to 64 bits, or bool; on a CPU or a GPU. Its values matter on the root alone.
+        root_rank: world rank of the sender, which is a member of the process set.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+        exact_gradient: True: the gradient is that of the sum of all ranks' losses. False: divided by the
+            number of ranks, as in Horovod. None: as the environment variable ``POLYHVD_EXACT_GRADIENTS``
+            says, which is False by default. The same on every rank.
+
+    Returns:
+        A new tensor, on the root as well.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        weights = hvd.broadcast(torch.ones((3,)), root_rank=0)
+    """
+    return functions.broadcast(
+        tensor,
+        root_rank,
+        name=name,
+        process_set=process_set,
+        exact_gradient=exact_gradient,
+    )
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Overwrite a tensor with the root's, on every rank.
+
+    Not differentiable: backward through the old values of the tensor is refused. May be called in
+    ``torch.compile``.
+
+    Args:
+        tensor: a tensor of any shape, which is overwritten; shape and dtype are the same on every rank:
+            float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a CPU or a GPU. The
+            root's is only read.
+        root_rank: world rank of the sender, which is a member of the process set.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        ``tensor`` itself.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        weights = torch.ones((3,))
+        hvd.broadcast_(weights, root_rank=0)
+    """
+    return functions.broadcast_(tensor, root_rank, name=name, process_set=process_set)
+
+
+def broadcast_async(
+    tensor: torch.Tensor | Number,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start :func:`broadcast`, and return at once.
+
+    Leave the tensor alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensor: a tensor of any shape, which may be empty, or a number, which stands for a tensor without
+            dimensions; shape and dtype are the same on every rank: float16, bfloat16, float32, float64,
+            integers of 8 to 64 bits, or bool; on a CPU or a GPU. Its values matter on the root alone.
+        root_rank: world rank of the sender, which is a member of the process set.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the new tensor and raises what went
+        wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.broadcast_async(torch.ones((3,)), root_rank=0)
+        weights = hvd.synchronize(handle)
+    """
+    return functions.broadcast_async(tensor, root_rank, name=name, process_set=process_set)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start :func:`broadcast_`, and return at once.
+
+    Leave the tensor alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensor: a tensor of any shape, which is overwritten; shape and dtype are the same on every rank:
+            float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a CPU or a GPU. The
+            root's is only read.
+        root_rank: world rank of the sender, which is a member of the process set.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns ``tensor`` and raises what went wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        weights = torch.ones((3,))
+        handle = hvd.broadcast_async_(weights, root_rank=0)
+        hvd.synchronize(handle)
+    """
+    return functions.broadcast_async_(tensor, root_rank, name=name, process_set=process_set)
+
+
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor: ...
+
+
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exchange rows with all ranks.
+
+    Each rank sends consecutive rows of its tensor to the ranks in turn, and gets what they have sent to it,
+    in order of rank.
+
+    Differentiable, also twice, where every rank runs the same backward: tensors require gradients on every
+    rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensor: a tensor with at least one dimension. All dimensions but the first, and the dtype, are the
+            same on every rank: float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a
+            CPU or a GPU.
+        splits: how many rows go to each rank of the process set, in order of rank: whole numbers, at most as
+            many in all as ``tensor`` has. None: equal parts.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A new tensor with the received rows. With ``splits`` a tuple of it and of how many rows came from each
+        rank, as int32.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        rows = torch.ones((2 * hvd.size(), 3))
+        received, counts = hvd.alltoall(rows, splits=[2] * hvd.size())  # two rows for each rank
+    """
+    return functions.alltoall(tensor, splits, name=name, process_set=process_set)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
+    """Start :func:`alltoall`, and return at once.
+
+    Leave the tensor alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensor: a tensor with at least one dimension. All dimensions but the first, and the dtype, are the
+            same on every rank: float16, bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a
+            CPU or a GPU.
+        splits: how many rows go to each rank of the process set, in order of rank: whole numbers, at most as
+            many in all as ``tensor`` has. None: equal parts.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the tuple of the received rows and of how
+        many came from each rank, also without ``splits``, and raises what went wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.alltoall_async(torch.ones((2 * hvd.size(), 3)))
+        received, counts = hvd.synchronize(handle)
+    """
+    return functions.alltoall_async(tensor, splits, name=name, process_set=process_set)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
+) -> torch.Tensor:
+    """Reduce a tensor elementwise over the ranks, and return this rank's part of the rows.
+
+    Rows are dealt out in order of rank; where they do not divide, the first ranks get one more.
+
+    Differentiable for Average and Sum, also twice, where every rank runs the same backward: tensors require
+    gradients on every rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensor: a tensor with at least one dimension; shape and dtype are the same on every rank: float16,
+            bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a CPU or a GPU.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
+            in that dtype, and the result is cast back. Or an object with the same two methods.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has Sum, Min, Max and Product alone.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        exact_gradient: True: the gradient is that of the sum of all ranks' losses. False: multiplied by the
+            number of ranks, as in Horovod. None: as the environment variable ``POLYHVD_EXACT_GRADIENTS``
+            says, which is False by default. The same on every rank.
+
+    Returns:
+        A new tensor with this rank's rows of the result.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        UnsupportedError: ``op`` is Adasum, which needs whole tensors.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        rows = hvd.reducescatter(torch.ones((2 * hvd.size(), 3)), op=hvd.Sum)  # of shape (2, 3)
+    """
+    return functions.reducescatter(
+        tensor,
+        name=name,
+        compression=compression,
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        exact_gradient=exact_gradient,
+    )
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[torch.Tensor]:
+    """Start :func:`reducescatter`, and return at once.
+
+    Leave the tensor alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensor: a tensor with at least one dimension; shape and dtype are the same on every rank: float16,
+            bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a CPU or a GPU.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has Sum, Min, Max and Product alone.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the new tensor and raises what went
+        wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        UnsupportedError: ``op`` is Adasum, which needs whole tensors.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.reducescatter_async(torch.ones((2 * hvd.size(), 3)), op=hvd.Sum)
+        rows = hvd.synchronize(handle)  # of shape (2, 3)
+    """
+    return functions.reducescatter_async(
+        tensor,
+        name=name,
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
+
+
+def grouped_reducescatter(
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    exact_gradient: bool | None = None,
+) -> list[torch.Tensor]:
+    """Reduce several tensors and return this rank's rows, as one operation: all or none.
+
+    Rows are dealt out in order of rank; where they do not divide, the first ranks get one more.
+
+    Differentiable for Average and Sum, also twice, where every rank runs the same backward: tensors require
+    gradients on every rank or on none. May be called in ``torch.compile``.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of
+            :func:`reducescatter`. Their dtypes may differ.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
+            in that dtype, and the result is cast back. Or an object with the same two methods.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has Sum, Min, Max and Product alone.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+        exact_gradient: True: the gradient is that of the sum of all ranks' losses. False: multiplied by the
+            number of ranks, as in Horovod. None: as the environment variable ``POLYHVD_EXACT_GRADIENTS``
+            says, which is False by default. The same on every rank.
+
+    Returns:
+        New tensors in the order of ``tensors``, each with this rank's rows of the result.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        UnsupportedError: ``op`` is Adasum, which needs whole tensors.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        pair = [torch.ones((2 * hvd.size(), 3)), torch.ones((hvd.size(),))]
+        first, second = hvd.grouped_reducescatter(pair)
+    """
+    return functions.grouped_reducescatter(
+        tensors,
+        name=name,
+        compression=compression,
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        exact_gradient=exact_gradient,
+    )
+
+
+def grouped_reducescatter_async(
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[list[torch.Tensor]]:
+    """Start :func:`grouped_reducescatter`, and return at once.
+
+    Leave the tensors alone until ``synchronize()`` has returned.
+
+    The result is unknown to autograd.
+
+    Args:
+        tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of
+            :func:`reducescatter_async`. Their dtypes may differ.
+        name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
+            of this collective on the process set matches the n-th of the others.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has Sum, Min, Max and Product alone.
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+        prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
+        postscale_factor: multiplies the result, likewise.
+
+    Returns:
+        A handle for ``poll()`` and ``synchronize()``, which returns the list of new tensors and raises what
+        went wrong.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
+            was sent.
+        TypeError: an argument is no tensor, or its dtype cannot be sent.
+        UnsupportedError: ``op`` is Adasum, which needs whole tensors.
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        pair = [torch.ones((2 * hvd.size(), 3)), torch.ones((hvd.size(),))]
+        handle = hvd.grouped_reducescatter_async(pair)
+        first, second = hvd.synchronize(handle)
+    """
+    return functions.grouped_reducescatter_async(
+        tensors,
+        name=name,
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
+
+
+def poll(
+    handle: Handle[R],
+) -> bool:
+    """Say whether :func:`synchronize` would return without waiting.
+
+    Args:
+        handle: what an asynchronous function has returned.
+
+    Returns:
+        True when the operation has ended, also with an error. Raises nothing.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.allreduce_async(torch.ones((3,)))
+        is_done = hvd.poll(handle)
+        hvd.synchronize(handle)
+    """
+    return functions.poll(handle)
+
+
+def synchronize(
+    handle: Handle[R],
+) -> R:
+    """Wait for an operation that an asynchronous function has started, and return its result.
+
+    Args:
+        handle: what an asynchronous function has returned.
+
+    Returns:
+        What the same function without ``_async`` returns; of ``alltoall_async`` the tuple. May be called
+        again, with the same result.
+
+    Raises:
+        RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        handle = hvd.allreduce_async(torch.ones((3,)))
+        mean = hvd.synchronize(handle)
+    """
+    return functions.synchronize(handle)
+
+
+def join(
+    device: int = -1,
+) -> int:
+    """Say that this rank has run out of data, and return when all ranks have.
+
+    Meanwhile it takes part in the operations of the others: with zeros in sums and averages, which still
+    divide by the number of ranks, with neutral elements in other reductions, and without rows in allgather
+    and alltoall. It cannot be the root of a broadcast, nor start an operation of its own. For process sets
+    that others have added meanwhile, ask ``process_set_of()`` afterwards.
+
+    Args:
+        device: accepted for Horovod's sake. What stands in for this rank's tensors lies where the others' do;
+            on a GPU, on the one that this rank has used.
+
+    Returns:
+        The rank that joined last: it has seen the most data.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
+
+    Example::
+
+        import torch
+        import polyhvd.torch as hvd
+        hvd.init()
+        for batch in batches:  # as many as this rank has
+            train(batch)
+        last = hvd.join()
+    """
+    return functions.join()
