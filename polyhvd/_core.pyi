@@ -11,8 +11,8 @@ _Result = TypeVar("_Result", covariant=True)
 
 DTYPES: Final[dict[str, int]]  # "float32" -> number, as in csrc/control/types.h
 INSTRUCTION_SET: Final[str]
-#: As csrc/control/error.h has them: code, class in polyhvd/errors.py, whether the engine has ended, and whether it
-#: is a consequence of what happened elsewhere.
+#: As csrc/control/error.h has them: code, class in polyhvd/errors.py, whether the engine has ended, and
+#: whether it is a consequence of what happened elsewhere.
 ERRORS: Final[tuple[tuple[int, str, bool, bool], ...]]
 
 def begin_end_of_program() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyhvd.torch.derivatives import allgather_group, allreduce_group
 from polyhvd.torch.compiled import is_compiling
+from polyhvd.torch.derivatives import allgather_group, allreduce_group
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 

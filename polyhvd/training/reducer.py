@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.collectives.verbs import Collectives
 from polyhvd.errors import InvalidArgumentError
@@ -56,6 +56,7 @@ class Exchange(Generic[T]):
     def start(self, tensors: Sequence[T], *, name: str, priority: int, **request: Any) -> Results[T]:
         """Begin to reduce dense tensors, as one operation; in place where that can be."""
         collectives = self._collectives
+        handle: Handle[Any]
         if len(tensors) == 1:
             handle = collectives.allreduce_async(
                 tensors[0], name=name, priority=priority, in_place=True, **request
