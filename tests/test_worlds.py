@@ -124,6 +124,8 @@ def meeting_of_one(generation: int) -> World:
 
 
 def test_process_sets_belong_to_their_world(meeting: Meeting) -> None:
+    done = threading.Barrier(3)  # rank 0 may not leave before: it connects the others
+
     def rank(number: int) -> tuple[list[float], list[int]]:
         with meeting.world(number, 3, 1, [[0, 1]]) as first, meeting.world(number, 3, 2, [[1, 2]]) as second:
             sets = ProcessSet([0, 1]), ProcessSet([1, 2])
@@ -137,6 +139,7 @@ def test_process_sets_belong_to_their_world(meeting: Meeting) -> None:
             with pytest.raises(InvalidArgumentError):
                 second.numpy.allreduce(np.ones(1), process_set=sets[0])
             positions = [item.rank() for item in sets]
+            done.wait(20)
         for item in sets:
             with pytest.raises(NotInitializedError):
                 item.size()
