@@ -11,18 +11,20 @@ from polyhvd.torch.derivatives import allreduce_group
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.training.batch_norm import BatchArrays, BatchNormProtocol
 from polyhvd.training.keras.batch_norm import SynchronizedNormalization
 
 __all__ = ["sync_batch_normalization"]
 
 Tensor = torch.Tensor
+_protocol = BatchNormProtocol(BatchArrays(lambda x: x.sum(0), lambda x: x.clamp(min=1)))
 
 
 def moments(x: Tensor, axes: Sequence[int], mask: Tensor | None, process_set: ProcessSet) -> tuple[Any, Any]:
     """Mean and variance over some axes of all ranks' tensors together, with those axes kept.
 
-    Combined in float64 by the rule of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm
-    for computing sample variances", 1979). One operation, and one for the gradient.
+    Combined as in :mod:`polyhvd.training.batch_norm`. One operation, and one for the gradient, which autograd
+    makes.
 
     Args:
         x: float32 or float64; other axes than ``axes`` are equal on all ranks. It may have no elements.
@@ -33,9 +35,10 @@ def moments(x: Tensor, axes: Sequence[int], mask: Tensor | None, process_set: Pr
     axes = list(axes)
     counted = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     count = counted.sum(axes, keepdim=True).double()
-    mean = torch.where(counted, x, 0.0).sum(axes, keepdim=True).double() / count.clamp(min=1)
-    squares = torch.where(counted, x - mean.to(x.dtype), 0.0).square().sum(axes, keepdim=True).double()
-    own = torch.stack((count, mean, squares))
+    shift = torch.where(counted, x.detach(), 0.0).sum(axes, keepdim=True) / count.clamp(min=1).to(x.dtype)
+    deviations = torch.where(counted, x - shift, 0.0)
+    sums, squares = (part.sum(axes, keepdim=True).double() for part in (deviations, deviations.square()))
+    own = torch.stack((count, *_protocol.corrected(count, shift.double(), sums, squares)))
     # Every rank's row in a table of zeros: a sum has one operation as its gradient, a gathering two.
     rows = [torch.zeros_like(own)] * process_set.size()
     rows[process_set.rank()] = own
@@ -47,11 +50,8 @@ def moments(x: Tensor, axes: Sequence[int], mask: Tensor | None, process_set: Pr
         postscale_factor=1.0,
         process_set=process_set,
     )
-    counts, means, squares = table.unbind(1)
-    total = counts.sum(0).clamp(min=1)
-    mean = (counts * means).sum(0) / total
-    variance = (squares + counts * (means - mean).square()).sum(0) / total
-    return mean.to(x.dtype), variance.to(x.dtype)
+    joined = _protocol.joined(table)
+    return joined.mean.to(x.dtype), joined.variance.to(x.dtype)
 
 
 class _Synchronized(SynchronizedNormalization):

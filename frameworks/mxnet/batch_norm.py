@@ -22,6 +22,7 @@ from polyhvd.collectives.operation import Call
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import process_set_id
 from polyhvd.runtime import current
+from polyhvd.training.batch_norm import BatchArrays, BatchNormProtocol, Moments
 
 __all__ = ["SyncBatchNorm"]
 
@@ -32,13 +33,25 @@ _numbers = ObjectNumbers()  # of layers
 _OFFSET, _INVERSE, _COUNT, _GENERATION = 0, 1, 2, 3
 
 
-def _summed(name: str, process_set: int, rows: list[NDArray], generation: int) -> NDArray:
-    """The sums of some vectors over the ranks, in float64, end to end; lost in another generation."""
-    total = mx.nd.concat(*[row.astype("float64") for row in rows], dim=0)
-    arrays = (total,)
+_protocol = BatchNormProtocol(BatchArrays(lambda x: mx.nd.sum(x, axis=0), lambda x: mx.nd.maximum(x, 1)))
+
+
+def _summed(name: str, process_set: int, array: NDArray, generation: int) -> NDArray:
+    """The sum of an array over the ranks, in place; lost in another generation."""
+    arrays = (array,)
     call = Call(current.world(), OpKind.ALLREDUCE, name, process_set=process_set, generation=generation)
-    native.push(call, arrays, arrays)  # in place
-    return total
+    native.push(call, arrays, arrays)
+    return array
+
+
+def _gathered(name: str, process_set: int, own: NDArray, generation: int) -> NDArray:
+    """The ranks' arrays, in a table of zeros to which each adds its own: a gathering would wait for sizes."""
+    world = current.world()
+    rank, everybody = world.placement.rank, list(range(world.placement.size))
+    members = world.process_sets().get(process_set, everybody)
+    table = mx.nd.zeros((len(members), *own.shape), dtype="float64")
+    table[members.index(rank) if rank in members else 0] = own  # a set of a world that has ended fails below
+    return _summed(name, process_set, table, generation)
 
 
 class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
@@ -64,25 +77,12 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
 
     def _over_ranks(
         self, shift: NDArray, sums: NDArray, squares: NDArray, count: float, generation: int
-    ) -> tuple[NDArray, NDArray, NDArray]:
-        """Mean and variance of each channel, and the number of values that they are of.
-
-        Counts, means and sums of squared deviations (M2) of the ranks are combined as in Chan, Golub and
-        LeVeque, "Algorithms for computing the sample variance" (1983), by the sums of the values and their
-        squares; these are float64, so that what they cancel is not missed. A rank may have any number of
-        samples, also none.
-        """
-        own = max(count, 1)  # sums of nothing are zero
-        mean = shift + sums / own
-        deviations = squares - sums * sums / own
-        parts = [mx.nd.full((1,), count, dtype="float64"), mean * count, deviations + mean * mean * count]
-        total = _summed(f"{self._name}.forward", self._process_set, parts, generation)
-        number = total.slice_axis(0, 0, 1)
-        some = mx.nd.maximum(number, 1)
-        sums, squares = total.slice_axis(0, 1, None).reshape((2, -1))
-        mean = mx.nd.broadcast_div(sums, some)
-        variance = mx.nd.maximum(mx.nd.broadcast_div(squares, some) - mean * mean, 0)
-        return mean, variance, mx.nd.broadcast_mul(number, mx.nd.ones_like(mean))
+    ) -> Moments:
+        """The moments of each channel over all ranks; a rank may have any number of samples, also none."""
+        counts = mx.nd.full(shift.shape, count, dtype="float64")
+        mean, deviations = _protocol.corrected(counts, shift * min(count, 1), sums, squares)
+        parts = mx.nd.stack(counts, mean, mx.nd.maximum(deviations, 0))
+        return _protocol.joined(_gathered(f"{self._name}.forward", self._process_set, parts, generation))
 
     def forward(self, is_train: bool, req: list[str], in_data: Any, out_data: Any, aux: Any) -> None:
         """Find the statistics; in training those of all ranks, which then move the moving ones."""
@@ -92,7 +92,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
             generation = self._generation or current.world().placement.generation
             sizes = shape.asnumpy()  # there already, as all inputs are
             own = sizes.prod() / sizes[self._axis]
-            mean, variance, count = self._over_ranks(shift, sums, squares, own, generation)
+            count, mean, _, variance = self._over_ranks(shift, sums, squares, own, generation)
             for moving, now in zip(aux, (mean, variance), strict=True):
                 moving = moving.as_nd_ndarray()
                 moved = moving * self._momentum + now.astype(moving.dtype) * (1 - self._momentum)
@@ -122,12 +122,11 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         d_sums, d_squares = nothing, nothing
         any_count, generation = kept[_COUNT:, 0].asnumpy().tolist()
         if any_count:  # not moving statistics
-            d_variance = d_factor * factor * inverse * inverse * -0.5
-            parts = [-factor * d_bias, d_variance]
+            parts = mx.nd.stack(*_protocol.sent_backward(d_bias, d_factor, factor, inverse))
             total = _summed(f"{self._name}.backward", self._process_set, parts, int(generation))
-            d_mean, d_variance = total.reshape((2, -1))
-            d_sums = (d_mean - 2 * offset * d_variance) / count
-            d_squares = d_variance / count
+            start, slope = _protocol.by_values(total[0], total[1], count)
+            d_sums = start - offset * slope  # slope * (x - mean), with x - k
+            d_squares = slope / 2
         d_gamma = d_factor * inverse if self._has_scale else nothing
         for position, value in ((0, nothing), (1, d_sums), (2, d_squares), (4, d_gamma), (5, d_bias)):
             _assign(in_grad[position], req[position], value)

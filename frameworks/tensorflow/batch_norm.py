@@ -13,9 +13,14 @@ from polyhvd.tensorflow.errors import invalid
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.batch_norm import BatchArrays, BatchNormProtocol
 from polyhvd.training.keras.batch_norm import SynchronizedNormalization
 
 __all__ = ["moments", "sync_batch_normalization"]
+
+_protocol = BatchNormProtocol(
+    BatchArrays(lambda x: tf.reduce_sum(x, axis=0), lambda x: tf.maximum(x, tf.constant(1.0, x.dtype)))
+)
 
 
 def moments(
@@ -27,9 +32,8 @@ def moments(
     """Mean and variance over some axes of all ranks' tensors together.
 
     Each rank takes the count, the mean and the sum of squared deviations of its own elements in the type of
-    ``x``; these are gathered, as one operation, and combined in float64 by the rule of Chan, Golub and
-    LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), which loses
-    no digits to a large mean. The gradient is one operation more, a sum; it has no gradient itself.
+    ``x``; these are gathered, as one operation, and combined as in :mod:`polyhvd.training.batch_norm`. The
+    gradient is one operation more, a sum; it has no gradient itself.
 
     Args:
         x: float32 or float64; other axes than ``axes`` are equal on all ranks. It may have no elements.
@@ -46,21 +50,19 @@ def moments(
     def of(values: tf.Tensor) -> Any:
         own = tf.stack([tf.cast(part, tf.float64) for part in _own_statistics(values, mask, axes)])
         (gathered,) = ops.allgather([own[None]], name=None, process_set=process_set)
-        counts, means, squares = tf.unstack(gathered, num=3, axis=1)
-        total = tf.reduce_sum(counts, axis=0)
-        mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, axis=0), total)
-        square = tf.reduce_sum(squares + counts * tf.square(means - mean), axis=0)
-        variance = tf.math.divide_no_nan(square, total)
+        count, mean, _, variance = _protocol.joined(gathered)
 
         def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
             """Every rank's loss depends on both, and every element takes part in both."""
             sent = tf.cast(tf.stack([of_mean, of_variance]), tf.float64)
             (summed,) = ops.allreduce([sent], name=None, op=ReduceOp.Sum, process_set=process_set)
-            each = tf.cast(tf.math.divide_no_nan(summed, total), values.dtype)
-            by_mean, by_variance = (_expanded(part, axes) for part in tf.unstack(each))
+            offset, slope = (
+                _expanded(tf.cast(part, values.dtype), axes)
+                for part in _protocol.by_values(summed[0], summed[1], count)
+            )
             deviation = values - _expanded(tf.cast(mean, values.dtype), axes)
             return tf.raw_ops.PreventGradient(
-                input=_counted(by_mean + 2.0 * by_variance * deviation, mask),
+                input=_counted(offset + slope * deviation, mask),
                 message="the moments of all ranks' tensors have first derivatives only",
             )
 
@@ -80,9 +82,11 @@ def _own_statistics(
         count = tf.fill(tf.shape(total), tf.cast(elements, tf.float64))
     else:
         count = tf.reduce_sum(tf.cast(mask, tf.float64), axis=axes)
-    mean = tf.math.divide_no_nan(total, tf.cast(count, values.dtype))
-    deviation = _counted(values - _expanded(mean, axes), mask)
-    return count, mean, tf.reduce_sum(tf.square(deviation), axis=axes)
+    shift = tf.math.divide_no_nan(total, tf.cast(count, values.dtype))
+    deviation = _counted(values - _expanded(shift, axes), mask)
+    sums, squares = tf.reduce_sum(deviation, axis=axes), tf.reduce_sum(tf.square(deviation), axis=axes)
+    wide = (tf.cast(part, tf.float64) for part in (shift, sums, squares))
+    return count, *_protocol.corrected(count, *wide)
 
 
 def _counted(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:

@@ -14,11 +14,13 @@ from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.training.batch_norm import BatchArrays, BatchNormProtocol
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 Tensor = torch.Tensor
 _HALF = (torch.float16, torch.bfloat16)
+_protocol = BatchNormProtocol(BatchArrays(lambda x: x.sum(0), lambda x: x.clamp(min=1)))
 
 
 def _wire_name(channels: int) -> str:
@@ -43,27 +45,13 @@ def _other_dimensions(tensor: Tensor) -> list[int]:
 
 
 def local_statistics(x: Tensor) -> Tensor:
-    """Of each channel of this rank's batch: count, mean, sum of squared deviations; one row ``[1 + 2 C]``."""
+    """Of each channel of this rank's batch: count, mean, sum of squared deviations; ``[3, C]``."""
     wide, dimensions = _wide(x), _other_dimensions(x)
     count = x.numel() // max(x.shape[1], 1)
     if count == 0:
-        return wide.new_zeros(1 + 2 * x.shape[1])
+        return wide.new_zeros((3, x.shape[1]))
     variance, mean = torch.var_mean(wide, dimensions, correction=0)
-    return torch.cat((mean.new_tensor([count]), mean, variance * count))
-
-
-def joined_statistics(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine rows of :func:`local_statistics`: count ``[]``, mean and sum of squared deviations ``[C]``.
-
-    From deviations, not from sums of squares, which cancel where the mean is large: the pairwise formula of
-    Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983), for all rows at once. In
-    order of rank, so the bits are the same everywhere.
-    """
-    channels = (table.shape[1] - 1) // 2
-    counts, means, squares = table.split((1, channels, channels), dim=1)
-    count = counts.sum()
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    return count, mean, (squares + counts * (means - mean).square()).sum(0)
+    return torch.stack((torch.full_like(mean, count), mean, variance * count))
 
 
 class _Normalize(torch.autograd.Function):
@@ -98,14 +86,15 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, inverse, count = ctx.saved_tensors
         wide, dimensions = _wide(gradient), _other_dimensions(x)
         centred = _wide(x) - _per_channel(mean, x)
-        sums = torch.stack((wide.sum(dimensions), (wide * centred).sum(dimensions)))
-        of_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
-        of_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
+        of_output, of_product = wide.sum(dimensions), (wide * centred).sum(dimensions)
+        of_weight = None if weight is None else (of_product * inverse).to(weight.dtype)
+        of_bias = None if ctx.bias_dtype is None else of_output.to(ctx.bias_dtype)
         of_x = None
         if ctx.needs_input_grad[0]:
             name = f"{_wire_name(x.shape[1])}.gradient"
+            scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
             (total,) = allreduce_group(
-                [sums],
+                [torch.stack(_protocol.sent_backward(of_output, of_product, scale, inverse))],
                 world=current.of_generation(ctx.generation, repr(name)) if ctx.generation else None,
                 name=name,
                 op=ReduceOp.Sum,
@@ -113,11 +102,9 @@ class _Normalize(torch.autograd.Function):
                 postscale_factor=1.0,
                 process_set=ctx.process_set,
             )
-            means = total / count
-            slope = means[1] * inverse.square()
-            scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
-            of_x = wide - _per_channel(means[0], x) - centred * _per_channel(slope, x)
-            of_x = (of_x * _per_channel(scale, x)).to(x.dtype)
+            parts = _protocol.by_values(total[0], total[1], count.to(total.dtype))
+            offset, slope = (_per_channel(part, x) for part in parts)
+            of_x = (wide * _per_channel(scale, x) + offset + centred * slope).to(x.dtype)
         return of_x, of_weight, of_bias, *[None] * 5
 
 
@@ -190,14 +177,16 @@ class SyncBatchNorm(_BatchNorm):
             (table,) = allgather_group(
                 [row], name=_wire_name(self.num_features), process_set=self.process_set
             )
-            count, mean, squares = joined_statistics(table)
+            moments = _protocol.joined(table.double())
+            count = moments.count[:1].sum()  # of every channel the same
             if not is_compiling() and count == 1:  # in a graph, values are not known
                 raise InvalidArgumentError(
                     "SyncBatchNorm: the joined batch has one value per channel, expected more in training"
                 )
             if self.training:
-                self._track(count, mean, squares)
-            variance = squares / count.clamp(min=1)
+                self._track(count, moments.mean, moments.squares)
+            dtype = _wide(input).dtype
+            mean, variance = moments.mean.to(dtype), moments.variance.to(dtype)
         normalized: Tensor = _normalize(
             input, self.weight, self.bias, mean, variance, count, self.eps, self.process_set
         )
