@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow import ops, sparse
-from polyhvd.tensorflow.compression import Compression
+from polyhvd.tensorflow.compression import Compression, compressors_for
 from polyhvd.tensorflow.gradients import accept_device, as_dense, reduction_of
 from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.training.compression import Compressor
+from polyhvd.training.compression import Compressor, KeyedCompressor
 
 __all__ = [
     "allgather",
@@ -114,14 +114,17 @@ def grouped_allreduce(
     if slices:
         label = f"{name}.sparse" if name is not None and dense else name
         chosen = [tensors[i] for i in slices]
-        reduced = sparse.allreduce(chosen, name=label, compression=compression, **arguments)
+        # Of slices, other rows are sent in each call: a compressor with state has none for them.
+        stateless = Compression.none if isinstance(compression, KeyedCompressor) else compression
+        reduced = sparse.allreduce(chosen, name=label, compression=stateless, **arguments)
         for i, value in zip(slices, reduced, strict=True):
             results[i] = value
     if dense:
-        pairs = [compression.compress(as_dense(tensors[i], _THE_TENSOR)) for i in dense]
+        each = compressors_for(compression, name, len(dense))
+        pairs = [c.compress(as_dense(tensors[i], _THE_TENSOR)) for c, i in zip(each, dense, strict=True)]
         values = ops.allreduce([sent for sent, _ in pairs], name=name, **arguments)
-        for i, tensor, (_, context) in zip(dense, values, pairs, strict=True):
-            results[i] = compression.decompress(tensor, context)
+        for i, tensor, c, (_, context) in zip(dense, values, each, pairs, strict=True):
+            results[i] = c.decompress(tensor, context)
     return results
 
 
@@ -256,7 +259,8 @@ def grouped_reducescatter(
 ) -> list[tf.Tensor]:
     """Reduce several tensors, of any dtypes, and keep this rank's rows, as one operation: all or none."""
     accept_device("reducescatter", device_dense=device_dense)
-    pairs = [compression.compress(as_dense(tensor, "a tensor")) for tensor in tensors]
+    each = compressors_for(compression, name, len(tensors))
+    pairs = [c.compress(as_dense(tensor, "a tensor")) for c, tensor in zip(each, tensors, strict=True)]
     reduced = ops.reducescatter(
         [sent for sent, _ in pairs],
         name=name,
@@ -266,9 +270,8 @@ def grouped_reducescatter(
         process_set=process_set,
         exact_gradient=exact_gradient,
     )
-    return [
-        compression.decompress(value, context) for value, (_, context) in zip(reduced, pairs, strict=True)
-    ]
+    parts = zip(each, reduced, pairs, strict=True)
+    return [c.decompress(value, context) for c, value, (_, context) in parts]
 
 
 @do_not_convert

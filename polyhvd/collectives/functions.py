@@ -7,7 +7,7 @@ said there to be the older forms, to be left out or to be of another kind is dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from polyhvd import _core
@@ -22,6 +22,7 @@ from polyhvd.collectives.verbs import (
     ReductionArguments,
     ScatterArguments,
 )
+from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class Functions(Generic[T]):
         sent, context = self.value(tensor), None
         op = self.resolved(op, average)
         if compression is not None:
+            compression = self.compressor(compression, name)
             sent, context = compression.compress(sent)
         result = self.allreduce_one(sent, name, op, prescale_factor, postscale_factor, process_set, priority)
         return result if compression is None else compression.decompress(result, context)
@@ -276,9 +278,8 @@ class Functions(Generic[T]):
         **arguments: Unpack[ReductionArguments],
     ) -> list[T]:
         """Reduce several tensors into new ones, as one operation."""
-        sent, contexts = self._compressed(tensors, compression)
-        results = self.allreduce_group(sent, op=self.resolved(op, average), **arguments)
-        return self._decompressed(results, contexts, compression)
+        sent, restore = self._compressed(tensors, compression, arguments.get("name"))
+        return restore(self.allreduce_group(sent, op=self.resolved(op, average), **arguments))
 
     def grouped_allreduce_(
         self,
@@ -430,9 +431,8 @@ class Functions(Generic[T]):
         **arguments: Unpack[ScatterArguments],
     ) -> list[T]:
         """Reduce several tensors and keep this rank's rows, as one operation."""
-        sent, contexts = self._compressed(tensors, compression)
-        results = self.reducescatter_group(sent, op=self.resolved(op), **arguments)
-        return self._decompressed(results, contexts, compression)
+        sent, restore = self._compressed(tensors, compression, arguments.get("name"))
+        return restore(self.reducescatter_group(sent, op=self.resolved(op), **arguments))
 
     def grouped_reducescatter_async(
         self, tensors: Iterable[T], *, op: int = ReduceOp.Average, **arguments: Unpack[ScatterArguments]
@@ -461,18 +461,34 @@ class Functions(Generic[T]):
     def _all_checked(self, tensors: Iterable[T]) -> list[T]:
         return [self.checked(tensor) for tensor in tensors]
 
-    def _compressed(self, tensors: Iterable[T], compression: _Compressor | None) -> tuple[list[T], list[Any]]:
-        """What is sent for the tensors, and what decompression needs to know of each."""
+    @staticmethod
+    def compressor(compression: Any, name: str | None) -> _Compressor:
+        """What compresses one tensor: of a KeyedCompressor what it is for this name."""
+        for_operation = getattr(compression, "for_operation", None)
+        if for_operation is None:
+            own: _Compressor = compression
+            return own
+        if isinstance(compression, type):
+            raise InvalidArgumentError(
+                f"compression={compression.__name__}: its state would be gone after the call; "
+                "pass an instance"
+            )
+        keyed: _Compressor = for_operation(name)
+        return keyed
+
+    def _compressed(
+        self, tensors: Iterable[T], compression: _Compressor | None, name: str | None
+    ) -> tuple[list[T], Callable[[list[T]], list[T]]]:
+        """What is sent for the tensors, and what turns its results into those of the tensors."""
         given = self._all_checked(tensors)
         if compression is None:
-            return given, []
-        pairs = [compression.compress(tensor) for tensor in given]
-        return [sent for sent, _ in pairs], [context for _, context in pairs]
+            return given, lambda results: results
+        names = [None if name is None else f"{name}.{i}" for i in range(len(given))]
+        compressors = [self.compressor(compression, each) for each in names]
+        pairs = [each.compress(tensor) for each, tensor in zip(compressors, given, strict=True)]
 
-    @staticmethod
-    def _decompressed(results: list[T], contexts: list[Any], compression: _Compressor | None) -> list[T]:
-        if compression is None:
-            return results
-        return [
-            compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)
-        ]
+        def restore(results: list[T]) -> list[T]:
+            parts = zip(compressors, results, pairs, strict=True)
+            return [each.decompress(result, context) for each, result, (_, context) in parts]
+
+        return [sent for sent, _ in pairs], restore

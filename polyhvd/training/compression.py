@@ -33,8 +33,6 @@ __all__ = [
     "KeyedCompressor",
     "NoneCompressor",
     "compressor_of",
-    "for_operation",
-    "is_keyed",
 ]
 
 T = TypeVar("T")
@@ -199,6 +197,21 @@ class KeyedCompressor(ABC):
         self._owner = weakref.ref(owner)
         self.hold(make_state)
 
+    def for_operation(self, name: str | None) -> Compressor:
+        """What a verb compresses a tensor with.
+
+        Args:
+            name: of the operation; of a tensor in a group, with its position, such as ``"losses.0"``.
+
+        Raises:
+            InvalidArgumentError: there is no name.
+        """
+        if name is None:
+            raise InvalidArgumentError(
+                f"compression: a {type(self).__name__} keeps state by the operation's name; pass name="
+            )
+        return _OneKey(self, name)
+
     def hold(self, make_state: Callable[[], CompressorState]) -> None:
         """Keep tensors in a framework's own way, what was loaded before included."""
         if self._state is None or type(self._state) is CompressorState:
@@ -206,6 +219,20 @@ class KeyedCompressor(ABC):
             if self._state is not None:
                 state.replace(self._state.items())
             self._state = state
+
+
+class _OneKey:
+    """A :class:`KeyedCompressor` as a :class:`Compressor` of one key."""
+
+    def __init__(self, compressor: KeyedCompressor, key: str) -> None:
+        self._compressor = compressor
+        self._key = key
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        return self._compressor.compress(tensor, self._key)
+
+    def decompress(self, tensor: Any, context: Any) -> Any:
+        return self._compressor.decompress(tensor, context, self._key)
 
 
 #: What ``compression=`` takes; a KeyedCompressor also as its class.
@@ -255,13 +282,6 @@ class Compression:
         self.bf16: Compressor = CastCompressor(adapter, "bfloat16")
 
 
-def is_keyed(compression: Any) -> bool:
-    """Whether this is a :class:`KeyedCompressor`, or a class of them."""
-    return isinstance(compression, KeyedCompressor) or (
-        isinstance(compression, type) and issubclass(compression, KeyedCompressor)
-    )
-
-
 def compressor_of(compression: AnyCompressor) -> Compressor | KeyedCompressor:
     """What was passed, of a class of :class:`KeyedCompressor` an instance.
 
@@ -276,48 +296,3 @@ def compressor_of(compression: AnyCompressor) -> Compressor | KeyedCompressor:
                 f"compression={compression.__name__}: {error}; pass an instance instead of the class"
             ) from error
     return compression
-
-
-class _OneKey:
-    """A :class:`KeyedCompressor` as a :class:`Compressor` of one key."""
-
-    def __init__(self, compressor: KeyedCompressor, key: str) -> None:
-        self._compressor = compressor
-        self._key = key
-
-    def compress(self, tensor: Any) -> tuple[Any, Any]:
-        return self._compressor.compress(tensor, self._key)
-
-    def decompress(self, tensor: Any, context: Any) -> Any:
-        return self._compressor.decompress(tensor, context, self._key)
-
-
-def for_operation(
-    compression: AnyCompressor,
-    name: str | None,
-    make_state: Callable[[], CompressorState] = CompressorState,
-) -> Compressor:
-    """The compressor of one tensor of a verb that was called with ``compression=``.
-
-    Args:
-        compression: as it was passed.
-        name: of the operation; of a tensor in a group, with its position, such as ``"losses.0"``.
-        make_state: what the framework keeps state in.
-
-    Raises:
-        InvalidArgumentError: a keyed compressor, and no name; or its class, whose instance would be gone
-            after the call.
-    """
-    if not is_keyed(compression):
-        return compression  # type: ignore[return-value]
-    if isinstance(compression, type):
-        raise InvalidArgumentError(
-            f"compression={compression.__name__}: its state would be gone after the call; pass an instance"
-        )
-    assert isinstance(compression, KeyedCompressor)
-    if name is None:
-        raise InvalidArgumentError(
-            f"compression: a {type(compression).__name__} keeps state by the operation's name; pass name="
-        )
-    compression.hold(make_state)
-    return _OneKey(compression, name)

@@ -24,6 +24,16 @@ def test_training_with_an_option_is_what_the_oracle_makes_of_it(ranks: Ranks, na
                 assert np.array_equal(mine[position], found[0][position]), "ranks have other bits"
 
 
+@pytest.mark.drivers("torch", "mxnet", "tensorflow")
+@pytest.mark.sizes(3)
+def test_all_options_together_on_three_ranks(ranks: Ranks) -> None:
+    option = OPTIONS["everything"]
+    found = ranks.run(optimizer_options.train, "everything")
+    for mine, expected in zip(found, optimizer_options.by_hand(option, ranks.size), strict=True):
+        for position in range(4):
+            np.testing.assert_allclose(mine[position], expected[position], rtol=0, atol=option.tolerance)
+
+
 def test_the_options_differ_from_plain_training_in_the_oracle() -> None:
     plain = optimizer_options.by_hand(OPTIONS["plain"], 2)
     for name in ("sum", "passes", "local", "local unscaled", "everything"):
