@@ -60,7 +60,23 @@ def DistributedOptimizer(
 ) -> _Any:
     """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
 
-    The arguments are those of :func:`polyhvd.tensorflow.DistributedOptimizer`, in the order of horovod.keras.
+    Args:
+        optimizer: of Keras. The result shares its state.
+        name: begins the names of the operations; the default is the optimizer's class.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or a :class:`polyhvd.training.compression.KeyedCompressor`.
+        sparse_as_dense: reduce sparse gradients (of embeddings) as dense ones.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        op: Average, Sum or Adasum.
+        num_groups, groups: into how many operations gradients are split, or a list of lists of variables.
+        backward_passes_per_step: how many calls make a step; the gradients of all of them are added up.
+        average_aggregated_gradients: divide their sum by that number.
+        process_set: the ranks that take part. On others, the optimizer works by itself.
+        scale_local_gradients: divide gradients of ``register_local_var()`` by the number of ranks.
+
+    Raises:
+        InvalidArgumentError: an argument that cannot be used.
 
     Example::
 

@@ -49,7 +49,24 @@ def allreduce(
     op: int | None = None,
     compression: Compressor = Compression.none,
 ) -> Tensor:
-    """Reduce a value (a number, an array or a tensor) over the ranks."""
+    """Reduce a value over the ranks.
+
+    Args:
+        value: a number, an array or a tensor; of the same shape and dtype on every rank.
+        name: matches the calls of the ranks.
+        average: older form of ``op``.
+        prescale_factor, postscale_factor: multiply each rank's value, and the result.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        compression: of the value on the wire.
+
+    Raises:
+        RankMismatchError: shapes or dtypes differ between ranks; in TensorFlow a FailedPreconditionError.
+        HorovodInternalError: a rank was lost; in TensorFlow an AbortedError.
+
+    Example::
+
+        mean_loss = hvd.allreduce(loss, name="loss")
+    """
     return hvd.allreduce(
         keras.ops.convert_to_tensor(value),
         average=average,
@@ -62,17 +79,59 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Tensor:
-    """Concatenate the ranks' values along the first dimension."""
+    """Concatenate the ranks' values along the first dimension.
+
+    Args:
+        value: an array or a tensor; the first dimension may differ between ranks.
+        name: matches the calls of the ranks.
+
+    Raises:
+        RankMismatchError: other dimensions or dtypes differ between ranks; in TensorFlow a
+            FailedPreconditionError.
+        HorovodInternalError: a rank was lost; in TensorFlow an AbortedError.
+
+    Example::
+
+        predictions = hvd.allgather(model.predict(my_part))
+    """
     return hvd.allgather(keras.ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Tensor:
-    """The root's value, on every rank."""
+    """The root's value, on every rank.
+
+    Args:
+        value: a number, an array or a tensor; of the same shape and dtype on every rank.
+        root_rank: world rank of the sender.
+        name: matches the calls of the ranks.
+
+    Raises:
+        RankMismatchError: shapes or dtypes differ between ranks.
+        HorovodInternalError: a rank was lost.
+
+    Example::
+
+        start = hvd.broadcast(start, root_rank=0)
+    """
     return hvd.broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.Average) -> Tensor:
-    """Reduce a value over the ranks, and keep this rank's part of its rows."""
+    """Reduce a value over the ranks, and keep this rank's part of its rows.
+
+    Args:
+        value: an array or a tensor; of the same shape and dtype on every rank.
+        name: matches the calls of the ranks.
+        op: Average (default) or another reduction.
+
+    Raises:
+        RankMismatchError: shapes or dtypes differ between ranks.
+        HorovodInternalError: a rank was lost.
+
+    Example::
+
+        my_rows = hvd.reducescatter(table, op=hvd.Sum)
+    """
     return hvd.reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
 
 
@@ -89,13 +148,28 @@ def broadcast_variables(
         root_rank: world rank of the sender.
         process_set: the ranks that take part.
         inplace: accepted for Horovod's sake; variables are always overwritten.
+
+    Raises:
+        RankMismatchError: shapes or dtypes differ between ranks.
+        HorovodInternalError: a rank was lost.
+
+    Example::
+
+        hvd.broadcast_variables(model.variables, root_rank=0)
     """
     values = [(str(i), variable.value.detach()) for i, variable in enumerate(variables)]
     hvd.broadcast_parameters(values, root_rank, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raises RuntimeError: there are no global variables but in graphs of tf.compat.v1."""
+    """Refuse: there are no global variables but in graphs of tf.compat.v1.
+
+    Args:
+        root_rank: world rank of the sender.
+
+    Raises:
+        RuntimeError: always.
+    """
     raise RuntimeError(
         "broadcast_global_variables() needs a graph of tf.compat.v1; use "
         "broadcast_variables(model.variables, root_rank), or BroadcastGlobalVariablesCallback"

@@ -24,7 +24,15 @@ Tensor = torch.Tensor
 
 
 def accept_device(where: str, **devices: str) -> None:
-    """Take Horovod's ``device_dense`` and ``device_sparse``, where the host is meant."""
+    """Take Horovod's ``device_dense`` and ``device_sparse``, where the host is meant.
+
+    Args:
+        where: what takes them.
+        devices: by name.
+
+    Raises:
+        InvalidArgumentError: another device is meant.
+    """
     for name, device in devices.items():
         if device and "cpu" not in device.lower():
             raise InvalidArgumentError(
@@ -220,6 +228,9 @@ def PartialDistributedOptimizer(
             process_set: as of :func:`DistributedOptimizer`.
         local_layers: a layer of Keras, or a list of them; they need not be built yet.
         scale_local_gradients: divide their gradients by the number of ranks.
+
+    Raises:
+        InvalidArgumentError: as :func:`DistributedOptimizer`, or ``local_layers`` are no layers.
 
     Example::
 

@@ -11,7 +11,16 @@ __all__ = ["PolyhvdEnvironment"]
 
 
 class PolyhvdEnvironment(cluster_environment):  # type: ignore[misc]
-    """The ranks of polyhvdrun, as a cluster environment of Lightning."""
+    """The ranks of polyhvdrun, as a cluster environment of Lightning.
+
+    Raises:
+        NotInitializedError: a rank or a size is asked for before ``init()``.
+        InvalidArgumentError: the main address or port is asked for, which there is none of.
+
+    Example::
+
+        trainer = lightning.Trainer(plugins=[PolyhvdEnvironment()])
+    """
 
     @property
     def creates_processes_externally(self) -> bool:

@@ -262,5 +262,11 @@ def _join_ranks(metric: Metric) -> None:
 
 
 def register() -> None:
-    """Make ``Trainer(strategy="polyhvd")`` work."""
+    """Make ``Trainer(strategy="polyhvd")`` work; importing polyhvd.lightning does it.
+
+    Example::
+
+        polyhvd.lightning.register()
+        trainer = lightning.Trainer(strategy="polyhvd")
+    """
     PolyhvdStrategy.register_strategies(pl.strategies.StrategyRegistry)

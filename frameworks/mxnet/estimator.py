@@ -30,6 +30,13 @@ class BroadcastHandler(TrainBegin):  # type: ignore[misc]
     Args:
         root_rank: world rank of the sender.
         process_set: the ranks that take part.
+
+    Raises:
+        RankMismatchError: when training begins, the ranks' parameters or optimizers differ.
+
+    Example::
+
+        estimator.fit(data, epochs=5, event_handlers=[BroadcastHandler(root_rank=0)])
     """
 
     def __init__(self, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
@@ -55,6 +62,9 @@ class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
         metrics: those to be averaged; None: the estimator's own, of training and validation.
         process_set: the ranks that take part.
         priority: as of the handlers of Gluon; lower ones run first.
+
+    Raises:
+        InvalidArgumentError: when training begins, a metric cannot be averaged; see :func:`average_metrics`.
 
     Example::
 
@@ -100,6 +110,13 @@ def average_metrics(
         InvalidArgumentError: a metric is not a sum divided by a number, such as F1 with
             ``average="micro"``.
         RankMismatchError: the ranks have different numbers of metrics.
+
+    Example::
+
+        for x, y in my_part:
+            accuracy.update(y, net(x))
+        average_metrics(accuracy)
+        print(accuracy.get())
     """
     simple = list(_simple([metrics] if isinstance(metrics, EvalMetric) else metrics))
     sums = np.array([float(getattr(metric, name)) for metric in simple for name in _SUMS])

@@ -42,6 +42,11 @@ def broadcast_parameters(
     Raises:
         InvalidArgumentError: a bad call.
         RankMismatchError: shapes or dtypes differ. It is an MXNetError as well.
+
+    Example::
+
+        net.initialize()
+        hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     """
     label = prefix or "broadcast_parameters"
     named = list(ops.adapter.named_parameters(params))

@@ -101,7 +101,9 @@ def DistributedGradientTape(
     Args:
         gradtape: the tape; it may have recorded already. Both share what was recorded.
         device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or an instance of :class:`polyhvd.training.compression.KeyedCompressor`, which keeps state
+            from tape to tape.
         sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
             gathered, and come back with each index once.
         op: Average, Sum or Adasum.

@@ -176,7 +176,16 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
 
 
 def wrap(optimizer: Any, reducer: TensorflowReducer, new_passes: Callable[[], Passes]) -> Any:
-    """An optimizer that shares the state of this one and reduces first."""
+    """An optimizer that shares the state of this one and reduces first.
+
+    Args:
+        optimizer: of Keras 3, Keras 2 or tf.compat.v1.
+        reducer: of its gradients.
+        new_passes: makes what counts the calls of a step.
+
+    Raises:
+        InvalidArgumentError: it is no such optimizer, or distributed already.
+    """
     if is_distributed(optimizer):
         raise invalid("the optimizer is distributed already; wrap it once")
     attributes = {
@@ -215,7 +224,8 @@ def DistributedOptimizer(
         name: begins the names of the operations; the default is the optimizer's class.
         use_locking: accepted for Horovod's sake.
         device_dense, device_sparse: likewise; collectives run on the host.
-        compression: of the gradients on the wire.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
         sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
             gathered, and come back with each index once.
         backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th

@@ -41,6 +41,14 @@ def broadcast_(
         root_rank: world rank of the sender.
         name: matches the calls of the ranks; without one, those of several threads follow each other.
         process_set: the ranks that take part.
+
+    Raises:
+        tf.errors.FailedPreconditionError: number, shapes or dtypes differ between ranks.
+        tf.errors.AbortedError: a rank was lost.
+
+    Example::
+
+        hvd.broadcast_(model.variables, root_rank=0)
     """
     variables = list(variables)
     if not variables:
@@ -70,6 +78,15 @@ def broadcast_variables(
 
     Returns:
         In a graph of tf.compat.v1 the operation to run; else nothing of interest.
+
+    Raises:
+        tf.errors.FailedPreconditionError: number, shapes or dtypes differ between ranks.
+        tf.errors.AbortedError: a rank was lost.
+
+    Example::
+
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        hvd.broadcast_variables(optimizer.variables, root_rank=0)
     """
     assigned = broadcast_(list(variables), root_rank, process_set=process_set)
     return None if tf.executing_eagerly() else tf.group(*assigned)
@@ -90,6 +107,14 @@ def broadcast_object(
         session: accepted for Horovod's sake; no graph is run.
         name: matches the calls of the ranks.
         process_set: the ranks that take part.
+
+    Raises:
+        tf.errors.InvalidArgumentError: the root is not in the process set.
+        tf.errors.AbortedError: a rank was lost.
+
+    Example::
+
+        epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
     with as_tensorflow():
         return objects.broadcast_object(obj, root_rank, name, process_set)
@@ -101,7 +126,19 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that returns the root's object on every rank; see :func:`broadcast_object`."""
+    """A function that returns the root's object on every rank.
+
+    Args:
+        root_rank, session, name, process_set: as of :func:`broadcast_object`.
+
+    Raises:
+        Nothing by itself; the function raises what :func:`broadcast_object` does.
+
+    Example::
+
+        share = hvd.broadcast_object_fn(root_rank=0)
+        epoch = share(epoch)
+    """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -115,6 +152,13 @@ def allgather_object(
         session: accepted for Horovod's sake; no graph is run.
         name: matches the calls of the ranks.
         process_set: the ranks that take part.
+
+    Raises:
+        tf.errors.AbortedError: a rank was lost.
+
+    Example::
+
+        losses = hvd.allgather_object(float(loss))
     """
     with as_tensorflow():
         return objects.allgather_object(obj, name, process_set)
@@ -123,7 +167,16 @@ def allgather_object(
 def broadcast_global_variables(root_rank: int) -> Any:
     """The operation that overwrites all global variables of a tf.compat.v1 graph with the root's.
 
-    Raises RuntimeError in eager mode, which has no global variables.
+    Args:
+        root_rank: world rank of the sender.
+
+    Raises:
+        RuntimeError: in eager mode, which has no global variables.
+
+    Example::
+
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(hvd.broadcast_global_variables(0))
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -139,6 +192,16 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     Args:
         root_rank: world rank of the sender.
         device: accepted for Horovod's sake.
+
+    Raises:
+        tf.errors.InvalidArgumentError: ``device`` is not the host.
+        tf.errors.FailedPreconditionError: when the session is made, the ranks' variables differ.
+
+    Example::
+
+        hooks = [hvd.BroadcastGlobalVariablesHook(0)]
+        with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks) as session:
+            session.run(train_step)
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:

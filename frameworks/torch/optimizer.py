@@ -217,7 +217,8 @@ def DistributedOptimizer(
     Args:
         optimizer: of ``torch.optim``, or a subclass; the same on every rank.
         named_parameters: pairs of name and parameter, for messages, and to tell optimizers from each other.
-        compression: what is sent; see :class:`polyhvd.training.compression.Compression`.
+        compression: what is sent: ``Compression.none``, ``.fp16``, ``.bf16``, one of your own, or a
+            :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each gradient.
         backward_passes_per_step: gradients of this many passes are added up, then reduced; an integer.
         op: Average (default), Sum, Adasum, Min, Max or Product. With Adasum each rank takes its own step,
             with its own gradients, and the differences that the steps have made to the model are combined

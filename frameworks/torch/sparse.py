@@ -89,7 +89,16 @@ def start_sparse_allreduce(
     compression: Compressor = Compression.none,
     priority: int = 0,
 ) -> Handle:
-    """:func:`sparse_allreduce_async` with values that travel compressed."""
+    """:func:`sparse_allreduce_async` with values that travel compressed.
+
+    Args:
+        tensor, name, op, process_set: as there.
+        compression: of the values, without state.
+        priority: higher ones go first.
+
+    Raises:
+        InvalidArgumentError, RankMismatchError, HorovodInternalError, TypeError: as there.
+    """
     check_sparse_op(op)
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         found = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__

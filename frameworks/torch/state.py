@@ -33,6 +33,11 @@ def broadcast_parameters(
     Raises:
         InvalidArgumentError: something in ``params`` is not a tensor, or has no shape yet.
         RankMismatchError: shapes or dtypes differ between ranks.
+        NotInitializedError: before ``init()``.
+
+    Example::
+
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     named = list(adapter.named_parameters(params))
     for name, tensor in named:
@@ -95,6 +100,13 @@ def broadcast_optimizer_state(
 
     Raises:
         RankMismatchError: the ranks' parameter groups differ.
+        NotInitializedError: before ``init()``.
+
+    Example::
+
+        if hvd.rank() == 0:
+            optimizer.load_state_dict(torch.load("optimizer.pt"))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     with current.world().line("broadcast_optimizer_state", process_set_id(global_process_set)):
         _check_groups(optimizer, root_rank)

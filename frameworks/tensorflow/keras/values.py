@@ -40,7 +40,21 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wrap an optimizer of Keras; see :func:`polyhvd.tensorflow.DistributedOptimizer`."""
+    """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
+
+    Args:
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor,
+            op, backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
+            scale_local_gradients: as of :func:`polyhvd.tensorflow.DistributedOptimizer`, in the order of
+            horovod.tensorflow.keras.
+
+    Raises:
+        InvalidArgumentError: an argument that cannot be used.
+
+    Example::
+
+        model.compile(hvd.DistributedOptimizer(tf.keras.optimizers.Adam(1e-3 * hvd.size())), loss)
+    """
     return hvd.DistributedOptimizer(**locals())
 
 
@@ -61,7 +75,20 @@ def PartialDistributedOptimizer(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
 ) -> Any:
-    """Wrap an optimizer of Keras; see :func:`polyhvd.tensorflow.PartialDistributedOptimizer`."""
+    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
+
+    Args:
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor,
+            op, groups, process_set, local_layers, scale_local_gradients, backward_passes_per_step,
+            average_aggregated_gradients: as of :func:`polyhvd.tensorflow.PartialDistributedOptimizer`.
+
+    Raises:
+        InvalidArgumentError: an argument that cannot be used, or ``local_layers`` are no layers.
+
+    Example::
+
+        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
+    """
     return hvd.PartialDistributedOptimizer(**locals())
 
 
@@ -75,7 +102,24 @@ def allreduce(
     op: int | None = None,
     compression: Compressor = Compression.none,
 ) -> tf.Tensor:
-    """Reduce a value (a number, an array or a tensor) over the ranks."""
+    """Reduce a value over the ranks.
+
+    Args:
+        value: a number, an array or a tensor; of the same shape and dtype on every rank.
+        name: matches the calls of the ranks.
+        average: older form of ``op``.
+        prescale_factor, postscale_factor: multiply each rank's value, and the result.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        compression: of the value on the wire.
+
+    Raises:
+        RankMismatchError: shapes or dtypes differ between ranks; in TensorFlow a FailedPreconditionError.
+        HorovodInternalError: a rank was lost; in TensorFlow an AbortedError.
+
+    Example::
+
+        mean_loss = hvd.allreduce(loss, name="loss")
+    """
     return hvd.allreduce(
         tf.convert_to_tensor(value),
         average=average,
@@ -89,17 +133,59 @@ def allreduce(
 
 @do_not_convert
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
-    """Concatenate the ranks' values along the first dimension."""
+    """Concatenate the ranks' values along the first dimension.
+
+    Args:
+        value: an array or a tensor; the first dimension may differ between ranks.
+        name: matches the calls of the ranks.
+
+    Raises:
+        RankMismatchError: other dimensions or dtypes differ between ranks; in TensorFlow a
+            FailedPreconditionError.
+        HorovodInternalError: a rank was lost; in TensorFlow an AbortedError.
+
+    Example::
+
+        predictions = hvd.allgather(model.predict(my_part))
+    """
     return hvd.allgather(tf.convert_to_tensor(value), name=name)
 
 
 @do_not_convert
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """The root's value, on every rank."""
+    """The root's value, on every rank.
+
+    Args:
+        value: a number, an array or a tensor; of the same shape and dtype on every rank.
+        root_rank: world rank of the sender.
+        name: matches the calls of the ranks.
+
+    Raises:
+        tf.errors.FailedPreconditionError: shapes or dtypes differ between ranks.
+        tf.errors.AbortedError: a rank was lost.
+
+    Example::
+
+        start = hvd.broadcast(start, root_rank=0)
+    """
     return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
 
 
 @do_not_convert
 def reducescatter(value: Any, name: str | None = None, op: int = ReduceOp.Average) -> tf.Tensor:
-    """Reduce a value over the ranks, and keep this rank's part of its rows."""
+    """Reduce a value over the ranks, and keep this rank's part of its rows.
+
+    Args:
+        value: an array or a tensor; of the same shape and dtype on every rank.
+        name: matches the calls of the ranks.
+        op: Average (default) or another reduction.
+
+    Raises:
+        tf.errors.FailedPreconditionError: shapes or dtypes differ between ranks.
+        tf.errors.AbortedError: a rank was lost.
+
+    Example::
+
+        my_rows = hvd.reducescatter(table, op=hvd.Sum)
+    """
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name)

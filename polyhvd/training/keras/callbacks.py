@@ -31,6 +31,14 @@ class BroadcastGlobalVariables(abc.ABC):
         root_rank: world rank of the sender.
         device: accepted for Horovod's sake.
         local_variables: variables that stay as they are on each rank.
+
+    Raises:
+        InvalidArgumentError: ``device`` is not the host.
+        RankMismatchError: when training begins, the ranks' models differ.
+
+    Example::
+
+        model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     """
 
     model: Any
@@ -87,6 +95,14 @@ class MetricAverage(abc.ABC):
 
     Args:
         device: accepted for Horovod's sake.
+
+    Raises:
+        InvalidArgumentError: ``device`` is not the host.
+        RankMismatchError: at the end of an epoch, the ranks have different numbers of metrics.
+
+    Example::
+
+        model.fit(data, callbacks=[hvd.callbacks.MetricAverageCallback(), keras.callbacks.EarlyStopping()])
     """
 
     def __init__(self, device: str = "") -> None:
@@ -224,6 +240,10 @@ class LearningRateWarmup(LearningRateSchedule):
         momentum_correction, steps_per_epoch: as of :class:`LearningRateSchedule`.
         verbose: 1: say when it is over.
 
+    Raises:
+        InvalidArgumentError: ``initial_lr`` is None, or the number of batches is needed, and Keras does not
+            know it.
+
     Example::
 
         hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.01 * hvd.size(), warmup_epochs=3)
@@ -273,6 +293,14 @@ class BestModel:
         filepath: where to; it is also an attribute that can be set later, as in Horovod. None:
             ``best_model.keras``, or ``best_model.weights.h5`` of weights alone.
         save_weights_only: save no more than the weights.
+
+    Raises:
+        OSError: on rank 0, the file cannot be written.
+
+    Example::
+
+        checkpoint = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath="best.keras")
+        model.fit(data, callbacks=[hvd.callbacks.MetricAverageCallback(), checkpoint])
     """
 
     def __init__(

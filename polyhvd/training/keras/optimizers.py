@@ -110,6 +110,14 @@ def model_loader(keras: Any, distribute: Callable[..., Any], none: Compressor) -
             custom_objects: other names that Keras does not know.
             compression: as of ``DistributedOptimizer``.
             legacy_opts: accepted for Horovod's sake.
+
+        Raises:
+            OSError, ValueError: as of ``keras.models.load_model``.
+            InvalidArgumentError: ``compression`` cannot be used.
+
+        Example::
+
+            model = hvd.load_model("model.keras", compression=hvd.Compression.fp16)
         """
         names = {cls.__name__: cls for cls in custom_optimizers or ()}
         names.update(custom_objects or {})
