@@ -17,7 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "suite-others.log"
 #: Folders of the first process; the second has all the others.
-FRAMEWORKS = ("tests/parity", "tests/torch", "tests/tensorflow", "tests/mxnet", "tests/surface")
+FRAMEWORKS = (
+    "tests/parity",
+    "tests/torch",
+    "tests/tensorflow",
+    "tests/mxnet",
+    "tests/surface",
+    "tests/examples",
+)
 #: Only about a version, tf_keras, which has an environment of the matrix.
 OF_THE_MATRIX = "tests/tensorflow/test_tensorflow_keras2.py"
 _NOTHING_COLLECTED = 5  # exit status of pytest

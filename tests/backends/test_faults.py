@@ -34,13 +34,13 @@ LAYOUTS = {
 
 
 @pytest.fixture
-def start(pools: Any) -> Iterator[Callable[[PoolSpec], Pool]]:
+def start(pools: Any, fork_servers: Any) -> Iterator[Callable[[PoolSpec], Pool]]:
     """Starts pools of this test alone: they are to be damaged."""
     pools.close()  # that nothing else runs here
     started: list[Pool] = []
 
     def start(spec: PoolSpec) -> Pool:
-        started.append(Pool(spec))
+        started.append(Pool(spec, fork_servers))
         return started[-1]
 
     yield start

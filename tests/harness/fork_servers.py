@@ -17,6 +17,7 @@ __all__ = ["IMPORTS", "SETTINGS", "ForkServers"]
 #: What takes seconds to import, by framework.
 IMPORTS = {
     "mxnet": ["polyhvd.mxnet"],  # which mends NumPy before it imports mxnet
+    "numpy": ["polyhvd.numpy", "worker"],
     "tensorflow": ["tensorflow"],
     "torch": ["torch", "torch._dynamo"],
 }
@@ -26,16 +27,22 @@ SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",  # as pools have it, which share the servers
     "PYTHONFAULTHANDLER": "1",
 }
 
 _IMPORT_S = 180.0
+_SERVERS_MAX = 2
 _FOLDER = Path(__file__).resolve().parent
 _Key = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
 class ForkServers:
-    """A server for each rank, of modules imported under the same settings; they end with this process."""
+    """Two servers, for even and for odd ranks, of modules imported under the same settings.
+
+    So a rank has another layout of memory, and another seed of hashes, than its neighbours, and an import is
+    paid for twice at most. Servers end with this process.
+    """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-fork-")
@@ -54,7 +61,7 @@ class ForkServers:
         folder = Path(self._folder.name) / str(list(self._servers).index(key))
         folder.mkdir(exist_ok=True)
         ready = []
-        while len(servers) < ranks:
+        while len(servers) < min(ranks, _SERVERS_MAX):
             server, pipe = _start(folder, len(servers), modules, {**SETTINGS, **settings})
             servers.append(server)
             ready.append(pipe)

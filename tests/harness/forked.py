@@ -1,7 +1,7 @@
 """Python, for a program that is to run in a fork of a server: ``forked.py FOLDER SCRIPT ...``.
 
 Stands for the program: has its environment, descriptors and exit status, and passes signals on to it.
-The rank chooses the server, so that ranks differ as processes do. Imports little: it is started often.
+The rank chooses the server, so that neighbours differ as processes do. Imports little: it is started often.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def main() -> None:
     """Ask for the program, wait for its end, and end as it did."""
     folder, *argv = sys.argv[1:]
     descriptors = _descriptors()
-    path = f"{folder}/{os.environ.get('POLYHVD_RANK', '0')}"
+    servers = sum(name.isdigit() for name in os.listdir(folder))
+    path = f"{folder}/{int(os.environ.get('POLYHVD_RANK', '0')) % servers}"
     server = socket.socket(socket.AF_UNIX)
     values = {"argv": argv, "cwd": os.getcwd(), "environment": dict(os.environ), "numbers": descriptors}
     request = json.dumps(values).encode()

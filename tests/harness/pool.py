@@ -164,8 +164,7 @@ class Pool:
         self.spec = spec
         self._python = [sys.executable]
         if servers is not None and spec.framework in IMPORTS and not (spec.namespaces or spec.mpirun):
-            settings = {"TF_ENABLE_ONEDNN_OPTS": "0"} if spec.framework == "tensorflow" else {}
-            settings |= {k: v for k, v in spec.settings if not k.startswith(_READ_LATER)}
+            settings = {k: v for k, v in spec.settings if not k.startswith(_READ_LATER)}
             self._python = servers.python(spec.size, IMPORTS[spec.framework], **settings)
         self.mark = secrets.token_hex(8)
         self.usable = True
@@ -183,7 +182,8 @@ class Pool:
         else:
             self._ranks = [self._start_rank(placement, secret) for placement in placements]
         self._awaited = list(self._ranks)
-        self._gather(_START_S, f"the start of {spec}")
+        #: Process ids, by rank.
+        self.pids: list[int] = self._gather(_START_S, f"the start of {spec}")
 
     def __enter__(self) -> Pool:
         return self
@@ -195,11 +195,6 @@ class Pool:
     def size(self) -> int:
         """Number of ranks."""
         return self.spec.size
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, by rank."""
-        return [rank.process.pid for rank in self._ranks]
 
     def run(self, function: Callable[..., Any], *arguments: Any, deadline_s: float = _RUN_S) -> list[Any]:
         """Call a function of a module on every rank, and return what it returned, by rank.
@@ -309,7 +304,7 @@ class Pool:
 
     def signal(self, number: int, which: int) -> None:
         """Send a signal to one rank."""
-        os.kill(self._ranks[number].process.pid, which)
+        os.kill(self.pids[number], which)
 
     def processes(self) -> list[int]:
         """Every process of this pool that runs: ranks, and children of them."""

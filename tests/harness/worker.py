@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "note"]
+__all__ = ["begin", "main", "note"]
 
 _PR_SET_PDEATHSIG = 1
 _pool: Connection | None = None
@@ -30,6 +30,12 @@ def note(value: Any) -> None:
     """Tell the pool something while the function still runs; see ``Pool.note``."""
     assert _pool is not None, "only a pool's rank can take notes"
     _pool.send(("note", value))
+
+
+def begin(framework: str) -> int:
+    """Make this process a rank; returns its id, which launchers and servers do not tell."""
+    importlib.import_module(f"polyhvd.{framework}").init()
+    return os.getpid()
 
 
 def main() -> None:
@@ -42,7 +48,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     faulthandler.enable()
     _pool = Connection(int(descriptor) if descriptor.isdigit() else _dial(descriptor))
-    if not _perform(_pool, "polyhvd." + framework, "init", ()):
+    if not _perform(_pool, "worker", "begin", (framework,)):
         return
     while True:
         try:

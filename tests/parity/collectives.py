@@ -257,12 +257,15 @@ def special_values(name: str) -> dict[str, int]:
         terms = [
             np.concatenate([term, np.repeat(grid, 9)[:: 1 - 2 * (r % 2)]]) for r, term in enumerate(terms)
         ]
-        for op in ("Sum", "Min", "Max", "Product"):
-            what = f"special values {op} {dtype.name}"
-            tensor = driver.from_numpy(terms[hvd.rank()])
-            result = driver.call(
-                lambda x, op=op, what=what: hvd.allreduce(x, name=what, op=getattr(hvd, op)), tensor
-            )
+        ops = ("Sum", "Min", "Max", "Product")
+        told = [f"special values {op} {dtype.name}" for op in ops]
+
+        def reduce_all(x: Any, told: Sequence[str] = told, ops: Sequence[str] = ops) -> list[Any]:
+            named = zip(told, ops, strict=True)
+            return [hvd.allreduce(x, name=what, op=getattr(hvd, op)) for what, op in named]
+
+        results = driver.call(reduce_all, driver.from_numpy(terms[hvd.rank()]))
+        for op, what, result in zip(ops, told, results, strict=True):
             actual, expected = driver.to_numpy(result), oracle.reduce(op, terms)
             is_nan = np.isnan(expected.astype(np.float64))
             assert np.array_equal(np.isnan(actual.astype(np.float64)), is_nan), f"{what}: NaN differs"
