@@ -90,6 +90,7 @@ def test_a_departure_is_told() -> None:
     expect(raised(call), tf.errors.FailedPreconditionError, errors.NotInitializedError)
 
 
+@pytest.mark.ranks(initialized=False)
 def test_a_transfer_that_takes_too_long_is_told() -> None:
     os.environ.update(
         POLYHVD_STALL_CHECK_TIME_SECONDS="1", POLYHVD_STALL_SHUTDOWN_TIME_SECONDS="2"
