@@ -65,6 +65,7 @@ class _Writer:
             "tensors": f"{dialect.tensor}s",
             "a_tensor": f"{article} {dialect.tensor}",
             "Tensor": dialect.type,
+            "Given": dialect.given or dialect.type,
             "ones": dialect.ones,
             "array": dialect.array,
             "dtypes": dialect.dtypes,
@@ -86,7 +87,7 @@ class _Writer:
         typing = [name for name in ("TypeVar", "overload") if name != "overload" or "@overload" in functions]
         standard.append(f"from typing import {', '.join(typing)}")
         ours = ["from polyhvd.collectives.adapter import Handle" + ", ReduceOp" * ("ReduceOp." in functions)]
-        if "Number" in functions:
+        if "| Number" in functions:
             ours.append("from polyhvd.collectives.operation import Number")
         ours.append("from polyhvd.collectives.process_sets import ProcessSet, global_process_set")
         if "Compressor" in functions:
@@ -112,7 +113,7 @@ class _Writer:
             row = own.get(name) or changed.get(name) or PARAMETERS[name]
             if name in verb.texts:
                 row = replace(row, text=verb.texts[name])
-                if "or a number" in row.text:
+                if "or a number" in row.text and not dialect.given:
                     row = replace(row, type=f"{row.type} | Number")
             kind = dialect.types.get(f"{verb.name}.{name}", row.type)
             rows.append(replace(row, type=self._text(kind), text=self._text(row.text, single=_single(verb))))
@@ -145,7 +146,8 @@ class _Writer:
         if verb.is_async:
             notes = [own, dialect.notes.get("*_async")]
         else:
-            notes = [own or dialect.notes.get(f"{family.name}*"), dialect.notes.get("*")]
+            common = dialect.notes.get("*") if {"tensor", "tensors"} & set(family.order) else None
+            notes = [own or dialect.notes.get(f"{family.name}*"), common]
         details = "" if verb.is_async else family.details
         if family.name == "handles":
             notes = []

@@ -950,8 +950,8 @@ def reducescatter(
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
-        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
-            has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
+            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -964,7 +964,6 @@ def reducescatter(
         InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
             was sent.
         TypeError: an argument is no array, or its dtype cannot be sent.
-        UnsupportedError: ``op`` is Adasum, which needs whole arrays.
         RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
         HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
 
@@ -1003,8 +1002,8 @@ def reducescatter_async(
             bfloat16 of ml_dtypes, float32, float64, integers of 8 to 64 bits, or bool.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
-        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
-            has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
+            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1017,7 +1016,6 @@ def reducescatter_async(
         InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
             was sent.
         TypeError: an argument is no array, or its dtype cannot be sent.
-        UnsupportedError: ``op`` is Adasum, which needs whole arrays.
         RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
         HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
 
@@ -1061,8 +1059,8 @@ def grouped_reducescatter(
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
-        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
-            has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
+            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1075,7 +1073,6 @@ def grouped_reducescatter(
         InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
             was sent.
         TypeError: an argument is no array, or its dtype cannot be sent.
-        UnsupportedError: ``op`` is Adasum, which needs whole arrays.
         RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
         HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
 
@@ -1115,8 +1112,8 @@ def grouped_reducescatter_async(
             :func:`reducescatter_async`. Their dtypes may differ.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
-        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
-            has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
+            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1130,7 +1127,6 @@ def grouped_reducescatter_async(
         InvalidArgumentError: a bad call, such as a name that is in flight or an unknown process set; nothing
             was sent.
         TypeError: an argument is no array, or its dtype cannot be sent.
-        UnsupportedError: ``op`` is Adasum, which needs whole arrays.
         RankMismatchError: the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.
         HorovodInternalError: a rank was lost or has shut down, or a transfer has timed out.
 

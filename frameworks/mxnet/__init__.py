@@ -22,39 +22,13 @@ if _is_installed("mxnet"):
 else:
     raise _missing(__name__, "MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'")
 
-from polyhvd.mxnet import estimator
+from polyhvd.mxnet import estimator, verbs
+from polyhvd.mxnet.base import Compression
 from polyhvd.mxnet.batch_norm import SyncBatchNorm
-from polyhvd.mxnet.ops import (
-    Compression,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    synchronize,
-)
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 from polyhvd.mxnet.trainer import DistributedTrainer
+from polyhvd.mxnet.verbs import *
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports
 from polyhvd.exports import *
@@ -64,36 +38,16 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedTrainer",
     "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
     "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "estimator",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "synchronize",
 ]
 __all__ += exports.__all__
+__all__ += verbs.__all__
+
+
+def __dir__() -> list[str]:
+    return __all__

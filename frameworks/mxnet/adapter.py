@@ -10,7 +10,7 @@ from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native, reads
 from polyhvd.mxnet.derivatives import record
-from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
+from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError, as_mxnets
 from polyhvd.mxnet.names import derived, unnamed
 from polyhvd.mxnet.native import Handle
 
@@ -60,8 +60,27 @@ def _no_array(about: str, found: object) -> TypeError:
     return TypeError(f"{about}: expected an MXNet array, found {type(found).__name__}; use mx.nd.array()")
 
 
+def _check_members(about: str, world: World, number: int, root: int | None = None) -> None:
+    """Raise where this rank, or the root, is not in a process set."""
+    ranks: Sequence[int] = world.process_sets()[number] if number else range(world.placement.size)
+    if world.placement.rank not in ranks:
+        raise InvalidArgumentError(
+            f"{about}: rank {world.placement.rank} is not in process set {number}, which has ranks "
+            f"{list(ranks)}; call it on its members only"
+        )
+    if root is not None and root not in ranks:
+        raise InvalidArgumentError(
+            f"{about}: root rank {root} is not in process set {number}, which has ranks {list(ranks)}"
+        )
+
+
 def _checked(operation: Operation, tensors: Sequence[NDArray]) -> None:
     """Raise for what MXNet's engine would find later, or never."""
+    if operation.process_set or operation.kind == OpKind.BROADCAST:
+        root = operation.root if operation.kind == OpKind.BROADCAST else None
+        _check_members(_about(operation), operation.world, operation.process_set, root)
+    if operation.kind == OpKind.REDUCESCATTER and operation.op == ReduceOp.Adasum:
+        raise UnsupportedError(f"{_about(operation)}: op=Adasum needs whole tensors; use allreduce")
     if not tensors:
         raise InvalidArgumentError(f"{_about(operation)}: there is no array")
     scalars_pass = operation.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
@@ -275,8 +294,10 @@ class MxnetCollectives(Collectives[NDArray]):
                 in_place=in_place,
                 blocking=blocking,
             )
-        current.world()
+        world = current.world()
         number = 0 if process_set is global_process_set else process_set_id(process_set)
+        if number:
+            _check_members(f"allreduce '{name or 'allreduce.noname'}'", world, number)
         if not isinstance(tensor, NDArray):
             raise _no_array(f"allreduce '{name or 'allreduce.noname'}'", tensor)
         if not tensor.writable:

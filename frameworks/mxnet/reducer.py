@@ -11,8 +11,8 @@ from typing import Any
 from mxnet.ndarray import NDArray
 from mxnet.ndarray.sparse import BaseSparseNDArray
 from polyhvd.mxnet import reads, sparse
+from polyhvd.mxnet.base import collectives
 from polyhvd.mxnet.native import Handle
-from polyhvd.mxnet.ops import collectives
 from polyhvd.mxnet.passes import scale
 
 from polyhvd.training.compression import Compressor

@@ -9,7 +9,7 @@ import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
 from mxnet.gluon.parameter import ParameterDict
 from mxnet.ndarray import NDArray
-from polyhvd.mxnet import ops
+from polyhvd.mxnet.base import adapter, collectives
 from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 
@@ -49,11 +49,11 @@ def broadcast_parameters(
         hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     """
     label = prefix or "broadcast_parameters"
-    named = list(ops.adapter.named_parameters(params))
+    named = list(adapter.named_parameters(params))
     for position, parameter in enumerate(params.values()):
         if isinstance(parameter, Parameter) and parameter._data is None:
             _broadcast_after_initialisation(parameter, root_rank, f"{label}.{position}", process_set)
-    broadcast_named(ops.collectives, named, root_rank, process_set, label)
+    broadcast_named(collectives, named, root_rank, process_set, label)
 
 
 def _broadcast_after_initialisation(
@@ -63,7 +63,7 @@ def _broadcast_after_initialisation(
         del parameter._init_impl  # the class's own from now on
         parameter._init_impl(*args, **kwargs)
         first, *others = parameter.list_data()
-        ops.broadcast_(first, root_rank, name=name, process_set=process_set)
+        collectives.broadcast_async(first, root_rank, name=name, process_set=process_set, in_place=True)
         for other in others:
             first.copyto(other)
 
@@ -136,7 +136,7 @@ def _broadcast_state(state: Any, root_rank: int, process_set: ProcessSet) -> Any
     if current.world().placement.rank != root_rank:
         arrays = [mx.nd.empty(shape, dtype=dtype) for dtype, shape in kinds]
     named = [(str(i), array) for i, array in enumerate(arrays)]
-    broadcast_named(ops.collectives, named, root_rank, process_set, "optimizer_state")
+    broadcast_named(collectives, named, root_rank, process_set, "optimizer_state")
     return put_tensors(sent, arrays)
 
 

@@ -12,8 +12,8 @@ from mxnet import gluon
 from mxnet.gluon import Parameter
 from mxnet.gluon.parameter import ParameterDict
 from polyhvd.mxnet import reads
+from polyhvd.mxnet.base import Compression
 from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
-from polyhvd.mxnet.ops import Compression
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill
 from polyhvd.mxnet.reducer import MxnetExchange

@@ -9,13 +9,13 @@ __all__ = ["PARAMETERS"]
 _ROWS = (
     Parameter(
         "tensor",
-        "{Tensor}",
+        "{Given}",
         "{a_tensor} with at least one dimension. All dimensions but the first, and the dtype, are the same "
         "on every rank: {dtypes}.",
     ),
     Parameter(
         "tensors",
-        "Iterable[{Tensor}]",
+        "Iterable[{Given}]",
         "{tensors}, as many on every rank, in the same order; each as ``tensor`` of :func:`{single}`. Their "
         "dtypes may differ.",
     ),
@@ -76,7 +76,7 @@ _ROWS = (
     Parameter("root_rank", "int", "world rank of the sender, which is a member of the process set."),
     Parameter(
         "splits",
-        "Sequence[int] | {Tensor} | None",
+        "Sequence[int] | {Given} | None",
         "how many rows go to each rank of the process set, in order of rank: whole numbers, at most as many "
         "in all as ``tensor`` has. None: equal parts.",
         "None",

@@ -1,7 +1,8 @@
 """What a row of the table says, and what a framework's dialect says.
 
 Texts are templates: ``{tensor}``, ``{a_tensor}`` and ``{tensors}`` are what the framework calls its tensors,
-``{Tensor}`` is their type, and ``{ones}`` and ``{array}`` make one from a shape and from a list.
+``{Tensor}`` is their type and ``{Given}`` that of arguments, and ``{ones}`` and ``{array}`` make one from a
+shape and from a list.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Dialect:
         ones: makes a tensor of ones from a shape, in examples.
         array: makes a tensor of a list, in examples.
         dtypes: what tensors may have.
+        given: the annotation of what is taken for a tensor; empty: tensors, and in some places numbers.
         lacks: verbs of the table that it does not have.
         without: parameters that none of its verbs has.
         async_without: parameters that none of its asynchronous forms has.
@@ -125,6 +127,7 @@ class Dialect:
     ones: str
     array: str
     dtypes: str
+    given: str = ""
     lacks: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     async_without: frozenset[str] = frozenset()

@@ -15,7 +15,6 @@ RAISES = {
     "InvalidArgumentError": "a bad call, such as a name that is in flight or an unknown process set; nothing "
     "was sent.",
     "TypeError": "an argument is no {tensor}, or its dtype cannot be sent.",
-    "UnsupportedError": "``op`` is Adasum, which needs whole {tensors}.",
     "RankMismatchError": "the ranks' shapes, dtypes or arguments differ; on every rank, and the job goes on.",
     "HorovodInternalError": "a rank was lost or has shut down, or a transfer has timed out.",
 }
@@ -26,14 +25,13 @@ _ALL = (
     "RankMismatchError",
     "HorovodInternalError",
 )
-_SCATTER = (*_ALL[:3], "UnsupportedError", *_ALL[3:])
 
 _SCATTER_PARAMETERS = (
     Parameter(
         "op",
         "int",
-        "Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool has "
-        "Sum, Min, Max and Product alone.",
+        "Average, Sum, Min, Max or Product of the module. Adasum, which needs whole {tensors}, is refused. "
+        "The average of integers is truncated, and bool has Sum, Min, Max and Product alone.",
         "ReduceOp.Average",
     ),
     replace(
@@ -80,7 +78,7 @@ FAMILIES = {
                 *("prescale_factor", "postscale_factor", "exact_gradient", "priority"),
             ),
             "Rows are dealt out in order of rank; where they do not divide, the first ranks get one more.",
-            _SCATTER,
+            _ALL,
             _SCATTER_PARAMETERS,
         ),
         Family("handles", ("handle",)),
@@ -292,7 +290,7 @@ _ALLTOALL = (
         "received, counts = hvd.alltoall(rows, splits=[2] * hvd.size())  # two rows for each rank",
         overloads=(
             "splits",
-            (("None", "{Tensor}"), ("Sequence[int] | {Tensor}", "tuple[{Tensor}, {Tensor}]")),
+            (("None", "{Tensor}"), ("Sequence[int] | {Given}", "tuple[{Tensor}, {Tensor}]")),
         ),
     ),
     Verb(
