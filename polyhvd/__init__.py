@@ -51,9 +51,9 @@ from polyhvd.errors import (
 )
 from polyhvd.installed import make_mxnet_importable
 from polyhvd.launch import run
+from polyhvd.launch.doctor import doctor
 from polyhvd.launch.init import init, is_initialized, shutdown
 from polyhvd.observe import tracing as _tracing
-from polyhvd.observe.doctor import doctor
 from polyhvd.runtime import current as _current
 
 __version__ = "0.1.0"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyhvd.bench import command as bench
+from polyhvd.launch.doctor import report
 from polyhvd.observe import autotune, flight, timeline
-from polyhvd.observe.doctor import report
 
 __all__ = ["main"]
 

@@ -185,7 +185,7 @@ class Launched(_Table):
         "HOST_ID", str, "0", "The host as the launcher numbers it. Ranks with equal ids share memory."
     )
     rendezvous: str = _row("RENDEZVOUS", str, "", "host:port of the launcher's rendezvous; empty: one rank.")
-    secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal; made by the launcher.")
+    secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal; polyhvdrun makes it.")
     secret_file: str = _row("SECRET_FILE", str, "", "A file that holds the secret instead.")
 
     @property
@@ -205,6 +205,20 @@ class Settings(_Table):
         False,
         "1: a world of one rank on purpose, in a process that another launcher (torchrun, srun, ...) has "
         "started as one of several; without it init() raises there.",
+    )
+    trust_network: bool = _row(
+        "TRUST_NETWORK",
+        _switch,
+        False,
+        "1: ranks on several hosts that another launcher has started meet without a secret. Whoever reaches "
+        "their ports can then join the job, and have them run code.",
+    )
+    shared_dir: str = _row(
+        "SHARED_DIR",
+        str,
+        "",
+        "Folder that all hosts see, in which ranks that srun has started find each other, and the job's "
+        "secret; empty: ~/.polyhvd.",
     )
     start_timeout_s: float = _row("START_TIMEOUT", _number, 30.0, "Seconds to wait for all ranks at init().")
     shared_memory: bool = _row("SHARED_MEMORY", _switch, True, "0: ranks of one host use TCP as well.")
@@ -471,6 +485,8 @@ class MpiLaunch:
 
     launcher: str
     size: int  # 0: unknown
+    rank: int = 0
+    seen: str = ""  # the variables with their values
 
 
 def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
@@ -479,7 +495,8 @@ def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
     for launcher, rank, size in _MPI_LAUNCHERS:
         if environ.get(rank, "").isdigit():
             text = environ.get(size, "")
-            return MpiLaunch(launcher, int(text) if text.isdigit() else 0)
+            seen = ", ".join(f"{name}={environ[name]}" for name in (rank, size) if name in environ)
+            return MpiLaunch(launcher, int(text) if text.isdigit() else 0, int(environ[rank]), seen)
     return None
 
 

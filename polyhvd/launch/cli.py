@@ -14,13 +14,13 @@ from typing import NoReturn
 
 from polyhvd.config import Settings
 from polyhvd.launch import horovodrun
+from polyhvd.launch.doctor import report
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
 from polyhvd.launch.policy import LetOthersFinish, StopAtFirstFailure
 from polyhvd.launch.providers.mpirun import find_launcher
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
-from polyhvd.observe.doctor import report
 
 __all__ = ["main"]
 

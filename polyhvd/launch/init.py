@@ -12,10 +12,12 @@ from dataclasses import replace
 
 from polyhvd import _core, log
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.config import ConfigError, Launched, Settings
+from polyhvd.config import ConfigError, Launched, Settings, mpi_launch
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
-from polyhvd.launch.providers import MPI, POLYHVDRUN
+from polyhvd.launch.providers import MPI, POLYHVDRUN, PROVIDERS
+from polyhvd.launch.providers.choice import choose, seen
 from polyhvd.launch.providers.foreign import foreign_launch
+from polyhvd.launch.providers.provider import Provider
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
 from polyhvd.rendezvous.store import Store
@@ -37,8 +39,8 @@ def init(
 ) -> None:
     """Connect this process to the other ranks of the job; does nothing when that is done already.
 
-    Without a launcher this is a world of one rank. A process that another launcher (torchrun, srun, ...)
-    has started as one of several raises, unless ``POLYHVD_ALONE=1`` says that this is meant. After
+    Ranks that polyhvdrun, torchrun, srun, MPI's launchers or a cluster's manager has started meet by
+    themselves; without a launcher this is a world of one rank, and with ``POLYHVD_ALONE=1``. After
     ``shutdown()`` it may be called again, on every rank.
 
     Args:
@@ -50,8 +52,8 @@ def init(
             ``POLYHVD_REPRODUCIBLE`` says.
 
     Raises:
-        ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot; or another
-            launcher has started this process, and its job cannot be joined.
+        ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot; or the variables
+            of several launchers contradict each other, or the job of one cannot be joined.
         InvalidArgumentError: a process set names a rank that does not exist, or the ranks of another one, or
             ``comm`` cannot be used.
         OSError: the file that TIMELINE names cannot be written.
@@ -91,7 +93,7 @@ def _enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     MPI.forget()  # what is left of an init() that failed: the others had to hear of it
     is_first = _generation == 0
     try:
-        placement, store = _meet(settings, launched, comm)
+        placement, store = _meet(settings, comm)
     except HorovodInternalError:
         _generation += 1  # as on the ranks that came further, and fail later
         raise
@@ -125,26 +127,49 @@ def _enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     current.enter(world)
 
 
-def _meet(settings: Settings, launched: Launched, comm: object) -> tuple[Placement, Store | None]:
+def _meet(settings: Settings, comm: object) -> tuple[Placement, Store | None]:
     """This rank's place among those of its job, and where they meet, by the provider whose job it is."""
     ranks = None if comm is None or mpi.is_communicator(comm) else mpi.checked_ranks(comm)
     deadline = time.monotonic() + settings.start_timeout_s
-    if mpi.is_asked_for(settings, comm, launched=launched.by_polyhvdrun):
+    asked = mpi.is_asked_for(settings, comm, launched=True)  # by the settings, or by comm
+    found = [] if asked else seen(_candidates(settings), os.environ)
+    chosen = choose(found)
+    by_mpi = asked or (
+        chosen is not None and chosen.provider is MPI and mpi.is_asked_for(settings, comm, launched=False)
+    )
+    if by_mpi:
         MPI.world = (comm if ranks is None else None, ranks)
         met = MPI.meet(MPI.detect(os.environ), settings, _generation, deadline)
     elif ranks is not None:
         raise InvalidArgumentError(
             f"init(comm={comm!r}): a list of ranks needs a job that MPI has started; use a ProcessSet"
         )
+    elif chosen is None or chosen.provider is MPI:
+        met = POLYHVDRUN.meet(None, settings, _generation, deadline)
     else:
-        met = POLYHVDRUN.meet(POLYHVDRUN.detect(os.environ), settings, _generation, deadline)
-    if comm is None and met[0].size == 1 and not launched.rendezvous and not settings.alone:
-        _refuse_to_be_alone(met_by_mpi=MPI.job is not None)
+        return chosen.provider.meet(chosen.claim, settings, _generation, deadline)
+    if comm is None and met[0].size == 1 and not settings.alone:
+        _refuse_to_be_alone(met_by_mpi=by_mpi)
     return met
 
 
+def _candidates(settings: Settings) -> tuple[Provider, ...]:
+    """The providers that may start the ranks of this process's job, as the settings go."""
+    if settings.alone:
+        return (POLYHVDRUN, MPI)
+    return tuple(item for item in PROVIDERS if item is not MPI or settings.controller != "gloo")
+
+
 def _refuse_to_be_alone(*, met_by_mpi: bool) -> None:
-    """Raise ConfigError in a world of one whose process another launcher has started as one of several."""
+    """Raise ConfigError in a world of one whose process a launcher has started as one of several."""
+    launch = mpi_launch()
+    others = [] if launch is not None and launch.size else seen(PROVIDERS, os.environ)
+    for other in others:
+        if other.provider is not MPI and (other.claim.rank or (other.claim.size or 1) > 1):
+            raise ConfigError(
+                f"init(): this process is alone for MPI, but {other}. Leave out what asks for MPI "
+                "(POLYHVD_CONTROLLER, POLYHVD_BACKENDS), or set POLYHVD_ALONE=1 for a world of one rank"
+            )
     foreign = foreign_launch(os.environ, met_by_mpi=met_by_mpi)
     if foreign is None:
         return

@@ -22,7 +22,7 @@ from polyhvd.rendezvous import network
 from polyhvd.rendezvous.segment import make_segment
 from polyhvd.runtime import gpu, mpi
 
-__all__ = ["Finding", "doctor", "examine", "report"]
+__all__ = ["Finding", "examine", "report"]
 
 #: How each framework is imported, its packages on PyPI, and what polyhvd needs of it.
 _FRAMEWORKS = (
@@ -82,11 +82,6 @@ def report() -> list[str]:
     for kind, findings in examine().items():
         lines += ["", f"{kind}:", *(f"  {finding}" for finding in findings)]
     return lines
-
-
-def doctor() -> None:
-    """Print what was found on this host, and for what is missing why, and what to do."""
-    print("\n".join(report()))
 
 
 def _version(*packages: str) -> str:

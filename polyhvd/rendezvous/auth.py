@@ -25,10 +25,23 @@ import struct
 import time
 from dataclasses import dataclass
 
-__all__ = ["NO_RANK", "Answerer", "AuthError", "Caller", "Greeting", "new_secret", "parse_secret", "prove"]
+__all__ = [
+    "NO_RANK",
+    "OTHER_SECRET",
+    "Answerer",
+    "AuthError",
+    "Caller",
+    "Greeting",
+    "derive_secret",
+    "new_secret",
+    "parse_secret",
+    "prove",
+]
 
 #: Stands where a rank would: for the store's server, and for a launcher.
 NO_RANK = -1
+#: What an AuthError says of a peer that speaks this protocol, and does not know the secret.
+OTHER_SECRET = "the peer does not know this job's secret"
 
 _MAGIC = b"polyhvd\x01"  # the last byte is the version of this protocol
 _SECRET_BYTES_MIN = 16
@@ -82,6 +95,11 @@ def parse_secret(text: str) -> bytes:
     return secret
 
 
+def derive_secret(secret: bytes, purpose: str) -> bytes:
+    """A secret of its own for ``purpose``, from which ``secret`` cannot be told: one user's jobs differ."""
+    return hmac.new(secret, purpose.encode(), hashlib.sha256).digest()
+
+
 def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret, role + hello + nonce, hashlib.sha256).digest()
 
@@ -101,7 +119,7 @@ class Caller:
         if magic != _MAGIC:
             raise AuthError("the peer speaks another protocol")
         if not hmac.compare_digest(proof, _proof(self._secret, b"answer", self.hello, nonce)):
-            raise AuthError("the peer does not know this job's secret")
+            raise AuthError(OTHER_SECRET)
         self.wanted = 0
         return _proof(self._secret, b"call", self.hello, nonce)
 
@@ -125,7 +143,7 @@ class Answerer:
         if self.greeting is None:
             return self._greet(data)
         if not hmac.compare_digest(data, _proof(self._secret, b"call", self._hello, self._nonce)):
-            raise AuthError("the peer does not know this job's secret")
+            raise AuthError(OTHER_SECRET)
         self.wanted = 0
         return b""
 

@@ -11,30 +11,38 @@ from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, prove
 from polyhvd.rendezvous.frames import READ_BYTES, FrameReader, Header, pack_frame
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, check_count, check_value, job_name
 
-__all__ = ["Client"]
+__all__ = ["Client", "ConnectedStore"]
 
 _PATIENCE_S = 10.0  # of one try to connect
 
 
-class Client(Store):
-    """A rank's connection to the server.
+class ConnectedStore(Store):
+    """The store at the other end of a connection that has proved its secret.
 
-    Raises:
-        StoreError: the server cannot be reached until ``deadline`` (``time.monotonic``), or refuses
-            this rank.
+    Args:
+        connection: a TCP or Unix socket, which now belongs to this object.
+        secret: the job's.
+        job: as :func:`polyhvd.rendezvous.store.job_name` makes it.
+        server: what messages call the other end: "the launcher", "rank 0".
     """
 
-    def __init__(self, endpoint: str, secret: bytes, *, rank: int, generation: int, deadline: float) -> None:
-        greeting = Greeting("store", generation, rank, NO_RANK)
-        self._socket = _connect(endpoint, secret, greeting, deadline)
+    def __init__(self, connection: socket.socket, secret: bytes, *, job: str, server: str) -> None:
+        self._socket = connection
         self._inbox = FrameReader()
         self._replies: dict[int, tuple[Header, bytes]] = {}
         self._next = 0
         self._lost = ""  # why there will be no more replies
         self._closed = False
+        self._server = server
         self.secret = secret
-        self.job = job_name(endpoint, secret)
-        self.address = self._socket.getsockname()[0]  # as the server's host reaches it
+        self.job = job
+        if connection.family != socket.AF_UNIX:
+            self.address = connection.getsockname()[0]  # as the server's host reaches it
+
+    @property
+    def peer_address(self) -> str:
+        """The server's address, as this host reaches it; empty: it is on this host."""
+        return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getpeername()[0])
 
     def close(self) -> None:
         """Close the connection; the server forgets this rank's own values."""
@@ -54,7 +62,7 @@ class Client(Store):
         """Return when something has arrived; raises StoreError where nothing will."""
         self._check_open()
         if self._lost:
-            raise StoreError(f"the launcher is gone: {self._lost}")
+            raise StoreError(f"{self._server} is gone: {self._lost}")
         super().pause()
 
     def put(self, scope: str, index: int, value: bytes, *, own: bool = False) -> None:
@@ -86,7 +94,7 @@ class Client(Store):
         reply = self._replies.pop(request, None)
         if reply is None:
             if self._lost and not self._replies:  # what came before the end still counts
-                raise StoreError(f"the launcher is gone: {self._lost}")
+                raise StoreError(f"{self._server} is gone: {self._lost}")
             return None
         header, body = reply
         if "missing" in header:
@@ -107,7 +115,7 @@ class Client(Store):
             self._socket.setblocking(True)
             self._socket.sendall(pack_frame(header, body))
         except OSError as error:
-            raise StoreError(f"the launcher is gone: {error}") from error
+            raise StoreError(f"{self._server} is gone: {error}") from error
 
     def _receive(self) -> None:
         try:
@@ -122,6 +130,29 @@ class Client(Store):
             self._lost = "it closed the connection"
         while frame := self._inbox.take():
             self._replies[int(frame[0]["id"])] = frame
+
+
+class Client(ConnectedStore):
+    """A rank's connection to a server whose address it was told.
+
+    Raises:
+        StoreError: the server cannot be reached until ``deadline`` (``time.monotonic``), or refuses
+            this rank.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        secret: bytes,
+        *,
+        rank: int,
+        generation: int,
+        deadline: float,
+        server: str = "the launcher",
+    ) -> None:
+        greeting = Greeting("store", generation, rank, NO_RANK)
+        connection = _connect(endpoint, secret, greeting, deadline)
+        super().__init__(connection, secret, job=job_name(endpoint, secret), server=server)
 
 
 def _connect(endpoint: str, secret: bytes, greeting: Greeting, deadline: float) -> socket.socket:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import ipaddress
+import os
 import socket
 import struct
 from pathlib import Path
 
-__all__ = ["address_of", "address_towards", "endpoint_text", "is_local", "loopback", "parse_endpoint", "tune"]
+__all__ = [
+    "address_of",
+    "address_towards",
+    "endpoint_text",
+    "host_identity",
+    "is_local",
+    "is_loopback",
+    "loopback",
+    "own_addresses",
+    "parse_endpoint",
+    "resolve",
+    "tune",
+]
 
 _SIOCGIFADDR = 0x8915
 _IFA_F_UNUSABLE = 0x40 | 0x08  # tentative, or somebody else has it; see linux/if_addr.h
@@ -75,6 +89,41 @@ def address_of(interface: str) -> str:
 def loopback() -> str:
     """The address under which processes of this host reach each other: 127.0.0.1, or without IPv4 ::1."""
     return next(filter(_is_own_address, ("127.0.0.1", "::1")), "127.0.0.1")
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this host by which others may reach it."""
+    found = [address for _, address in (*_addresses_v4(), *_addresses_v6())]
+    return [address for address in found if not is_loopback(address)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this names the own host alone, wherever it is said."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses of a host by its name, or its address itself; raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(item[4][0]) for item in found))
+
+
+def host_identity() -> str:
+    """What ranks that can share memory have in common: this boot of the machine, and its network.
+
+    Two containers of one machine are two hosts unless they share the network, over whose Unix sockets
+    memory is passed.
+    """
+    name = socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        known = f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return name
+    return f"{name} {hashlib.sha256(known.encode()).hexdigest()[:12]}"
 
 
 def _addresses_v4() -> list[tuple[str, str]]:

@@ -38,12 +38,29 @@ class Server:
     """Serves the values of a job on one address, on a thread of its own, until ``close``.
 
     ``endpoint`` is what ranks need as POLYHVD_RENDEZVOUS. Usable as a context manager.
+
+    Args:
+        secret: that every peer has to prove.
+        address: to listen on.
+        listener: a socket that listens already, in its place; it now belongs to the server, which has no
+            ``endpoint`` then.
+        generation: that peers have to be of; None: any.
     """
 
-    def __init__(self, secret: bytes, address: str = "127.0.0.1") -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
+    def __init__(
+        self,
+        secret: bytes,
+        address: str = "127.0.0.1",
+        *,
+        listener: socket.socket | None = None,
+        generation: int | None = None,
+    ) -> None:
+        self.endpoint = ""
+        self._generation = generation
+        if listener is None:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, 0), family=family, backlog=1024)
+            self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._values = Values[_Peer]()
         self._handshakes = Handshakes(secret, self._admit)
         self._handshakes.listen(listener)
@@ -69,9 +86,9 @@ class Server:
         self._wake_write = -1
         self._thread.join()
 
-    @staticmethod
-    def _admit(greeting: Greeting) -> bool:
-        return greeting.purpose == "store" and greeting.target == NO_RANK
+    def _admit(self, greeting: Greeting) -> bool:
+        wanted = self._generation in (None, greeting.generation)
+        return greeting.purpose == "store" and greeting.target == NO_RANK and wanted
 
     def _serve(self) -> None:
         try:

@@ -105,9 +105,12 @@ def test_ranks_do_not_import_what_starts_them() -> None:
     )
     imported = set(done.stdout.split())
     launch = {name.removeprefix("polyhvd.launch.") for name in imported if name.startswith("polyhvd.launch.")}
+    providers = ("cluster", "foreign", "kubernetes", "local", "mpi", "slurm", "torchrun")
     joining = {
+        "doctor",
         "init",
+        "nodelist",
         "providers",
-        *(f"providers.{name}" for name in ("foreign", "local", "mpi", "provider")),
+        *(f"providers.{name}" for name in (*providers, "choice", "meeting", "provider")),
     }
     assert launch == joining

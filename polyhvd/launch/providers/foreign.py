@@ -1,4 +1,4 @@
-"""Other launchers' jobs: whether one has started this process, as one of several, that cannot be joined.
+"""Jobs that cannot be joined: whether a launcher of such has started this process, as one of several.
 
 Pure: a mapping of environment variables in, a description out.
 """
@@ -13,10 +13,6 @@ __all__ = ["Foreign", "foreign_launch"]
 
 _BY_POLYHVDRUN = "start the ranks with `polyhvdrun -np {n} python ...`"
 _BY_MPI = "start the ranks with MPI's `mpirun -np {n} python ...`, whose library has to be found"
-_IN_SLURM = (
-    "in the batch script, or below salloc, start the ranks with `polyhvdrun -np {n} -H host1:2,host2:2 "
-    "python ...` instead of srun, or with mpirun"
-)
 _ON_ONE_HOST = (
     "have one host alone start the ranks of all: `polyhvdrun -np {n} -H host1:1,host2:1 python ...`, or "
     "mpirun"
@@ -50,9 +46,9 @@ _Look = Callable[[Mapping[str, str]], "Foreign | None"]
 def foreign_launch(environ: Mapping[str, str], *, met_by_mpi: bool = False) -> Foreign | None:
     """The nearest other launcher's job that this process is one of several of; None: there is none.
 
-    The launcher that is likely to run under the others, as torchrun does under srun, is asked
-    first, and its word counts: one process of one is alone. ``met_by_mpi``: MPI was asked and says
-    that the process is alone, so that it is where MPI's launcher tells no size.
+    The first that says something counts: one process of one is alone. ``met_by_mpi``: MPI was asked and
+    says that the process is alone, so that it is where MPI's launcher tells no size. Without that, MPI's
+    launchers are among them: their jobs are joined through MPI alone.
     """
     for look in _LAUNCHERS:
         found = look(environ)
@@ -70,32 +66,10 @@ def _by_rank_and_size(launcher: str, rank_name: str, size_name: str, cure: str) 
 
     def look(environ: Mapping[str, str]) -> Foreign | None:
         rank, size = _number(environ.get(rank_name)), _number(environ.get(size_name))
-        if rank is None or (size is None and rank_name == "RANK"):  # a word that anybody may use
+        if rank is None:
             return None
         seen = ", ".join(f"{name}={environ[name]}" for name in (rank_name, size_name) if name in environ)
         return Foreign(launcher, seen, size or 0, cure.format(n=size or "N"), rank)
-
-    return look
-
-
-def _by_cluster(variable: str) -> _Look:
-    """TensorFlow's description of a cluster, in JSON."""
-
-    def look(environ: Mapping[str, str]) -> Foreign | None:
-        described = _json(environ.get(variable, ""))
-        if not isinstance(described, dict):
-            return None
-        cluster, task = described.get("cluster"), described.get("task")
-        if not isinstance(cluster, dict) or (isinstance(task, dict) and task.get("type") == "evaluator"):
-            return None
-        counts = {kind: len(cluster[kind]) for kind in cluster if isinstance(cluster[kind], (list, dict))}
-        size = sum(
-            counts.get(kind, 0) for kind in ("chief", "master", "worker", "workerpool0", "workerpool1")
-        )
-        if size == 0:
-            return None
-        listed = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
-        return Foreign("a cluster's manager", f"{variable}: {listed}", size, _ON_ONE_HOST.format(n=size))
 
     return look
 
@@ -106,12 +80,6 @@ def _sagemaker(environ: Mapping[str, str]) -> Foreign | None:
         return None
     seen = f"SM_HOSTS={environ['SM_HOSTS']}, SM_CURRENT_HOST={environ.get('SM_CURRENT_HOST', '')}"
     return Foreign("SageMaker", seen, len(hosts), _ON_ONE_HOST.format(n=len(hosts)))
-
-
-def _slurm(environ: Mapping[str, str]) -> Foreign | None:
-    if "SLURM_STEP_ID" not in environ:
-        return None  # a batch script has a rank and a number of tasks, too, but is none of them
-    return _by_rank_and_size("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _IN_SLURM)(environ)
 
 
 def _mxnet(environ: Mapping[str, str]) -> Foreign | None:
@@ -128,20 +96,14 @@ def _json(text: str) -> object:
         return None
 
 
-#: The nearest first. Variables: torch/distributed/run.py; Open MPI's and Hydra's manuals, PMIx's
-#: standard; jsrun(1); srun(1), "output environment variables"; tf.distribute's TF_CONFIG and Vertex AI's
-#: CLUSTER_SPEC; ps-lite; SageMaker's training toolkit; Kubernetes' Indexed Jobs.
+#: The nearest first. Variables: Open MPI's and Hydra's manuals, PMIx's standard; jsrun(1); ps-lite;
+#: SageMaker's training toolkit.
 _LAUNCHERS: tuple[_Look, ...] = (
-    _by_rank_and_size("torchrun, or a launcher like it,", "RANK", "WORLD_SIZE", _BY_POLYHVDRUN),
     _by_rank_and_size("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _BY_MPI),
     _by_rank_and_size("MPI's launcher", "PMI_RANK", "PMI_SIZE", _BY_MPI),
     _by_rank_and_size("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", _BY_MPI),
     _by_rank_and_size("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", _BY_MPI),
-    _slurm,
     _by_rank_and_size("a launcher that speaks PMIx", "PMIX_RANK", "", _BY_MPI),
-    _by_cluster("TF_CONFIG"),
-    _by_cluster("CLUSTER_SPEC"),
     _mxnet,
     _sagemaker,
-    _by_rank_and_size("Kubernetes", "JOB_COMPLETION_INDEX", "", _ON_ONE_HOST),
 )

@@ -6,30 +6,34 @@ A process without any of them is a job of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError
-from polyhvd.launch.providers.provider import Claim
-from polyhvd.rendezvous.auth import parse_secret
+from polyhvd.launch.providers.meeting import given_secret
+from polyhvd.launch.providers.provider import Claim, shown
+from polyhvd.launch.providers.torchrun import TorchrunProvider
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import Store, StoreError
 from polyhvd.runtime.placement import Placement
 
 __all__ = ["PolyhvdrunProvider", "meet_as"]
 
+_SHOWN = ("POLYHVD_RANK", "POLYHVD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "POLYHVD_RENDEZVOUS")
+
 
 class PolyhvdrunProvider:
     """See :class:`polyhvd.launch.providers.provider.Provider`."""
 
     name = "polyhvdrun"
+    within = frozenset((TorchrunProvider.name, *TorchrunProvider.within))
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """What polyhvdrun has told; None where it has not started this process."""
         launched = Launched.from_environment(environ)
-        if not launched.by_polyhvdrun:
+        told_by_manifest = not launched.rendezvous and "JOB_COMPLETION_INDEX" in environ
+        if not launched.by_polyhvdrun or told_by_manifest:
             return None
-        return Claim(launched.rank, launched.size, launched.local_rank, job_id=launched.rendezvous)
+        return Claim(launched.rank, launched.size, launched.local_rank, seen=shown(environ, *_SHOWN))
 
     def meet(
         self, claim: Claim | None, settings: Settings, after: int, deadline: float
@@ -45,7 +49,9 @@ def meet_as(launched: Launched, after: int, deadline: float) -> tuple[Placement,
         return placement, None
     if not launched.rendezvous:
         raise ConfigError(f"POLYHVD_SIZE={launched.size} needs POLYHVD_RENDEZVOUS; start with polyhvdrun")
-    secret, rank = _secret(launched), placement.rank
+    secret, rank = given_secret(launched), placement.rank
+    if not secret:
+        raise ConfigError("POLYHVD_SECRET: the job's secret must have at least 16 bytes; there is none")
     try:
         store = Client(
             launched.rendezvous, secret, rank=rank, generation=placement.generation, deadline=deadline
@@ -69,17 +75,3 @@ def _placement(launched: Launched, generation: int) -> Placement:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _secret(launched: Launched) -> bytes:
-    text, name = launched.secret, "POLYHVD_SECRET"
-    if not text and launched.secret_file:
-        name = f"POLYHVD_SECRET_FILE={launched.secret_file}"
-        try:
-            text = Path(launched.secret_file).read_text("ascii")
-        except OSError as error:
-            raise ConfigError(f"{name}: {error.strerror}") from None
-    try:
-        return parse_secret(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from polyhvd.config import Settings, mpi_launch
+from polyhvd.config import MpiLaunch, Settings, mpi_launch
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.provider import Claim
 from polyhvd.rendezvous.auth import parse_secret
@@ -23,6 +23,7 @@ class MpiProvider:
     """See :class:`polyhvd.launch.providers.provider.Provider`."""
 
     name = "MPI"
+    within = frozenset({"srun", "TF_CONFIG", "CLUSTER_SPEC", "Kubernetes"})
 
     def __init__(self) -> None:
         #: The ranks to meet: those of a communicator of mpi4py, or some of MPI's world, or all of it.
@@ -31,9 +32,14 @@ class MpiProvider:
         self.job: mpi.MpiJob | None = None
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """That a launcher which speaks MPI's protocols has started this process."""
+        """That a launcher which speaks MPI's protocols has started this process.
+
+        srun speaks them, too, and its tasks need no MPI to meet.
+        """
         launch = mpi_launch(environ)
-        return None if launch is None else Claim(size=launch.size or None)
+        if launch is None or _is_srun(launch, environ):
+            return None
+        return Claim(launch.rank, launch.size or None, seen=launch.seen)
 
     def meet(
         self, claim: Claim | None, settings: Settings, after: int, deadline: float
@@ -49,6 +55,7 @@ class MpiProvider:
                 rank=job.placement.rank,
                 generation=job.placement.generation,
                 deadline=deadline,
+                server="rank 0",
             )
         except StoreError as error:
             raise HorovodInternalError(f"rank {job.placement.rank}: {error}") from None
@@ -59,3 +66,11 @@ class MpiProvider:
         if self.job is not None:
             self.job.close()
         self.job = None
+
+
+def _is_srun(launch: MpiLaunch, environ: Mapping[str, str]) -> bool:
+    """Whether these are the variables of srun's own PMI, and not of an mpirun within its step."""
+    if launch.launcher not in ("MPICH", "PMIx") or "SLURM_STEP_ID" not in environ:
+        return False
+    sizes = (environ.get("SLURM_STEP_NUM_TASKS", ""), "0")
+    return environ.get("SLURM_PROCID") == str(launch.rank) and str(launch.size) in sizes

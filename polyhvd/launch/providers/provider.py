@@ -15,7 +15,7 @@ from polyhvd.config import Settings
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["Claim", "Provider"]
+__all__ = ["Claim", "Provider", "number", "shown"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Claim:
     restart: int = 0
     #: The variables with their values, for messages.
     seen: str = ""
+    #: Whether all ranks are on one host.
+    one_host: bool = False
+    #: The host of rank 0, by its name or address.
+    root: str = ""
 
 
 class Provider(Protocol):
@@ -38,9 +42,15 @@ class Provider(Protocol):
 
     #: As users call it: "polyhvdrun", "Slurm".
     name: str
+    #: Names of others whose processes may start such a job, so that its ranks inherit their variables.
+    within: frozenset[str]
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Whether this process is a rank of such a job. Pure: recorded environments test it."""
+        """Whether this process is a rank of such a job. Pure: recorded environments test it.
+
+        Raises:
+            ConfigError: it is one, and its variables cannot be read.
+        """
 
     def meet(
         self, claim: Claim | None, settings: Settings, after: int, deadline: float
@@ -57,4 +67,16 @@ class Provider(Protocol):
             ConfigError: the environment or the settings cannot work.
             HorovodInternalError: the store cannot be reached, or does not accept this rank.
             PeerLostError: other ranks did not come in time.
+            RankMismatchError: ranks were told different sizes.
         """
+
+
+def number(environ: Mapping[str, str], name: str) -> int | None:
+    """A variable that holds a number; None where it is not there, or holds something else."""
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def shown(environ: Mapping[str, str], *names: str) -> str:
+    """Those of the variables that are set, with their values, for messages."""
+    return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)

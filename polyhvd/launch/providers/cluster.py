@@ -1,0 +1,84 @@
+"""Jobs whose manager describes a cluster in JSON: TensorFlow's TF_CONFIG, as Hopsworks, Vertex AI and
+Kubeflow's TFJob set it, and Vertex AI's CLUSTER_SPEC.
+
+Ranks are numbered as tf.distribute numbers them (tensorflow/python/distribute/multi_worker_util.py,
+``id_in_cluster``): the chief, then the workers. An evaluator is no rank, but a world of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from polyhvd.config import ConfigError
+from polyhvd.launch.providers.meeting import MeetingProvider
+from polyhvd.launch.providers.provider import Claim
+from polyhvd.rendezvous.network import is_loopback, parse_endpoint
+
+__all__ = ["ClusterProvider"]
+
+#: The kinds of tasks that train, in the order of their ranks; the last two are Vertex AI's.
+_RANKS = ("chief", "master", "worker", "workerpool0", "workerpool1")
+#: The kinds that look at what the others have saved, each for itself.
+_EVALUATORS = ("evaluator", "workerpool3")
+
+
+class ClusterProvider(MeetingProvider):
+    """Ranks that a variable in JSON tells of.
+
+    TF_CONFIG: https://www.tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment
+    variable"; CLUSTER_SPEC: https://cloud.google.com/vertex-ai/docs/training/distributed-training.
+    """
+
+    secret_hint = "in the environment of every task"
+
+    def __init__(self, variable: str) -> None:
+        self.name = variable
+
+    def detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Which of the chief and the workers this process is; None where no cluster is described."""
+        text = environ.get(self.name, "")
+        if not text.strip():
+            return None
+        try:
+            described = json.loads(text)
+            cluster = {kind: _hosts(listed) for kind, listed in described.get("cluster", {}).items()}
+            task = described.get("task") or {}
+            kind, index = str(task.get("type", "")), int(task.get("index") or 0)
+        except (AttributeError, TypeError, ValueError):
+            raise ConfigError(f"{self.name} is no description of a cluster in JSON: {text[:200]!r}") from None
+        ranks = [(kind, number) for kind in _RANKS for number in range(len(cluster.get(kind, ())))]
+        if not ranks:
+            return None
+        counts = ", ".join(f"{len(hosts)} of {kind}" for kind, hosts in cluster.items())
+        seen = f"{self.name}: task {kind or '?'} {index} of {counts}"
+        if kind in _EVALUATORS or (len(ranks) == 1 and not kind):
+            return Claim(0, 1, seen=seen)
+        if (kind, index) not in ranks:
+            raise ConfigError(f"init(): this process is no rank of its cluster ({seen})")
+        hosts = [host for name in _RANKS for host in cluster.get(name, ())]
+        return Claim(
+            ranks.index((kind, index)),
+            len(ranks),
+            job_id=f"cluster {hashlib.sha256(json.dumps(hosts).encode()).hexdigest()}",
+            seen=seen,
+            one_host=all(map(is_loopback, map(_name, hosts))),
+            root=_name(hosts[0]),
+        )
+
+
+def _hosts(listed: Any) -> list[str]:
+    """The hosts of a kind: a list, or a mapping from numbers."""
+    if isinstance(listed, dict):
+        return [str(listed[number]) for number in sorted(listed, key=int)]
+    return [str(host) for host in listed]
+
+
+def _name(host: str) -> str:
+    """Without its port."""
+    try:
+        return parse_endpoint(host)[0]
+    except ValueError:
+        return host

@@ -1,0 +1,60 @@
+"""Indexed Jobs of Kubernetes: each pod is a rank, and rank 0 is found by its name in the headless service.
+
+The index is in the environment, the number of pods is not: the manifest tells it as POLYHVD_SIZE.
+https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polyhvd.config import Launched, Settings
+from polyhvd.launch.providers.meeting import MeetingProvider
+from polyhvd.launch.providers.provider import Claim, number, shown
+from polyhvd.rendezvous.store import Store
+from polyhvd.rendezvous.ways import Way
+from polyhvd.runtime.placement import Placement
+
+__all__ = ["KubernetesProvider"]
+
+_LOG = logging.getLogger("polyhvd")
+_SHOWN = ("JOB_COMPLETION_INDEX", "POLYHVD_SIZE", "HOROVOD_SIZE", "HOSTNAME")
+
+
+class KubernetesProvider(MeetingProvider):
+    """Pods of an Indexed Job."""
+
+    name = "Kubernetes"
+    secret_hint = "in the container's env, from a Secret"
+
+    def detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Which pod this is, and of how many if the manifest says so."""
+        index = number(environ, "JOB_COMPLETION_INDEX")
+        if index is None:
+            return None
+        size = Launched.from_environment(environ).size
+        job = environ.get("HOSTNAME", "").removesuffix(f"-{index}")
+        known = any(name in environ for name in ("POLYHVD_SIZE", "HOROVOD_SIZE"))
+        return Claim(index, size if known else None, job_id=f"kubernetes {job}", seen=shown(environ, *_SHOWN))
+
+    def meet(
+        self, claim: Claim | None, settings: Settings, after: int, deadline: float
+    ) -> tuple[Placement, Store | None]:
+        """Find the pod with index 0. Without a size that one may be alone."""
+        if claim is not None and claim.size is None and not claim.rank:
+            _LOG.warning(
+                "init(): this process may be one of several that Kubernetes has started (%s); it goes on as "
+                "a world of one. If there are others, set POLYHVD_SIZE to the completions of the Indexed Job",
+                claim.seen,
+            )
+            claim = replace(claim, size=1)
+        return super().meet(claim, settings, after, deadline)
+
+    def way(self, claim: Claim, settings: Settings, secret: bytes) -> Way:
+        """A port of the pod with index 0, which has this pod's name but for the index."""
+        host, dot, domain = socket.getfqdn().partition(".")
+        first = host.removesuffix(f"-{claim.rank}") + "-0"
+        return super().way(replace(claim, root=first + dot + domain), settings, secret)

@@ -1,0 +1,221 @@
+"""How the ranks of a launcher meet that serves no store of polyhvd's: world rank 0 serves one.
+
+A provider says who this process is and where rank 0 is; the rest is the same for all of them, and here: on
+one host a Unix socket, where the kernel says who the peer is; between hosts a port of rank 0's host and a
+secret that the user has given. Who is on which host the ranks tell each other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import select
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from polyhvd.config import ConfigError, Launched, Settings
+from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
+from polyhvd.launch.providers.provider import Claim
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import parse_secret
+from polyhvd.rendezvous.client import ConnectedStore
+from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
+from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, Way
+from polyhvd.runtime.placement import Placement, placements
+
+__all__ = ["MeetingProvider", "given_secret"]
+
+_LOG = logging.getLogger("polyhvd")
+#: The secret of a job whose user trusts the network.
+_NO_SECRET = b"polyhvd: the network is trusted"
+_REASON_CHARS_MAX = 4000
+_TICK_S = 0.1
+
+
+def given_secret(launched: Launched) -> bytes:
+    """The secret that the environment tells, or names a file of; empty: none. Raises ConfigError."""
+    text, name = launched.secret, "POLYHVD_SECRET"
+    if not text and not launched.secret_file:
+        return b""
+    if not text:
+        name = f"POLYHVD_SECRET_FILE={launched.secret_file}"
+        try:
+            text = Path(launched.secret_file).expanduser().read_text("ascii")
+        except OSError as error:
+            raise ConfigError(f"{name}: {error.strerror}") from None
+        except ValueError:
+            raise ConfigError(f"{name}: the job's secret must be hexadecimal") from None
+    try:
+        return parse_secret(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+class MeetingProvider:
+    """A provider whose ranks meet at a store of rank 0's. A subclass says who this process is.
+
+    See :class:`polyhvd.launch.providers.provider.Provider`.
+    """
+
+    name = ""
+    within: frozenset[str] = frozenset()
+    #: Where a user gives the ranks of such a job a secret.
+    secret_hint = "before the ranks are started, on every host"
+
+    def detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """Whether this process is a rank of such a job."""
+        raise NotImplementedError
+
+    def meet(
+        self, claim: Claim | None, settings: Settings, after: int, deadline: float
+    ) -> tuple[Placement, Store | None]:
+        """Find rank 0, and agree on who is where."""
+        assert claim is not None
+        rank, size = self._checked(claim)
+        generation = after + 1
+        if size == 1:
+            return Placement(generation=generation), None
+        try:
+            store = self.way(claim, settings, given_secret(Launched.from_environment())).open(
+                rank, generation, deadline
+            )
+        except NobodyFoundError as error:
+            raise PeerLostError(
+                f"rank {rank} waited {settings.start_timeout_s:g} s for {error}: it has not called init(); "
+                "POLYHVD_START_TIMEOUT sets the time"
+            ) from None
+        except StoreError as error:
+            raise HorovodInternalError(f"rank {rank}: {error}") from None
+        try:
+            return _Placing(store, rank, size, generation, settings).run(), store
+        except BaseException:
+            store.close()
+            raise
+
+    def way(self, claim: Claim, settings: Settings, secret: bytes) -> Way:
+        """How rank 0 of this job is found; raises ConfigError where there is no secret, and one is needed."""
+        if claim.one_host:
+            return NearbyWay(f"{claim.job_id} {claim.restart}", secret)
+        if not claim.root:
+            raise ConfigError(f"init(): {self.name} does not say where rank 0 is ({claim.seen})")
+        return PortsWay(claim.job_id, secret or self._without_secret(claim, settings), claim.root)
+
+    def _checked(self, claim: Claim) -> tuple[int, int]:
+        if claim.size is None:
+            raise ConfigError(
+                f"init(): {self.name} has started this process as one of several ({claim.seen}), but does "
+                "not say of how many; set POLYHVD_SIZE, or POLYHVD_ALONE=1 for a world of one rank"
+            )
+        rank = claim.rank or 0
+        if not rank < claim.size:
+            raise ConfigError(
+                f"init(): rank {rank} is not below the size {claim.size} of {self.name}'s job ({claim.seen})"
+            )
+        return rank, claim.size
+
+    def _without_secret(self, claim: Claim, settings: Settings) -> bytes:
+        if settings.trust_network:
+            if not claim.rank:
+                _LOG.warning(
+                    "POLYHVD_TRUST_NETWORK=1: the ranks of this job have no secret; whoever reaches their "
+                    "ports can join it, and have them run code"
+                )
+            return _NO_SECRET
+        raise ConfigError(
+            f"init(): the ranks that {self.name} has started ({claim.seen}) may be on several hosts, and "
+            "have no secret by which they could know each other. Make a file with one that all hosts see:\n"
+            "    (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > ~/polyhvd.secret)\n"
+            f"and set, {self.secret_hint}:\n"
+            "    export POLYHVD_SECRET_FILE=~/polyhvd.secret\n"
+            "(or POLYHVD_SECRET to the secret itself; or POLYHVD_TRUST_NETWORK=1 to do without)"
+        )
+
+
+class _Placing:
+    """Ranks tell each other where they are, and hear at once when one of them fails meanwhile."""
+
+    def __init__(
+        self, store: ConnectedStore, rank: int, size: int, generation: int, settings: Settings
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._generation = generation
+        self._settings = settings
+        self._nonce = secrets.token_hex(8)
+        self._failure = -1  # the request that is answered when another rank fails
+        self._told = False
+
+    def run(self) -> Placement:
+        """This rank's place; raises what :meth:`MeetingProvider.meet` does."""
+        try:
+            return self._agree()
+        except StoreError as error:
+            raise HorovodInternalError(f"rank {self._rank}: {error}") from None
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _agree(self) -> Placement:
+        wait_s = self._settings.start_timeout_s
+        self._failure = self._store.post_gather(self._scope("failed"), 1, wait_s + 60)
+        if self._rank == 0:
+            self._store.put(self._scope("size"), 0, str(self._size).encode())
+        size = int(self._gather("size", 1, None)[0])
+        if size != self._size:
+            raise RankMismatchError(
+                f"init(): size must be the same on all ranks: rank {self._rank} has {self._size}, "
+                f"rank 0 {size}"
+            )
+        told = {"host": network.host_identity(), "nonce": self._nonce, "root": self._store.peer_address}
+        cards = [json.loads(card) for card in self._gather("place", size, json.dumps(told).encode())]
+        if cards[self._rank]["nonce"] != self._nonce:
+            raise HorovodInternalError(
+                f"rank {self._rank}: another process of this job is rank {self._rank}, too; "
+                "is it running twice?"
+            )
+        hosts = [str(card["host"]) for card in cards]
+        if self._rank == 0:  # as the other hosts reach it
+            seen = [str(card["root"]) for card in cards if card["host"] != hosts[0]]
+            self._store.address = seen[0] if seen else network.loopback()
+        return placements(hosts, self._generation)[self._rank]
+
+    def _gather(self, stage: str, count: int, mine: bytes | None) -> list[bytes]:
+        own = None if mine is None else (self._rank, mine)
+        wait_s = self._settings.start_timeout_s
+        request = self._store.post_gather(self._scope(stage), count, wait_s, own=own)
+        while True:
+            try:
+                values = self._store.take(request)
+            except GatherTimeoutError as error:
+                raise PeerLostError(
+                    f"rank {self._rank} waited {wait_s:g} s for ranks {error.missing} (of {self._size}): "
+                    "they have not called init(); POLYHVD_START_TIMEOUT sets the time"
+                ) from None
+            self._check_failure()
+            if values is not None:
+                return values
+            select.select([self._store], [], [], _TICK_S)  # either may have come with the other
+
+    def _check_failure(self) -> None:
+        with suppress(GatherTimeoutError):
+            if values := self._store.take(self._failure):
+                self._told = True
+                lost, reason = json.loads(values[0])
+                raise (PeerLostError if lost else HorovodInternalError)(str(reason))
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the others know why this rank gives up, unless they know."""
+        if self._told:
+            return
+        lost = isinstance(error, PeerLostError)  # says itself which rank
+        known = lost or isinstance(error, RankMismatchError)
+        text = str(error) if known else f"rank {self._rank} failed in init(): {error or type(error).__name__}"
+        with suppress(OSError, ValueError):
+            said = json.dumps([lost, text[:_REASON_CHARS_MAX]]).encode()
+            self._store.put(self._scope("failed"), 0, said)
+
+    def _scope(self, stage: str) -> str:
+        return f"init/{self._generation}/{stage}"

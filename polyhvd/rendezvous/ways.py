@@ -1,0 +1,415 @@
+"""Ways to a store that world rank 0 serves: how it says where, and how the others find it.
+
+Under launchers that serve no store, rank 0 does so for as long as the ranks of one generation meet. The
+others try all places at which it may be, all the time, until one proves that it belongs to the job; who
+else listens there does not matter.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import NO_RANK, OTHER_SECRET, Greeting, derive_secret, new_secret, parse_secret
+from polyhvd.rendezvous.client import ConnectedStore
+from polyhvd.rendezvous.handshakes import Handshakes, Outgoing
+from polyhvd.rendezvous.server import Server
+from polyhvd.rendezvous.store import StoreError, job_name
+
+__all__ = ["NearbyWay", "NobodyFoundError", "PortsWay", "SharedFileWay", "Way"]
+
+_BACKLOG = 1024
+_CANDIDATES = 4  # places that rank 0 may take, if others have the first ones
+#: Below the ports that systems give to outgoing connections, and above those of well-known services.
+_PORTS = range(15000, 32000)
+_LOOK_S = 0.3
+#: From the first peer with another secret on: the job's own rank 0 may listen at the next port.
+_OTHER_SECRET_S = 2.0
+_FLUSH_S = 2.0
+_FILE_BYTES_MAX = 65536
+
+#: Family and address of a socket.
+Place = tuple[int, Any]
+
+
+class NobodyFoundError(StoreError):
+    """Rank 0 was not found in time."""
+
+
+class HostedStore(ConnectedStore):
+    """Rank 0's way to the store that it serves itself; the store ends when this is closed."""
+
+    def __init__(
+        self,
+        server: Server,
+        connection: socket.socket,
+        secret: bytes,
+        *,
+        job: str,
+        at_end: Callable[[], None],
+    ) -> None:
+        super().__init__(connection, secret, job=job, server="the store of this process")
+        self._hosted = server
+        self._at_end = at_end
+
+    def close(self) -> None:
+        """Have the server answer what it was sent, and end it; idempotent."""
+        with suppress(OSError):  # whoever waits for a value that was put just now gets it
+            self.gather("closing", 1, _FLUSH_S, own=(0, b""))
+        super().close()
+        self._hosted.close()
+        self._at_end()
+
+
+class Way(abc.ABC):
+    """How rank 0 of a job listens, and how the others find it.
+
+    Args:
+        key: tells this job from others; the same on all its ranks.
+        secret: that a peer has to prove; empty: the way itself finds out.
+    """
+
+    def __init__(self, key: str, secret: bytes = b"") -> None:
+        self._key = key
+        self._secret = secret
+
+    @property
+    @abc.abstractmethod
+    def description(self) -> str:
+        """Where rank 0 is looked for, as a message says it."""
+
+    @abc.abstractmethod
+    def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
+        """On rank 0: a listening socket, and at which places it is reached from here."""
+
+    @abc.abstractmethod
+    def _places(self, generation: int) -> list[Place]:
+        """On other ranks: where rank 0 may listen, as far as that is known by now."""
+
+    def open(self, rank: int, generation: int, deadline: float) -> ConnectedStore:
+        """Serve the store, or find the one that rank 0 serves.
+
+        Args:
+            rank: of this process.
+            generation: of the world that is to be made.
+            deadline: by time.monotonic().
+
+        Raises:
+            StoreError: rank 0 cannot listen, or was not found, or has another secret.
+        """
+        greeting = Greeting("store", generation, rank, NO_RANK)
+        job = job_name(self._key, hashlib.sha256(self._key.encode()).digest())
+        if rank > 0:
+            connection = self._reach(lambda: self._places(generation), greeting, deadline)
+            return self._agreed(ConnectedStore(connection, self._secret, job=job, server="rank 0"), deadline)
+        listener, places = self._listen(generation)
+        server = Server(self._secret, listener=listener, generation=generation)
+        try:
+            connection = self._reach(lambda: places, greeting, deadline)
+            store = HostedStore(
+                server, connection, self._secret, job=job, at_end=lambda: self._forget(generation)
+            )
+            return self._agreed(store, deadline)
+        except BaseException:
+            server.close()
+            self._forget(generation)
+            raise
+
+    def _reach(self, look: Callable[[], list[Place]], greeting: Greeting, deadline: float) -> socket.socket:
+        """The first connection that proves the secret, at any of the places that ``look`` tells."""
+        dials = _Dials(greeting)
+        try:
+            while (now := time.monotonic()) < deadline:
+                dials.try_all(look(), self._secret)
+                if (connection := dials.wait(min(deadline, now + _LOOK_S))) is not None:
+                    return connection
+                if dials.refused_for_good:
+                    raise StoreError(
+                        f"{self.description}: {OTHER_SECRET}; POLYHVD_SECRET (or the file that "
+                        "POLYHVD_SECRET_FILE names) has to be the same on all ranks"
+                    )
+            raise NobodyFoundError(self.description)
+        finally:
+            dials.close()
+
+    def _forget(self, generation: int) -> None:
+        """Remove on rank 0 what others have found it by; nothing, unless a way has left something."""
+        return
+
+    def _agreed(self, store: ConnectedStore, deadline: float) -> ConnectedStore:
+        """The store, once its ranks have one secret."""
+        return store
+
+
+class NearbyWay(Way):
+    """For ranks of one host and one user: a Unix socket, at both ends of which the kernel names the user.
+
+    No secret is needed; one that is given has to be the same all the same. For the connections
+    between them the ranks get one that rank 0 makes.
+    """
+
+    def __init__(self, key: str, secret: bytes = b"") -> None:
+        super().__init__(key, derive_secret(secret, key))
+
+    @property
+    def description(self) -> str:
+        """Where rank 0 is looked for."""
+        return "rank 0 on this host"
+
+    def _names(self, generation: int) -> Iterator[str]:
+        """Of abstract sockets. Others may take the first ones, but not be of this user."""
+        for number in range(_CANDIDATES):
+            text = f"{os.geteuid()} {generation} {number} {self._key}"
+            yield f"\0polyhvd-join-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+    def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            for name in self._names(generation):
+                with suppress(OSError):
+                    listener.bind(name)
+                    listener.listen(_BACKLOG)
+                    return listener, [(socket.AF_UNIX, name)]
+            raise StoreError(
+                "other processes of this host listen wherever rank 0 may; is the job running twice?"
+            )
+        except BaseException:
+            listener.close()
+            raise
+
+    def _places(self, generation: int) -> list[Place]:
+        return [(socket.AF_UNIX, name) for name in self._names(generation)]
+
+    def _agreed(self, store: ConnectedStore, deadline: float) -> ConnectedStore:
+        try:
+            if isinstance(store, HostedStore):
+                store.put("secret", 0, parse_secret(new_secret()))
+            store.secret = store.gather("secret", 1, max(0.1, deadline - time.monotonic()))[0]
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+
+class PortsWay(Way):
+    """For ranks that know the host of rank 0, and a secret: one of a few ports of that host.
+
+    They follow from the job's name, and are none that the user has named: a program may
+    listen there itself, as torch.distributed does on MASTER_PORT.
+    """
+
+    def __init__(self, key: str, secret: bytes, host: str) -> None:
+        super().__init__(key, derive_secret(secret, key))
+        self._host = host
+        self._unresolved = ""
+
+    @property
+    def description(self) -> str:
+        """Where rank 0 is looked for."""
+        ports = ", ".join(map(str, self._ports()))
+        return f"rank 0 on {self._host} (ports {ports}){self._unresolved}"
+
+    def _ports(self) -> list[int]:
+        digest = hashlib.sha256(f"ports {self._key}".encode()).digest()
+        numbers = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") for i in range(_CANDIDATES)]
+        return list(dict.fromkeys(_PORTS[number % len(_PORTS)] for number in numbers))
+
+    def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
+        own = [*network.own_addresses(), network.loopback()]
+        named = [address for address in self._addresses() if address in own]
+        # Where the name is not this host's own address here, the others may still reach it by that.
+        address = named[0] if named and not network.is_loopback(named[0]) else ""
+        for port in self._ports():
+            with suppress(OSError):
+                if address:
+                    return _listener(address, port), [_place(address, port)]
+                return _listener_everywhere(port), [_place(network.loopback(), port)]
+        raise StoreError(f"this host has other listeners on the ports of {self.description}")
+
+    def _places(self, generation: int) -> list[Place]:
+        return [_place(address, port) for port in self._ports() for address in self._addresses()]
+
+    def _addresses(self) -> list[str]:
+        try:
+            found = network.resolve(self._host)
+        except OSError as error:
+            self._unresolved = f", whose address is not known here: {error.strerror or error}"
+            return []
+        self._unresolved = ""
+        return found
+
+
+class SharedFileWay(Way):
+    """For ranks of one user whose hosts share a file system: a file of mode 0600, which has the secret, too.
+
+    Args:
+        key: see :class:`Way`.
+        path: of the file, in a folder that is made, with mode 0700, where it is not there yet.
+        interface: to listen on, as POLYHVD_GLOO_IFACE names it; empty: all.
+    """
+
+    def __init__(self, key: str, path: Path, interface: str = "") -> None:
+        super().__init__(key)
+        self._path = path
+        self._interface = interface
+
+    @property
+    def description(self) -> str:
+        """Where rank 0 is looked for."""
+        return (
+            f"the file {self._path}, in which rank 0 says where it is (do all hosts see that folder? "
+            "POLYHVD_SHARED_DIR names another)"
+        )
+
+    def open(self, rank: int, generation: int, deadline: float) -> ConnectedStore:
+        """See :meth:`Way.open`. The file goes when rank 0 has met the others."""
+        self._folder()
+        return super().open(rank, generation, deadline)
+
+    def _file(self, generation: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{generation}")
+
+    def _folder(self) -> None:
+        folder = self._path.parent
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+        except OSError as error:
+            raise StoreError(f"{folder}: {error.strerror}; POLYHVD_SHARED_DIR names another folder") from None
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StoreError(
+                f"{folder}: others may write there (owner {found.st_uid}, mode "
+                f"{stat.S_IMODE(found.st_mode):04o}); name a folder of this user's with POLYHVD_SHARED_DIR"
+            )
+
+    def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
+        try:
+            addresses = [network.address_of(self._interface)] if self._interface else network.own_addresses()
+        except ValueError as error:
+            raise StoreError(str(error)) from None
+        listener = _listener(addresses[0], 0) if self._interface else _listener_everywhere(0)
+        try:
+            port = listener.getsockname()[1]
+            self._secret = parse_secret(new_secret())
+            self._write(generation, {"addresses": addresses, "port": port, "secret": self._secret.hex()})
+        except OSError as error:
+            listener.close()
+            raise StoreError(f"{self._path}: {error.strerror}") from None
+        own = addresses[0] if self._interface else network.loopback()
+        return listener, [_place(own, port)]
+
+    def _write(self, generation: int, said: dict[str, Any]) -> None:
+        file = self._file(generation)
+        temporary = file.with_name(f"{file.name}.{new_secret()[:16]}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o600)
+        try:
+            with open(descriptor, "w", encoding="ascii") as stream:
+                json.dump(said, stream)
+            temporary.replace(file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _places(self, generation: int) -> list[Place]:
+        with suppress(OSError):
+            os.listdir(self._path.parent)  # NFS remembers for a while that there was no such file
+        try:
+            said = json.loads(self._read(generation))
+            self._secret = parse_secret(said["secret"])
+            return [_place(str(address), int(said["port"])) for address in said["addresses"]]
+        except FileNotFoundError:
+            return []
+        except (KeyError, TypeError, ValueError):
+            raise StoreError(f"{self._file(generation)} is no file of polyhvd's") from None
+
+    def _read(self, generation: int) -> str:
+        file = self._file(generation)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+            if not private or not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{file} is not this user's alone, with mode 0600")
+            return os.read(descriptor, _FILE_BYTES_MAX).decode("ascii", "replace")
+        finally:
+            os.close(descriptor)
+
+    def _forget(self, generation: int) -> None:
+        with suppress(OSError):
+            self._file(generation).unlink()
+
+
+class _Dials:
+    """Tries to connect to many places at once."""
+
+    def __init__(self, greeting: Greeting) -> None:
+        self._greeting = greeting
+        self._secret = b""
+        self._handshakes: Handshakes | None = None
+        self._dials: dict[Place, Outgoing] = {}
+        self._other_since = 0.0
+
+    @property
+    def refused_for_good(self) -> bool:
+        """Whether whoever speaks polyhvd's protocol there has had another secret for a while."""
+        return self._other_since > 0 and time.monotonic() >= self._other_since + _OTHER_SECRET_S
+
+    def try_all(self, places: list[Place], secret: bytes) -> None:
+        """Try these places, too, and those again that have failed for good."""
+        if places and (self._handshakes is None or secret != self._secret):
+            self.close()
+            self._handshakes, self._secret = Handshakes(secret, lambda _: False), secret
+            self._dials, self._other_since = {}, 0.0
+        for place in places:
+            former = self._dials.get(place)
+            assert self._handshakes is not None
+            if former is None or former.failed:
+                self._dials[place] = self._handshakes.connect(*place, self._greeting)
+            if former is not None and former.error == OTHER_SECRET:
+                self._other_since = self._other_since or time.monotonic()
+
+    def wait(self, until: float) -> socket.socket | None:
+        """Go on until one place has proved itself, or the time is over."""
+        while (left_s := until - time.monotonic()) > 0:
+            if self._handshakes is None:
+                time.sleep(left_s)
+                continue
+            passed = self._handshakes.poll(left_s)
+            for other in passed[1:]:
+                other.connection.close()
+            if passed:
+                return passed[0].connection
+        return None
+
+    def close(self) -> None:
+        """Give up."""
+        if self._handshakes is not None:
+            self._handshakes.close()
+
+
+def _place(address: str, port: int) -> Place:
+    return (socket.AF_INET6 if ":" in address else socket.AF_INET), (address, port)
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+
+
+def _listener_everywhere(port: int) -> socket.socket:
+    with suppress(OSError):
+        if socket.has_dualstack_ipv6():
+            family = socket.AF_INET6
+            return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
