@@ -169,8 +169,12 @@ class Engine:
     def process_sets(self) -> dict[int, list[int]]:
         """World ranks of every process set by its number, as of this rank's last operation."""
     def counters(self) -> dict[str, int]: ...
-    def native_api(self) -> int:
-        """Address of the polyhvd_engine_api (csrc/api/c_api.h) of this engine."""
+    def native_api(self, version: int) -> int:
+        """Address of the polyhvd_engine_api (csrc/api/c_api.h), for a library built with this version.
+
+        Raises:
+            HorovodVersionMismatchError: the core was built with another version.
+        """
     def set_header(self, json: str) -> None:
         """A JSON object that says who this rank is, for the files of the next two."""
     def start_timeline(self, path: str, mark_cycles: bool, bytes_max: int) -> None:

@@ -19,6 +19,9 @@ class Devices final : public polyhvd::Devices {
   DeviceEventPtr record(Device device, Stream stream) override {
     return context(device)->record(stream);
   }
+  DeviceEventPtr borrow(Device device, RawEvent event) override {
+    return context(device)->borrow(event);
+  }
   std::shared_ptr<std::byte> allocate(Device device, std::size_t bytes) override {
     return context(device)->allocate(bytes);
   }

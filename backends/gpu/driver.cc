@@ -103,12 +103,15 @@ Address address_of(const std::byte* data) { return reinterpret_cast<std::uintptr
 
 }  // namespace
 
-// An event of a context's, borrowed for as long as this lives. A stream that was told to wait for
-// it keeps waiting for this recording, whatever the event is used for later.
+// An event of a context's: one of its free ones, for as long as this lives, or somebody else's.
+// A stream that was told to wait for it keeps waiting for this recording, whatever the event is
+// used for later.
 class Event final : public DeviceEvent {
  public:
-  Event(ContextPtr context, Handle handle) : context_(std::move(context)), handle_(handle) {}
+  Event(ContextPtr context, Handle handle, bool is_ours)
+      : context_(std::move(context)), handle_(handle), is_ours_(is_ours) {}
   ~Event() override {
+    if (!is_ours_) return;
     const std::lock_guard lock(context_->mutex_);
     context_->free_events_.push_back(handle_);
   }
@@ -136,6 +139,7 @@ class Event final : public DeviceEvent {
  private:
   ContextPtr context_;
   const Handle handle_;
+  const bool is_ours_;
   mutable std::atomic<bool> reached_{false};
 };
 
@@ -272,9 +276,13 @@ Handle Context::take_event() {
 
 DeviceEventPtr Context::record(Stream stream) {
   const Current current(*this);
-  const auto event = std::make_shared<Event>(shared_from_this(), take_event());
+  const auto event = std::make_shared<Event>(shared_from_this(), take_event(), true);
   event->record(stream);
   return event;
+}
+
+DeviceEventPtr Context::borrow(RawEvent event) {
+  return std::make_shared<Event>(shared_from_this(), event, false);
 }
 
 std::shared_ptr<std::byte> Context::allocate(std::size_t bytes) {

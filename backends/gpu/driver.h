@@ -106,6 +106,8 @@ class Context : public std::enable_shared_from_this<Context> {
 
   // After all that the stream was given up to now.
   DeviceEventPtr record(Stream stream);
+  // Recorded by somebody else, who keeps it as it is while it is asked.
+  DeviceEventPtr borrow(RawEvent event);
   // On the GPU. Null for no bytes. Its end waits for whatever the GPU is doing.
   std::shared_ptr<std::byte> allocate(std::size_t bytes);
 

@@ -412,10 +412,14 @@ POLYHVD_EXPORT const char* polyhvd_mxnet_load(const char* path) {
   return nullptr;
 }
 
-// The table of the engine that is current, or null when there is none. Returns
-// when no submission goes through the former one any more.
-POLYHVD_EXPORT void polyhvd_mxnet_set_engine(const polyhvd_engine_api* api) {
-  if (!g_slot.set(api)) g_slot.set(nullptr);
+// What the core is told before it hands over a table.
+POLYHVD_EXPORT std::uint32_t polyhvd_mxnet_api_version() { return POLYHVD_C_API_VERSION; }
+
+// The table of the engine that is current, or null when there is none. Returns when no
+// submission goes through the former one any more. 0 for a table of another version than this
+// library; then there is no engine.
+POLYHVD_EXPORT int polyhvd_mxnet_set_engine(const polyhvd_engine_api* api) {
+  return g_slot.set(api) ? 1 : 0;
 }
 
 // What calls have in common that differ in their names and arrays alone.
@@ -450,6 +454,7 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
     op->line = std::to_string(manner->process_set) + '/' + op->name;
     op->where = where;
     polyhvd_submission& s = op->submission;
+    s.size = sizeof s;
     s.name = op->name.c_str();
     s.where = op->where.c_str();
     s.kind = manner->kind;

@@ -63,7 +63,6 @@ def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
     if missing is not None:
         raise ImportError(f"mxnet {mx.__version__} lacks {missing.decode()}; polyhvd.mxnet needs 1.9.1")
     library.polyhvd_mxnet_set_engine.argtypes = [ctypes.c_void_p]
-    library.polyhvd_mxnet_set_engine.restype = None
     # No argtypes: bytes, pointers and numbers that fit an int are faster as they are.
     library.polyhvd_mxnet_push.restype = ctypes.c_void_p
     quick.polyhvd_mxnet_failure.argtypes = [ctypes.POINTER(ctypes.c_char_p)]
@@ -263,8 +262,14 @@ def push_in_place(
 
 
 def set_engine(engine: _core.Engine | None) -> None:
-    """Submit to this engine from now on; None: to none."""
-    _library.polyhvd_mxnet_set_engine(None if engine is None else engine.native_api())
+    """Submit to this engine from now on; None: to none.
+
+    Raises:
+        HorovodVersionMismatchError: the native library is of another version than the core.
+    """
+    version = getattr(_library, "polyhvd_mxnet_api_version", None)  # the first ones had none
+    api = None if engine is None else engine.native_api(0 if version is None else version())
+    _library.polyhvd_mxnet_set_engine(api)
 
 
 def watch() -> memoryview:

@@ -374,6 +374,7 @@ void Execution::prepare() {
 std::int32_t Execution::submit(const polyhvd_engine_api& engine, char* message,
                                std::int32_t& lends) {
   polyhvd_submission s{};
+  s.size = sizeof s;
   s.name = kernel_.name.empty() ? nullptr : kernel_.name.c_str();
   s.kind = static_cast<std::int32_t>(kernel_.kind);
   s.op = kernel_.op;

@@ -60,8 +60,11 @@ __attribute__((constructor)) void on_load() {
 // What this library misses in the running TensorFlow, or null.
 POLYHVD_EXPORT const char* polyhvd_tensorflow_problem() { return polyhvd::tf::g_problem; }
 
-// The table of the current engine, or null; see context.on_engine_change(). 0 when
-// the table is of another version than this library.
+// What the core is told before it hands over a table.
+POLYHVD_EXPORT std::uint32_t polyhvd_tensorflow_api_version() { return POLYHVD_C_API_VERSION; }
+
+// The table of the current engine, or null. 0 for a table of another version than this
+// library; then there is no engine.
 POLYHVD_EXPORT int polyhvd_tensorflow_set_engine(const polyhvd_engine_api* api) {
   return polyhvd::tf::engine_slot().set(api) ? 1 : 0;
 }

@@ -11,7 +11,6 @@ import tensorflow as tf
 from polyhvd.tensorflow.call_order import keep_calls_in_order
 
 from polyhvd import _core
-from polyhvd.errors import HorovodVersionMismatchError
 from polyhvd.runtime import current
 
 __all__ = ["library"]
@@ -32,8 +31,8 @@ def _path() -> Path:
     return path
 
 
-def _load() -> Any:
-    """Register the ops and follow the engine; the module of the ops' Python functions."""
+def _load() -> tuple[Any, ctypes.CDLL]:
+    """Register the ops; the module of their Python functions, and the library that they are in."""
     path = str(_path())
     ops = tf.load_op_library(path)  # before anybody else: TensorFlow lists what the loading registers
     native = ctypes.CDLL(path)
@@ -47,16 +46,19 @@ def _load() -> Any:
         )
     _exempt_from_ordering()
     keep_calls_in_order(tf.__version__)
-
-    def follow(engine: _core.Engine | None) -> None:
-        if not native.polyhvd_tensorflow_set_engine(None if engine is None else engine.native_api()):
-            raise HorovodVersionMismatchError(
-                "the op library of polyhvd.tensorflow is of another version than the core; reinstall polyhvd"
-            )
-
-    current.on_change(follow)
     os.register_at_fork(after_in_child=native.polyhvd_tensorflow_forget_engine)
-    return ops
+    return ops, native
+
+
+def _follow(engine: _core.Engine | None) -> None:
+    """Submit to this engine from now on; None: to none.
+
+    Raises:
+        HorovodVersionMismatchError: the op library is of another version than the core.
+    """
+    version = getattr(_native, "polyhvd_tensorflow_api_version", None)  # the first ones had none
+    api = None if engine is None else engine.native_api(0 if version is None else version())
+    _native.polyhvd_tensorflow_set_engine(api)
 
 
 def _exempt_from_ordering() -> None:
@@ -76,4 +78,5 @@ def _exempt_from_ordering() -> None:
 
 
 #: ``polyhvd_allreduce`` and so on, as TensorFlow generates them.
-library = _load()
+library, _native = _load()
+current.on_change(_follow)

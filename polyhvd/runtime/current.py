@@ -68,11 +68,20 @@ def of_generation(generation: int, about: str) -> World:
 
 
 def enter(entered: World) -> None:
-    """Make a world the current one; ``lock`` is held, and there is none."""
+    """Make a world the current one; ``lock`` is held, and there is none.
+
+    Raises:
+        HorovodVersionMismatchError: the native library of an adapter cannot work with this core. The
+            world is closed then.
+    """
     global _world
     _world = entered
-    for listener in _listeners:
-        listener(entered.engine)
+    try:
+        for listener in _listeners:
+            listener(entered.engine)
+    except BaseException:
+        leave()
+        raise
 
 
 def leave() -> None:

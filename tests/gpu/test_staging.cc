@@ -3,13 +3,16 @@
 #include <dlfcn.h>
 #include <doctest/doctest.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
+#include <future>
 #include <numeric>
 #include <string>
 
 #include "../../backends/gpu/devices.h"
 #include "../../backends/gpu/staging.h"
+#include "api/native_api.h"
 #include "thread_world.h"
 
 using namespace polyhvd;
@@ -282,6 +285,93 @@ TEST_CASE("ranks as threads reduce what their GPUs hold, in many rounds and in f
     }
   });
   world.shutdown();
+}
+
+// One rank's half of a sum through the C table, as a kernel of a framework would ask for it. The
+// inputs are made on one stream, where an event says so, and the results used on another one.
+struct NativeSum {
+  static constexpr std::size_t kCount = 5000;
+
+  explicit NativeSum(int rank)
+      : context(context_of(rank)),
+        floats(context, kCount),
+        consumer(context),
+        copy(context, kCount * sizeof(float)) {
+    submission.size = sizeof submission;
+    submission.kind = static_cast<std::int32_t>(OpKind::kAllreduce);
+    submission.op = static_cast<std::int32_t>(ReduceOp::kSum);
+    submission.name = "native";
+    submission.root = -1;
+    submission.prescale = submission.postscale = 1;
+    const TensorView view = floats.view();
+    tensor = {view.data, &shape, 1, static_cast<std::int32_t>(view.dtype), 1, rank};
+    submission.inputs = submission.outputs = &tensor;
+    submission.count = 1;
+    submission.stream = consumer.get();
+    submission.context = this;
+    // On a thread of the engine, which waits for no GPU: what is given to the stream reads sums.
+    submission.done = [](void* self, std::int32_t code, const char*) {
+      auto& sum = *static_cast<NativeSum*>(self);
+      if (code == 0) {
+        sum.consumer.copy_to_host(sum.copy.data(), static_cast<std::byte*>(sum.tensor.data),
+                                  sum.copy.bytes());
+      }
+      sum.done.set_value(code);
+    };
+  }
+  // The first and the last element, as the consumer's stream has seen them.
+  std::pair<float, float> seen() {
+    consumer.drain();
+    const auto* values = reinterpret_cast<const float*>(copy.data());
+    return {values[0], values[kCount - 1]};
+  }
+
+  gpu::ContextPtr context;
+  Floats floats;
+  gpu::OwnStream consumer;
+  gpu::PinnedMemory copy;
+  std::int64_t shape = kCount;
+  polyhvd_tensor tensor{};
+  polyhvd_submission submission{};
+  std::promise<int> done;
+};
+
+TEST_CASE("a native submission waits for its event, and its stream for the results") {
+  load_stand_in();
+  using EventCreate = int (*)(void**, unsigned);
+  using EventRecord = int (*)(void*, void*);
+  using EventDestroy = int (*)(void*);
+  void* library = dlopen("build/gpu/libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  const auto create = reinterpret_cast<EventCreate>(dlsym(library, "cuEventCreate"));
+  const auto record = reinterpret_cast<EventRecord>(dlsym(library, "cuEventRecord"));
+  const auto destroy = reinterpret_cast<EventDestroy>(dlsym(library, "cuEventDestroy_v2"));
+  for (const bool with_event : {true, false}) {
+    ThreadWorld world(one_host(2));
+    world.run([&](int rank, Engine& engine) {
+      const NativeApi api(engine, 1);
+      NativeSum sum(rank);
+      Gate gate(*sum.context, sum.floats.stream());
+      sum.floats.set(ramp(NativeSum::kCount, static_cast<float>(rank)));  // behind the gate
+      void* event = nullptr;
+      if (with_event) {
+        const gpu::Current current(*sum.context);
+        REQUIRE(create(&event, 2) == 0);
+        REQUIRE(record(event, sum.floats.stream()) == 0);
+        sum.submission.event = event;
+      } else {
+        sum.context->record(sum.floats.stream())->hold(sum.consumer.get());
+      }
+      std::array<char, 512> text{};
+      const auto& table = api.table();
+      REQUIRE(table.submit(table.engine, &sum.submission, text.data(), text.size()) == 0);
+      gate.open();
+      CHECK(sum.done.get_future().get() == 0);
+      CHECK(sum.seen() == std::pair(1.0F, static_cast<float>(2 * NativeSum::kCount - 1)));
+      const gpu::Current current(*sum.context);
+      if (event != nullptr) CHECK(destroy(event) == 0);
+    });
+    world.shutdown();
+  }
 }
 
 TEST_CASE("a call that fails ends the job on every rank, and no copy comes after that") {

@@ -31,16 +31,15 @@ class EngineSlot {
     const polyhvd_engine_api* api_;
   };
 
-  // Null: there is no engine. Returns when all visits to the old one are over. False, and
-  // nothing changes, for a table of another version. One thread at a time.
+  // Null: there is no engine. Returns when all visits to the old one are over. False for a table
+  // of another version, of which the core gives none to who tells it its own: then there is no
+  // engine, as nothing could be submitted. One thread at a time.
   bool set(const polyhvd_engine_api* api) noexcept {
-    if (api != nullptr &&
-        (api->version != POLYHVD_C_API_VERSION || api->size < sizeof(polyhvd_engine_api))) {
-      return false;
-    }
-    if (api_.exchange(api) == nullptr) return true;
+    const bool fits = api == nullptr || (api->version == POLYHVD_C_API_VERSION &&
+                                         api->size == sizeof(polyhvd_engine_api));
+    if (api_.exchange(fits ? api : nullptr) == nullptr) return fits;
     while (visits_.load() > 0) std::this_thread::yield();
-    return true;
+    return fits;
   }
   // In a forked child, to which the threads of the visits did not come.
   void forget() noexcept {

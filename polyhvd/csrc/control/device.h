@@ -13,6 +13,9 @@ namespace polyhvd {
 // A stream as the device's own library names it (CUDA: CUstream); null is the default one.
 using Stream = void*;
 
+// An event as the device's own library names it (CUDA: CUevent), recorded already.
+using RawEvent = void*;
+
 // A point in what a stream was given.
 class DeviceEvent {
  public:
@@ -31,6 +34,8 @@ class Devices {
   virtual ~Devices() = default;
   // After everything that the stream was given up to now.
   virtual DeviceEventPtr record(Device device, Stream stream) = 0;
+  // Of an event that somebody else has recorded, and keeps as it is while it is asked.
+  virtual DeviceEventPtr borrow(Device device, RawEvent event) = 0;
   // Returned when the last owner lets go of it, whatever the device still does with it.
   virtual std::shared_ptr<std::byte> allocate(Device device, std::size_t bytes) = 0;
   // Done when it returns, and seen by what any stream is given afterwards.

@@ -43,7 +43,9 @@ struct Submission {
   bool queue_duplicates = false;
   // Of tensors on a device: the stream that makes the inputs and is done with the outputs.
   Stream stream = nullptr;
-  DeviceEventPtr ready;  // by Engine::submit: where the stream was then
+  RawEvent event = nullptr;    // the inputs are made when it is reached; null: what `stream` does
+  bool orders_stream = false;  // before `done`, `stream` is told to wait for the outputs
+  DeviceEventPtr ready;        // by Engine::submit: `event`, or where the stream was then
 };
 
 inline constexpr Turn kNextTurn = ~Turn{0};

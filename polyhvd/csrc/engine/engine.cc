@@ -105,7 +105,8 @@ void Engine::take_from_device(Submission& s) const {
       if (tensor.device != device) refuse("its tensors are on several devices; move them to one");
     }
   }
-  s.ready = parts_.devices->record(device, s.stream);
+  s.ready = s.event == nullptr ? parts_.devices->record(device, s.stream)
+                               : parts_.devices->borrow(device, s.event);
 }
 
 OperationPtr Engine::submit(Submission submission, bool blocking,

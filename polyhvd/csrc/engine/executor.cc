@@ -92,6 +92,8 @@ void Executor::run_on_device(const Work& work, Communicator& communicator, Commu
   const DeviceEventPtr arrived = communicator.end();
   for (const OperationPtr& operation : work.operations) {
     operation->arrived = arrived;
+    const Submission& s = operation->submission;
+    if (s.orders_stream && arrived) arrived->hold(s.stream);
     if (operation->stands_in && arrived) in_use_.emplace_back(arrived, operation);
   }
 }

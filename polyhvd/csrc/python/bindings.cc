@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "api/c_api.h"
+#include "api/native_api.h"
 #include "engine/engine.h"
 #include "host/kernels.h"
 #include "mpi/runtime.h"
@@ -78,16 +78,11 @@ struct PyBuffer {
 
 // The engine ------------------------------------------------------------------
 
-std::int32_t submit_native(void* engine, const polyhvd_submission* submission, char* message,
-                           std::size_t message_bytes);
-void lend_native(void* engine);
-
 class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
   PyEngine(const py::object& connected, const py::object& settings, const py::object& placement,
            const std::shared_ptr<Mailbox>& mailbox, const std::string& job,
-           const py::object& nccl_libraries, std::shared_ptr<mpi::Session> session)
-      : generation_(placement.attr("generation").cast<std::uint64_t>()) {
+           const py::object& nccl_libraries, std::shared_ptr<mpi::Session> session) {
     Connections connections = read_connections(connected, settings);
     connections.nccl_libraries = paths_of(nccl_libraries);
     connections.mpi = std::move(session);
@@ -98,8 +93,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       const WithoutGil without_gil;
       engine_ = make_engine(std::move(connections), std::move(options));
     }
-    api_ = {POLYHVD_C_API_VERSION, sizeof(polyhvd_engine_api), generation_, this, &submit_native,
-            &lend_native};
+    native_.emplace(*engine_, placement.attr("generation").cast<std::uint64_t>());
     if (path_of(settings.attr("flight_folder")).empty()) return;
     const auto write = [engine = engine_.get()] { engine->flight().write("SIGUSR2"); };
     dump_signal_ = std::make_unique<DumpSignal>(write);
@@ -111,7 +105,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
                                    int root, double prescale, double postscale,
                                    ProcessSetId process_set, int priority, bool blocking,
                                    std::vector<std::int64_t> numbers, std::uint64_t generation) {
-    require_generation(generation, kind, name ? name->c_str() : nullptr);
+    native_->require_generation(generation, OpKind(kind), name ? name->c_str() : nullptr);
     release_orphans();
     Submission s;
     s.kind = static_cast<OpKind>(kind);
@@ -236,26 +230,24 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     (void)engine_.release();
   }
 
-  // Throws for a submission that was made for another generation of the world than this engine's.
-  void require_generation(std::uint64_t made_for, int kind, const char* name) const {
-    if (made_for == 0 || made_for == generation_) return;
-    std::string text(name_of(static_cast<OpKind>(kind)));
-    text += name == nullptr || *name == '\0' ? " without a name" : " '" + std::string(name) + "'";
-    text += " was made for generation " + std::to_string(made_for) +
-            " of the world, which has ended; generation " + std::to_string(generation_) +
-            " is running now. Compute it anew: what was begun before a shutdown() cannot be "
-            "continued after the next init()";
-    throw Failure(ErrorCode::kPeerLost, std::move(text));
-  }
-  Engine& core() { return *engine_; }
-
   std::map<std::string, std::uint64_t> counters() const { return engine_->counters(); }
   std::map<ProcessSetId, std::vector<int>> process_sets() const { return engine_->process_sets(); }
   Turn take_turn(int kind, ProcessSetId set) { return engine_->take_turn(set, OpKind(kind)); }
   void tune(const Tuning& tuning) { engine_->tune(tuning); }
   Tuning tuning() const { return engine_->tuning(); }
-  std::uintptr_t native_api() const { return reinterpret_cast<std::uintptr_t>(&api_); }
-  std::uint64_t generation() const { return generation_; }
+  // For a native library that was built with `version` of c_api.h.
+  std::uintptr_t native_api(std::uint32_t version) const {
+    if (version == POLYHVD_C_API_VERSION)
+      return reinterpret_cast<std::uintptr_t>(&native_->table());
+    const py::object type =
+        py::module_::import("polyhvd.errors").attr("HorovodVersionMismatchError");
+    PyErr_Format(type.ptr(),
+                 "the adapter's native library speaks version %u of polyhvd's C interface, and the "
+                 "core version %u: they are of different installations; reinstall polyhvd",
+                 version, static_cast<unsigned>(POLYHVD_C_API_VERSION));
+    throw py::error_already_set();
+  }
+  std::uint64_t generation() const { return native_->generation(); }
 
  private:
   struct Orphan {
@@ -283,8 +275,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<DumpSignal> dump_signal_;  // ends before the engine
   std::string header_ = "{}";                // guarded by the GIL
-  polyhvd_engine_api api_{};
-  std::uint64_t generation_;
+  std::optional<NativeApi> native_;          // of engine_
   bool abandoned_ = false;
   std::vector<Orphan> orphans_;  // guarded by the GIL
 };
@@ -362,72 +353,6 @@ PyMethodDef vector_call(const char* name) {
 }
 PyMethodDef kRunInPlace = vector_call<run_in_place>("run");
 PyMethodDef kStartInPlace = vector_call<start_in_place>("start");
-
-// Native adapters -------------------------------------------------------------
-
-void lend_native(void* engine) { static_cast<PyEngine*>(engine)->core().lend(); }
-
-TensorView view_of(const polyhvd_tensor& t) {
-  return {t.data,
-          Shape(t.shape, t.shape + t.ndim),
-          static_cast<DType>(t.dtype),
-          {static_cast<DeviceKind>(t.device_kind), t.device_index}};
-}
-
-Submission submission_of(const polyhvd_submission& in) {
-  Submission s;
-  s.kind = static_cast<OpKind>(in.kind);
-  in.name == nullptr ? leave_unnamed(s) : void((s.name = in.name, s.turn = in.turn));
-  s.op = static_cast<ReduceOp>(in.op);
-  s.root = in.root;
-  s.priority = in.priority;
-  s.scale = {in.prescale, in.postscale};
-  s.process_set = in.process_set;
-  s.queue_duplicates = in.queue_duplicates != 0;
-  if (in.numbers != nullptr) s.numbers.assign(in.numbers, in.numbers + in.number_count);
-  if (in.where != nullptr) s.where = in.where;
-  for (int i = 0; i < in.count; ++i) {
-    s.inputs.push_back(view_of(in.inputs[i]));
-    if (in.outputs != nullptr) s.outputs.push_back(view_of(in.outputs[i]));
-  }
-  void* context = in.context;
-  if (in.outputs == nullptr && in.allocate != nullptr) {
-    s.allocate = [context, allocate = in.allocate](int index, const Shape& shape) {
-      return allocate(context, index, shape.data(), static_cast<std::int32_t>(shape.size()));
-    };
-  }
-  s.done = [context, done = in.done](const Error* error) {
-    done(context, error == nullptr ? 0 : static_cast<std::int32_t>(error->code),
-         error == nullptr ? nullptr : error->message.c_str());
-  };
-  return s;
-}
-
-std::int32_t submit_native(void* engine, const polyhvd_submission* submission, char* message,
-                           std::size_t message_bytes) {
-  Error error;
-  try {
-    auto& own = *static_cast<PyEngine*>(engine);
-    own.require_generation(submission->generation, submission->kind, submission->name);
-    Engine& to = own.core();
-    if (submission->lends != nullptr) {
-      *submission->lends = to.submit_lending(submission_of(*submission)) ? 1 : 0;
-    } else {
-      to.submit(submission_of(*submission));
-    }
-    return 0;
-  } catch (const Failure& failure) {
-    error = failure.error();
-  } catch (const std::exception& other) {
-    error.message = other.what();
-  }
-  if (message_bytes > 0) {
-    const std::size_t n = std::min(error.message.size(), message_bytes - 1);
-    std::memcpy(message, error.message.data(), n);
-    message[n] = '\0';
-  }
-  return static_cast<std::int32_t>(error.code);
-}
 
 }  // namespace
 
@@ -571,7 +496,7 @@ PYBIND11_MODULE(_core, m) {
       .def("take_turn", &PyEngine::take_turn)
       .def("process_sets", &PyEngine::process_sets)
       .def("counters", &PyEngine::counters)
-      .def("native_api", &PyEngine::native_api)
+      .def("native_api", &PyEngine::native_api, py::arg("version"))
       .def("shutdown", &PyEngine::shutdown)
       .def("abort", &PyEngine::abort)
       .def("abandon", &PyEngine::abandon)
