@@ -14,16 +14,10 @@
 namespace polyhvd {
 namespace {
 
-// The engine that the current thread drives, so that a callback may wait.
-thread_local const Engine* t_driving = nullptr;
-
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kFlightInterval = std::chrono::seconds(1);
-constexpr auto kTurnInterval = std::chrono::milliseconds(100);
 constexpr auto kDozeTime = std::chrono::milliseconds(1000);
 constexpr int kIdleYields = 100;
-// The driver is done soon, or leaves soon; to be woken would take longer than either.
-constexpr int kTurnYields = 50;
 
 }  // namespace
 
@@ -39,10 +33,10 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       parts_(std::move(parts)),
       executor_(sets_, timeline_, *parking_, parts_.devices.get()),
       running_watch_(rank, options_.stalls, sets_, *parking_, *parts_.liveness, options_.log),
-      meter_(rank == 0 ? options_.steps_per_sample : 0),
-      cycle_ns_(static_cast<std::int64_t>(options_.cycle_time.count() * 1e9)),
-      tuning_{.fusion_bytes_max = options_.coordinator.fusion.bytes_max,
-              .cycle_us = static_cast<std::uint32_t>(options_.cycle_time.count() * 1e6)} {
+      tuner_({.fusion_bytes_max = options_.coordinator.fusion.bytes_max,
+              .cycle_us = static_cast<std::uint32_t>(options_.cycle_time.count() * 1e6)},
+             std::chrono::duration_cast<std::chrono::nanoseconds>(options_.cycle_time),
+             rank == 0 ? options_.steps_per_sample : 0, options_.mailbox) {
   controller_ = std::make_unique<Controller>(rank_, sets_, queue_, options_.coordinator,
                                              std::move(parts_.parent), std::move(parts_.children));
   stall_watch_ = std::make_unique<StallWatch>(rank_, options_.stalls, *controller_, queue_,
@@ -133,19 +127,15 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
 
 // Waiting and driving ---------------------------------------------------------
 
-bool Engine::drives_here() const noexcept { return t_driving == this; }
-
 bool Engine::take_role() noexcept {
-  bool free = false;
-  if (!role_taken_.compare_exchange_strong(free, true)) return false;
-  t_driving = this;
+  if (!role_.take()) return false;
   parking_->stay_awake();
   return true;
 }
 
 void Engine::release_role() noexcept {
   // Peers wake us from here on; then one last look at what they may have sent before.
-  if (engine_dozes_.load() && !failed_) {
+  if (role_.is_engine_asleep() && !failed_) {
     try {
       // Each time, for a transfer in there wakes by itself from a sleep of its own.
       do {
@@ -155,33 +145,15 @@ void Engine::release_role() noexcept {
       fail(cause_of(failure));
     }
   }
-  t_driving = nullptr;
-  role_taken_.store(false);
-  if (waiters_.load() > 0) notify_waiters();
-}
-
-void Engine::notify_waiters() noexcept {
-  std::lock_guard lock(turn_mutex_);
-  turn_.notify_all();
-}
-
-void Engine::await_turn(const std::function<bool()>& done) {
-  waiters_.fetch_add(1);
-  const auto over = [&] { return done() || !role_taken_.load(); };
-  for (int i = 0; i < kTurnYields && !over(); ++i) sched_yield();
-  if (!over()) {
-    std::unique_lock lock(turn_mutex_);
-    turn_.wait_for(lock, kTurnInterval, over);
-  }
-  waiters_.fetch_sub(1);
+  role_.release();
 }
 
 void Engine::wait(const OperationPtr& operation, const std::function<bool()>& interrupted) {
   const auto done = [&] { return operation->is_finished(); };
   while (!done()) {
-    if (t_driving == this) {  // from a callback of our own
+    if (role_.is_mine()) {  // from a callback of our own
       drive(done);
-    } else if (!closing_.load() && take_role()) {
+    } else if (!role_.is_claimed() && take_role()) {
       interrupted_ = &interrupted;
       try {
         drive(done);
@@ -193,7 +165,7 @@ void Engine::wait(const OperationPtr& operation, const std::function<bool()>& in
       interrupted_ = nullptr;
       release_role();
     } else {
-      await_turn(done);
+      role_.await(done);
       if (!done() && interrupted && interrupted()) {
         throw Failure(ErrorCode::kInterrupted, "interrupted");
       }
@@ -208,7 +180,7 @@ void Engine::drive(const std::function<bool()>& until) {
     parking_->await(
         [&] {
           progress();
-          return until() || closing_.load();
+          return until() || role_.is_claimed();
         },
         Parking::kForever);
   } catch (const Failure& failure) {
@@ -225,7 +197,9 @@ void Engine::drive(const std::function<bool()>& until) {
 
 bool Engine::progress() {
   if (failed_) return false;
-  if (has_wanted_.load(std::memory_order_relaxed)) take_wanted();
+  if (tuner_.has_wish()) {
+    if (const std::optional<Tuning> wish = tuner_.take_wish()) controller_->tune(*wish);
+  }
   bool moved = controller_->progress();
   if (timeline_.on() && !failed_ && controller_->has_work()) timeline_.mark_cycle();
   while (!failed_ && controller_->has_work()) {
@@ -316,7 +290,7 @@ void Engine::execute(Work& work) {
       throw;
     }
     executing_ = false;
-    if (meter_.on()) measure(work);
+    if (tuner_.measures()) tuner_.measure(work);
   }
   for (const OperationPtr& operation : work.operations) complete(operation, work.error);
 }
@@ -345,7 +319,7 @@ void Engine::complete(const OperationPtr& operation, std::optional<Error> error)
   const auto done = std::move(operation->submission.done);
   const std::optional<Error> told = operation->error;
   operation->finish();
-  if (waiters_.load() > 0) notify_waiters();
+  role_.notify();
   if (done) done(told ? &*told : nullptr);
 }
 
@@ -394,17 +368,17 @@ void Engine::fail(const Error& error) noexcept {
 }
 
 void Engine::claim_role() {
-  closing_.store(true);
+  role_.claim();
   parking_->wake_if_asleep();
-  while (!take_role()) await_turn([this] { return stopping_.load(); });
+  while (!take_role()) role_.await([this] { return stopping_.load(); });
 }
 
 void Engine::abort(const std::string& reason) {
-  closing_.store(true);
+  role_.claim();
   parking_->wake_if_asleep();
   while (!take_role()) {
     if (stopping_.load()) return;
-    await_turn([] { return false; });
+    role_.await([] { return false; });
   }
   fail({ErrorCode::kPeerLost, "rank " + std::to_string(rank_) + " ended the job: " + reason});
   release_role();
@@ -438,7 +412,7 @@ void Engine::shutdown() {
   if (!told_failure_) parts_.liveness->leave();
   stopping_.store(true);
   parking_->wake();
-  notify_waiters();
+  role_.notify();
   thread_.join();
   timeline_.stop();
   flight_.settle(FlightDump::kPatience);
@@ -447,7 +421,7 @@ void Engine::shutdown() {
   stall_watch_.reset();
   controller_.reset();
   parts_.liveness->close();
-  t_driving = nullptr;
+  role_.retire();
 }
 
 void Engine::abandon() noexcept {
@@ -472,7 +446,7 @@ void Engine::run() {
   bind_to_core();
   while (!stopping_.load()) {
     if (!take_role()) {
-      await_turn([this] { return stopping_.load(); });
+      role_.await([this] { return stopping_.load(); });
       continue;
     }
     if (stopping_.load()) {
@@ -497,7 +471,7 @@ void Engine::run() {
 bool Engine::idle_for_long() {
   if (queue_.pending() == 0) return true;
   for (int i = 0; i < kIdleYields; ++i) {
-    if (waiters_.load() > 0 || progress()) return waiters_.load() > 0;
+    if (role_.is_awaited() || progress()) return role_.is_awaited();
     sched_yield();
   }
   return true;
@@ -511,11 +485,11 @@ void Engine::nudge_others() {
 // Releases the role and sleeps until there is something to do.
 void Engine::doze() {
   parking_->announce_sleep();
-  engine_dozes_.store(true);
+  role_.set_engine_asleep(true);
   nudge_others();
   release_role();
   if (!stopping_.load() && !queue_.has_news()) parking_->doze(kDozeTime);
-  engine_dozes_.store(false);
+  role_.set_engine_asleep(false);
   parking_->end_sleep();
   engine_wakes_.fetch_add(1, std::memory_order_relaxed);
   gather();
@@ -523,10 +497,9 @@ void Engine::doze() {
 
 // Lets work gather as long as it keeps arriving, and no longer than a cycle.
 void Engine::gather() const {
-  const auto end =
-      Clock::now() + std::chrono::nanoseconds(cycle_ns_.load(std::memory_order_relaxed));
+  const auto end = Clock::now() + tuner_.cycle();
   std::uint64_t seen = queue_.submitted();
-  while (queue_.has_news() && waiters_.load() == 0 && Clock::now() < end) {
+  while (queue_.has_news() && !role_.is_awaited() && Clock::now() < end) {
     sched_yield();
     sched_yield();
     const std::uint64_t now = queue_.submitted();
@@ -535,14 +508,31 @@ void Engine::gather() const {
   }
 }
 
+// Tuning ----------------------------------------------------------------------
+
+void Engine::tune(const Tuning& tuning) {
+  if (rank_ != 0) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "tune(): only rank 0 tunes, for all; this is rank " + std::to_string(rank_));
+  }
+  tuner_.want(tuning);
+}
+
+Tuning Engine::tuning() const { return tuner_.current(); }
+
+void Engine::adopt(const Tuning& tuning) {
+  for (const auto& backend : parts_.backends) backend->tune(tuning);
+  tuner_.adopt(tuning);
+}
+
 std::map<std::string, std::uint64_t> Engine::counters() const {
   std::map<std::string, std::uint64_t> counters{
       {"operations", operations_.load()},
       {"batches", batches_.load()},
       {"cache_hits", queue_.cache_hits()},
       {"engine_wakes", engine_wakes_.load()},
-      {"lent", lent_.load()},
-      {"lent_in_vain", lent_in_vain_.load()},
+      {"lent", lending_.lent()},
+      {"lent_in_vain", lending_.in_vain()},
       {"pending", static_cast<std::uint64_t>(queue_.pending())},
   };
   parts_.liveness->add_counters(counters);

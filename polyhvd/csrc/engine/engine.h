@@ -10,7 +10,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -24,18 +23,18 @@
 #include "control/operation.h"
 #include "control/process_set.h"
 #include "control/tuning.h"
-#include "engine/adaptive_backoff.h"
 #include "engine/backend.h"
 #include "engine/controller.h"
+#include "engine/driver_role.h"
 #include "engine/executor.h"
 #include "engine/liveness.h"
 #include "engine/op_queue.h"
 #include "engine/parking.h"
 #include "engine/running_watch.h"
 #include "engine/stall_watch.h"
+#include "engine/tuner.h"
 #include "observe/flight.h"
 #include "observe/mailbox.h"
-#include "observe/step_meter.h"
 #include "observe/timeline.h"
 
 namespace polyhvd {
@@ -142,12 +141,8 @@ class Engine {
   Error error_for(const Submission& submission, const Error& cause) const;
   void fail(const Error& error) noexcept;
 
-  bool drives_here() const noexcept;
   bool take_role() noexcept;
   void release_role() noexcept;
-  // Waits until `done`, or the role is free, or a moment has passed.
-  void await_turn(const std::function<bool()>& done);
-  void notify_waiters() noexcept;
   // Takes the role from whoever waits with it, to end the engine.
   void claim_role();
 
@@ -155,9 +150,7 @@ class Engine {
   void bind_to_core() const;
   void gather() const;
   void nudge_others();
-  void take_wanted();
   void adopt(const Tuning& tuning);
-  void measure(const Work& work);
   bool idle_for_long();
   void doze();
 
@@ -183,31 +176,19 @@ class Engine {
   const std::function<bool()>* interrupted_ = nullptr;
   Clock::time_point next_interrupt_check_{};
   Clock::time_point next_flight_check_{};
-  StepMeter meter_;
-  AdaptiveBackoff lending_;  // worth_it() by any thread
 
-  std::atomic<std::int64_t> cycle_ns_;  // the engine's thread reads it without the role
-  mutable std::mutex tuning_mutex_;
-  Tuning tuning_;                        // guarded by tuning_mutex_
-  std::optional<Tuning> wanted_;         // likewise
-  std::atomic<bool> has_wanted_{false};  // whether to look, at no cost
+  DriverRole role_;  // any thread, each in its own way
+  Lending lending_;  // likewise
+  Tuner tuner_;      // likewise
 
-  std::atomic<bool> role_taken_{false};    // the driver's role
-  std::atomic<bool> engine_dozes_{false};  // the engine's thread sleeps without the role
-  std::atomic<int> waiters_{0};            // threads in await_turn
-  std::mutex turn_mutex_;                  // pairs with turn_, guards nothing
-  std::condition_variable turn_;
   std::atomic<bool> left_behind_{false};  // the parent has left, and so this engine ended
-  std::atomic<bool> closing_{false};  // somebody wants the role to end the engine: waiters leave it
-  std::atomic<bool> stopping_{false};
-  std::atomic<bool> abandoned_{false};
-  std::mutex shutdown_mutex_;
-  bool shut_down_ = false;  // guarded by shutdown_mutex_
+  std::atomic<bool> stopping_{false};     // by shutdown(): the engine's thread ends
+  std::atomic<bool> abandoned_{false};    // in a forked child, where that thread does not exist
+  std::mutex shutdown_mutex_;             // for one shutdown at a time, from begin to end
+  bool shut_down_ = false;                // guarded by shutdown_mutex_
 
   std::atomic<std::uint64_t> operations_{0};  // statistics
   std::atomic<std::uint64_t> batches_{0};
-  std::atomic<std::uint64_t> lent_{0};          // operations driven by their submitter
-  std::atomic<std::uint64_t> lent_in_vain_{0};  // and those that it left to the engine's thread
   std::atomic<std::uint64_t> engine_wakes_{0};
 
   std::thread thread_;

@@ -25,7 +25,7 @@ bool Engine::submit_lending(Submission submission) {
   const bool small = is_small(submission);
   submit(std::move(submission), true);
   // Of a second one in flight, and of a callback's, the first one's driver takes care.
-  if (small && queue_.pending() == 1 && !drives_here() && lending_.worth_it()) return true;
+  if (small && queue_.pending() == 1 && !role_.is_mine() && lending_.is_worth_it()) return true;
   parking_->wake_if_asleep();
   return false;
 }
@@ -33,8 +33,8 @@ bool Engine::submit_lending(Submission submission) {
 void Engine::lend() noexcept {
   const std::uint64_t submitted = queue_.submitted();
   // Its holder may be the thread that has done the operation before this one, about to leave.
-  for (int i = 0; closing_.load() || !take_role(); ++i) {
-    if (closing_.load() || i == kRoleYields) {
+  for (int i = 0; role_.is_claimed() || !take_role(); ++i) {
+    if (role_.is_claimed() || i == kRoleYields) {
       parking_->wake_if_asleep();
       return;
     }
@@ -44,11 +44,10 @@ void Engine::lend() noexcept {
     const bool in_time = parking_->await_briefly(
         [&] {
           progress();
-          return queue_.pending() != 1 || queue_.submitted() != submitted || closing_.load();
+          return queue_.pending() != 1 || queue_.submitted() != submitted || role_.is_claimed();
         },
         Clock::now() + kLendTime);
-    if (!in_time || queue_.pending() < 2) lending_.note(in_time);
-    (in_time ? lent_ : lent_in_vain_).fetch_add(1, std::memory_order_relaxed);
+    lending_.note(in_time, !in_time || queue_.pending() < 2);
     if (!in_time) nudge_others();
   } catch (const Failure& failure) {
     fail(cause_of(failure));
