@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <mutex>
 #include <sstream>
 #include <thread>
 
@@ -13,6 +12,7 @@
 #include "host/host_backend.h"
 #include "mpi/mpi_backend.h"
 #include "nccl/nccl_backend.h"
+#include "observe/lock_order.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
 #include "shm/shm_channel.h"
@@ -115,12 +115,12 @@ class World final : public Liveness {
   host::Fabric fabric_;
   std::shared_ptr<gpu::Devices> devices_;
   std::shared_ptr<gpu::Staging> staging_;
-  std::unique_ptr<mpi::Fabric> mpi_;              // null unless MPI moves data
-  std::unique_ptr<nccl::Fabric> nccl_;            // null unless NCCL may; never reset
-  Backend* staged_ = nullptr;                     // the engine's
-  Backend* between_hosts_ = nullptr;              // likewise
-  mutable std::mutex transport_mutex_;            // for add_counters
-  std::unique_ptr<tcp::TcpTransport> transport_;  // reset under transport_mutex_
+  std::unique_ptr<mpi::Fabric> mpi_;                           // null unless MPI moves data
+  std::unique_ptr<nccl::Fabric> nccl_;                         // null unless NCCL may; never reset
+  Backend* staged_ = nullptr;                                  // the engine's
+  Backend* between_hosts_ = nullptr;                           // likewise
+  mutable OrderedMutex<LockRank::transport> transport_mutex_;  // for add_counters
+  std::unique_ptr<tcp::TcpTransport> transport_;               // reset under transport_mutex_
 };
 
 World::World(Connections connections, Parking& parking, bool data_checksums)

@@ -197,6 +197,22 @@ def test_what_decides_is_pure() -> None:
     report(offences, f"csrc/{CORE_LAYERS[0]}/ has no socket, thread, lock or clock")
 
 
+def test_every_lock_has_its_place_in_the_order() -> None:
+    """Debug builds check the order; a mutex outside of it would not be seen."""
+    header = CSRC / "observe" / "lock_order.h"
+    wanted = set(re.findall(r"^  LOCK\((\w+)\)", header.read_text(), re.MULTILINE))
+    found: dict[str, list[str]] = {name: [] for name in wanted}
+    offences = []
+    for path in [*sources(".cc", ".h", under=CSRC), *sources(".cc", ".h", under=BACKENDS)]:
+        for number, line in enumerate(code(path).splitlines(), 1):
+            if path.stem != header.stem and re.search(r"std::(?:\w+_)?mutex\b|std::condition_variable", line):
+                offences.append(f"{relative(path)}:{number}: {line.strip()}")
+            for name in re.findall(r"OrderedMutex<LockRank::(\w+)>", line):
+                found.setdefault(name, []).append(f"{relative(path)}:{number}")
+    offences += [f"{name}: {places or 'nowhere'}" for name, places in found.items() if len(places) != 1]
+    report(offences, "each mutex is an OrderedMutex of a line of its own in observe/lock_order.h")
+
+
 def test_a_backend_includes_the_interfaces_and_its_own_folder() -> None:
     """world.* puts the engine's parts together, and so sees all of them."""
     offences = []

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 
 #include "control/device.h"
 #include "gpu/driver.h"
+#include "observe/lock_order.h"
 
 namespace polyhvd::gpu {
 
@@ -34,7 +34,7 @@ class Devices final : public polyhvd::Devices {
  private:
   const std::shared_ptr<Driver> driver_;
   const int local_rank_;
-  std::mutex mutex_;
+  OrderedMutex<LockRank::gpu_devices> mutex_;
   ContextPtr context_;  // guarded by mutex_; null before the first use
 };
 

@@ -9,11 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "control/device.h"
+#include "observe/lock_order.h"
 
 namespace polyhvd::gpu {
 
@@ -84,7 +84,7 @@ class Driver {
 
   const int rank_;
   const std::string library_;
-  std::mutex mutex_;
+  OrderedMutex<LockRank::gpu_driver> mutex_;
   std::atomic<bool> loaded_{false};
   Functions functions_{};  // written once under mutex_, before loaded_
 };
@@ -121,7 +121,7 @@ class Context : public std::enable_shared_from_this<Context> {
   const int device_;
   const Ordinal ordinal_;
   const Handle handle_;
-  std::mutex mutex_;
+  OrderedMutex<LockRank::gpu_events> mutex_;
   std::vector<Handle> free_events_;  // guarded by mutex_
 };
 using ContextPtr = std::shared_ptr<Context>;

@@ -25,8 +25,8 @@ bool BlockingCall::wait_for(std::chrono::nanoseconds time) const {
 }
 
 struct BlockingCalls::Queue {
-  std::mutex mutex;
-  std::condition_variable filled;
+  OrderedMutex<LockRank::mpi_calls> mutex;
+  OrderedCondition filled;
   bool has_thread = false;
   std::shared_ptr<BlockingCall> next;
   std::shared_ptr<BlockingCall> last;  // that was begun

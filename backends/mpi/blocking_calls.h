@@ -7,15 +7,14 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "control/error.h"
+#include "observe/lock_order.h"
 
 namespace polyhvd::mpi {
 
@@ -40,8 +39,8 @@ class BlockingCall {
   std::function<void()> call_;
   std::optional<Error> error_;         // before finished_ is true the thread's alone
   std::atomic<bool> finished_{false};  // set under the mutex, for those who sleep
-  mutable std::mutex mutex_;
-  mutable std::condition_variable returned_;
+  mutable OrderedMutex<LockRank::mpi_call> mutex_;
+  mutable OrderedCondition returned_;
 };
 
 class BlockingCalls {

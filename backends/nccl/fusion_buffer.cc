@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
+
+#include "observe/lock_order.h"
 
 namespace polyhvd::nccl {
 namespace {
@@ -33,7 +34,7 @@ std::size_t aligned(std::size_t bytes) {
 
 // What a kernel may still use that cannot be waited for.
 void keep_for_good(std::shared_ptr<std::byte> memory) {
-  static std::mutex mutex;
+  static OrderedMutex<LockRank::nccl_kept> mutex;
   static auto& kept = *new std::vector<std::shared_ptr<std::byte>>;  // guarded by mutex
   const std::lock_guard lock(mutex);
   kept.push_back(std::move(memory));

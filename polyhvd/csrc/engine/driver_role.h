@@ -4,12 +4,11 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 
 #include "engine/adaptive_backoff.h"
+#include "observe/lock_order.h"
 
 namespace polyhvd {
 
@@ -59,12 +58,12 @@ class DriverRole {
   // The one that the current thread has.
   static inline constinit thread_local const DriverRole* t_driven = nullptr;
 
-  std::atomic<bool> taken_{false};          // the role itself
-  std::atomic<bool> claimed_{false};        // never false again
-  std::atomic<bool> engine_sleeps_{false};  // who leaves the role has to look for its peers' news
-  std::atomic<int> waiters_{0};             // threads in await(), so that notify() costs nothing
-  std::mutex turn_mutex_;                   // pairs with turn_, guards nothing
-  std::condition_variable turn_;
+  std::atomic<bool> taken_{false};           // the role itself
+  std::atomic<bool> claimed_{false};         // never false again
+  std::atomic<bool> engine_sleeps_{false};   // who leaves the role has to look for its peers' news
+  std::atomic<int> waiters_{0};              // threads in await(), so that notify() costs nothing
+  OrderedMutex<LockRank::turn> turn_mutex_;  // pairs with turn_, guards nothing
+  OrderedCondition turn_;
 };
 
 // Whether it pays that a thread which only submits drives its operation itself, for a moment: it

@@ -14,7 +14,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -34,6 +33,7 @@
 #include "engine/stall_watch.h"
 #include "engine/tuner.h"
 #include "observe/flight.h"
+#include "observe/lock_order.h"
 #include "observe/mailbox.h"
 #include "observe/timeline.h"
 
@@ -184,8 +184,9 @@ class Engine {
   std::atomic<bool> left_behind_{false};  // the parent has left, and so this engine ended
   std::atomic<bool> stopping_{false};     // by shutdown(): the engine's thread ends
   std::atomic<bool> abandoned_{false};    // in a forked child, where that thread does not exist
-  std::mutex shutdown_mutex_;             // for one shutdown at a time, from begin to end
-  bool shut_down_ = false;                // guarded by shutdown_mutex_
+  OrderedMutex<LockRank::shutdown>
+      shutdown_mutex_;      // for one shutdown at a time, from begin to end
+  bool shut_down_ = false;  // guarded by shutdown_mutex_
 
   std::atomic<std::uint64_t> operations_{0};  // statistics
   std::atomic<std::uint64_t> batches_{0};

@@ -17,6 +17,7 @@
 #include "control/request.h"
 #include "control/response_cache.h"
 #include "engine/memory_in_flight.h"
+#include "observe/lock_order.h"
 #include "observe/recorder.h"
 
 namespace polyhvd {
@@ -117,7 +118,7 @@ class OpQueue {
   const int rank_;
   Recorder recorder_;  // of its writers, on_submit() holds mutex_
 
-  mutable std::mutex mutex_;
+  mutable OrderedMutex<LockRank::queue> mutex_;
   // All guarded by mutex_. The driver is the one writer of sets_ and cache_, and
   // reads them without it.
   ProcessSets& sets_;

@@ -12,11 +12,11 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "control/error.h"
+#include "observe/lock_order.h"
 #include "observe/ticks.h"
 
 namespace polyhvd {
@@ -191,7 +191,7 @@ class Parking {
   std::uint64_t moves_ = 0;  // likewise
   int waits_for_ = -1;       // likewise
   std::function<void()> on_slow_;
-  std::mutex watched_mutex_;
+  OrderedMutex<LockRank::watched> watched_mutex_;
   std::vector<Watched> watched_;  // guarded by watched_mutex_
 };
 

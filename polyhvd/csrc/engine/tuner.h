@@ -5,11 +5,11 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include "control/tuning.h"
 #include "engine/controller.h"
+#include "observe/lock_order.h"
 #include "observe/mailbox.h"
 #include "observe/step_meter.h"
 
@@ -51,7 +51,7 @@ class Tuner {
   StepMeter meter_;                     // the driver's
   std::atomic<std::int64_t> cycle_ns_;  // the engine's thread reads it without the role
   std::atomic<bool> has_wish_{false};   // whether to look, without the lock
-  mutable std::mutex mutex_;
+  mutable OrderedMutex<LockRank::tuning> mutex_;
   Tuning tuning_;               // guarded by mutex_
   std::optional<Tuning> wish_;  // likewise
 };

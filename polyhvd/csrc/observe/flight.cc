@@ -8,7 +8,6 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
 #include <ctime>
 #include <optional>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "observe/json.h"
+#include "observe/lock_order.h"
 
 namespace polyhvd {
 namespace {
@@ -79,8 +79,8 @@ struct FlightDump::Desk {
   const int rank;
   const DumpPlace place;
   const Log log;
-  std::mutex mutex;
-  std::condition_variable news;
+  OrderedMutex<LockRank::flight_desk> mutex;
+  OrderedCondition news;
   std::optional<std::string> text;  // to be written; guarded by mutex
   bool running = false;             // likewise: there is a thread, which ends when it has no text
   bool said = false;                // the thread's
@@ -195,8 +195,9 @@ void restore_default() noexcept {
 // The process has one handler, and one thread that serves it, for all of its engines.
 // Never destroyed, since a program may end while an engine runs.
 struct SignalServer {
-  std::mutex changing;  // held while an engine comes or goes; taken before `mutex`
-  std::mutex mutex;     // of the listeners; held while they are called
+  OrderedMutex<LockRank::signal_changes>
+      changing;  // held while an engine comes or goes; taken before `mutex`
+  OrderedMutex<LockRank::signal_listeners> mutex;  // of the listeners; held while they are called
   std::vector<DumpSignal*> listeners;
   std::thread thread;  // runs while there are any; under `changing`
   std::atomic<bool> stopping{false};

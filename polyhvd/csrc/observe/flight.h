@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 
 #include "observe/dump_folder.h"
+#include "observe/lock_order.h"
 #include "observe/recorder.h"
 
 namespace polyhvd {
@@ -52,7 +52,7 @@ class FlightDump {
 
   const Recorder& recorder_;
   const int rank_;
-  std::mutex mutex_;
+  OrderedMutex<LockRank::flight_header> mutex_;
   std::string header_ = "{}";         // guarded by mutex_
   std::uint64_t stalled_ = 0;         // the driver's: the operation that was last written about
   const std::shared_ptr<Desk> desk_;  // null: nothing is written

@@ -4,13 +4,12 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <string>
 
+#include "observe/lock_order.h"
 #include "observe/step_meter.h"
 
 namespace polyhvd {
@@ -58,8 +57,8 @@ class Mailbox {
     Clock::time_point since;
   };
 
-  std::mutex mutex_;
-  std::condition_variable news_;
+  OrderedMutex<LockRank::mailbox> mutex_;
+  OrderedCondition news_;
   std::deque<Line> lines_;             // guarded by mutex_
   bool closed_ = false;                // guarded by mutex_
   bool asked_ = false;                 // likewise

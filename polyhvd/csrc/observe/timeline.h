@@ -9,15 +9,14 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "observe/lock_order.h"
 #include "observe/recorder.h"
 
 namespace polyhvd {
@@ -74,14 +73,15 @@ class Timeline {
   const Recorder& recorder_;
   const int rank_;
   const Log log_;
-  std::atomic<bool> on_{false};             // a hint to the driver; push() looks again
-  std::atomic<bool> cycles_{false};         // likewise
-  std::mutex control_mutex_;                // held by start() and stop(), around mutex_
+  std::atomic<bool> on_{false};      // a hint to the driver; push() looks again
+  std::atomic<bool> cycles_{false};  // likewise
+  OrderedMutex<LockRank::timeline_control>
+      control_mutex_;                       // held by start() and stop(), around mutex_
   std::unique_ptr<TimelineWriter> writer_;  // the thread's while it runs, else control_mutex_'s
   std::thread thread_;                      // guarded by control_mutex_
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  OrderedMutex<LockRank::timeline> mutex_;
+  OrderedCondition wake_;
   // Guarded by mutex_.
   bool open_ = false;
   std::vector<Entry> buffer_;

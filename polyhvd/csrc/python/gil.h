@@ -15,6 +15,8 @@
 #include <cstdint>
 #include <thread>
 
+#include "observe/lock_order.h"
+
 namespace polyhvd {
 
 // Runs take(), which waits for the lock; does not return once the interpreter ends.
@@ -32,6 +34,7 @@ class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
   ~WithoutGil() {
+    require_no_lock("Python's lock");
     take_gil([this] { PyEval_RestoreThread(state_); });
   }
   WithoutGil(const WithoutGil&) = delete;
@@ -44,6 +47,7 @@ class WithoutGil {
 class WithGil {
  public:
   WithGil() {
+    require_no_lock("Python's lock");
     take_gil([this] { state_ = PyGILState_Ensure(); });
   }
   ~WithGil() { PyGILState_Release(state_); }
