@@ -21,9 +21,13 @@ std::vector<std::vector<int>> group_by_host(const Fabric& fabric, std::span<cons
   return sides;
 }
 
-// Whether any tensor is reduced where it lies.
-bool is_in_place(Segments in, Segments out) {
-  return !std::ranges::equal(in, out, std::ranges::not_equal_to{}, &Segment::data, &Segment::data);
+std::vector<int> ranks_here(const Fabric& fabric, std::span<const int> members) {
+  std::vector<int> ranks;
+  const auto domain = [&](int rank) { return fabric.domain_of[static_cast<std::size_t>(rank)]; };
+  for (const int rank : members) {
+    if (domain(rank) == domain(fabric.rank)) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 LocalGroup make_group(Fabric& fabric, const Place& place, std::span<const int> members) {
@@ -51,7 +55,8 @@ HostCommunicator::HostCommunicator(Fabric& fabric, const Place& place, std::span
     : fabric_(fabric),
       members_(members.begin(), members.end()),
       sides_(group_by_host(fabric, members)),
-      group_(make_group(fabric, place, members)) {
+      group_(make_group(fabric, place, members)),
+      attached_(fabric, group_, ranks_here(fabric, members)) {
   chunk_bytes_ = shm::kChunkBytesMax;
   rails_ = static_cast<int>(members.size());
   for (std::size_t s = 0; s < sides_.size(); ++s) {
@@ -86,8 +91,10 @@ void HostCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
   }
 }
 
-bool HostCommunicator::passes_caches(const Reduction& r) {
-  return r.bytes >= kOutputsPastCachesMin && !is_in_place(r.in, r.out);
+void HostCommunicator::reduce_here(const Reduction& r) {
+  if (!attached_.considers(r)) return reduce_staged(r);
+  if (attached_.begin(r) == Way::kStaged || !attached_.reduce(r)) reduce_staged(r);
+  attached_.end();
 }
 
 void HostCommunicator::reduce_alone(const Reduction& r) {
@@ -118,7 +125,7 @@ void HostCommunicator::reduce_direct(const Reduction& r) {
   group_.await_free(step, r.deadline);
   Cursor(r.in, r.out).stage_inputs(group_.writer(), staging.region(group_.self(), step), r.bytes);
   group_.publish_begun(step, r.bytes);
-  meet(step, r.deadline);
+  attached_.is_weighing() ? attached_.meet(step, r.deadline) : group_.await_begun(step, r.deadline);
   sources_.resize(static_cast<std::size_t>(group_.size()));
   Cursor(r.in, r.out)
       .take(r.bytes,
@@ -142,7 +149,7 @@ void HostCommunicator::reduce_sliced(const Reduction& r) {
     results.push_back(staged.back());
   }
   Cursor mine(r.in, r.out, slices.begin(std::min(self, rails_)));
-  if (passes_caches(r)) {
+  if (r.passes_caches()) {
     mine.pass_caches();
     for (Cursor& result : results) result.pass_caches();
   }
@@ -150,7 +157,7 @@ void HostCommunicator::reduce_sliced(const Reduction& r) {
     const std::uint64_t step = group_.step();
     if (i < slices.steps) {
       stage(r, slices, i, staged);
-      if (i == 0 && now_.bytes > 0) meet(step, r.deadline);
+      if (i == 0 && attached_.is_weighing()) attached_.meet(step, r.deadline);
       const std::size_t own = self < rails_ ? slices.bytes_of(self, i) : 0;
       if (own > 0) {
         group_.await_begun(step, r.deadline);

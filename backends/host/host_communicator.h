@@ -8,29 +8,21 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <vector>
 
-#include "host/attached/peer_memory.h"
-#include "host/cost_choice.h"
+#include "host/attached/attached_group.h"
 #include "host/host_backend.h"
+#include "host/reduction.h"
 #include "host/slices.h"
 #include "host/staged/local_group.h"
-#include "observe/ticks.h"
 
 namespace polyhvd::host {
-
-// Below, system calls cost more than a second copy.
-inline constexpr std::size_t kAttachedBytesMin = 32 << 10;
 
 // Between hosts, in each direction.
 inline constexpr std::size_t kChunksAhead = 4;
 
 // Between hosts, to all others together.
 inline constexpr std::size_t kSwappedBytesMax = 64 << 10;
-
-// Below, more time goes into steps than into bytes.
-inline constexpr std::uint32_t kChunkBytesMin = 4 << 10;
 
 class HostCommunicator final : public Communicator {
  public:
@@ -46,16 +38,6 @@ class HostCommunicator final : public Communicator {
   void alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) override;
 
  private:
-  struct Reduction {
-    Segments in;
-    Segments out;
-    DType dtype;
-    ReduceOp op;
-    Scale scale;
-    Deadline deadline;
-    std::size_t bytes;
-  };
-
   // Of an operation between hosts with one rank each.
   struct Chunk {
     Pieces pieces;
@@ -69,46 +51,8 @@ class HostCommunicator final : public Communicator {
     }
   };
 
-  // How tensors get from one rank of a host to another: through the segment, in two copies, or
-  // from memory to memory, in one.
-  enum class Way : std::uint8_t { kStaged = 0, kAttached = 1 };
-  static constexpr CostChoice<Way>::Habit kWayHabit{
-      .advantage = 1.0F, .first_trial = 4, .trial_every = 256, .trials_in_row = 2};
-
-  // Of a reduction, to tell which way is faster. The same on all ranks but for `ticks`.
-  struct Weighed {
-    std::size_t index = 0;  // into ways_
-    Way way = Way::kStaged;
-    std::size_t bytes = 0;  // 0: none
-    Ticks ticks = 0;        // of this rank, waiting for the others to begin not included
-  };
-
-  // Another rank of this host and its tensors, cut as ours are, at addresses of its own.
-  struct Neighbour {
-    int member = 0;
-    pid_t process = 0;
-    iovec token{};  // of its token_
-    std::vector<Segment> in;
-    std::vector<Segment> out;
-    std::vector<std::byte> terms;  // read from it
-    std::vector<iovec> parts;      // scratch
-  };
-
-  // Whether results are written past the caches.
-  static bool passes_caches(const Reduction& r);
   void reduce_here(const Reduction& r);
   void reduce_staged(const Reduction& r);
-  bool reduce_attached(const Reduction& r);
-  bool can_attach(Deadline deadline);
-  bool exchange_addresses(const Reduction& r);
-  void meet(std::uint64_t step, Deadline deadline);
-  void weigh(std::uint64_t step);
-  void reduce_own_slice(const Reduction& r, std::uint64_t step);
-  std::size_t attached_chunk_bytes() const noexcept;
-  void read_terms(Neighbour& from, Cursor& at, std::size_t bytes, Deadline deadline);
-  void write_sums(Neighbour& to, Cursor& at, std::size_t bytes, std::uint64_t step,
-                  Deadline deadline);
-  void check_attached(int error, const Neighbour& with, Deadline deadline);
   void reduce_alone(const Reduction& r);
   void reduce_direct(const Reduction& r);
   void reduce_sliced(const Reduction& r);
@@ -164,21 +108,15 @@ class HostCommunicator final : public Communicator {
   int rails_ = 1;                        // slices: as many owners as the smallest host has
   std::size_t chunk_bytes_ = 0;
   LocalGroup group_;
+  AttachedGroup attached_;                        // of the same ranks
   std::vector<std::vector<std::byte>> partials_;  // by host; scratch of the owner
   std::vector<std::byte> sums_;                   // likewise
   // Being sent, added, and received, and one more.
   std::array<Chunk, 2 * kChunksAhead + 1> ahead_;
   std::vector<const std::byte*> sources_;  // scratch
-  std::optional<Attaching> attaching_;     // empty: not agreed yet
-  std::vector<Neighbour> neighbours_;
-  std::vector<iovec> sums_at_;  // scratch
-  std::vector<CostChoice<Way>> ways_;
-  Weighed now_;                     // the reduction under way, if it is weighed
-  Weighed before_;                  // the one before it
-  std::uint64_t token_ = 0;         // that others read to see that they read this process
-  std::vector<std::byte> flat_;     // scratch: an operation's bytes in one piece
-  std::vector<std::byte> terms_;    // scratch: everybody's share of this rank's part
-  std::vector<std::byte> vectors_;  // scratch: the same, as Adasum adds them
+  std::vector<std::byte> flat_;            // scratch: an operation's bytes in one piece
+  std::vector<std::byte> terms_;           // scratch: everybody's share of this rank's part
+  std::vector<std::byte> vectors_;         // scratch: the same, as Adasum adds them
 };
 
 }  // namespace polyhvd::host

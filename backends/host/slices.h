@@ -3,10 +3,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 #include "shm/segment.h"
 
 namespace polyhvd::host {
+
+// Below, more time goes into steps than into bytes.
+inline constexpr std::uint32_t kChunkBytesMin = 4 << 10;
 
 // How an operation's bytes are cut: one slice per owner, in chunks. Computed from
 // what was agreed alone, hence equal on all ranks.

@@ -1,16 +1,14 @@
-// Reductions within a host where each rank reads its slice of the others' tensors in their
-// memory, and writes the sums there: one copy where the segment takes two. Which way is faster
-// depends on the machine, so both are weighed.
-//
 // A rank that leaves in the middle must not be written to any more, for its tensors may be
 // freed: it closes its memory, which writers look at before each chunk (LocalGroup::close).
+#include "host/attached/attached_group.h"
+
 #include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstring>
 
-#include "host/host_communicator.h"
 #include "host/kernels.h"
+#include "host/slices.h"
 
 namespace polyhvd::host {
 namespace {
@@ -54,32 +52,25 @@ std::size_t weighed_class(std::size_t bytes, std::size_t segments) {
 
 }  // namespace
 
-void HostCommunicator::reduce_here(const Reduction& r) {
-  if (!can_attach(r.deadline)) return reduce_staged(r);
-  if (*attaching_ == Attaching::kAlways) {
-    if (!reduce_attached(r)) reduce_staged(r);
-    return;
-  }
-  if (r.bytes < kAttachedBytesMin) return reduce_staged(r);
+Way AttachedGroup::begin(const Reduction& r) {
+  if (*attaching_ == Attaching::kAlways) return Way::kAttached;
   const std::size_t index = weighed_class(r.bytes, r.in.size());
   const std::uint64_t step = group_.step();
   group_.await_free(step, r.deadline);
   group_.note(step, before_.ticks);
   now_ = {index, ways_[index].next(), r.bytes, Ticks{0} - ticks_now()};
-  if (now_.way == Way::kStaged) {
-    reduce_staged(r);
-  } else if (!reduce_attached(r)) {
-    now_.bytes = 0;
-    reduce_staged(r);
-  }
+  return now_.way;
+}
+
+void AttachedGroup::end() {
+  if (*attaching_ == Attaching::kAlways) return;
   now_.ticks += ticks_now();
   before_ = now_;
   now_ = {};
 }
 
 // Waits for all to begin the first step of a reduction.
-void HostCommunicator::meet(std::uint64_t step, Deadline deadline) {
-  if (now_.bytes == 0) return group_.await_begun(step, deadline);
+void AttachedGroup::meet(std::uint64_t step, Deadline deadline) {
   now_.ticks += ticks_now();
   group_.await_begun(step, deadline);
   now_.ticks -= ticks_now();
@@ -87,7 +78,7 @@ void HostCommunicator::meet(std::uint64_t step, Deadline deadline) {
 }
 
 // All ranks come to the same choice, since they know the same costs of the reduction before.
-void HostCommunicator::weigh(std::uint64_t step) {
+void AttachedGroup::weigh(std::uint64_t step) {
   if (before_.bytes == 0) return;
   Ticks slowest = before_.ticks;
   for (int m = 0; m < group_.size(); ++m) {
@@ -98,9 +89,7 @@ void HostCommunicator::weigh(std::uint64_t step) {
 }
 
 // Agrees, once, on whether all can get at each other's memory.
-bool HostCommunicator::can_attach(Deadline deadline) {
-  if (attaching_) return *attaching_ != Attaching::kNever;
-  const std::vector<int>& here = sides_[index(side_)];
+Attaching AttachedGroup::agree(Deadline deadline) {
   const shm::Staging& staging = group_.staging();
   const std::uint64_t step = group_.step();
   bool possible = fabric_.attaching != Attaching::kNever;
@@ -112,7 +101,7 @@ bool HostCommunicator::can_attach(Deadline deadline) {
   group_.await_begun(step, deadline);
   for (int m = 0; m < group_.size(); ++m) {
     if (m == group_.self()) continue;
-    const auto rank = static_cast<std::size_t>(rank_at(here[static_cast<std::size_t>(m)]));
+    const auto rank = static_cast<std::size_t>(rank_of(m));
     Neighbour& neighbour = neighbours_.emplace_back();
     neighbour.member = m;
     neighbour.process = rank < fabric_.pids.size() ? fabric_.pids[rank] : 0;
@@ -133,14 +122,14 @@ bool HostCommunicator::can_attach(Deadline deadline) {
         std::min(*attaching_, static_cast<Attaching>(group_.note_of(neighbour.member, step)));
   }
   group_.advance();
-  if (*attaching_ == Attaching::kAuto) ways_.assign(kWeighedClasses, CostChoice<Way>(kWayHabit));
-  return *attaching_ != Attaching::kNever;
+  if (*attaching_ == Attaching::kAuto) ways_.assign(kWeighedClasses, CostChoice<Way>(kHabit));
+  return *attaching_;
 }
 
 // Tells the others where this rank's tensors lie, and takes down where theirs do. False if one of
 // them has some that cannot be had, or had better be staged: so it is for all. Results that lie
 // apart are no faster so, for only the rank itself can write them past the caches.
-bool HostCommunicator::exchange_addresses(const Reduction& r) {
+bool AttachedGroup::exchange_addresses(const Reduction& r) {
   const shm::Staging& staging = group_.staging();
   const std::uint64_t step = group_.step();
   const std::size_t entries = r.in.size() + 1;
@@ -155,7 +144,7 @@ bool HostCommunicator::exchange_addresses(const Reduction& r) {
     put(mine, i + 1, Addresses{address_of(r.in[i].data), address_of(r.out[i].data)});
   }
   group_.publish_begun(step, 0);
-  meet(step, r.deadline);
+  is_weighing() ? meet(step, r.deadline) : group_.await_begun(step, r.deadline);
   bool all_ready = ready;
   for (Neighbour& neighbour : neighbours_) {
     const std::byte* table = staging.region(neighbour.member, step);
@@ -172,11 +161,13 @@ bool HostCommunicator::exchange_addresses(const Reduction& r) {
   return all_ready;
 }
 
-// Whether it was possible. If not, nothing has been reduced.
-bool HostCommunicator::reduce_attached(const Reduction& r) {
+bool AttachedGroup::reduce(const Reduction& r) {
   const std::uint64_t step = group_.step();
   try {
-    if (!exchange_addresses(r)) return false;
+    if (!exchange_addresses(r)) {
+      now_.bytes = 0;  // what is reduced now is none of the ways that are weighed
+      return false;
+    }
     reduce_own_slice(r, step);
     group_.publish_reduced(step);
     for (const Neighbour& neighbour : neighbours_) {
@@ -196,7 +187,7 @@ bool HostCommunicator::reduce_attached(const Reduction& r) {
 
 // All neighbours' terms together stay in the second-level cache, if there are not too many. Twice
 // the chunks of the staging area, as there is but one place for them, and two system calls each.
-std::size_t HostCommunicator::attached_chunk_bytes() const noexcept {
+std::size_t AttachedGroup::chunk_bytes() const noexcept {
   constexpr std::size_t kTermsBytes = 1 << 20;
   constexpr std::size_t kLeast = 16 << 10;
   const std::size_t each = std::max(kLeast, kTermsBytes / neighbours_.size());
@@ -204,12 +195,12 @@ std::size_t HostCommunicator::attached_chunk_bytes() const noexcept {
   return std::min(each, 2 * tuned);
 }
 
-void HostCommunicator::reduce_own_slice(const Reduction& r, std::uint64_t step) {
+void AttachedGroup::reduce_own_slice(const Reduction& r, std::uint64_t step) {
   const std::size_t item = item_size(r.dtype);
   const int self = group_.self();
-  const Slices slices(r.bytes, item, group_.size(), attached_chunk_bytes());
+  const Slices slices(r.bytes, item, group_.size(), chunk_bytes());
   Cursor mine(r.in, r.out, slices.begin(self));
-  const bool apart = passes_caches(r);
+  const bool apart = r.passes_caches();
   std::vector<Cursor> reading;
   for (const Neighbour& neighbour : neighbours_) {
     reading.emplace_back(neighbour.in, neighbour.out, slices.begin(self));
@@ -222,17 +213,17 @@ void HostCommunicator::reduce_own_slice(const Reduction& r, std::uint64_t step) 
       read_terms(neighbours_[n], reading[n], bytes, r.deadline);
     }
     sums_at_.clear();
-    mine.take(bytes,
-              [&](const std::byte* in, std::byte* out, std::size_t offset, std::size_t count) {
-                sources_[index(self)] = in;
-                for (const Neighbour& neighbour : neighbours_) {
-                  sources_[index(neighbour.member)] = neighbour.terms.data() + offset;
-                }
-                std::byte* sums = apart ? neighbours_[0].terms.data() + offset : out;
-                reduce(r.dtype, r.op, r.scale, sources_, count / item, sums, nullptr);
-                if (apart) copy_past_caches(out, sums, count);
-                sums_at_.push_back({sums, count});
-              });
+    mine.take(
+        bytes, [&](const std::byte* in, std::byte* out, std::size_t offset, std::size_t count) {
+          sources_[static_cast<std::size_t>(self)] = in;
+          for (const Neighbour& neighbour : neighbours_) {
+            sources_[static_cast<std::size_t>(neighbour.member)] = neighbour.terms.data() + offset;
+          }
+          std::byte* sums = apart ? neighbours_[0].terms.data() + offset : out;
+          host::reduce(r.dtype, r.op, r.scale, sources_, count / item, sums, nullptr);
+          if (apart) copy_past_caches(out, sums, count);
+          sums_at_.push_back({sums, count});
+        });
     for (std::size_t n = 0; n < neighbours_.size(); ++n) {
       write_sums(neighbours_[n], writing[n], bytes, step, r.deadline);
     }
@@ -243,30 +234,29 @@ void HostCommunicator::reduce_own_slice(const Reduction& r, std::uint64_t step) 
   fabric_.cma_bytes.fetch_add(moved, std::memory_order_relaxed);
 }
 
-void HostCommunicator::read_terms(Neighbour& from, Cursor& at, std::size_t bytes,
-                                  Deadline deadline) {
-  if (from.terms.size() < bytes) from.terms.resize(attached_chunk_bytes());
+void AttachedGroup::read_terms(Neighbour& from, Cursor& at, std::size_t bytes, Deadline deadline) {
+  if (from.terms.size() < bytes) from.terms.resize(chunk_bytes());
   from.parts.clear();
   at.take(bytes, [&](const std::byte* in, std::byte*, std::size_t, std::size_t count) {
     from.parts.push_back({const_cast<std::byte*>(in), count});
   });
-  check_attached(read_memory(from.process, from.parts, from.terms.data()), from, deadline);
+  check(read_memory(from.process, from.parts, from.terms.data()), from, deadline);
 }
 
-void HostCommunicator::write_sums(Neighbour& to, Cursor& at, std::size_t bytes, std::uint64_t step,
-                                  Deadline deadline) {
+void AttachedGroup::write_sums(Neighbour& to, Cursor& at, std::size_t bytes, std::uint64_t step,
+                               Deadline deadline) {
   to.parts.clear();
   at.take(bytes, [&](const std::byte*, std::byte* out, std::size_t, std::size_t count) {
     to.parts.push_back({out, count});
   });
   int error = 0;
   group_.write_into(to.member, step, [&] { error = write_memory(to.process, sums_at_, to.parts); });
-  check_attached(error, to, deadline);
+  check(error, to, deadline);
 }
 
-void HostCommunicator::check_attached(int error, const Neighbour& with, Deadline deadline) {
+void AttachedGroup::check(int error, const Neighbour& with, Deadline deadline) {
   if (error == 0) return;
-  const int rank = rank_at(sides_[index(side_)][index(with.member)]);
+  const int rank = rank_of(with.member);
   // Who has ended will never get so far; the wait ends as soon as that is noticed.
   if (error == ESRCH) group_.await_reduced_by(with.member, group_.step() + 1, deadline);
   throw Failure(ErrorCode::kInternal,
