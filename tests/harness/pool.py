@@ -51,6 +51,7 @@ _THREADS = {
     "MKL_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more are processes that import torch
     "MXNET_CPU_WORKER_NTHREADS": "1",
     "MXNET_MP_WORKER_NTHREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
