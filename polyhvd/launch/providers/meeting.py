@@ -21,7 +21,7 @@ from polyhvd.launch.providers.provider import Claim
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
-from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
+from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, job_name
 from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, Way
 from polyhvd.runtime.placement import Placement, placements
 
@@ -162,8 +162,11 @@ class _Placing:
         wait_s = self._settings.start_timeout_s
         self._failure = self._store.post_gather(self._scope("failed"), 1, wait_s + 60)
         if self._rank == 0:
-            self._store.put(self._scope("size"), 0, str(self._size).encode())
-        size = int(self._gather("size", 1, None)[0])
+            job = {"size": self._size, "name": secrets.token_hex(16)}  # another one for each run
+            self._store.put(self._scope("job"), 0, json.dumps(job).encode())
+        told_job = json.loads(self._gather("job", 1, None)[0])
+        self._store.job = job_name(str(told_job["name"]), self._store.secret)
+        size = int(told_job["size"])
         if size != self._size:
             raise RankMismatchError(
                 f"init(): size must be the same on all ranks: rank {self._rank} has {self._size}, "
@@ -177,7 +180,7 @@ class _Placing:
                 "is it running twice?"
             )
         hosts = [str(card["host"]) for card in cards]
-        if self._rank == 0:  # as the other hosts reach it
+        if hosts[self._rank] == hosts[0]:  # as the other hosts reach it: this one may have many addresses
             seen = [str(card["root"]) for card in cards if card["host"] != hosts[0]]
             self._store.address = seen[0] if seen else network.loopback()
         return placements(hosts, self._generation)[self._rank]

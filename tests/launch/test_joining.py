@@ -1,0 +1,196 @@
+"""Ranks that have nothing but another launcher's variables: they meet, or say in a line why not."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+
+import netns
+import pytest
+from joining import DEADLINE_S, SECRET, WORK, Job, environment, free_port
+
+from polyhvd.config import Settings
+from polyhvd.launch.providers.torchrun import TorchVariablesProvider
+
+FAILING = "import sys; sys.exit(7)"
+QUICK = {"POLYHVD_START_TIMEOUT": "1.5"}
+
+
+@pytest.fixture
+def hand() -> dict[str, str]:
+    """torch.distributed's variables, as a script sets them: of a job that nobody else has."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+
+
+def last_line(error: str) -> str:
+    return error.strip().splitlines()[-1]
+
+
+def places(outputs: list[tuple[int, str, str]]) -> list[str]:
+    """What the ranks have printed, in order."""
+    assert all(status == 0 for status, _, _ in outputs), outputs
+    return sorted(line for _, out, _ in outputs for line in out.splitlines() if line.startswith("place"))
+
+
+def test_variables_by_hand_are_enough_on_one_host(hand: dict[str, str]) -> None:
+    with Job() as job:
+        for rank in "01":
+            job.rank(**hand, RANK=rank)
+        assert places(job.finish()) == ["place 0 2 0 2 0 1 sum 3.0", "place 1 2 1 2 0 1 sum 3.0"]
+
+
+def test_ranks_meet_again_after_shutdown(hand: dict[str, str]) -> None:
+    source = WORK + "hvd.shutdown()\nhvd.init()\n" + WORK.partition("hvd.init()\n")[2] + "hvd.shutdown()\n"
+    with Job() as job:
+        for rank in "01":
+            job.rank(source, **hand, RANK=rank)
+        assert len(places(job.finish())) == 4
+
+
+def test_torch_distributed_may_listen_on_the_master_port_itself(hand: dict[str, str]) -> None:
+    source = (
+        "import socket, time\nimport os\nlistener = None\nif os.environ['RANK'] == '0':\n"
+        "    listener = socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n" + WORK
+    )
+    hand["POLYHVD_SECRET"] = SECRET
+    with Job() as job:
+        for rank in "01":
+            job.rank(source, **hand, RANK=rank, LOCAL_WORLD_SIZE="1")  # as if on several hosts
+        assert len(places(job.finish())) == 2
+
+
+def test_two_jobs_at_once_keep_apart(hand: dict[str, str]) -> None:
+    with Job() as job:
+        for name in ("a", "b"):
+            for rank in "01":
+                own = {**hand, "TORCHELASTIC_RUN_ID": name, "LOCAL_WORLD_SIZE": "2"}
+                job.rank(WORK, **own, RANK=rank)
+        assert len(places(job.finish())) == 4
+
+
+def test_what_an_earlier_incarnation_has_left_running_is_not_met(hand: dict[str, str]) -> None:
+    own = {**hand, "TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+    with Job() as old, Job() as job:
+        old.rank(**own, TORCHELASTIC_RESTART_COUNT="0")  # its rank 1 is gone, and it waits
+        time.sleep(1.0)
+        for rank in "01":
+            job.rank(**{**own, "RANK": rank}, TORCHELASTIC_RESTART_COUNT="1")
+        assert len(places(job.finish())) == 2
+
+
+def test_sizes_that_differ_are_told_on_both_sides(hand: dict[str, str]) -> None:
+    with Job() as job:
+        job.rank(**hand, RANK="0")
+        job.rank(**{**hand, "WORLD_SIZE": "3"}, RANK="1")
+        outputs = job.finish()
+    for status, _, error in outputs:
+        assert status == 1
+        assert "size must be the same on all ranks: rank 1 has 3, rank 0 2" in last_line(error)
+
+
+def test_a_rank_that_dies_before_meeting_is_named(hand: dict[str, str]) -> None:
+    with Job() as job:
+        job.rank(**hand, **QUICK, RANK="0")
+        job.rank(FAILING, **hand, RANK="1")
+        (status, _, error), _ = job.finish()
+    assert status == 1
+    assert "rank 0 waited 1.5 s for ranks [1] (of 2): they have not called init()" in last_line(error)
+
+
+def test_rank_0_that_dies_before_meeting_is_named(hand: dict[str, str]) -> None:
+    with Job() as job:
+        job.rank(FAILING, **hand, RANK="0")
+        job.rank(**hand, **QUICK, RANK="1")
+        _, (status, _, error) = job.finish()
+    assert status == 1
+    assert "rank 1 waited 1.5 s for rank 0 on this host: it has not called init()" in last_line(error)
+
+
+def test_the_second_of_two_that_are_one_rank_is_told(hand: dict[str, str]) -> None:
+    provider = TorchVariablesProvider()
+    errors: list[str] = []
+
+    def meet(rank: int) -> None:
+        claim = provider.detect({**hand, "WORLD_SIZE": "3", "RANK": str(rank)})
+        try:
+            _, store = provider.meet(claim, Settings(), 0, time.monotonic() + 20)
+        except Exception as error:
+            errors.append(str(error))
+        else:
+            assert store is not None
+            store.close()
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1, 1, 2)]
+    for thread in threads[:3]:
+        thread.start()
+    time.sleep(1.0)  # all have come then, and rank 2 completes them
+    threads[3].start()
+    for thread in threads:
+        thread.join(30)
+    assert any("another process of this job is rank 1, too" in error for error in errors)
+
+
+def test_another_secret_is_told_in_a_line(hand: dict[str, str]) -> None:
+    several = {**hand, "LOCAL_WORLD_SIZE": "1"}
+    with Job() as job:
+        job.rank(**several, RANK="0", POLYHVD_SECRET=SECRET)
+        job.rank(**several, RANK="1", POLYHVD_SECRET="00" * 32)
+        _, error = job.processes[1].communicate(timeout=DEADLINE_S)
+        assert job.processes[1].returncode == 1
+    assert "does not know this job's secret; POLYHVD_SECRET" in last_line(error)
+
+
+def test_a_network_that_is_trusted_is_warned_of(hand: dict[str, str]) -> None:
+    with Job() as job:
+        for rank in "01":
+            job.rank(**hand, RANK=rank, LOCAL_WORLD_SIZE="1", POLYHVD_TRUST_NETWORK="1")
+        outputs = job.finish()
+    assert len(places(outputs)) == 2
+    assert ["POLYHVD_TRUST_NETWORK=1" in error for _, _, error in outputs] == [True, False]
+
+
+def test_workers_of_a_cluster_meet_and_its_evaluator_is_alone() -> None:
+    port = free_port()
+    kinds = ("worker", "chief", "evaluator")
+    hosts = {kind: [f"localhost:{port + number}"] for number, kind in enumerate(kinds)}
+    with Job() as job:
+        for kind in ("chief", "worker", "evaluator"):
+            job.rank(TF_CONFIG=json.dumps({"cluster": hosts, "task": {"type": kind, "index": 0}}))
+        assert places(job.finish()) == [
+            "place 0 1 0 1 0 1 sum 1.0",
+            "place 0 2 0 2 0 1 sum 3.0",
+            "place 1 2 1 2 0 1 sum 3.0",
+        ]
+
+
+def test_the_doctor_says_whose_rank_this_is(hand: dict[str, str]) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    with Job() as job:
+        argv = [sys.executable, "-m", "polyhvd.cli", "doctor"]
+        job.start(argv, environment(**hand, RANK="1", TORCHELASTIC_RUN_ID="x", **slurm))
+        job.start(argv, environment(**hand, RANK="1", **slurm))
+        (_, nested, _), (_, contradiction, _) = job.finish()
+    assert "init() joins: torchrun says rank 1 of 2 (RANK=1, WORLD_SIZE=2" in nested
+    assert "not used: srun says rank 0 of 1" in nested
+    assert "variables contradict each other" in contradiction
+
+
+@pytest.mark.skipif(not netns.available(), reason="needs network namespaces, which root can make")
+def test_pods_of_an_indexed_job_meet_by_the_name_of_the_first() -> None:
+    names = ["train-0", "train-1"]
+    with netns.two_hosts() as hosts, Job() as job:
+        listed = "".join(
+            f"{host.address} {name}.train.default.svc.cluster.local {name}\n"
+            for host, name in zip(hosts, names, strict=True)
+        )
+        for index, host in enumerate(hosts):
+            shell = (
+                f"hostname {names[index]} && printf '127.0.0.1 localhost\\n{listed}' > /tmp/hosts.$$ && "
+                'mount --bind /tmp/hosts.$$ /etc/hosts && rm /tmp/hosts.$$ 2>/dev/null; exec "$@"'
+            )
+            pod = host.command("unshare", "--uts", "--mount", "sh", "-c", shell, "sh")
+            told = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": names[index], "POLYHVD_SIZE": "2"}
+            job.rank(before=pod, **told, POLYHVD_SECRET=SECRET)
+        assert places(job.finish()) == ["place 0 2 0 1 0 2 sum 3.0", "place 1 2 0 1 1 2 sum 3.0"]

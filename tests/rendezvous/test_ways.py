@@ -1,0 +1,252 @@
+"""Ways to a store that rank 0 serves: who else listens does not matter, and a wrong secret is told."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.server import Server
+from polyhvd.rendezvous.store import StoreError
+from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
+
+SECRET = parse_secret(new_secret())
+OTHER = parse_secret(new_secret())
+WAIT_S = 20.0
+
+Make = Callable[[], Way]
+
+
+@pytest.fixture(params=["nearby", "ports", "file"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Makes the way of a new rank of one job, which no other test has."""
+    key = f"test {os.getpid()} {time.monotonic_ns()}"
+    ways: dict[str, Make] = {
+        "nearby": lambda: NearbyWay(key),
+        "ports": lambda: PortsWay(key, SECRET, "127.0.0.1"),
+        "file": lambda: SharedFileWay(key, tmp_path / "shared" / "job"),
+    }
+    return ways[request.param]
+
+
+def meet(
+    ways: list[Way], *, generation: int = 1, delays_s: tuple[float, ...] = (), wait_s: float = WAIT_S
+) -> list[Any]:
+    """Each rank's way on a thread; the values that the ranks have gathered, or their errors."""
+    results: list[Any] = [None] * len(ways)
+    everybody = threading.Barrier(len(ways))
+
+    def join(rank: int) -> None:
+        time.sleep(delays_s[rank] if delays_s else 0.0)
+        try:
+            with ways[rank].open(rank, generation, time.monotonic() + wait_s) as store:
+                values = store.gather("here", len(ways), WAIT_S, own=(rank, b"%d" % rank))
+                results[rank] = (values, store.secret, store.job)
+                everybody.wait(WAIT_S)
+        except Exception as error:
+            results[rank] = error
+            everybody.abort()
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(ways))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * WAIT_S)
+    return results
+
+
+def test_ranks_meet_with_one_secret_and_one_name(make: Make) -> None:
+    results = meet([make() for _ in range(3)])
+    assert [result[0] for result in results] == [[b"0", b"1", b"2"]] * 3
+    assert len({result[1:] for result in results}) == 1
+    assert len(results[0][1]) >= 16
+
+
+def test_a_late_rank_0_is_waited_for(make: Make) -> None:
+    results = meet([make() for _ in range(2)], delays_s=(1.5, 0.0))
+    assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
+def test_one_generation_follows_another(make: Make) -> None:
+    for generation in (1, 2):
+        results = meet([make() for _ in range(2)], generation=generation)
+        assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
+def test_a_rank_of_another_generation_is_not_let_in(make: Make) -> None:
+    with make().open(0, 1, time.monotonic() + WAIT_S), pytest.raises(NobodyFoundError):
+        make().open(1, 2, time.monotonic() + 1.0)
+
+
+def test_rank_0_that_does_not_come_is_told_with_its_place(make: Make) -> None:
+    way = make()
+    with pytest.raises(NobodyFoundError) as caught:
+        way.open(1, 1, time.monotonic() + 0.5)
+    assert str(caught.value) == way.description
+
+
+def test_what_rank_0_has_put_before_it_leaves_reaches_those_who_wait(make: Make) -> None:
+    heard: list[bytes] = []
+
+    def wait() -> None:
+        with make().open(1, 1, time.monotonic() + WAIT_S) as store:
+            request = store.post_gather("failed", 1, WAIT_S)
+            store.put("ready", 0, b"")
+            while (values := store.take(request)) is None:
+                store.pause()
+            heard.extend(values)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with make().open(0, 1, time.monotonic() + WAIT_S) as store:
+        store.gather("ready", 1, WAIT_S)
+        store.put("failed", 0, b"the reason")
+    thread.join(WAIT_S)
+    assert heard == [b"the reason"]
+
+
+def test_nothing_is_left(make: Make, tmp_path: Path) -> None:
+    def once() -> None:
+        meet([make() for _ in range(2)])
+
+    once()
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(5):
+        once()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert threading.active_count() == threads
+    assert not list(tmp_path.rglob("job*"))
+
+
+def test_silent_listeners_on_the_first_ports_are_passed_over() -> None:
+    ways = [PortsWay(f"hostile {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
+    with ExitStack() as stack:
+        for port in ways[0]._ports()[:2]:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        results = meet(list(ways))
+    assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
+def test_an_impostor_on_the_first_port_is_passed_over() -> None:
+    ways = [PortsWay(f"impostor {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
+    listener = socket.create_server(("127.0.0.1", ways[0]._ports()[0]))
+    with Server(OTHER, listener=listener):
+        results = meet(list(ways), delays_s=(0.5, 0.0))
+    assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_s_socket_is_passed_over() -> None:
+    key = f"squatted {os.getpid()}"
+    names = list(NearbyWay(key)._names(1))[:2]
+    program = (
+        "import os, socket, sys\nos.setuid(65534)\nheld = []\n"
+        "for name in sys.argv[1:]:\n"
+        "    held.append(socket.socket(socket.AF_UNIX))\n"
+        "    held[-1].bind('\\0' + name)\n"
+        "    held[-1].listen(100)\n"
+        "print('up', flush=True)\nsys.stdin.read()\n"
+    )
+    arguments = [sys.executable, "-c", program, *(name.removeprefix("\0") for name in names)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as squatter:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == "up\n"
+        results = meet([NearbyWay(key) for _ in range(2)])
+        squatter.communicate()
+    assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
+@pytest.mark.parametrize("kind", ["nearby", "ports"])
+def test_another_secret_is_told_soon(kind: str) -> None:
+    key = f"secret {kind} {os.getpid()}"
+
+    def way(secret: bytes) -> Way:
+        return NearbyWay(key, secret) if kind == "nearby" else PortsWay(key, secret, "127.0.0.1")
+
+    began = time.monotonic()
+    with (
+        way(SECRET).open(0, 1, began + WAIT_S),
+        pytest.raises(
+            StoreError, match=r"does not know this job's secret; POLYHVD_SECRET .* has to be the same"
+        ),
+    ):
+        way(OTHER).open(1, 1, began + WAIT_S)
+    assert time.monotonic() - began < WAIT_S / 2
+
+
+def test_jobs_with_one_secret_keep_apart_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = PortsWay(f"shared {os.getpid()}", SECRET, "127.0.0.1")._ports()
+    monkeypatch.setattr(PortsWay, "_ports", lambda _: ports)
+    with ExitStack() as stack:
+        for job in ("a", "b"):
+            stack.enter_context(PortsWay(job, SECRET, "127.0.0.1").open(0, 1, time.monotonic() + WAIT_S)).put(
+                "name", 0, job.encode()
+            )
+        for job in ("b", "a"):
+            with PortsWay(job, SECRET, "127.0.0.1").open(1, 1, time.monotonic() + WAIT_S) as store:
+                assert store.gather("name", 1, WAIT_S) == [job.encode()]
+
+
+def test_a_host_without_a_known_address_is_named() -> None:
+    with pytest.raises(NobodyFoundError, match=r"on nowhere.invalid .*whose address is not known here"):
+        PortsWay("unknown", SECRET, "nowhere.invalid").open(1, 1, time.monotonic() + 1.0)
+
+
+def file_way(folder: Path) -> SharedFileWay:
+    return SharedFileWay("job", folder / "job")
+
+
+def test_the_file_is_this_user_s_alone_and_goes_at_the_end(tmp_path: Path) -> None:
+    with file_way(tmp_path / "new").open(0, 1, time.monotonic() + WAIT_S):
+        (file,) = (tmp_path / "new").iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_stale_file_of_a_killed_rank_0_is_passed_over(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with file_way(tmp_path).open(0, 1, time.monotonic() + WAIT_S):
+        (file,) = tmp_path.iterdir()
+        stale = file.read_bytes()
+    file.write_bytes(stale)
+    file.chmod(0o600)
+    results = meet([file_way(tmp_path) for _ in range(2)], delays_s=(1.0, 0.0))
+    assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660])
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "job.1").write_text("{}")
+    (tmp_path / "job.1").chmod(mode)
+    with pytest.raises(StoreError, match="is not this user's alone"):
+        file_way(tmp_path).open(1, 1, time.monotonic() + WAIT_S)
+
+
+def test_a_folder_where_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(StoreError, match="others may write there"):
+        file_way(tmp_path).open(0, 1, time.monotonic() + WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"addresses": ["a"]}', '{"addresses": 1, "port": 1, "secret": "00"}']
+)
+def test_a_file_with_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "job.1").write_text(text)
+    (tmp_path / "job.1").chmod(0o600)
+    with pytest.raises(StoreError, match="is no file of polyhvd's"):
+        file_way(tmp_path).open(1, 1, time.monotonic() + WAIT_S)
