@@ -151,7 +151,7 @@ def explain(dumps: Sequence[Dump]) -> list[str]:
     if not differences:
         return [
             *lines,
-            "They ran the same operations, and wait for none that others have not asked for.",
+            "They ran the same operations, and wait for none that others have not submitted.",
         ]
     lines += ["The first difference:", f"  {differences[0]}"]
     if len(differences) > 1:
@@ -200,7 +200,7 @@ def _unfinished(dumps: Sequence[Dump]) -> list[str]:
 
 
 def _unasked(dumps: Sequence[Dump]) -> list[str]:
-    """Operations that some members wait for and others have not asked for."""
+    """Operations that some members wait for and others have not submitted."""
     waiting: dict[tuple[int, str, str], dict[int, Record]] = {}
     for dump in dumps:
         for record in dump.records:

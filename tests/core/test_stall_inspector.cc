@@ -47,7 +47,7 @@ TEST_CASE("the absent ranks are asked once, and reported when all have answered"
   desk.answer(3, "stopped");
   REQUIRE(desk.inspector.is_complete(desk.now));
   CHECK(desk.report() ==
-        "operations are waiting for ranks that have not asked for them:\n"
+        "stalled: ranks have not submitted operations that others wait for:\n"
         "  ranks 0, 2 wait for ranks 1, 3 in 1 operation:\n"
         "    'x', for 61 s\n"
         "  rank 1 (pid 101): alive, in save (train.py:6)\n"

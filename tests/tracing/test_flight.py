@@ -250,7 +250,7 @@ def test_batches_that_a_ring_has_lost_are_no_difference(tmp_path: Path) -> None:
     long = write_dump(tmp_path, 0, 2, [record(i, "x", i) for i in range(1, 9)])
     short = write_dump(tmp_path, 1, 2, [record(i, "x", i) for i in range(5, 9)])
     assert differences(flight.load([long, short])) == [
-        "They ran the same operations, and wait for none that others have not asked for."
+        "They ran the same operations, and wait for none that others have not submitted."
     ]
 
 

@@ -30,7 +30,7 @@ struct CoordinatorOptions {
   FusionPolicy fusion;
 };
 
-// A named operation that some ranks wait for and others have not asked for.
+// A named operation that some ranks wait for and others have not submitted.
 struct Stalled {
   ProcessSetId process_set = kWorld;
   std::string name;

@@ -121,8 +121,8 @@ std::optional<StallReport> StallInspector::finish(std::span<const Stalled> stall
   if (stalled.empty()) return std::nullopt;
   next_report_ = now + std::chrono::duration_cast<Time::duration>(times_.warn);
   const bool fatal = is_fatal(stalled);
-  std::string text(fatal ? "stalled for too long: " : "");
-  text += "operations are waiting for ranks that have not asked for them:";
+  std::string text(fatal ? "stalled for too long: " : "stalled: ");
+  text += "ranks have not submitted operations that others wait for:";
   text += text_of_stalled(stalled) + text_of_answers(absent_ranks(stalled));
   text += text_of_order(stalled) + text_of_finished(stalled);
   return StallReport{std::move(text), fatal};

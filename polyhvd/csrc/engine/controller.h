@@ -81,7 +81,7 @@ class Controller {
   // On the root: what came since the last call.
   std::vector<Answer> take_answers() { return std::exchange(answers_, {}); }
 
-  // On the root: what some ranks wait for and others have not asked for.
+  // On the root: what some ranks wait for and others have not submitted.
   std::vector<Stalled> stalled(std::chrono::duration<double> at_least) const;
 
  private:

@@ -83,7 +83,7 @@ std::string StallWatch::own_part() const {
   std::string text = last_name_.empty() ? std::string("it has run no operation yet")
                                         : concat({"it last ran ", subject(last_kind_, last_name_)});
   const std::vector<std::string> pending = queue_.in_flight();
-  if (pending.empty()) return text + "; it has asked for nothing since";
+  if (pending.empty()) return text + "; it has submitted nothing since";
   text += "; it waits for ";
   for (std::size_t i = 0; i < std::min(pending.size(), kNamesShown); ++i) {
     text += concat({i == 0 ? "" : ", ", pending[i]});

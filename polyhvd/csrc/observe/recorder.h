@@ -24,7 +24,7 @@ namespace polyhvd {
 enum class OpState : std::uint8_t {
   kSubmitted = 0,
   kAnnounced = 1,  // the other ranks are told
-  kAgreed = 2,     // all members have asked for it: it waits for its turn
+  kAgreed = 2,     // all members have submitted it: it waits for its turn
   kRunning = 3,
   kDone = 4,
   kFailed = 5,   // with the engine
