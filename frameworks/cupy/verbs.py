@@ -73,7 +73,7 @@ def allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -131,7 +131,7 @@ def allreduce_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -179,7 +179,7 @@ def allreduce_async(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -234,7 +234,7 @@ def allreduce_async_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -295,7 +295,7 @@ def grouped_allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -352,7 +352,7 @@ def grouped_allreduce_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -407,7 +407,7 @@ def grouped_allreduce_async(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -463,7 +463,7 @@ def grouped_allreduce_async_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -950,8 +950,8 @@ def reducescatter(
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1002,8 +1002,8 @@ def reducescatter_async(
             bfloat16 of ml_dtypes, float32, float64, integers of 8 to 64 bits, or bool.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1059,8 +1059,8 @@ def grouped_reducescatter(
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1112,8 +1112,8 @@ def grouped_reducescatter_async(
             :func:`reducescatter_async`. Their dtypes may differ.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.

@@ -79,7 +79,7 @@ def allreduce(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         A new array of the same shape and dtype.
@@ -145,7 +145,7 @@ def allreduce_(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         ``tensor`` itself.
@@ -206,7 +206,7 @@ def allreduce_async(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         A handle for ``poll()`` and ``synchronize()``, which returns the new array and raises what went wrong.
@@ -266,7 +266,7 @@ def allreduce_async_(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         A handle for ``poll()`` and ``synchronize()``, which returns ``tensor`` and raises what went wrong.
@@ -332,7 +332,7 @@ def grouped_allreduce(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         New arrays in the order of ``tensors``, of the same shapes and dtypes.
@@ -396,7 +396,7 @@ def grouped_allreduce_(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         The arrays themselves.
@@ -456,7 +456,7 @@ def grouped_allreduce_async(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         A handle for ``poll()`` and ``synchronize()``, which returns the list of new arrays and raises what
@@ -517,7 +517,7 @@ def grouped_allreduce_async_(
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
 
     Returns:
         A handle for ``poll()`` and ``synchronize()``, which returns the list of the arrays themselves and
@@ -1126,8 +1126,8 @@ def reducescatter(
     Args:
         tensor: an array with at least one dimension; shape and dtype are the same on every rank: float16,
             bfloat16, float32, float64, uint8, int8, int32, int64, or bool.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         priority: of the operations that are ready, those of higher priority are run first.
@@ -1187,8 +1187,8 @@ def reducescatter_async(
     Args:
         tensor: an array with at least one dimension; shape and dtype are the same on every rank: float16,
             bfloat16, float32, float64, uint8, int8, int32, int64, or bool.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         priority: of the operations that are ready, those of higher priority are run first.
@@ -1254,8 +1254,8 @@ def grouped_reducescatter(
     Args:
         tensors: arrays, as many on every rank, in the same order; each as ``tensor`` of
             :func:`reducescatter`. Their dtypes may differ.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         priority: of the operations that are ready, those of higher priority are run first.
@@ -1316,8 +1316,8 @@ def grouped_reducescatter_async(
     Args:
         tensors: arrays, as many on every rank, in the same order; each as ``tensor`` of
             :func:`reducescatter_async`. Their dtypes may differ.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole arrays, is refused. The
-            average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole arrays, is refused.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         priority: of the operations that are ready, those of higher priority are run first.

@@ -22,32 +22,9 @@ from typing import Any
 
 from polyhvd.tensorflow import derivatives as _derivatives  # noqa: F401
 from polyhvd.tensorflow import vectorized as _vectorized  # noqa: F401
+from polyhvd.tensorflow import verbs
 from polyhvd.tensorflow.compression import Compression
-from polyhvd.tensorflow.functions import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    reducescatter,
-)
 from polyhvd.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from polyhvd.tensorflow.handles import (
-    allgather_async,
-    allreduce_async,
-    alltoall_async,
-    broadcast_async,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_reducescatter_async,
-    poll,
-    reducescatter_async,
-    synchronize,
-)
 from polyhvd.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from polyhvd.tensorflow.runtime_ops import (
     local_rank_op,
@@ -65,6 +42,7 @@ from polyhvd.tensorflow.state import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from polyhvd.tensorflow.verbs import *
 
 from polyhvd import exports
 from polyhvd.exports import *
@@ -77,39 +55,24 @@ __all__ = [
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "SyncBatchNormalization",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_async",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
     "broadcast_",
-    "broadcast_async",
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
     "local_rank_op",
     "local_size_op",
-    "poll",
     "process_set_included_op",
     "rank_op",
-    "reducescatter",
-    "reducescatter_async",
     "size_op",
-    "synchronize",
 ]
 __all__ += exports.__all__
+__all__ += verbs.__all__
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

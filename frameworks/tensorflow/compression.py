@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from polyhvd.tensorflow.errors import as_tensorflow
 from polyhvd.tensorflow.ops import adapter
 
-from polyhvd.collectives.functions import Functions
-from polyhvd.training.compression import AnyCompressor, Compressor, CompressorState, KeyedCompressor
 from polyhvd.training.compression import Compression as _Compression
+from polyhvd.training.compression import CompressorState
 
-__all__ = ["Compression", "VariableState", "compressors_for"]
+__all__ = ["Compression", "VariableState"]
 
 Compression = _Compression(adapter)
 
@@ -72,24 +70,6 @@ class VariableState(CompressorState):
         writes = [write for write in self._writes if write.graph is graph]
         self._writes = []
         return tf.control_dependencies(writes) if writes else nullcontext()
-
-
-def compressors_for(compression: AnyCompressor, name: str | None, count: int) -> list[Compressor]:
-    """What compresses each tensor of a verb; of one tensor, under the operation's own name.
-
-    Args:
-        compression: as it was passed.
-        name: of the operation.
-        count: of tensors.
-
-    Raises:
-        InvalidArgumentError: a KeyedCompressor, and no name, or its class.
-    """
-    if isinstance(compression, KeyedCompressor):
-        compression.hold(VariableState)
-    names = [name] if count == 1 else [None if name is None else f"{name}.{i}" for i in range(count)]
-    with as_tensorflow():
-        return [Functions.compressor(compression, each) for each in names]
 
 
 def _variable(initial: Any) -> Any:

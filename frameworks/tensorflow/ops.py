@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from polyhvd.tensorflow import dtypes, generations, names
@@ -17,7 +17,7 @@ from polyhvd.tensorflow.errors import as_tensorflow, invalid
 from polyhvd.tensorflow.native import library
 
 import polyhvd
-from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.adapter import Handle, OpKind
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, process_set_id, splits_of
 from polyhvd.runtime import current
@@ -38,8 +38,30 @@ __all__ = [
     "run_op",
 ]
 
+R = TypeVar("R")
+
+
+class TensorflowCollectives(Collectives[tf.Tensor]):
+    """:class:`Collectives`, with errors that are TensorFlow's, too."""
+
+    def _start(self, *args: Any, **kwargs: Any) -> Handle:
+        try:
+            return super()._start(*args, **kwargs)
+        except Exception:
+            with as_tensorflow():
+                raise
+
+    def synchronize(self, handle: Handle[R]) -> R:
+        """Wait for an operation; return its result, or raise what it failed with."""
+        try:
+            return super().synchronize(handle)
+        except Exception:
+            with as_tensorflow():
+                raise
+
+
 adapter = TensorflowAdapter()
-collectives: Collectives[tf.Tensor] = Collectives(adapter)
+collectives = TensorflowCollectives(adapter)
 
 #: From here on the op library is faster: its large outputs are memory that was used before. Measured on
 #: two ranks, in us: 64 KiB 40 (op 104), 1 MiB 120 (171), 4 MiB 890 (422), 16 MiB 9614 (2241).
@@ -85,8 +107,7 @@ def _goes_direct(tensors: Sequence[tf.Tensor]) -> bool:
 
 
 def _run_direct(start: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
-    with as_tensorflow():
-        return collectives.synchronize(start(*inputs, blocking=True, **arguments))
+    return collectives.synchronize(start(*inputs, blocking=True, **arguments))
 
 
 def _refuse_xla(kind: str) -> None:
@@ -310,7 +331,8 @@ def broadcast(
 def rows_of(splits: Any) -> Any:
     """Splits as a list of numbers, or as a tensor where a graph will know them; None for equal parts."""
     if not isinstance(splits, (tf.Tensor, tf.Variable)):
-        return splits_of(splits)
+        with as_tensorflow():
+            return splits_of(splits)
     tensor = tf.convert_to_tensor(splits)
     if tensor.dtype not in (tf.int32, tf.int64) or tensor.shape.rank not in (None, 1):
         raise invalid(
@@ -329,8 +351,7 @@ def alltoall(
 ) -> Any:
     """Exchange rows with all ranks; the received ones, and with ``splits`` also their numbers by rank."""
     number = _number_of(process_set)
-    with as_tensorflow():
-        rows = rows_of(splits)
+    rows = rows_of(splits)
     if _goes_direct((tensor,)):
         output, received = _run_direct(
             collectives.alltoall_async, tensor, rows, name=name, process_set=process_set, priority=priority

@@ -75,7 +75,7 @@ def allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -134,7 +134,7 @@ def allreduce_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -184,7 +184,7 @@ def allreduce_async(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -242,7 +242,7 @@ def allreduce_async_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -304,7 +304,7 @@ def grouped_allreduce(
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -362,7 +362,7 @@ def grouped_allreduce_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -419,7 +419,7 @@ def grouped_allreduce_async(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -477,7 +477,7 @@ def grouped_allreduce_async_(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
-            is truncated, and bool has Sum, Min, Max and Product alone.
+            is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -1006,8 +1006,8 @@ def reducescatter(
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole tensors, is refused.
-            The average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole tensors, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1064,8 +1064,8 @@ def reducescatter_async(
             bfloat16, float32, float64, integers of 8 to 64 bits, or bool; on a CPU or a GPU.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole tensors, is refused.
-            The average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole tensors, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1124,8 +1124,8 @@ def grouped_reducescatter(
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
             in that dtype, and the result is cast back. Or an object with the same two methods.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole tensors, is refused.
-            The average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole tensors, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.
@@ -1183,8 +1183,8 @@ def grouped_reducescatter_async(
             :func:`reducescatter_async`. Their dtypes may differ.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
-        op: Average, Sum, Min, Max or Product of the module. Adasum, which needs whole tensors, is refused.
-            The average of integers is truncated, and bool has Sum, Min, Max and Product alone.
+        op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
+            has none. Adasum, which needs whole tensors, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
         postscale_factor: multiplies the result, likewise.

@@ -461,8 +461,7 @@ class Functions(Generic[T]):
     def _all_checked(self, tensors: Iterable[T]) -> list[T]:
         return [self.checked(tensor) for tensor in tensors]
 
-    @staticmethod
-    def compressor(compression: Any, name: str | None) -> _Compressor:
+    def compressor(self, compression: Any, name: str | None) -> _Compressor:
         """What compresses one tensor: of a KeyedCompressor what it is for this name."""
         for_operation = getattr(compression, "for_operation", None)
         if for_operation is None:
@@ -483,7 +482,9 @@ class Functions(Generic[T]):
         given = self._all_checked(tensors)
         if compression is None:
             return given, lambda results: results
-        names = [None if name is None else f"{name}.{i}" for i in range(len(given))]
+        names = [name]
+        if len(given) != 1:
+            names = [None if name is None else f"{name}.{i}" for i in range(len(given))]
         compressors = [self.compressor(compression, each) for each in names]
         pairs = [each.compress(tensor) for each, tensor in zip(compressors, given, strict=True)]
 

@@ -43,7 +43,7 @@ _ROWS = (
         "op",
         "int | None",
         "Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers "
-        "is truncated, and bool has Sum, Min, Max and Product alone.",
+        "is truncated, and bool has none. Adasum takes floating-point numbers alone.",
         "None",
     ),
     Parameter(

@@ -30,8 +30,8 @@ _SCATTER_PARAMETERS = (
     Parameter(
         "op",
         "int",
-        "Average, Sum, Min, Max or Product of the module. Adasum, which needs whole {tensors}, is refused. "
-        "The average of integers is truncated, and bool has Sum, Min, Max and Product alone.",
+        "Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool has "
+        "none. Adasum, which needs whole {tensors}, is refused.",
         "ReduceOp.Average",
     ),
     replace(
