@@ -67,42 +67,109 @@ Product = ReduceOp.Product
 
 
 def rank() -> int:
-    """World rank of this process, from 0 to ``size() - 1``."""
+    """World rank of this process, from 0 to ``size() - 1``.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        if hvd.rank() == 0:
+            print("only one rank says this")
+    """
     return _current.world().placement.rank
 
 
 def size() -> int:
-    """Number of ranks in the job."""
+    """Number of ranks in the job.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        learning_rate = 0.01 * hvd.size()
+    """
     return _current.world().placement.size
 
 
 def local_rank() -> int:
-    """Rank among the processes of this host."""
+    """Rank among the processes of this host.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        torch.cuda.set_device(hvd.local_rank())
+    """
     return _current.world().placement.local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Number of ranks on this host.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        threads = os.cpu_count() // hvd.local_size()
+    """
     return _current.world().placement.local_size
 
 
 def cross_rank() -> int:
-    """Position of this host among the hosts that have this local rank."""
+    """Position of this host among the hosts that have this local rank.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        is_first_host = hvd.cross_rank() == 0
+    """
     return _current.world().placement.cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have this local rank."""
+    """Number of hosts that have this local rank.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        print(f"on {hvd.cross_size()} hosts")
+    """
     return _current.world().placement.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
+    """Whether every host has the same number of ranks.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        assert hvd.is_homogeneous()
+    """
     return _current.world().is_homogeneous
 
 
 def counters() -> dict[str, int]:
-    """Statistics of the engine since ``init()``: operations, bytes per transport, cache hits, wakes."""
+    """Statistics of the engine since ``init()``: operations, bytes per transport, cache hits, wakes.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        before = hvd.counters()
+        train_one_step()
+        print({name: value - before[name] for name, value in hvd.counters().items()})
+    """
     return _current.world().engine.counters()
 
 
@@ -117,14 +184,31 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: mark when the engine begins new work.
 
     Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
         InvalidArgumentError: a timeline is being written already.
         OSError: the file cannot be written.
+
+    Example::
+
+        hvd.start_timeline("trace.json")
+        train_one_step()
+        hvd.stop_timeline()
     """
     _tracing.start_timeline(_current.world(), file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Finish the file of :func:`start_timeline`; does nothing when there is none."""
+    """Finish the file of :func:`start_timeline`; does nothing when there is none.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        hvd.start_timeline("trace.json")
+        train_one_step()
+        hvd.stop_timeline()
+    """
     _current.world().engine.stop_timeline()
 
 
@@ -187,3 +271,8 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+
+def __dir__() -> list[str]:
+    frameworks = [name for name, value in globals().items() if "allreduce" in getattr(value, "__all__", ())]
+    return [*__all__, "errors", *frameworks]

@@ -25,12 +25,30 @@ __all__ = [
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether MPI's library is on this machine. ``verbose`` is accepted and does nothing, here and below."""
+    """Whether MPI's library is on this machine.
+
+    Args:
+        verbose: accepted for Horovod's sake; has no effect.
+
+    Raises:
+        ConfigError: an environment variable cannot be used.
+
+    Example::
+
+        assert hvd.gloo_built() or hvd.mpi_built()
+    """
     return isinstance(mpi.probe(Settings.from_environment()), mpi.Found)
 
 
 def mpi_enabled() -> bool:
-    """Whether the ranks of this job have met through MPI; False before ``init()``."""
+    """Whether the ranks of this job have met through MPI; False before ``init()``.
+
+    Raises nothing.
+
+    Example::
+
+        print("met through", "MPI" if hvd.mpi_enabled() else "polyhvd's own server")
+    """
     world = current.find()
     return world is not None and world.met_by_mpi is not None
 
@@ -40,6 +58,11 @@ def mpi_threads_supported() -> bool:
 
     Raises:
         NotInitializedError: before ``init()``, as in Horovod.
+
+    Example::
+
+        if hvd.mpi_enabled() and hvd.mpi_threads_supported():
+            from mpi4py import MPI
     """
     runtime = mpi.runtime() if current.world().met_by_mpi is not None else None
     return runtime is not None and runtime.threads_supported
@@ -50,12 +73,28 @@ def gloo_built(verbose: bool = False) -> bool:
 
     Scripts assert ``hvd.gloo_built() or hvd.mpi_built()`` to know that some transport is there. Gloo itself
     is not used.
+
+    Raises nothing.
+
+    Args:
+        verbose: accepted for Horovod's sake; has no effect.
+
+    Example::
+
+        assert hvd.gloo_built() or hvd.mpi_built()
     """
     return True
 
 
 def gloo_enabled() -> bool:
-    """Whether this job runs without MPI. See :func:`gloo_built`."""
+    """Whether this job runs without MPI. See :func:`gloo_built`.
+
+    Raises nothing.
+
+    Example::
+
+        assert hvd.gloo_enabled() != hvd.mpi_enabled()
+    """
     return not mpi_enabled()
 
 
@@ -74,6 +113,12 @@ def gpu_available(ext_base_name: str | None = None, verbose: bool = False) -> bo
     Args:
         ext_base_name: "torch", "tensorflow", "mxnet" or "cupy"; None asks all that have been imported.
         verbose: accepted, and does nothing.
+
+    Raises nothing.
+
+    Example::
+
+        device = "cuda" if hvd.gpu_available("torch") else "cpu"
     """
     names = list(_COUNTS) if ext_base_name is None else [ext_base_name]
     for name in names:
@@ -92,6 +137,17 @@ def nccl_built(verbose: bool = False) -> int:
     """Version of NCCL on this machine, such as 21805; 0: GPU tensors pass through memory of the host.
 
     Opens the library, as the first operation on a GPU would.
+
+    Args:
+        verbose: accepted for Horovod's sake; has no effect.
+
+    Raises:
+        ConfigError: an environment variable cannot be used.
+
+    Example::
+
+        if not hvd.nccl_built():
+            print("gradients on GPUs are staged in the host's memory")
     """
     settings = Settings.from_environment()
     found = gpu.probe_nccl(settings) if settings.may_use_nccl else ""
@@ -99,20 +155,60 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Whether IBM's DDL can serve: no."""
+    """Whether IBM's DDL can serve: no.
+
+    Raises nothing.
+
+    Args:
+        verbose: accepted for Horovod's sake; has no effect.
+
+    Example::
+
+        assert not hvd.ddl_built()
+    """
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Whether Intel's oneCCL can serve: no."""
+    """Whether Intel's oneCCL can serve: no.
+
+    Raises nothing.
+
+    Args:
+        verbose: accepted for Horovod's sake; has no effect.
+
+    Example::
+
+        assert not hvd.ccl_built()
+    """
     return False
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine."""
+    """Whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine.
+
+    Raises nothing.
+
+    Args:
+        verbose: accepted for Horovod's sake; has no effect.
+
+    Example::
+
+        device = "cuda" if hvd.cuda_built() and torch.cuda.is_available() else "cpu"
+    """
     return isinstance(gpu.probe_cuda(), gpu.Found)
 
 
 def rocm_built(verbose: bool = False) -> bool:
-    """Whether tensors on AMD's GPUs are served: no; move them with ``.cpu()``."""
+    """Whether tensors on AMD's GPUs are served: no; move them with ``.cpu()``.
+
+    Raises nothing.
+
+    Args:
+        verbose: accepted for Horovod's sake; has no effect.
+
+    Example::
+
+        assert not hvd.rocm_built()
+    """
     return False

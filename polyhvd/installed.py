@@ -44,7 +44,7 @@ def make_mxnet_importable() -> None:
     """Let ``import mxnet`` work with NumPy 1.24 to 1.26; call it before the first import of mxnet.
 
     MXNet 1.9.1 reads ``numpy.bool``, which NumPy 1.24 has removed; this sets it to ``bool``, which it was.
-    ``import polyhvd.mxnet`` does so itself: programs that import it first need no call.
+    ``import polyhvd.mxnet`` does so itself: programs that import it first need no call. Raises nothing.
 
     Example::
 

@@ -107,3 +107,7 @@ __all__ = [
     "reducescatter",
 ]
 __all__ += exports.__all__
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -36,3 +36,7 @@ __all__ = [
     "broadcast_object",
 ]
 __all__ += exports.__all__
+
+
+def __dir__() -> list[str]:
+    return __all__

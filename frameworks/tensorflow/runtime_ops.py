@@ -39,29 +39,103 @@ def _members(process_set_id: int) -> list[int]:
 
 @do_not_convert
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """World rank of this process; a scalar of int32, like all of these."""
+    """World rank of this process.
+
+    Args:
+        name: of the operation in a graph.
+
+    Returns:
+        A scalar of int32, eager or in a graph, where it is read when the graph runs.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        is_root = tf.equal(hvd.rank_op(), 0)
+    """
     return _scalar(lambda: current.world().placement.rank, name)
 
 
 @do_not_convert
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Rank among the processes of this host."""
+    """Rank among the processes of this host.
+
+    Args:
+        name: of the operation in a graph.
+
+    Returns:
+        A scalar of int32, eager or in a graph, where it is read when the graph runs.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        number = hvd.local_rank_op()
+    """
     return _scalar(lambda: current.world().placement.local_rank, name)
 
 
 @do_not_convert
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Number of ranks in the job, or in a process set."""
+    """Number of ranks in the job, or in a process set.
+
+    Args:
+        process_set_id: number of a process set; 0 is that of all ranks.
+        name: of the operation in a graph.
+
+    Returns:
+        A scalar of int32, eager or in a graph, where it is read when the graph runs.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        tf.errors.InvalidArgumentError: there is no such process set.
+
+    Example::
+
+        mean = total / tf.cast(hvd.size_op(), total.dtype)
+    """
     return _of_set(len, process_set_id, name)
 
 
 @do_not_convert
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Number of ranks on this host."""
+    """Number of ranks on this host.
+
+    Args:
+        name: of the operation in a graph.
+
+    Returns:
+        A scalar of int32, eager or in a graph, where it is read when the graph runs.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+
+    Example::
+
+        number = hvd.local_size_op()
+    """
     return _scalar(lambda: current.world().placement.local_size, name)
 
 
 @do_not_convert
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """1 if this rank is in the process set, else 0."""
+    """1 if this rank is in the process set, else 0.
+
+    Args:
+        process_set_id: number of a process set; 0 is that of all ranks.
+        name: of the operation in a graph.
+
+    Returns:
+        A scalar of int32, eager or in a graph, where it is read when the graph runs.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        tf.errors.InvalidArgumentError: there is no such process set.
+
+    Example::
+
+        is_member = tf.equal(hvd.process_set_included_op(even.process_set_id), 1)
+    """
     return _of_set(lambda ranks: int(current.world().placement.rank in ranks), process_set_id, name)

@@ -31,7 +31,22 @@ def _world_of(process_set: ProcessSet) -> World:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the process set has called it."""
+    """Return when every rank of the process set has called it.
+
+    Args:
+        process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        InvalidArgumentError: the process set is unknown, or this rank is not in it.
+        HorovodInternalError: a rank was lost or has shut down.
+
+    Example::
+
+        if hvd.rank() == 0:
+            download()
+        hvd.barrier()  # now it is there for all
+    """
     _run_alone(_world_of(process_set), OpKind.BARRIER, process_set_id(process_set))
 
 
@@ -45,6 +60,16 @@ def join() -> int:
 
     Returns:
         The rank that joined last: it has seen the most data.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        HorovodInternalError: a rank was lost or has shut down.
+
+    Example::
+
+        for batch in batches:  # as many as this rank has
+            train(batch)
+        last = hvd.join()
     """
     return _run_alone(current.world(), OpKind.JOIN)
 
@@ -59,8 +84,15 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
         The process set, ready for ``process_set=``.
 
     Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
         InvalidArgumentError: these ranks are a process set already, or are not in the world.
         RankMismatchError: the ranks named different sets.
+
+    Example::
+
+        even = hvd.add_process_set(range(0, hvd.size(), 2))
+        if even.included():
+            hvd.barrier(process_set=even)
     """
     world = current.world()
     added = _with_ranks(process_set, world)
@@ -115,8 +147,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     A rank that had joined while the others removed it calls it alone, or not at all.
 
+    Args:
+        process_set: one of ``init(process_sets=[...])`` or ``add_process_set()``.
+
     Returns:
         Whether it was registered. The global process set cannot be removed.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()``.
+        RankMismatchError: the ranks named different sets.
+        HorovodInternalError: a rank was lost or has shut down.
+
+    Example::
+
+        even = hvd.add_process_set(range(0, hvd.size(), 2))
+        hvd.remove_process_set(even)
     """
     number = process_set.process_set_id
     if number is None or number == 0:

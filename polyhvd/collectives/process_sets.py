@@ -15,8 +15,15 @@ __all__ = ["ProcessSet", "global_process_set"]
 
 
 class ProcessSet:
-    """The given ranks, or the members of a communicator or group of mpi4py. Pass it to
-    ``init(process_sets=[...])`` or to ``add_process_set()``, then to ``process_set=`` of operations.
+    """Some ranks of the job, for collectives among them.
+
+    Pass it to ``init(process_sets=[...])`` or to ``add_process_set()``, then to ``process_set=``.
+
+    Args:
+        ranks_or_comm: world ranks, in any order, or a communicator or group of mpi4py.
+
+    Raises:
+        InvalidArgumentError: there is no rank, or what is given is none.
 
     Example::
 

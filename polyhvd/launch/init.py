@@ -58,6 +58,12 @@ def init(
             ``comm`` cannot be used.
         OSError: the file that TIMELINE names cannot be written.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
+
+    Example::
+
+        even = hvd.ProcessSet([0, 2])
+        hvd.init(process_sets=[even])
+        print(hvd.rank(), hvd.size())
     """
     if isinstance(comm, (list, tuple)) and comm and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
@@ -75,13 +81,30 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job in good order. Operations that are pending fail; ``init()`` may follow."""
+    """Leave the job in good order. Operations that are pending fail; ``init()`` may follow.
+
+    Raises nothing.
+
+    Example::
+
+        hvd.init()
+        train()
+        hvd.shutdown()
+    """
     with current.lock:
         current.leave()
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    """Whether ``init()`` has been called, and ``shutdown()`` not since.
+
+    Raises nothing.
+
+    Example::
+
+        if not hvd.is_initialized():
+            hvd.init()
+    """
     return current.find() is not None
 
 

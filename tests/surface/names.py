@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = ["offered"]
+__all__ = ["offered", "undeclared"]
 
 #: What a default looks like to users, whatever module it is made in and whether there is a world.
 _DEFAULTS = (
@@ -38,6 +38,14 @@ def offered(name: str) -> list[str]:
         else:
             lines.append(f"{item}: {type(value).__name__}")
     return lines
+
+
+def undeclared(name: str) -> list[str]:
+    """What ``dir()`` shows of a module that is not in its ``__all__``, or the other way round; sorted."""
+    module = importlib.import_module(name)
+    shown = dir(module)
+    assert all(hasattr(module, item) for item in shown), "dir() names what is there"
+    return sorted(set(module.__all__) ^ set(shown))
 
 
 def _class(item: str, value: type) -> list[str]:

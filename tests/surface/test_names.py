@@ -49,6 +49,19 @@ def test_modules_offer_what_was_recorded(name: str, pools: Pools) -> None:
         assert found == lines, f"{module}: see tests/surface/test_names.py"
 
 
+#: Modules that users import beside a framework's.
+MODULES = {"polyhvd": {"errors"}}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_dir_shows_what_users_may_call_and_nothing_else(name: str, pools: Pools) -> None:
+    pool = pools.get(PoolSpec(FRAMEWORKS[name], (1,)))
+    for module in recorded(name):
+        if not module.endswith((".callbacks", ".errors", ".launch", ".runner")):
+            (found,) = pool.run(names.undeclared, module)
+            assert set(found) - set(FRAMEWORKS) == MODULES.get(module, set()), module
+
+
 def test_every_module_is_recorded() -> None:
     folders = {
         path.name for path in (FOLDER.parents[1] / "frameworks").iterdir() if (path / "__init__.py").is_file()
