@@ -161,7 +161,7 @@ verbs: $(STAMPS)/test
 check: $(STAMPS)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(PY) tools/typecheck.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*/*.h polyhvd/csrc/*/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc backends/*/*/*.h backends/*/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py tests/test_verbs.py
 

@@ -36,7 +36,7 @@ def _array(buffer: _core.Buffer) -> Array:
     """The core's buffer as an array that keeps it alive; a table of rows, on the CPU, as NumPy's."""
     dtype = np.dtype(buffer.dtype)
     if buffer.gpu is None:
-        return np.frombuffer(buffer, dtype=dtype).reshape(buffer.shape)
+        return np.frombuffer(memoryview(buffer), dtype=dtype).reshape(buffer.shape)
     nbytes = int(np.prod(buffer.shape)) * dtype.itemsize
     memory = cupy.cuda.UnownedMemory(buffer.address, nbytes, buffer, buffer.gpu)
     return cupy.ndarray(buffer.shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
@@ -108,6 +108,10 @@ class CupyAdapter:
 
         handle.finish = _held(copy_back)
         return handle
+
+    def is_plain(self, tensor: Array) -> bool:
+        """None: the core does not read them itself."""
+        return False
 
     def dtype(self, tensor: Array) -> str:
         """Name of the array's element type."""

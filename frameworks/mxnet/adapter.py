@@ -16,6 +16,7 @@ from polyhvd.mxnet.native import Handle
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Operation, OpKind, ReduceOp
+from polyhvd.collectives.adapter import Handle as AnyHandle
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, process_set_id
 from polyhvd.runtime import current
@@ -138,7 +139,7 @@ class _Members:
                 blocking=True,
             )
             handle.wait()
-        every = np.frombuffer(handle.buffers()[0], dtype=np.int64).reshape(-1, mine.size)
+        every = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(-1, mine.size)
         return {row[0]: row[1:] for row in every.tolist()}
 
     def rows_kept(self, rows: int) -> int:
@@ -233,6 +234,10 @@ class MxnetAdapter:
         handle.result = [out, make(received, dtype="int32", ctx=tensor.ctx)]
         return handle
 
+    def is_plain(self, tensor: NDArray) -> bool:
+        """None: the core does not read them itself."""
+        return False
+
     def dtype(self, tensor: NDArray) -> str:
         """Name of the array's element type."""
         dtype = np.dtype(tensor.dtype)
@@ -280,7 +285,7 @@ class MxnetCollectives(Collectives[NDArray]):
         priority: int = 0,
         in_place: bool = False,
         blocking: bool = False,
-    ) -> Handle:
+    ) -> AnyHandle[NDArray]:
         """Start the reduction of an array; see :meth:`Collectives.allreduce`."""
         if not in_place:
             return super().allreduce_async(

@@ -9,7 +9,7 @@ import functools
 import operator
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ class Handle:
         self._arrays = arrays
         self._error: Exception | None = None
         self.result = result
-        self.finish = None
+        self.finish: Callable[[Any], Any] | None = None
         self.slot: Any = None
 
     def __del__(self, release: Any = _quick.polyhvd_mxnet_release) -> None:
@@ -190,7 +190,7 @@ def _place(path: str, line: int) -> bytes:
 
 def _caller() -> bytes:
     """The line of the user's code that made the call, such as ``train.py:88``, for error messages."""
-    frame = sys._getframe(2)
+    frame: Any = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
             return _place(frame.f_code.co_filename, frame.f_lineno)

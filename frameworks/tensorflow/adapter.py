@@ -76,7 +76,7 @@ class TensorflowAdapter:
                 operation.numbers,
             )
         except TypeError:
-            known_dtypes.check(operation.kind, tensors)
+            known_dtypes.check(OpKind(operation.kind), tensors)
             raise
         if operation.kind == OpKind.ALLTOALL:
             dtypes.append(tf.int32)
@@ -91,6 +91,10 @@ class TensorflowAdapter:
 
         handle.finish = finish
         return handle
+
+    def is_plain(self, tensor: tf.Tensor) -> bool:
+        """None: the core does not read them itself."""
+        return False
 
     def dtype(self, tensor: tf.Tensor) -> str:
         """Name of the tensor's element type."""
@@ -108,7 +112,8 @@ class TensorflowAdapter:
         """Items of a mapping, or pairs, or variables named by position."""
         if isinstance(owner, Mapping):
             return sorted(owner.items())
-        items = list(getattr(owner, "variables", owner))
+        variables: Any = getattr(owner, "variables", owner)
+        items = list(variables)
         if items and not isinstance(items[0], tuple):
             return [(str(i), variable) for i, variable in enumerate(items)]
         return items

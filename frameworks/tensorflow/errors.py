@@ -163,7 +163,8 @@ def as_tensorflow() -> Iterator[None]:
         both = _FROM_KERNEL.get(type(error))
         if both is None:
             raise
-        message = _NODE.sub("", error.message)
+        text: Any = error
+        message = _NODE.sub("", text.message)
         named = _CLASS.match(message)
         if named:
             both, message = _BY_NAME[named[1]], message[named.end() :]

@@ -85,7 +85,7 @@ def unnamed_in_graph(kind: str, process_set: int) -> str:
 
 def caller_line() -> str:
     """``train.py:88``: the innermost line outside polyhvd, TensorFlow and Keras."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     if not tf.executing_eagerly() and _all_utf8(frame):
         return _traced_line()
     while frame is not None:

@@ -71,7 +71,7 @@ def _tensor(buffer: _core.Buffer) -> Tensor:
     if 0 in buffer.shape:
         return torch.empty(buffer.shape, dtype=dtype, device="cpu" if buffer.gpu is None else buffer.gpu)
     if buffer.gpu is not None:
-        on_gpu: Tensor = torch.from_dlpack(buffer)
+        on_gpu: Tensor = torch.utils.dlpack.from_dlpack(buffer)
         return on_gpu
     return torch.frombuffer(buffer, dtype=dtype).view(buffer.shape)
 

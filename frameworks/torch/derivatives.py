@@ -288,9 +288,11 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows, *rest = ctx.arguments
-        world, chosen = _world_of(ctx, "allgather", rest[0]), floating(gradients)
-        own = allgather_gradients([gradients[i] for i in chosen], [rows[i] for i in chosen], *rest, world)
+        rows, name, process_set, exact = ctx.arguments
+        world, chosen = _world_of(ctx, "allgather", name), floating(gradients)
+        own = allgather_gradients(
+            [gradients[i] for i in chosen], [rows[i] for i in chosen], name, process_set, exact, world
+        )
         return None, None, None, None, *spread(len(gradients), chosen, own)
 
 
@@ -310,8 +312,10 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        world = _world_of(ctx, "broadcast", ctx.arguments[1])
-        return broadcast_gradient(gradient, *ctx.arguments, world), *[None] * 5
+        root_rank, name, process_set, exact = ctx.arguments
+        world = _world_of(ctx, "broadcast", name)
+        own = broadcast_gradient(gradient, root_rank, name, process_set, exact, world)
+        return own, *[None] * 5
 
 
 class _Alltoall(torch.autograd.Function):
@@ -332,8 +336,10 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        world = _world_of(ctx, "alltoall", ctx.arguments[3])
-        return alltoall_gradient(gradient, *ctx.arguments, world), *[None] * 4
+        rows, splits, received, name, process_set = ctx.arguments
+        world = _world_of(ctx, "alltoall", name)
+        own = alltoall_gradient(gradient, rows, splits, received, name, process_set, world)
+        return own, *[None] * 4
 
 
 # torch declares no types for apply().

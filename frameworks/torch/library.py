@@ -81,7 +81,8 @@ def _lower(operator: Any, *arguments: Any) -> Any:
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
-    previous = graph.effectful_ops.get(torch.library.EffectType.ORDERED)
+    effects: Any = torch.library.EffectType  # type: ignore[attr-defined, unused-ignore]
+    previous = graph.effectful_ops.get(effects.ORDERED)
     begin = len(graph.operations)
     result = lowering.fallback_handler(operator, add_to_fallback_set=False)(*arguments)
     for operation in graph.operations[begin:] if previous is not None else ():
@@ -202,7 +203,7 @@ _gradient("reducescatter", _keep_rows_and_arguments, _reducescatter_backward)
 
 
 def _any_rows(tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
-    counts = [torch.library.get_ctx().new_dynamic_size() for _ in tensors]
+    counts: list[Any] = [torch.library.get_ctx().new_dynamic_size() for _ in tensors]
     return _with_rows(tensors, counts)
 
 

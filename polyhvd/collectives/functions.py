@@ -123,7 +123,7 @@ class Functions(Generic[T]):
         """The root's tensor as a new one."""
         return self.finished(self.collectives.broadcast_async(tensor, root_rank, blocking=True, **arguments))
 
-    def exchange(self, tensor: T, splits: Any, **arguments: Unpack[Arguments]) -> Any:
+    def exchange(self, tensor: T, splits: Any, **arguments: Unpack[Arguments]) -> T | tuple[T, T]:
         """The rows that all ranks have sent, and with ``splits`` how many came from each."""
         handle = self.collectives.alltoall_async(tensor, splits, blocking=True, **arguments)
         received = self.finished(handle)
@@ -394,7 +394,7 @@ class Functions(Generic[T]):
         self.overwritten((tensor,))
         return handle
 
-    def alltoall(self, tensor: T, splits: Any = None, **arguments: Unpack[Arguments]) -> Any:
+    def alltoall(self, tensor: T, splits: Any = None, **arguments: Unpack[Arguments]) -> T | tuple[T, T]:
         """Exchange rows with all ranks."""
         return self.exchange(self.checked(tensor), splits, **arguments)
 

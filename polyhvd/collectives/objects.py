@@ -7,7 +7,7 @@ import pickle
 from contextlib import nullcontext
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import numpy as np
 
 from polyhvd import _core

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 from polyhvd.config import Launched, Settings
 from polyhvd.launch.blame import describe, traceback_lines
