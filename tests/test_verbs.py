@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import polyhvd.numpy as hvd
 import pytest
 
 from polyhvd.collectives.functions import Functions
@@ -47,3 +48,10 @@ def test_a_dialect_names_verbs_and_families_that_exist(name: str) -> None:
     assert {*dialect.without, *dialect.async_without} <= set(PARAMETERS)
     assert set(dialect.raises) <= set(RAISES)
     assert {key.partition(".")[0] for key in dialect.types} <= set(VERBS)
+
+
+def test_what_is_no_process_set_is_named() -> None:
+    hvd.init()
+    with pytest.raises(TypeError, match="process_set=3: expected a ProcessSet"):
+        hvd.allreduce(1.0, process_set=3)
+    hvd.shutdown()

@@ -43,8 +43,14 @@ def process_set_id(process_set: ProcessSet, world: World | None = None) -> int:
         world: in which it is used; None: not to be checked.
 
     Raises:
+        TypeError: it is no process set.
         InvalidArgumentError: it is not registered, or is one of another world.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"process_set={process_set!r}: expected a ProcessSet, such as global_process_set or one of "
+            "add_process_set()"
+        )
     number = process_set.process_set_id
     if number is None or (world is not None and process_set.world not in (None, world)):
         raise InvalidArgumentError(
