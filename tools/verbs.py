@@ -91,7 +91,7 @@ class _Writer:
             ours.append("from polyhvd.collectives.operation import Number")
         ours.append("from polyhvd.collectives.process_sets import ProcessSet, global_process_set")
         if "Compressor" in functions:
-            ours.append("from polyhvd.training.compression import Compressor")
+            ours.append("from polyhvd.training.compression import Compressor, KeyedCompressor")
         return "\n".join((*standard, "", *self._dialect.imports, "", *ours, ""))
 
     def _text(self, template: str, **more: str) -> str:

@@ -15,7 +15,7 @@ from polyhvd.cupy.functions import Compression, functions
 from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.operation import Number
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.training.compression import Compressor
+from polyhvd.training.compression import Compressor, KeyedCompressor
 
 __all__ = [
     "allgather",
@@ -51,7 +51,7 @@ def allreduce(
     tensor: Array | Number,
     average: bool | None = None,
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -71,7 +71,8 @@ def allreduce(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
             is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
@@ -274,7 +275,7 @@ def grouped_allreduce(
     tensors: Iterable[Array],
     average: bool | None = None,
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -293,7 +294,8 @@ def grouped_allreduce(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
             is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's array before the reduction, integers as float64.
@@ -931,7 +933,7 @@ def alltoall_async(
 def reducescatter(
     tensor: Array,
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int = ReduceOp.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -949,7 +951,8 @@ def reducescatter(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
             has none. Adasum, which needs whole arrays, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
@@ -1040,7 +1043,7 @@ def reducescatter_async(
 def grouped_reducescatter(
     tensors: Iterable[Array],
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int = ReduceOp.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -1058,7 +1061,8 @@ def grouped_reducescatter(
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
             of this collective on the process set matches the n-th of the others.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
             has none. Adasum, which needs whole arrays, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.

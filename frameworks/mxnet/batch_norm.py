@@ -329,7 +329,8 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
         if not mx.autograd.is_training():
             return x
         stand_in = mx.nd.zeros([max(length, 1) for length in x.shape], dtype=x.dtype)
-        y = self._normalized(mx.nd, stand_in, *others, shape=mx.nd.array(x.shape, dtype="int64"))
+        shape = {"shape": mx.nd.array(x.shape, dtype="int64")}
+        y = self._normalized(mx.nd, stand_in, *others, **shape)
         return _Nothing()(y, x)
 
     def _normalized(

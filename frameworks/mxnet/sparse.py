@@ -40,7 +40,7 @@ def _gather(
         errors = [error for error in map(_failure, handles) if error is not None]
         if errors:
             raise errors[0]
-    return [np.frombuffer(handle.buffers()[0], dtype=np.int64) for handle in handles]
+    return [np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64) for handle in handles]
 
 
 def _failure(handle: Any) -> Exception | None:

@@ -161,7 +161,7 @@ def PartialDistributedGradientTape(
     accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
     base = type(gradtape)
     reducer = TensorflowReducer("DistributedGradientTape", options, local_layers, is_tape=True)
-    wrapped = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reducer}))
+    wrapped: Any = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reducer}))
     # Shared, so that a tape wrapped inside its `with` block sees the block end.
     object.__setattr__(wrapped, "__dict__", gradtape.__dict__)
     return wrapped

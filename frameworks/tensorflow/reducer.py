@@ -47,7 +47,7 @@ class TensorflowExchange(Exchange[Any]):
         *,
         prefix: str,
         compression: Compressor,
-        priority: int,
+        priority: int = 0,
         **request: Any,
     ) -> Results[Any]:
         """Gather the slices of all ranks; the results have each index once."""

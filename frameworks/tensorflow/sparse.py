@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -74,7 +75,7 @@ def allreduce(
         result = tf.IndexedSlices(values, gathered[len(slices) + i], each.dense_shape)
         factor = post if exact[i] else prescale_factor * post
         result = merged(result) if exact[i] else result
-        results.append(_with_values(result, lambda values, factor=factor: _scaled(values, factor)))
+        results.append(_with_values(result, partial(_scaled, factor=factor)))
     return results
 
 

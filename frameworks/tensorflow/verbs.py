@@ -16,7 +16,7 @@ from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.training.compression import Compressor
+from polyhvd.training.compression import Compressor, KeyedCompressor
 
 __all__ = [
     "allgather",
@@ -50,7 +50,7 @@ def allreduce(
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -76,7 +76,8 @@ def allreduce(
         device_sparse: accepted for Horovod's sake; collectives run on the host, and another device is
             refused.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
             is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
@@ -189,7 +190,7 @@ def grouped_allreduce(
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -215,7 +216,8 @@ def grouped_allreduce(
         device_sparse: accepted for Horovod's sake; collectives run on the host, and another device is
             refused.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers
             is truncated, and bool has none. Adasum takes floating-point numbers alone.
         prescale_factor: multiplies each rank's tensor before the reduction, integers as float64.
@@ -738,7 +740,7 @@ def alltoall_async(
 def reducescatter(
     tensor: tf.types.experimental.TensorLike,
     device_dense: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int = ReduceOp.Average,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -759,7 +761,8 @@ def reducescatter(
             bfloat16, float32, float64, integers of 8 to 64 bits, or bool.
         device_dense: accepted for Horovod's sake; collectives run on the host, and another device is refused.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
             has none. Adasum, which needs whole tensors, is refused.
         name: matches the calls of the ranks; one name may be in flight once. Without one, a rank's n-th call
@@ -867,7 +870,7 @@ def reducescatter_async(
 def grouped_reducescatter(
     tensors: Iterable[tf.types.experimental.TensorLike],
     device_dense: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | KeyedCompressor = Compression.none,
     op: int = ReduceOp.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -888,7 +891,8 @@ def grouped_reducescatter(
             :func:`reducescatter`. Their dtypes may differ.
         device_dense: accepted for Horovod's sake; collectives run on the host, and another device is refused.
         compression: ``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced,
-            in that dtype, and the result is cast back. Or an object with the same two methods.
+            in that dtype, and the result is cast back. Or an object with the same two methods, or a
+            KeyedCompressor, which keeps its state by ``name`` and so needs one.
         op: Average, Sum, Min, Max or Product of the module. The average of integers is truncated, and bool
             has none. Adasum, which needs whole tensors, is refused.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.

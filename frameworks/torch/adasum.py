@@ -135,7 +135,9 @@ class AdasumOptimizer(torch.optim.Optimizer):
             for parameter in (p for group in self.param_groups for p in group["params"]):
                 if parameter.grad is not None:
                     parameter.grad.mul_(1 / scale.item())
-        hidden = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in vars(self)}
+        hidden: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in vars(self)
+        }
         try:
             return super().step(*args, **kwargs)
         finally:

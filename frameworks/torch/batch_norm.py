@@ -76,8 +76,8 @@ class _Normalize(torch.autograd.Function):
         ctx.process_set = process_set
         ctx.generation = 0 if is_compiling() else current.world().placement.generation
         ctx.bias_dtype = None if bias is None else bias.dtype
-        factors = [None if t is None else t.to(mean.dtype) for t in (weight, bias)]
-        result = torch.nn.functional.batch_norm(_wide(x), mean, variance, *factors, eps=eps)
+        scale, offset = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
+        result = torch.nn.functional.batch_norm(_wide(x), mean, variance, scale, offset, eps=eps)
         return result.to(x.dtype)
 
     @staticmethod
@@ -239,7 +239,8 @@ def convert_sync_batchnorm(
 def _converted(module: torch.nn.Module, process_set: ProcessSet, done: dict[int, Any]) -> torch.nn.Module:
     """A module that occurs twice is replaced by one."""
     if id(module) in done:
-        return done[id(module)][1]
+        converted: torch.nn.Module = done[id(module)][1]
+        return converted
     result = module
     if isinstance(module, _BatchNorm):
         result = _replacement(module, process_set)

@@ -23,7 +23,9 @@ _HALF = (torch.float16, torch.bfloat16)
 class _SparseHandle:
     """A :class:`Handle`. Can be called, as Horovod's, for what ``synchronize`` returns."""
 
-    finish = None  # wait() makes the result, so that an error of its is raised at each call
+    finish: Callable[[Any], Any] | None = (
+        None  # wait() makes the result, so that an error of its is raised at each call
+    )
 
     def __init__(self, gathering: Any, merge: Callable[[list[Tensor]], Tensor]) -> None:
         self.name = gathering.name
@@ -106,7 +108,7 @@ def start_sparse_allreduce(
     own = tensor.detach().coalesce()
     shape = torch.tensor([[own.sparse_dim(), *own.shape]])
     values, context = compression.compress(own.values())
-    gathering = collectives.grouped_allgather_async(
+    gathering: Any = collectives.grouped_allgather_async(
         (own.indices().t().contiguous(), values, shape), name=name, process_set=process_set, priority=priority
     )
     divisor = process_set.size() if op == ReduceOp.Average else 1

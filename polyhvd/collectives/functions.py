@@ -46,6 +46,11 @@ class _Compressor(Protocol):
         """See :class:`polyhvd.training.compression.Compressor`."""
 
 
+class _Keyed(Protocol):
+    def for_operation(self, name: str | None) -> _Compressor:
+        """See :class:`polyhvd.training.compression.KeyedCompressor`."""
+
+
 class Functions(Generic[T]):
     """The public collectives of one framework. Stateless; thread-safe.
 
@@ -143,7 +148,7 @@ class Functions(Generic[T]):
         tensor: Any,
         average: bool | None = None,
         name: str | None = None,
-        compression: _Compressor | None = None,
+        compression: _Compressor | _Keyed | None = None,
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -273,7 +278,7 @@ class Functions(Generic[T]):
         tensors: Iterable[T],
         average: bool | None = None,
         *,
-        compression: _Compressor | None = None,
+        compression: _Compressor | _Keyed | None = None,
         op: int | None = None,
         **arguments: Unpack[ReductionArguments],
     ) -> list[T]:
@@ -408,7 +413,7 @@ class Functions(Generic[T]):
         self,
         tensor: T,
         *,
-        compression: _Compressor | None = None,
+        compression: _Compressor | _Keyed | None = None,
         op: int = ReduceOp.Average,
         **arguments: Unpack[ScatterArguments],
     ) -> T:
@@ -426,7 +431,7 @@ class Functions(Generic[T]):
         self,
         tensors: Iterable[T],
         *,
-        compression: _Compressor | None = None,
+        compression: _Compressor | _Keyed | None = None,
         op: int = ReduceOp.Average,
         **arguments: Unpack[ScatterArguments],
     ) -> list[T]:
@@ -476,7 +481,7 @@ class Functions(Generic[T]):
         return keyed
 
     def _compressed(
-        self, tensors: Iterable[T], compression: _Compressor | None, name: str | None
+        self, tensors: Iterable[T], compression: _Compressor | _Keyed | None, name: str | None
     ) -> tuple[list[T], Callable[[list[T]], list[T]]]:
         """What is sent for the tensors, and what turns its results into those of the tensors."""
         given = self._all_checked(tensors)

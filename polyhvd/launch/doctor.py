@@ -22,5 +22,14 @@ def report() -> list[str]:
 
 
 def doctor() -> None:
-    """Print what was found on this host, and for what is missing why, and what to do."""
+    """Print what was found on this host, and for what is missing why, and what to do.
+
+    Raises:
+        ConfigError: an environment variable cannot be used.
+
+    Example::
+
+        import polyhvd
+        polyhvd.doctor()
+    """
     print("\n".join(report()))

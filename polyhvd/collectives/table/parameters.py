@@ -34,9 +34,10 @@ _ROWS = (
     ),
     Parameter(
         "compression",
-        "Compressor",
+        "Compressor | KeyedCompressor",
         "``Compression.none``, ``.fp16`` or ``.bf16``: float32 and float64 are sent, and reduced, in that "
-        "dtype, and the result is cast back. Or an object with the same two methods.",
+        "dtype, and the result is cast back. Or an object with the same two methods, or a KeyedCompressor, "
+        "which keeps its state by ``name`` and so needs one.",
         "Compression.none",
     ),
     Parameter(
