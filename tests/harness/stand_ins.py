@@ -7,7 +7,6 @@ framework has where it defines functions, classes and constants; what is compute
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -66,13 +65,9 @@ class _Finder(MetaPathFinder, Loader):
         package = name.partition(".")[0]
         if name.startswith(_ADAPTERS) or package == self._framework:
             return ModuleSpec(name, self, is_package=True)
-        if package in _PACKAGES and (package in sys.modules or self._is_there(package)):
+        if package in _PACKAGES and is_installed(package):
             return ModuleSpec(name, self, is_package=True)
         return None
-
-    def _is_there(self, package: str) -> bool:
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        return any(finder.find_spec(package, None) is not None for finder in others)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return StandIn(spec.name)
@@ -82,9 +77,10 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there; imports nothing, and takes no folder of tests for it."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
+    """Whether a package is there; imports nothing, and takes no folder of tests or stand-in for it."""
+    finders = [f for f in sys.meta_path if not isinstance(f, _Finder) and hasattr(f, "find_spec")]
+    specs = [finder.find_spec(package, None) for finder in finders]
+    return any(spec is not None and spec.origin is not None for spec in specs)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import polyhvd.numpy as hvd
 import pytest
 from ranks_alive import processes_with
-from stand_ins import is_installed
+from stand_ins import StandIn, is_installed, stand_ins
 
 HARNESS = Path(__file__).resolve().parent
 HEAD = """
@@ -330,3 +331,16 @@ def test_a_framework_is_imported_by_ranks_alone(session: Callable[..., Ran[str]]
         """
     )
     assert "3 passed" in done.stdout, done.stdout
+
+
+def test_stand_ins_leave_nothing_and_are_not_taken_for_what_is_installed() -> None:
+    before = set(sys.modules)
+    with stand_ins("no_such_framework"):
+        framework = importlib.import_module("no_such_framework.layers")
+        assert isinstance(framework, StandIn)
+        assert isinstance(framework.Dense(3) * 2 + 1, StandIn)
+        assert not is_installed("no_such_framework")
+        assert is_installed("numpy")
+    assert set(sys.modules) == before
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_framework.layers")
