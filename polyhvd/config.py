@@ -204,7 +204,7 @@ class Settings(_Table):
         _switch,
         False,
         "1: a world of one rank on purpose, in a process that another launcher (torchrun, srun, ...) has "
-        "started as one of several; without it init() raises there.",
+        "started as one of several; without it init() joins the others there, or raises.",
     )
     trust_network: bool = _row(
         "TRUST_NETWORK",

@@ -237,7 +237,8 @@ class PortsWay(Way):
         raise StoreError(f"this host has other listeners on the ports of {self.description}")
 
     def _places(self, generation: int) -> list[Place]:
-        return [_place(address, port) for port in self._ports() for address in self._addresses()]
+        addresses = self._addresses()
+        return [_place(address, port) for port in self._ports() for address in addresses]
 
     def _addresses(self) -> list[str]:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -10,7 +11,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["DEADLINE_S", "ROOT", "SECRET", "TORCHRUN", "WORK", "Job", "environment", "free_port"]
+import netns
+
+__all__ = [
+    "DEADLINE_S",
+    "ROOT",
+    "SECRET",
+    "TORCHRUN",
+    "WORK",
+    "Job",
+    "can_make_hosts",
+    "environment",
+    "free_port",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 90.0  # for liveness only
@@ -34,6 +47,15 @@ def environment(**variables: str) -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(words)}
     return {**{name: value for name, value in kept.items() if name not in names}, **variables}
+
+
+@functools.cache
+def can_make_hosts() -> bool:
+    """Whether namespaces of network, host name and mounts can be made here."""
+    if not netns.available():
+        return False
+    probe = ["unshare", "-um", "sh", "-c", "hostname probe && mount -t tmpfs none /sys/fs/cgroup"]
+    return subprocess.run(probe, capture_output=True).returncode == 0
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import netns
+from joining import can_make_hosts
 
 __all__ = ["available", "cluster"]
 
@@ -49,7 +49,7 @@ def available() -> str:
     missing = [name for name in ("slurmctld", "slurmd", "srun", "munged") if shutil.which(name) is None]
     if missing:
         return f"needs Debian's slurm-wlm and munge: there is no {missing[0]}"
-    return "" if netns.available() else "needs network namespaces, which root can make"
+    return "" if can_make_hosts() else "needs namespaces of network, host name and mounts"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import time
 
 import netns
 import pytest
-from joining import DEADLINE_S, SECRET, WORK, Job, environment, free_port
+from joining import DEADLINE_S, SECRET, WORK, Job, can_make_hosts, environment, free_port
 
 from polyhvd.config import Settings
 from polyhvd.launch.providers.torchrun import TorchVariablesProvider
@@ -177,7 +177,7 @@ def test_the_doctor_says_whose_rank_this_is(hand: dict[str, str]) -> None:
     assert "variables contradict each other" in contradiction
 
 
-@pytest.mark.skipif(not netns.available(), reason="needs network namespaces, which root can make")
+@pytest.mark.skipif(not can_make_hosts(), reason="needs namespaces of network, host name and mounts")
 def test_pods_of_an_indexed_job_meet_by_the_name_of_the_first() -> None:
     names = ["train-0", "train-1"]
     with netns.two_hosts() as hosts, Job() as job:

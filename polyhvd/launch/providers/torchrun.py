@@ -29,9 +29,7 @@ class TorchrunProvider(MeetingProvider):
     """
 
     name = "torchrun"
-    within = frozenset(
-        ("CLUSTER_SPEC", "Kubernetes", "MPI", "TF_CONFIG", "srun", "torch.distributed's variables")
-    )
+    within = frozenset(("CLUSTER_SPEC", "Kubernetes", "MPI", "TF_CONFIG", "srun", "torch.distributed"))
     secret_hint = "before torchrun, on every host"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
@@ -45,7 +43,7 @@ class TorchVariablesProvider(MeetingProvider):
     https://docs.pytorch.org/docs/stable/distributed.html, "Environment variable initialization".
     """
 
-    name = "torch.distributed's variables"
+    name = "torch.distributed"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """What they say. One of RANK and WORLD_SIZE alone is somebody else's word."""
