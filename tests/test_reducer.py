@@ -37,9 +37,11 @@ class Noted(Exchange[Any]):
         self.requests: list[dict[str, Any]] = []
         self.waited: list[str] = []
 
-    def start(self, tensors: Sequence[Any], *, name: str, priority: int, **request: Any) -> Results[Any]:
+    def start(
+        self, tensors: Sequence[Any], name: str, priority: int, request: Mapping[str, Any]
+    ) -> Results[Any]:
         self.sent.append((name, priority))
-        self.requests.append(request)
+        self.requests.append(dict(request))
         if f"start of {name}" in self.failing:
             raise InvalidArgumentError(name)
 
@@ -52,7 +54,12 @@ class Noted(Exchange[Any]):
         return results
 
     def start_sparse(
-        self, gradients: Mapping[Any, Any], *, prefix: str, compression: Compressor, **request: Any
+        self,
+        gradients: Mapping[Any, Any],
+        prefix: str,
+        compression: Compressor,
+        priority: int,
+        request: Mapping[str, Any],
     ) -> Results[Any]:
         self.sent.append((f"{prefix}.sparse.{'.'.join(map(str, gradients))}", 0))
         return lambda: [Sparse(2 * gradient.array) for gradient in gradients.values()]

@@ -58,7 +58,7 @@ class MxnetExchange(Exchange[NDArray]):
         self._failures_seen = seen
 
     def start(
-        self, tensors: Sequence[NDArray], *, name: str, priority: int, **request: Any
+        self, tensors: Sequence[NDArray], name: str, priority: int, request: Mapping[str, Any]
     ) -> Results[NDArray]:
         """Let MXNet's engine reduce arrays as soon as they are computed."""
         handle: Any
@@ -76,7 +76,12 @@ class MxnetExchange(Exchange[NDArray]):
         return lambda: tensors
 
     def start_sparse(
-        self, gradients: Mapping[Any, NDArray], *, prefix: str, compression: Compressor, **request: Any
+        self,
+        gradients: Mapping[Any, NDArray],
+        prefix: str,
+        compression: Compressor,
+        priority: int,
+        request: Mapping[str, Any],
     ) -> Results[NDArray]:
         """Begin to reduce the rows that any rank has; waits until all have told which these are."""
         names = {f"{prefix}.{key}": gradient for key, gradient in gradients.items()}
@@ -84,7 +89,7 @@ class MxnetExchange(Exchange[NDArray]):
         packed = [compression.compress(values) for _, values in parts]
         first = next(iter(gradients))
         name = f"{prefix}.{first}" if len(gradients) == 1 else f"{prefix}.rows.{first}"
-        results = self.start([sent for sent, _ in packed], name=name, **request)
+        results = self.start([sent for sent, _ in packed], name, priority, request)
 
         def collect() -> list[NDArray]:
             values = [

@@ -34,7 +34,9 @@ class TensorflowExchange(Exchange[Any]):
     def __init__(self) -> None:
         self._state = VariableState()
 
-    def start(self, tensors: Sequence[Any], *, name: str, priority: int, **request: Any) -> Results[Any]:
+    def start(
+        self, tensors: Sequence[Any], name: str, priority: int, request: Mapping[str, Any]
+    ) -> Results[Any]:
         """Reduce dense tensors into new ones."""
         dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
         with self._state.after_writes():
@@ -44,11 +46,10 @@ class TensorflowExchange(Exchange[Any]):
     def start_sparse(
         self,
         gradients: Mapping[Any, Any],
-        *,
         prefix: str,
         compression: Compressor,
-        priority: int = 0,
-        **request: Any,
+        priority: int,
+        request: Mapping[str, Any],
     ) -> Results[Any]:
         """Gather the slices of all ranks; the results have each index once."""
         reduced = sparse.allreduce(

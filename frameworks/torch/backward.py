@@ -248,7 +248,7 @@ class Gradients(Section):
         if gradient.layout is not torch.strided:
             self._start_sparse(position, gradient)
         elif group is None:
-            self._reducer.start(str(position), {position: gradient}, priority=-position)
+            self._reducer.start_one(position, gradient, priority=-position)
         else:
             group.held[position] = gradient
         if position not in self._local:

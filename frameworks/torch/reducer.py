@@ -31,10 +31,15 @@ class TorchExchange(Exchange[Tensor]):
         self._kept = kept
 
     def start_sparse(
-        self, gradients: Mapping[Any, Tensor], *, prefix: str, compression: Compressor, **request: Any
+        self,
+        gradients: Mapping[Any, Tensor],
+        prefix: str,
+        compression: Compressor,
+        priority: int,
+        request: Mapping[str, Any],
     ) -> Results[Tensor]:
         """Begin to gather the nonzeros of all ranks; factors are not applied to them."""
-        op, process_set, priority = request["op"], request["process_set"], request["priority"]
+        op, process_set = request["op"], request["process_set"]
         handles = [
             start_sparse_allreduce(
                 gradient,

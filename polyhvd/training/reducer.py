@@ -35,8 +35,8 @@ _Packed = tuple[Any, T, T, Any]  # key, gradient, what is sent of it, the compre
 class Exchange(Generic[T]):
     """How a framework reduces tensors. This one: asynchronously and in place, for tensors without layouts.
 
-    ``request`` is, of all methods that have it, ``op``, ``prescale_factor``, ``postscale_factor`` and
-    ``process_set``, as of :meth:`polyhvd.collectives.verbs.Collectives.allreduce_async`.
+    ``request`` has, for all methods, the arguments ``op``, ``prescale_factor``, ``postscale_factor`` and
+    ``process_set`` of :meth:`polyhvd.collectives.verbs.Collectives.allreduce_async`.
 
     Args:
         collectives: of the framework.
@@ -53,14 +53,12 @@ class Exchange(Generic[T]):
     def begin(self) -> None:
         """Called before the gradients of a step are reduced."""
 
-    def start(self, tensors: Sequence[T], *, name: str, priority: int, **request: Any) -> Results[T]:
+    def start(self, tensors: Sequence[T], name: str, priority: int, request: Mapping[str, Any]) -> Results[T]:
         """Begin to reduce dense tensors, as one operation; in place where that can be."""
         collectives = self._collectives
         handle: Handle[Any]
         if len(tensors) == 1:
-            handle = collectives.allreduce_async(
-                tensors[0], name=name, priority=priority, in_place=True, **request
-            )
+            handle = self.start_one(tensors[0], name, priority, request)
         else:
             handle = collectives.grouped_allreduce_async(
                 tensors, name=name, priority=priority, in_place=True, **request
@@ -72,8 +70,23 @@ class Exchange(Generic[T]):
 
         return results
 
+    def start_one(self, tensor: T, name: str, priority: int, request: Mapping[str, Any]) -> Any:
+        """Begin to reduce a dense tensor in place; what :meth:`wait` takes."""
+        return self._collectives.allreduce_async(
+            tensor, name=name, priority=priority, in_place=True, **request
+        )
+
+    def wait(self, handle: Any) -> None:
+        """Wait for what :meth:`start_one` has begun."""
+        self._collectives.synchronize(handle)
+
     def start_sparse(
-        self, gradients: Mapping[Any, T], *, prefix: str, compression: Compressor, **request: Any
+        self,
+        gradients: Mapping[Any, T],
+        prefix: str,
+        compression: Compressor,
+        priority: int,
+        request: Mapping[str, Any],
     ) -> Results[T]:
         """Begin to reduce sparse gradients, by key, without making them dense."""
         raise NotImplementedError
@@ -156,9 +169,11 @@ class GradientReducer(Generic[T]):
         self._stateless: Compressor = NO_COMPRESSION
         self._keyed: KeyedCompressor | None = None
         self._take_compressor(shares_compressor)
+        self._is_compressed = self._keyed is not None or self._stateless is not NO_COMPRESSION
         self._generation = 0  # of the world that the compressor's state is of
         self._numbers: dict[Any, int] = {}  # of sources, in order of appearance
         self._pending: list[tuple[Results[T], list[_Packed[T]], bool]] = []
+        self._alone: list[tuple[Any, Any, T]] = []  # handle, key, gradient
 
     def _take_compressor(self, is_shared: bool) -> None:
         given = self.options.compression
@@ -289,10 +304,18 @@ class GradientReducer(Generic[T]):
     # One by one -----------------------------------------------------------------
 
     def start(self, name: str, gradients: Mapping[Any, T], *, priority: int = 0) -> None:
-        """Begin to reduce gradients, by key, as one operation of this name: all or none."""
+        """Begin to reduce dense gradients, by key, as one operation of this name: all or none."""
         names = self._key_names(gradients, None)
         packed = [self._packed(key, names, gradient) for key, gradient in gradients.items()]
         self._send(f"{self.prefix}.{name}", packed, priority)
+
+    def start_one(self, key: Any, gradient: T, *, priority: int = 0) -> None:
+        """Begin to reduce a dense gradient by itself, in place: hundreds of times in a step."""
+        if self._is_compressed:
+            self.start(str(key), {key: gradient}, priority=priority)
+            return
+        handle = self.exchange.start_one(gradient, f"{self.prefix}.{key}", priority, self._request)
+        self._alone.append((handle, key, gradient))
 
     def start_sparse(self, key: Any, gradient: T, *, priority: int = 0) -> None:
         """Begin to reduce a sparse gradient as it is."""
@@ -300,16 +323,23 @@ class GradientReducer(Generic[T]):
 
     def drop(self) -> None:
         """Forget all gradients: others may never send theirs. Their memory lives until the core lets go."""
-        self._pending = []
+        self._pending, self._alone = [], []
 
     def finish(self) -> dict[Any, T]:
         """Wait for all gradients that were started; they are in the framework's hands then, and returned.
 
         When one fails, the others are waited for all the same, and the first error is raised.
         """
-        pending, self._pending = self._pending, []
+        pending, alone = self._pending, self._alone
+        self.drop()
         finished: dict[Any, T] = {}
         first_error: Exception | None = None
+        for handle, key, gradient in alone:
+            try:
+                self.exchange.wait(handle)
+                finished[key] = gradient
+            except Exception as error:
+                first_error = first_error or error
         for results, packed, is_compressed in pending:
             try:
                 for (key, gradient, _, context), result in zip(packed, results(), strict=True):
@@ -324,15 +354,11 @@ class GradientReducer(Generic[T]):
     # What is sent -----------------------------------------------------------------
 
     def _send(self, name: str, packed: list[_Packed[T]], priority: int) -> None:
-        results = self.exchange.start(
-            [part[2] for part in packed], name=name, priority=priority, **self._request
-        )
-        self._pending.append((results, packed, True))
+        results = self.exchange.start([part[2] for part in packed], name, priority, self._request)
+        self._pending.append((results, packed, self._is_compressed))
 
     def _send_sparse(self, gradients: Mapping[Any, T], prefix: str, priority: int) -> None:
-        results = self.exchange.start_sparse(
-            gradients, prefix=prefix, compression=self._stateless, priority=priority, **self._request
-        )
+        results = self.exchange.start_sparse(gradients, prefix, self._stateless, priority, self._request)
         packed = [(key, gradient, gradient, None) for key, gradient in gradients.items()]
         self._pending.append((results, packed, False))
 
@@ -353,7 +379,7 @@ class GradientReducer(Generic[T]):
             name = names[key]
             sent, context = self._keyed.compress(tensor, name)
             return key, gradient, sent, (name, context)
-        if self._stateless is NO_COMPRESSION:
+        if not self._is_compressed:
             return key, gradient, tensor, None
         return key, gradient, *self._stateless.compress(tensor)
 
@@ -362,8 +388,6 @@ class GradientReducer(Generic[T]):
         if self._keyed is not None:
             name, own = context
             restored = self._keyed.decompress(result, own, name)
-        elif self._stateless is NO_COMPRESSION:
-            return result
         else:
             restored = self._stateless.decompress(result, context)
         return restored
