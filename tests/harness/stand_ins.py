@@ -7,6 +7,7 @@ framework has where it defines functions, classes and constants; what is compute
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -86,16 +87,20 @@ def is_installed(package: str) -> bool:
 @contextlib.contextmanager
 def stand_ins(framework: str) -> Iterator[None]:
     """Import stand-ins in the place of frameworks, and of this one even if it is not installed."""
-    before = set(sys.modules)
+    before, environment = set(sys.modules), dict(os.environ)
     finder = _Finder(framework)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
+        os.environ.clear()
+        os.environ.update(environment)  # which a module may change for its ranks
         for name in set(sys.modules) - before:
             module = sys.modules[name]
-            if isinstance(module, StandIn):
+            if module is None:  # forbidden, for its ranks
+                del sys.modules[name]
+            elif isinstance(module, StandIn):
                 del sys.modules[name]
                 parent, _, child = name.rpartition(".")
                 if parent in sys.modules and vars(sys.modules[parent]).get(child) is module:

@@ -341,6 +341,9 @@ def test_stand_ins_leave_nothing_and_are_not_taken_for_what_is_installed() -> No
         assert isinstance(framework.Dense(3) * 2 + 1, StandIn)
         assert not is_installed("no_such_framework")
         assert is_installed("numpy")
+        sys.modules["forbidden_to_ranks"] = None  # type: ignore[assignment]
+        os.environ["POLYHVD_TEST_LEFT"] = "1"
     assert set(sys.modules) == before
+    assert "POLYHVD_TEST_LEFT" not in os.environ
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_framework.layers")
