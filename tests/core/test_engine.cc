@@ -609,7 +609,7 @@ TEST_CASE("a stall is reported with what each absent rank has done last, over an
     CHECK(report.find(" for rank " + last + " in 1 operation:\n    'late', for ") !=
           std::string::npos);
     CHECK(report.find("rank " + last +
-                      " (a thread): alive; it last ran allreduce 'before'; it has asked for "
+                      " (a thread): alive; it last ran allreduce 'before'; it has submitted "
                       "nothing since") != std::string::npos);
     world.shutdown();
   }
