@@ -146,6 +146,25 @@ LAYERS = (
 )
 FLAT_FILES_MAX = 10
 
+#: Files of an adapter's folder, which mean the same in each. All have the first five.
+FILES_OF_ALL = ("adapter", "dialect", "functions", "state", "verbs")
+FILES_OF_MANY = (
+    *("base", "batch_norm", "compression", "derivatives", "errors", "names", "native", "optimizer"),
+    *("passes", "reducer", "sparse"),
+)
+#: And those that only one framework needs.
+FILES_OF_ONE = {
+    "mxnet": ("estimator", "reads", "trainer"),
+    "tensorflow": (
+        *("call_order", "dtypes", "generations", "gradient_tape", "gradients", "keras_hooks", "ops"),
+        *("runtime_ops", "vectorized"),
+    ),
+    "torch": (
+        *("adasum", "backward", "closures", "compiled", "library", "registry", "rounds", "sync_batch_norm"),
+        "written",
+    ),
+}
+
 
 def report(offences: list[str], rule: str) -> None:
     __tracebackhide__ = True
@@ -305,6 +324,16 @@ def test_no_arrow_runs_up() -> None:
 def test_the_flat_part_is_small() -> None:
     flat = [path.name for path in sources(".py", under=ROOT / "polyhvd") if path.parent == ROOT / "polyhvd"]
     report(flat if len(flat) > FLAT_FILES_MAX else [], f"polyhvd/ has {FLAT_FILES_MAX} files at most")
+
+
+def test_adapters_name_their_files_alike() -> None:
+    offences = []
+    for folder in sorted({path.parent for path in FRAMEWORKS.glob("*/adapter.py")}):
+        found = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        offences += [f"{relative(folder)}: no {name}.py" for name in FILES_OF_ALL if name not in found]
+        known = {*FILES_OF_ALL, *FILES_OF_MANY, *FILES_OF_ONE.get(folder.name, ())}
+        offences += [f"{relative(folder)}/{name}.py" for name in sorted(found - known)]
+    report(offences, "what several frameworks have is called alike; what one has is listed here")
 
 
 def test_the_shared_python_imports_no_framework() -> None:
