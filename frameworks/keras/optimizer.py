@@ -223,11 +223,21 @@ def PartialDistributedOptimizer(
     """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
     Args:
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
-            gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, groups,
-            process_set: as of :func:`DistributedOptimizer`.
-        local_layers: a layer of Keras, or a list of them; they need not be built yet.
+        optimizer: of Keras 3 on PyTorch. The result shares its state.
+        name: begins the names of the operations; the default is the optimizer's class.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire.
+        sparse_as_dense: accepted for Horovod's sake; here gradients are dense.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        op: Average, Sum or Adasum.
+        groups: into how many operations gradients are split, or a list of lists of variables.
+        process_set: the ranks that take part. On others, the optimizer works by itself.
+        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
+            be built yet.
         scale_local_gradients: divide their gradients by the number of ranks.
+        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
+            call reduces and applies the sum. The others change no variable, nor ``iterations``.
+        average_aggregated_gradients: divide the sum of several calls by their number.
 
     Raises:
         InvalidArgumentError: as :func:`DistributedOptimizer`, or ``local_layers`` are no layers.

@@ -110,7 +110,7 @@ def DistributedGradientTape(
         gradient_predivide_factor: splits the division of an average around the sum.
         groups: how to split the gradients of a step into operations: into this many, or one for each list
             of variables and one for each variable in none; None: one for all.
-        num_groups: the number alone.
+        num_groups: the same as a number for ``groups``.
         process_set: the ranks that take part. Others keep their gradients as they are.
         scale_local_gradients: divide those of :meth:`register_local_source` by the number of ranks.
 
@@ -145,9 +145,21 @@ def PartialDistributedGradientTape(
     """A :func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
 
     Args:
-        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
-            num_groups, groups, process_set: as of :func:`DistributedGradientTape`.
-        local_layers: a layer of Keras, or a list of them; they need not be built yet.
+        gradtape: the tape; it may have recorded already. Both share what was recorded.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or an instance of :class:`polyhvd.training.compression.KeyedCompressor`, which keeps state
+            from tape to tape.
+        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
+            gathered, and come back with each index once.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        num_groups: the same as a number for ``groups``.
+        groups: how to split the gradients of a step into operations: into this many, or one for each list of
+            variables and one for each variable in none; None: one for all.
+        process_set: the ranks that take part. Others keep their gradients as they are.
+        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
+            be built yet.
         scale_local_gradients: divide their gradients by the number of ranks.
 
     Raises:

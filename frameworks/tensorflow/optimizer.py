@@ -223,7 +223,7 @@ def DistributedOptimizer(
         optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
         name: begins the names of the operations; the default is the optimizer's class.
         use_locking: accepted for Horovod's sake.
-        device_dense, device_sparse: likewise; collectives run on the host.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
         compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
             own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
         sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
@@ -238,7 +238,7 @@ def DistributedOptimizer(
         average_aggregated_gradients: divide the sum of several calls by their number.
         groups: how to split the gradients of a step into operations: into this many, or one for each list
             of variables and one for each variable in none; None: one for all.
-        num_groups: the number alone.
+        num_groups: the same as a number for ``groups``.
         process_set: the ranks that take part. Others keep their gradients as they are.
         scale_local_gradients: divide gradients that stay local by the number of ranks.
 
@@ -278,10 +278,28 @@ def PartialDistributedOptimizer(
     ``BroadcastGlobalVariablesCallback``.
 
     Args:
-        optimizer, name, use_locking, device_dense, device_sparse, compression, sparse_as_dense,
-            backward_passes_per_step, op, gradient_predivide_factor, average_aggregated_gradients,
-            num_groups, groups, process_set: as of :func:`DistributedOptimizer`.
-        local_layers: a layer of Keras, or a list of them; they need not be built yet.
+        optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
+        name: begins the names of the operations; the default is the optimizer's class.
+        use_locking: accepted for Horovod's sake.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
+        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
+            gathered, and come back with each index once.
+        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
+            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is left
+            at the end of an epoch counts for the next one. Ranks have to make equally many calls. Keras 3's
+            own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their
+            product is the number of calls in a step.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        average_aggregated_gradients: divide the sum of several calls by their number.
+        num_groups: the same as a number for ``groups``.
+        groups: how to split the gradients of a step into operations: into this many, or one for each list of
+            variables and one for each variable in none; None: one for all.
+        process_set: the ranks that take part. Others keep their gradients as they are.
+        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
+            be built yet.
         scale_local_gradients: divide their gradients by the number of ranks.
 
     Raises:

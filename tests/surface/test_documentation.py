@@ -17,12 +17,6 @@ from test_names import FRAMEWORKS, recorded  # noqa: E402
 #: Its fields are the rows of docs/configuration.md.
 ELSEWHERE = {"Settings"}
 
-#: What is still to be documented in full: remove a name when it is. Nothing is to be added here.
-TO_BE_DOCUMENTED = {
-    "keras": {"PartialDistributedOptimizer"},
-    "tensorflow": {"DistributedOptimizer", "PartialDistributedGradientTape", "PartialDistributedOptimizer"},
-}
-
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_what_is_public_is_documented(name: str, pools: Pools) -> None:
@@ -32,7 +26,7 @@ def test_what_is_public_is_documented(name: str, pools: Pools) -> None:
         if not module.endswith((".callbacks", ".errors", ".launch", ".runner")):
             (found,) = pool.run(documentation.lacking, module)
             lacking |= found
-    for item in {*ELSEWHERE, *TO_BE_DOCUMENTED.get(name, ())}:
+    for item in ELSEWHERE:
         lacking.pop(item, None)
     assert not lacking
 

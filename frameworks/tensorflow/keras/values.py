@@ -43,10 +43,26 @@ def DistributedOptimizer(
     """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
 
     Args:
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor,
-            op, backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
-            scale_local_gradients: as of :func:`polyhvd.tensorflow.DistributedOptimizer`, in the order of
-            horovod.tensorflow.keras.
+        optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
+        name: begins the names of the operations; the default is the optimizer's class.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
+        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
+            gathered, and come back with each index once.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        op: Average, Sum or Adasum.
+        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
+            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is left
+            at the end of an epoch counts for the next one. Ranks have to make equally many calls. Keras 3's
+            own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their
+            product is the number of calls in a step.
+        average_aggregated_gradients: divide the sum of several calls by their number.
+        num_groups: the same as a number for ``groups``.
+        groups: how to split the gradients of a step into operations: into this many, or one for each list of
+            variables and one for each variable in none; None: one for all.
+        process_set: the ranks that take part. Others keep their gradients as they are.
+        scale_local_gradients: divide gradients that stay local by the number of ranks.
 
     Raises:
         InvalidArgumentError: an argument that cannot be used.
@@ -78,9 +94,27 @@ def PartialDistributedOptimizer(
     """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
     Args:
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor,
-            op, groups, process_set, local_layers, scale_local_gradients, backward_passes_per_step,
-            average_aggregated_gradients: as of :func:`polyhvd.tensorflow.PartialDistributedOptimizer`.
+        optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
+        name: begins the names of the operations; the default is the optimizer's class.
+        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
+        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
+            gathered, and come back with each index once.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        op: Average, Sum or Adasum.
+        groups: how to split the gradients of a step into operations: into this many, or one for each list of
+            variables and one for each variable in none; None: one for all.
+        process_set: the ranks that take part. Others keep their gradients as they are.
+        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
+            be built yet.
+        scale_local_gradients: divide their gradients by the number of ranks.
+        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
+            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is left
+            at the end of an epoch counts for the next one. Ranks have to make equally many calls. Keras 3's
+            own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their
+            product is the number of calls in a step.
+        average_aggregated_gradients: divide the sum of several calls by their number.
 
     Raises:
         InvalidArgumentError: an argument that cannot be used, or ``local_layers`` are no layers.
