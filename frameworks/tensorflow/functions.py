@@ -36,6 +36,8 @@ class TensorflowFunctions(Functions[tf.Tensor]):
 
     def compressor(self, compression: Any, name: str | None) -> Any:
         """What one with state keeps is in variables."""
+        if not hasattr(compression, "for_operation"):
+            return compression
         if isinstance(compression, KeyedCompressor):
             compression.hold(VariableState)
         with as_tensorflow():
@@ -89,6 +91,20 @@ class TensorflowFunctions(Functions[tf.Tensor]):
         device_sparse: str = "",
     ) -> Any:
         """Of tf.IndexedSlices, tf.IndexedSlices."""
+        if compression is NO_COMPRESSION and not isinstance(tensor, tf.IndexedSlices):
+            # In a short way: for a small tensor, what Python does takes as long as the collective.
+            if device_dense or device_sparse:
+                accept_device("allreduce", device_dense=device_dense, device_sparse=device_sparse)
+            (result,) = ops.allreduce(
+                [as_dense(tensor, "the tensor")],
+                name=name,
+                op=reduction_of(op, average),
+                prescale_factor=prescale_factor,
+                postscale_factor=postscale_factor,
+                process_set=process_set,
+                priority=priority,
+            )
+            return result
         (result,) = self.grouped_allreduce(
             [tensor],
             average,
@@ -116,6 +132,7 @@ class TensorflowFunctions(Functions[tf.Tensor]):
     ) -> list[Any]:
         """Those that are tf.IndexedSlices are an operation of their own."""
         accept_device("allreduce", device_dense=device_dense, device_sparse=device_sparse)
+        compression = None if compression is NO_COMPRESSION else compression
         tensors = list(tensors)
         results: list[Any] = [None] * len(tensors)
         slices = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
