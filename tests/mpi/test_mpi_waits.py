@@ -167,7 +167,8 @@ hvd.init()
 
 def test_a_job_whose_rank_never_starts_mpi_ends(write: Write) -> None:
     status, out, err = jobs.run(write(NEVER_COMES), 2, POLYHVD_START_TIMEOUT="1")
-    assert status == 1, out + err
+    # 1 is rank 0's; of rank 1, which it kills, MPICH's launcher tells the 9, now and then, instead.
+    assert status in (1, 9), out + err
     assert "PeerLostError: MPI_Init_thread" in err, out + err
 
 
