@@ -60,7 +60,7 @@ class World final : public Liveness {
 
   std::unique_ptr<Channel> connect_parent();
   std::vector<Child> connect_children();
-  host::Fabric& fabric() noexcept { return fabric_; }
+  host::Resources& resources() noexcept { return resources_; }
   std::unique_ptr<Backend> make_backend(const std::string& name);
   // Before the backends are made: of tensors on GPUs, `staged` does what NCCL does not, and
   // `between_hosts` moves bytes of CPUs where NCCL serves within hosts alone.
@@ -112,11 +112,11 @@ class World final : public Liveness {
   std::unique_ptr<shm::Segment> segment_;
   std::unique_ptr<shm::LocalPeers> peers_;
   std::vector<int> descriptors_;
-  host::Fabric fabric_;
+  host::Resources resources_;
   std::shared_ptr<gpu::Devices> devices_;
   std::shared_ptr<gpu::Staging> staging_;
-  std::unique_ptr<mpi::Fabric> mpi_;                           // null unless MPI moves data
-  std::unique_ptr<nccl::Fabric> nccl_;                         // null unless NCCL may; never reset
+  std::unique_ptr<mpi::Resources> mpi_;                        // null unless MPI moves data
+  std::unique_ptr<nccl::Resources> nccl_;                      // null unless NCCL may; never reset
   Backend* staged_ = nullptr;                                  // the engine's
   Backend* between_hosts_ = nullptr;                           // likewise
   mutable OrderedMutex<LockRank::transport> transport_mutex_;  // for add_counters
@@ -125,14 +125,14 @@ class World final : public Liveness {
 
 World::World(Connections connections, Parking& parking, bool data_checksums)
     : connections_(std::move(connections)), parking_(parking) {
-  fabric_.rank = connections_.rank;
-  fabric_.domains = connections_.domains;
-  fabric_.pids = connections_.pids;
-  fabric_.domain_of.resize(static_cast<std::size_t>(connections_.size));
+  resources_.rank = connections_.rank;
+  resources_.domains = connections_.domains;
+  resources_.pids = connections_.pids;
+  resources_.domain_of.resize(static_cast<std::size_t>(connections_.size));
   for (std::size_t d = 0; d < connections_.domains.size(); ++d) {
     for (std::size_t i = 0; i < connections_.domains[d].size(); ++i) {
       const int rank = connections_.domains[d][i];
-      fabric_.domain_of.at(static_cast<std::size_t>(rank)) = static_cast<int>(d);
+      resources_.domain_of.at(static_cast<std::size_t>(rank)) = static_cast<int>(d);
       if (rank != connections_.rank) continue;
       domain_ = static_cast<int>(d);
       local_ = static_cast<int>(i);
@@ -156,10 +156,10 @@ World::World(Connections connections, Parking& parking, bool data_checksums)
         connections_.data_fds, parking_,
         tcp::TcpTransport::Options{connections_.rank, data_checksums, name, lost});
   }
-  fabric_.segment = segment_.get();
-  fabric_.peers = peers_.get();
-  fabric_.transport = transport_.get();
-  fabric_.parking = &parking_;
+  resources_.segment = segment_.get();
+  resources_.peers = peers_.get();
+  resources_.transport = transport_.get();
+  resources_.parking = &parking_;
   devices_ = std::make_shared<gpu::Devices>(std::make_shared<gpu::Driver>(connections_.rank),
                                             rank_on_host());
   staging_ = std::make_shared<gpu::Staging>(devices_, parking_);
@@ -242,7 +242,7 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
     for (std::string kind; std::getline(listed, kind, '+');) kinds.push_back(kind);
     return std::make_unique<Restricted>(make_backend(name.substr(0, colon)), std::move(kinds));
   }
-  if (name == "host") return std::make_unique<host::HostBackend>(fabric_);
+  if (name == "host") return std::make_unique<host::HostBackend>(resources_);
   if (is_nccl(name)) {
     return std::make_unique<nccl::NcclBackend>(*nccl_, *staged_, *between_hosts_);
   }
@@ -250,7 +250,7 @@ std::unique_ptr<Backend> World::make_backend(const std::string& name) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "there is no backend '" + name + "' in this job; see POLYHVD_BACKENDS");
   }
-  if (!mpi_) mpi_ = std::make_unique<mpi::Fabric>(connections_.mpi, fabric_);
+  if (!mpi_) mpi_ = std::make_unique<mpi::Resources>(connections_.mpi, resources_);
   return std::make_unique<mpi::MpiBackend>(*mpi_);
 }
 
@@ -263,10 +263,10 @@ void World::prepare_nccl(Backend& staged, Backend& between_hosts, const EngineOp
                           .hierarchical = connections_.hierarchical};
   const auto label = [this](int rank) { return name_of(rank); };
   const auto host = [this](int rank) {
-    return fabric_.domain_of.at(static_cast<std::size_t>(rank));
+    return resources_.domain_of.at(static_cast<std::size_t>(rank));
   };
-  nccl_ = std::make_unique<nccl::Fabric>(connections_.rank, std::move(settings), devices_, parking_,
-                                         label, host, options.log);
+  nccl_ = std::make_unique<nccl::Resources>(connections_.rank, std::move(settings), devices_,
+                                            parking_, label, host, options.log);
   staged_ = &staged;
   between_hosts_ = &between_hosts;
 }
@@ -314,8 +314,8 @@ std::optional<ProcessState> World::look_beside(int rank) const {
 void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   counters["staged_bytes"] = staging_->bytes();
   counters["nccl_bytes"] = nccl_ ? nccl_->bytes() : 0;
-  counters["shm_bytes"] = fabric_.shm_bytes.load(std::memory_order_relaxed);
-  counters["cma_bytes"] = fabric_.cma_bytes.load(std::memory_order_relaxed);
+  counters["shm_bytes"] = resources_.shm_bytes.load(std::memory_order_relaxed);
+  counters["cma_bytes"] = resources_.cma_bytes.load(std::memory_order_relaxed);
   std::lock_guard lock(transport_mutex_);
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
   counters["tcp_bytes_received"] = transport_ ? transport_->bytes_received() : 0;
@@ -349,9 +349,9 @@ std::unique_ptr<Engine> make_engine(Connections connections, EngineOptions optio
   const std::vector<std::string> backends = connections.backends;
   auto parking = std::make_unique<Parking>();
   auto world = std::make_unique<World>(std::move(connections), *parking, options.data_checksums);
-  host::Fabric& fabric = world->fabric();
-  fabric.reproducible = options.reproducible;
-  fabric.attaching = static_cast<host::Attaching>(options.attaching);
+  host::Resources& resources = world->resources();
+  resources.reproducible = options.reproducible;
+  resources.attaching = static_cast<host::Attaching>(options.attaching);
   EngineParts parts;
   parts.parent = world->connect_parent();
   parts.children = world->connect_children();
@@ -373,7 +373,7 @@ std::unique_ptr<Engine> make_engine(Connections connections, EngineOptions optio
   parts.devices = world->devices();
   parts.liveness = std::move(world);
   return std::make_unique<Engine>(rank, std::move(sets), std::move(parking), std::move(parts),
-                                  std::move(options), fabric.overlap);
+                                  std::move(options), resources.overlap);
 }
 
 }  // namespace polyhvd

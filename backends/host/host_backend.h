@@ -21,7 +21,7 @@ namespace polyhvd::host {
 enum class Attaching : std::uint8_t { kNever = 0, kAuto = 1, kAlways = 2 };
 
 // What a rank's communicators share. Everything outlives them.
-struct Fabric {
+struct Resources {
   int rank = 0;
   std::vector<std::vector<int>> domains;  // ranks that share a segment, as in connections.py
   std::vector<int> domain_of;             // by world rank
@@ -42,16 +42,16 @@ struct Fabric {
 
 class HostBackend final : public Backend {
  public:
-  explicit HostBackend(Fabric& fabric) : fabric_(fabric) {}
+  explicit HostBackend(Resources& resources) : resources_(resources) {}
   std::string_view name() const noexcept override { return "host"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
   std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
                                         std::span<const int> members,
                                         Communicator* on_cpu) override;
-  void tune(const Tuning& tuning) override { fabric_.tuning = tuning; }
+  void tune(const Tuning& tuning) override { resources_.tuning = tuning; }
 
  private:
-  Fabric& fabric_;
+  Resources& resources_;
 };
 
 }  // namespace polyhvd::host

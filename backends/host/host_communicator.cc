@@ -10,10 +10,11 @@
 namespace polyhvd::host {
 namespace {
 
-std::vector<std::vector<int>> group_by_host(const Fabric& fabric, std::span<const int> members) {
+std::vector<std::vector<int>> group_by_host(const Resources& resources,
+                                            std::span<const int> members) {
   std::map<int, std::vector<int>> by_domain;
   for (std::size_t i = 0; i < members.size(); ++i) {
-    by_domain[fabric.domain_of[static_cast<std::size_t>(members[i])]].push_back(
+    by_domain[resources.domain_of[static_cast<std::size_t>(members[i])]].push_back(
         static_cast<int>(i));
   }
   std::vector<std::vector<int>> sides;
@@ -21,42 +22,43 @@ std::vector<std::vector<int>> group_by_host(const Fabric& fabric, std::span<cons
   return sides;
 }
 
-std::vector<int> ranks_here(const Fabric& fabric, std::span<const int> members) {
+std::vector<int> ranks_here(const Resources& resources, std::span<const int> members) {
   std::vector<int> ranks;
-  const auto domain = [&](int rank) { return fabric.domain_of[static_cast<std::size_t>(rank)]; };
+  const auto domain = [&](int rank) { return resources.domain_of[static_cast<std::size_t>(rank)]; };
   for (const int rank : members) {
-    if (domain(rank) == domain(fabric.rank)) ranks.push_back(rank);
+    if (domain(rank) == domain(resources.rank)) ranks.push_back(rank);
   }
   return ranks;
 }
 
-LocalGroup make_group(Fabric& fabric, const Place& place, std::span<const int> members) {
-  const int domain = fabric.domain_of[static_cast<std::size_t>(fabric.rank)];
-  const std::vector<int>& ranks_here = fabric.domains[static_cast<std::size_t>(domain)];
+LocalGroup make_group(Resources& resources, const Place& place, std::span<const int> members) {
+  const int domain = resources.domain_of[static_cast<std::size_t>(resources.rank)];
+  const std::vector<int>& ranks_here = resources.domains[static_cast<std::size_t>(domain)];
   std::vector<int> locals;
   int self = 0;
   for (const int rank : members) {
     const auto it = std::ranges::find(ranks_here, rank);
     if (it == ranks_here.end()) continue;
-    if (rank == fabric.rank) self = static_cast<int>(locals.size());
+    if (rank == resources.rank) self = static_cast<int>(locals.size());
     locals.push_back(static_cast<int>(it - ranks_here.begin()));
   }
   shm::Staging staging;
   if (locals.size() > 1) {
     staging =
-        fabric.segment->staging(static_cast<int>(place.index), static_cast<int>(locals.size()));
+        resources.segment->staging(static_cast<int>(place.index), static_cast<int>(locals.size()));
   }
-  return LocalGroup(fabric, staging, place, std::move(locals), self);
+  return LocalGroup(resources, staging, place, std::move(locals), self);
 }
 
 }  // namespace
 
-HostCommunicator::HostCommunicator(Fabric& fabric, const Place& place, std::span<const int> members)
-    : fabric_(fabric),
+HostCommunicator::HostCommunicator(Resources& resources, const Place& place,
+                                   std::span<const int> members)
+    : resources_(resources),
       members_(members.begin(), members.end()),
-      sides_(group_by_host(fabric, members)),
-      group_(make_group(fabric, place, members)),
-      attached_(fabric, group_, ranks_here(fabric, members)) {
+      sides_(group_by_host(resources, members)),
+      group_(make_group(resources, place, members)),
+      attached_(resources, group_, ranks_here(resources, members)) {
   chunk_bytes_ = shm::kChunkBytesMax;
   rails_ = static_cast<int>(members.size());
   for (std::size_t s = 0; s < sides_.size(); ++s) {
@@ -64,7 +66,7 @@ HostCommunicator::HostCommunicator(Fabric& fabric, const Place& place, std::span
     chunk_bytes_ = std::min(chunk_bytes_, shm::chunk_bytes(size));
     rails_ = std::min(rails_, size);
     for (const int position : sides_[s]) {
-      if (rank_at(position) != fabric.rank) continue;
+      if (rank_at(position) != resources.rank) continue;
       position_ = position;
       side_ = static_cast<int>(s);
     }
@@ -80,7 +82,7 @@ void HostCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
     reduce_alone(r);
   } else if (op == ReduceOp::kAdasum) {
     reduce_adasum(r);
-  } else if (hosts() > 1 && fabric_.reproducible) {
+  } else if (hosts() > 1 && resources_.reproducible) {
     reduce_in_rank_order(r);
   } else if (hosts() == 1) {
     reduce_here(r);
@@ -108,7 +110,7 @@ void HostCommunicator::reduce_alone(const Reduction& r) {
 
 void HostCommunicator::reduce_staged(const Reduction& r) {
   const auto ranks_here = static_cast<std::size_t>(group_.size());
-  if (r.bytes * ranks_here <= fabric_.tuning.direct_bytes_max &&
+  if (r.bytes * ranks_here <= resources_.tuning.direct_bytes_max &&
       r.bytes <= group_.staging().region_bytes()) {
     // Every rank reduces everything itself: one exchange instead of two, at the price of
     // reading all contributions.
@@ -175,7 +177,7 @@ void HostCommunicator::reduce_sliced(const Reduction& r) {
       results[static_cast<std::size_t>(owner)].copy_to_outputs(
           group_.staging().part(owner, owner, step - 1), bytes);
     }
-    fabric_.overlap();
+    resources_.overlap();
   }
 }
 
@@ -270,7 +272,7 @@ void HostCommunicator::swap_blocks(int to, Segments sent, int from, Segments rec
     const auto piece = [](Segments block) {
       return block.empty() ? Bytes{} : Bytes(block[0].data, block[0].bytes);
     };
-    fabric_.transport->exchange(to, piece(sent), from, piece(received), deadline);
+    resources_.transport->exchange(to, piece(sent), from, piece(received), deadline);
     return;
   }
   constexpr std::size_t kPackedBytes = 1016 << 10;  // see tuned_chunk_bytes()
@@ -289,8 +291,8 @@ void HostCommunicator::swap_blocks(int to, Segments sent, int from, Segments rec
     const std::byte* const run = reading.input_run(going);
     std::byte* const target = writing.output_run(coming);
     run == nullptr ? reading.copy_inputs_to(flat_.data(), going) : reading.skip(going);
-    fabric_.transport->exchange(to, {run == nullptr ? flat_.data() : run, going}, from,
-                                {target == nullptr ? terms_.data() : target, coming}, deadline);
+    resources_.transport->exchange(to, {run == nullptr ? flat_.data() : run, going}, from,
+                                   {target == nullptr ? terms_.data() : target, coming}, deadline);
     target == nullptr ? writing.copy_to_outputs(terms_.data(), coming) : writing.skip(coming);
   }
 }
@@ -341,12 +343,12 @@ void HostCommunicator::hand_on(Segments out, int root_side, Deadline deadline) {
   for (const Segment& segment : out) {
     for (std::size_t at = 0; at < segment.bytes; at += kPieceBytes) {
       const Bytes piece(segment.data + at, std::min(kPieceBytes, segment.bytes - at));
-      if (self != 0) fabric_.transport->recv(leader(self & (self - 1)), piece, deadline);
-      fabric_.transport->settle(kPiecesAhead, deadline);
-      for (const int child : children) fabric_.transport->post(child, piece);
+      if (self != 0) resources_.transport->recv(leader(self & (self - 1)), piece, deadline);
+      resources_.transport->settle(kPiecesAhead, deadline);
+      for (const int child : children) resources_.transport->post(child, piece);
     }
   }
-  fabric_.transport->settle(0, deadline);
+  resources_.transport->settle(0, deadline);
 }
 
 bool HostBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const {
@@ -359,7 +361,7 @@ bool HostBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind dev
 std::unique_ptr<Communicator> HostBackend::connect(ProcessSetId, const Place& place,
                                                    std::span<const int> members,
                                                    Communicator* /*on_cpu*/) {
-  return std::make_unique<HostCommunicator>(fabric_, place, members);
+  return std::make_unique<HostCommunicator>(resources_, place, members);
 }
 
 }  // namespace polyhvd::host

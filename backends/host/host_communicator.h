@@ -26,7 +26,7 @@ inline constexpr std::size_t kSwappedBytesMax = 64 << 10;
 
 class HostCommunicator final : public Communicator {
  public:
-  HostCommunicator(Fabric& fabric, const Place& place, std::span<const int> members);
+  HostCommunicator(Resources& resources, const Place& place, std::span<const int> members);
 
   void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                  Deadline deadline) override;
@@ -94,13 +94,13 @@ class HostCommunicator final : public Communicator {
   // then fills large segments, and none follows that has next to nothing, which TCP might hold
   // back.
   std::size_t tuned_chunk_bytes() const noexcept {
-    const auto bytes =
-        std::min<std::size_t>(chunk_bytes_, std::max(fabric_.tuning.chunk_bytes, kChunkBytesMin));
+    const auto bytes = std::min<std::size_t>(
+        chunk_bytes_, std::max(resources_.tuning.chunk_bytes, kChunkBytesMin));
     return hosts() > 1 ? bytes / 128 * 127 : bytes;
   }
   int rank_at(int position) const { return members_[static_cast<std::size_t>(position)]; }
 
-  Fabric& fabric_;
+  Resources& resources_;
   std::vector<int> members_;             // world ranks by position
   std::vector<std::vector<int>> sides_;  // positions on each host, hosts in order
   int position_ = 0;                     // of this rank

@@ -66,7 +66,7 @@ void HostCommunicator::scatter_here(const Reduction& r, Segments own, Counts cou
                 reduce(r.dtype, r.op, r.scale, sources_, count / item, out, nullptr);
               });
     group_.advance();
-    fabric_.overlap();
+    resources_.overlap();
   }
 }
 
@@ -275,7 +275,7 @@ void HostCommunicator::alltoall_here(ConstBytes in, Bytes out, Counts counts, De
       copy_bytes(out.data() + layout.received_at[from] + begin, staging.part(m, self, step), bytes);
     }
     group_.advance();
-    fabric_.overlap();
+    resources_.overlap();
   }
 }
 
@@ -295,10 +295,10 @@ void HostCommunicator::alltoall_across(ConstBytes in, Bytes out, Counts counts, 
     const std::size_t sent = is_here(to) ? 0 : counts[self * n + to];
     const std::size_t received = is_here(from) ? 0 : counts[from * n + self];
     if (sent + received == 0) continue;
-    fabric_.transport->exchange(rank_at(static_cast<int>(to)), in.subspan(layout.sent_at[to], sent),
-                                rank_at(static_cast<int>(from)),
-                                out.subspan(layout.received_at[from], received), deadline);
-    fabric_.overlap();
+    resources_.transport->exchange(
+        rank_at(static_cast<int>(to)), in.subspan(layout.sent_at[to], sent),
+        rank_at(static_cast<int>(from)), out.subspan(layout.received_at[from], received), deadline);
+    resources_.overlap();
   }
 }
 

@@ -8,7 +8,7 @@
 
 namespace polyhvd::mpi {
 
-Fabric::Fabric(std::shared_ptr<Session> session, const host::Fabric& host)
+Resources::Resources(std::shared_ptr<Session> session, const host::Resources& host)
     : session_(std::move(session)), host_(host), reductions_(library()) {
   transport_ = std::make_unique<MpiTransport>(*this);
   bytes_only_.rank = host.rank;
@@ -22,17 +22,17 @@ Fabric::Fabric(std::shared_ptr<Session> session, const host::Fabric& host)
   bytes_only_.overlap = [this] { overlap(); };
 }
 
-Fabric::~Fabric() {
+Resources::~Resources() {
   if (usable()) reductions_.close();
 }
 
-bool Fabric::are_on_one_host(std::span<const int> ranks) const {
+bool Resources::are_on_one_host(std::span<const int> ranks) const {
   const auto host_of = [this](int rank) { return host_.domain_of[static_cast<std::size_t>(rank)]; };
   return std::ranges::all_of(ranks, [&](int rank) { return host_of(rank) == host_of(ranks[0]); });
 }
 
 template <class Wait>
-void Fabric::give_up_after(Wait&& wait) {
+void Resources::give_up_after(Wait&& wait) {
   try {
     wait();
   } catch (...) {
@@ -41,7 +41,7 @@ void Fabric::give_up_after(Wait&& wait) {
   }
 }
 
-void Fabric::await(Flight& flight, Deadline deadline) {
+void Resources::await(Flight& flight, Deadline deadline) {
   const auto has_landed = [&] {
     if (!library().test(flight.request)) return false;
     flight.flying = false;
@@ -51,7 +51,7 @@ void Fabric::await(Flight& flight, Deadline deadline) {
   host_.parking->sleep_lightly();  // for what others still wait for
 }
 
-void Fabric::await(const BlockingCall& call, Deadline deadline) {
+void Resources::await(const BlockingCall& call, Deadline deadline) {
   // Nothing wakes us when MPI returns. It may spin there and need the cores: no naps of
   // microseconds.
   host_.parking->sleep_lightly();
@@ -69,7 +69,7 @@ void Fabric::await(const BlockingCall& call, Deadline deadline) {
 
 // Depends on what all ranks have in common alone: they have to choose alike.
 bool MpiBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const {
-  if (fabric_.reproducible()) return bytes_only_.supports(kind, dtype, op, device);
+  if (resources_.reproducible()) return bytes_only_.supports(kind, dtype, op, device);
   return bytes_only_.supports(kind, dtype, op, device) &&
          (!reduces(kind) || op != ReduceOp::kAdasum);
 }
@@ -77,8 +77,8 @@ bool MpiBackend::supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind devi
 std::unique_ptr<Communicator> MpiBackend::connect(ProcessSetId set, const Place& place,
                                                   std::span<const int> members,
                                                   Communicator* on_cpu) {
-  if (fabric_.reproducible()) return bytes_only_.connect(set, place, members, on_cpu);
-  return std::make_unique<MpiCommunicator>(fabric_, set, members);
+  if (resources_.reproducible()) return bytes_only_.connect(set, place, members, on_cpu);
+  return std::make_unique<MpiCommunicator>(resources_, set, members);
 }
 
 }  // namespace polyhvd::mpi

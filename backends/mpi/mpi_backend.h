@@ -29,20 +29,20 @@ struct Flight {
 };
 
 // What a rank's communicators share. Everything outlives them.
-class Fabric {
+class Resources {
  public:
   // `host` is this rank's, for what does not depend on MPI.
-  Fabric(std::shared_ptr<Session> session, const host::Fabric& host);
-  ~Fabric();
-  Fabric(const Fabric&) = delete;
-  Fabric& operator=(const Fabric&) = delete;
+  Resources(std::shared_ptr<Session> session, const host::Resources& host);
+  ~Resources();
+  Resources(const Resources&) = delete;
+  Resources& operator=(const Resources&) = delete;
 
   Session& session() const noexcept { return *session_; }
   Library& library() const noexcept { return session_->library(); }
   bool usable() const noexcept { return session_->runtime().usable(); }
   Reductions& reductions() noexcept { return reductions_; }
   // Ranks that share nothing but MPI.
-  host::Fabric& bytes_only() noexcept { return bytes_only_; }
+  host::Resources& bytes_only() noexcept { return bytes_only_; }
 
   // The same on all ranks.
   bool are_on_one_host(std::span<const int> ranks) const;
@@ -73,16 +73,17 @@ class Fabric {
   void give_up_after(Wait&& wait);
 
   std::shared_ptr<Session> session_;
-  const host::Fabric& host_;
+  const host::Resources& host_;
   Reductions reductions_;
   std::unique_ptr<Transport> transport_;
-  host::Fabric bytes_only_;
+  host::Resources bytes_only_;
   std::atomic<std::uint64_t> bytes_{0};  // that this rank gave to MPI; any thread reads it
 };
 
 class MpiBackend final : public Backend {
  public:
-  explicit MpiBackend(Fabric& fabric) : fabric_(fabric), bytes_only_(fabric.bytes_only()) {}
+  explicit MpiBackend(Resources& resources)
+      : resources_(resources), bytes_only_(resources.bytes_only()) {}
   std::string_view name() const noexcept override { return "mpi"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override;
   std::unique_ptr<Communicator> connect(ProcessSetId set, const Place& place,
@@ -91,7 +92,7 @@ class MpiBackend final : public Backend {
   void tune(const Tuning& tuning) override { bytes_only_.tune(tuning); }
 
  private:
-  Fabric& fabric_;
+  Resources& resources_;
   host::HostBackend bytes_only_;
 };
 

@@ -85,17 +85,18 @@ class Packing {
 
 }  // namespace
 
-MpiCommunicator::MpiCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members)
-    : fabric_(fabric),
-      library_(fabric.library()),
+MpiCommunicator::MpiCommunicator(Resources& resources, ProcessSetId set,
+                                 std::span<const int> members)
+    : resources_(resources),
+      library_(resources.library()),
       allreduce_round_bytes_(kRoundBytes),
       set_(set),
       members_(members.begin(), members.end()),
       size_(members.size()),
-      self_(static_cast<std::size_t>(std::ranges::find(members, fabric.session().rank()) -
+      self_(static_cast<std::size_t>(std::ranges::find(members, resources.session().rank()) -
                                      members.begin())) {
   for (auto& flight : flights_) flight = std::make_unique<Flight>();
-  if (fabric.are_on_one_host(members)) {
+  if (resources.are_on_one_host(members)) {
     allreduce_round_bytes_ = std::min(kRoundBytes, kLocalRoundBytes * size_ * size_);
   }
 }
@@ -105,14 +106,14 @@ MpiCommunicator::~MpiCommunicator() {
     // What still flies belongs to MPI, for as long as the process lives.
     if (flight->flying) (void)flight.release();
   }
-  if (communicator_ && fabric_.usable()) library_.free_communicator(*communicator_);
+  if (communicator_ && resources_.usable()) library_.free_communicator(*communicator_);
 }
 
 Handle MpiCommunicator::connected(Deadline deadline) {
   if (!communicator_) {
-    const auto making = fabric_.session().runtime().make_group(
-        fabric_.session().communicator(), members_, static_cast<int>(set_) % kTagModulus);
-    fabric_.await(*making.call, deadline);
+    const auto making = resources_.session().runtime().make_group(
+        resources_.session().communicator(), members_, static_cast<int>(set_) % kTagModulus);
+    resources_.await(*making.call, deadline);
     communicator_ = *making.made;
   }
   return *communicator_;
@@ -126,11 +127,11 @@ void MpiCommunicator::run(std::size_t rounds, Deadline deadline, Begin&& begin, 
       Flight& flight = *flights_[round % 2];
       flight.flying = true;
       begin(round, flight);
-      fabric_.overlap();
+      resources_.overlap();
     }
     if (round > 0) {
       Flight& flight = *flights_[(round - 1) % 2];
-      fabric_.await(flight, deadline);
+      resources_.await(flight, deadline);
       end(round - 1, flight);
     }
   }
@@ -139,7 +140,7 @@ void MpiCommunicator::run(std::size_t rounds, Deadline deadline, Begin&& begin, 
 void MpiCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
                                 Deadline deadline) {
   const Handle communicator = connected(deadline);
-  const Reduction reduction = fabric_.reductions().of(dtype, op, scale);
+  const LibraryReduction reduction = resources_.reductions().of(dtype, op, scale);
   const Packing packing(dtype, op, scale, reduction.carried);
   const std::size_t total = total_bytes(in);
   const std::size_t per_round =
@@ -153,7 +154,7 @@ void MpiCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceOp
         const std::size_t travelling = packing.carried_bytes(bytes);
         make_room(flight.sent, travelling);
         packing.pack(reading, bytes, flight.sent.data());
-        fabric_.count(travelling);
+        resources_.count(travelling);
         library_.start_allreduce(flight.sent.data(), static_cast<int>(bytes / item_size(dtype)),
                                  reduction.datatype, reduction.operation, communicator,
                                  flight.request);
@@ -183,7 +184,7 @@ void MpiCommunicator::allgather(Segments in, Segments out, Counts counts, Deadli
         const std::size_t own = piece_of(counts[self_], round, per_round);
         make_room(flight.sent, own);
         reading.copy_inputs_to(flight.sent.data(), own);
-        fabric_.count(own);
+        resources_.count(own);
         library_.start_allgather(flight.sent.data(), static_cast<int>(own), flight.received.data(),
                                  flight.received_counts.data(), flight.received_offsets.data(),
                                  communicator, flight.request);
@@ -209,7 +210,7 @@ void MpiCommunicator::broadcast(Segments in, Segments out, int root, Deadline de
         make_room(flight.sent, bytes);
         if (roots) {
           reading.copy_inputs_to(flight.sent.data(), bytes);
-          fabric_.count(bytes);
+          resources_.count(bytes);
         }
         library_.start_broadcast(flight.sent.data(), static_cast<int>(bytes), root, communicator,
                                  flight.request);
@@ -222,7 +223,7 @@ void MpiCommunicator::broadcast(Segments in, Segments out, int root, Deadline de
 void MpiCommunicator::reducescatter(Segments in, Segments out, Counts counts, DType dtype,
                                     ReduceOp op, Scale scale, Deadline deadline) {
   const Handle communicator = connected(deadline);
-  const Reduction reduction = fabric_.reductions().of(dtype, op, scale);
+  const LibraryReduction reduction = resources_.reductions().of(dtype, op, scale);
   const Packing packing(dtype, op, scale, reduction.carried);
   const std::size_t item = item_size(dtype);
   const std::size_t per_round =
@@ -246,7 +247,7 @@ void MpiCommunicator::reducescatter(Segments in, Segments out, Counts counts, DT
           filled += packing.carried_bytes(bytes);
           flight.sent_counts[m] = static_cast<int>(bytes / item);
         }
-        fabric_.count(filled);
+        resources_.count(filled);
         library_.start_reduce_scatter(flight.sent.data(), flight.received.data(),
                                       flight.sent_counts.data(), reduction.datatype,
                                       reduction.operation, communicator, flight.request);
@@ -280,7 +281,7 @@ void MpiCommunicator::alltoall(ConstBytes in, Bytes out, Counts counts, Deadline
             std::memcpy(flight.sent.data() + flight.sent_offsets[m], part + round * per_round,
                         bytes);
           }
-          fabric_.count(bytes);
+          resources_.count(bytes);
           part += sent_to(m);
         }
         library_.start_alltoall(flight.sent.data(), flight.sent_counts.data(),

@@ -20,7 +20,7 @@ namespace polyhvd::mpi {
 class MpiCommunicator final : public Communicator {
  public:
   // `members` are world ranks, this one among them.
-  MpiCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members);
+  MpiCommunicator(Resources& resources, ProcessSetId set, std::span<const int> members);
   ~MpiCommunicator() override;
 
   void allreduce(Segments in, Segments out, DType dtype, ReduceOp op, Scale scale,
@@ -39,7 +39,7 @@ class MpiCommunicator final : public Communicator {
   template <class Begin, class End>
   void run(std::size_t rounds, Deadline deadline, Begin&& begin, End&& end);
 
-  Fabric& fabric_;
+  Resources& resources_;
   Library& library_;
   std::size_t allreduce_round_bytes_;  // the same on all members
   ProcessSetId set_;

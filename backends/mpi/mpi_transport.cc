@@ -28,10 +28,10 @@ void MpiTransport::post(int to, ConstBytes out) {
     if (flight->sent.size() < part.size()) flight->sent.resize(part.size());
     std::memcpy(flight->sent.data(), part.data(), part.size());
     flight->flying = true;
-    fabric_.library().start_send(flight->sent.data(), static_cast<int>(part.size()), to,
-                                 fabric_.session().communicator(), flight->request);
+    resources_.library().start_send(flight->sent.data(), static_cast<int>(part.size()), to,
+                                    resources_.session().communicator(), flight->request);
     posted_[to].push_back(std::move(flight));
-    fabric_.count(part.size());
+    resources_.count(part.size());
     bytes_sent_.fetch_add(part.size(), std::memory_order_relaxed);
   }
 }
@@ -47,15 +47,15 @@ std::unique_ptr<Flight> MpiTransport::spare() {
 void MpiTransport::settle(std::size_t most, Deadline deadline) {
   for (auto& [rank, flights] : posted_) {
     for (; flights.size() > most; flights.pop_front()) {
-      fabric_.await(*flights.front(), deadline);
+      resources_.await(*flights.front(), deadline);
       spares_.push_back(std::move(flights.front()));
     }
   }
 }
 
 void MpiTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) {
-  Library& library = fabric_.library();
-  const Handle all = fabric_.session().communicator();
+  Library& library = resources_.library();
+  const Handle all = resources_.session().communicator();
   for (std::size_t at = 0; at < std::max(out.size(), in.size()); at += kMessageBytes) {
     const std::size_t sent = at < out.size() ? std::min(kMessageBytes, out.size() - at) : 0;
     const std::size_t received = at < in.size() ? std::min(kMessageBytes, in.size() - at) : 0;
@@ -72,11 +72,11 @@ void MpiTransport::exchange(int to, ConstBytes out, int from, Bytes in, Deadline
       library.start_send(sending_->sent.data(), static_cast<int>(sent), to, all, sending_->request);
     }
     if (received > 0) {
-      fabric_.await(*receiving_, deadline);
+      resources_.await(*receiving_, deadline);
       std::memcpy(in.data() + at, receiving_->received.data(), received);
     }
-    if (sent > 0) fabric_.await(*sending_, deadline);
-    fabric_.count(sent);
+    if (sent > 0) resources_.await(*sending_, deadline);
+    resources_.count(sent);
     bytes_sent_.fetch_add(sent, std::memory_order_relaxed);
     bytes_received_.fetch_add(received, std::memory_order_relaxed);
   }

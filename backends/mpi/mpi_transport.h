@@ -14,7 +14,7 @@ namespace polyhvd::mpi {
 
 class MpiTransport final : public Transport {
  public:
-  explicit MpiTransport(Fabric& fabric) : fabric_(fabric) {}
+  explicit MpiTransport(Resources& resources) : resources_(resources) {}
   ~MpiTransport() override;
 
   void exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) override;
@@ -26,7 +26,7 @@ class MpiTransport final : public Transport {
  private:
   std::unique_ptr<Flight> spare();
 
-  Fabric& fabric_;
+  Resources& resources_;
   // Messages go through memory of our own, so that a wait that is given up leaves the
   // caller's memory alone.
   std::unique_ptr<Flight> sending_ = std::make_unique<Flight>();

@@ -76,7 +76,7 @@ BuiltIn built_in(ReduceOp op) {
 
 }  // namespace
 
-Reduction Reductions::of(DType dtype, ReduceOp op, Scale scale) {
+LibraryReduction Reductions::of(DType dtype, ReduceOp op, Scale scale) {
   const bool widens = is_half(dtype) && (!is_extreme(op) || scale != Scale{});
   const DType carried = widens ? host::accumulator_of(dtype) : dtype;
   // MPI leaves open what becomes of NaN and of zeros of both signs in a minimum, and has no

@@ -10,7 +10,7 @@
 
 namespace polyhvd::mpi {
 
-struct Reduction {
+struct LibraryReduction {
   DType carried = DType::kFloat32;  // the element type that travels
   Handle datatype;
   Handle operation;
@@ -26,7 +26,7 @@ class Reductions {
 
   // Sums and products of half types, and whatever scales them, travel as float32, so that
   // they are rounded once, as everywhere in polyhvd.
-  Reduction of(DType dtype, ReduceOp op, Scale scale);
+  LibraryReduction of(DType dtype, ReduceOp op, Scale scale);
 
  private:
   Handle made_of_kernels(DType dtype, ReduceOp op);

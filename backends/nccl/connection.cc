@@ -86,7 +86,7 @@ void Connection::abort() noexcept {
   comm_ = nullptr;
 }
 
-Operation::Operation(const Connection& connection, Reduction reduction)
+Operation::Operation(const Connection& connection, LibraryReduction reduction)
     : connection_(connection), op_(reduction.op) {
   if (!reduction.factor) return;
   connection_.check("ncclRedOpCreatePreMulSum", connection_.library().call.RedOpCreatePreMulSum(

@@ -77,7 +77,7 @@ class Group {
 // The operation of a reduction; one with a factor is made for a call, and given back.
 class Operation {
  public:
-  Operation(const Connection& connection, Reduction reduction);
+  Operation(const Connection& connection, LibraryReduction reduction);
   ~Operation();
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;

@@ -24,7 +24,8 @@ std::optional<Levels> levels_of(std::span<const int> members, int rank,
 
 // A tensor's end that does not divide by the ranks here is packed with small tensors.
 void Hierarchy::allreduce(GpuStreamGroup& streams, Device device, Segments in, Segments out,
-                          DType dtype, ReduceOp op, const Reduction& reduction, Deadline deadline) {
+                          DType dtype, ReduceOp op, const LibraryReduction& reduction,
+                          Deadline deadline) {
   const Operation operation(streams.connection(), reduction);
   const Step step{device, dtype, op, reduction.type, operation.get(), deadline};
   const std::size_t unit = ranks_here() * FusionBuffer::kAlignment;

@@ -39,7 +39,7 @@ class Hierarchy {
   // As Communicator's; `streams` connects the ranks on this host. Returns when this rank's part has
   // gone round the hosts.
   void allreduce(GpuStreamGroup& streams, Device device, Segments in, Segments out, DType dtype,
-                 ReduceOp op, const Reduction& reduction, Deadline deadline);
+                 ReduceOp op, const LibraryReduction& reduction, Deadline deadline);
   void check() { staged_->check(); }
   void abort() noexcept { staged_->abort(); }
 

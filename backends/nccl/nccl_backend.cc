@@ -4,24 +4,24 @@
 
 namespace polyhvd::nccl {
 
-std::shared_ptr<const Library> Fabric::library() {
+std::shared_ptr<const Library> Resources::library() {
   if (!library_) library_ = open_library(settings.libraries);
   return library_;
 }
 
-std::shared_ptr<gpu::OwnStream> Fabric::stream(const gpu::ContextPtr& context) {
+std::shared_ptr<gpu::OwnStream> Resources::stream(const gpu::ContextPtr& context) {
   if (!stream_) stream_ = std::make_shared<gpu::OwnStream>(context, true);
   return stream_;
 }
 
-void Fabric::warn(const std::string& text) {
+void Resources::warn(const std::string& text) {
   if (!std::exchange(warned_, true)) log(text);
 }
 
 std::unique_ptr<Hierarchy> NcclBackend::hierarchy_of(ProcessSetId set, const Place& place,
                                                      std::span<const int> members) {
-  if (!fabric_.settings.hierarchical) return nullptr;
-  auto levels = levels_of(members, fabric_.rank, fabric_.host_of);
+  if (!resources_.settings.hierarchical) return nullptr;
+  auto levels = levels_of(members, resources_.rank, resources_.host_of);
   if (!levels) return nullptr;
   auto on_cpu = between_hosts_.connect(set, place, levels->across, nullptr);
   auto staged = staged_.connect(set, place, levels->across, on_cpu.get());
@@ -31,7 +31,7 @@ std::unique_ptr<Hierarchy> NcclBackend::hierarchy_of(ProcessSetId set, const Pla
 std::unique_ptr<Communicator> NcclBackend::connect(ProcessSetId set, const Place& place,
                                                    std::span<const int> members,
                                                    Communicator* on_cpu) {
-  return std::make_unique<NcclCommunicator>(fabric_, set, members, *on_cpu,
+  return std::make_unique<NcclCommunicator>(resources_, set, members, *on_cpu,
                                             staged_.connect(set, place, members, on_cpu),
                                             hierarchy_of(set, place, members));
 }

@@ -27,11 +27,11 @@ struct Settings {
 };
 
 // What a rank's communicators share. Everything outlives them.
-class Fabric {
+class Resources {
  public:
-  Fabric(int rank, Settings settings, std::shared_ptr<gpu::Devices> devices, Parking& parking,
-         std::function<std::string(int rank)> name_of, std::function<int(int rank)> host_of,
-         std::function<void(const std::string&)> log)
+  Resources(int rank, Settings settings, std::shared_ptr<gpu::Devices> devices, Parking& parking,
+            std::function<std::string(int rank)> name_of, std::function<int(int rank)> host_of,
+            std::function<void(const std::string&)> log)
       : rank(rank),
         settings(std::move(settings)),
         parking(parking),
@@ -71,8 +71,8 @@ class NcclBackend final : public Backend {
  public:
   // `staged` serves what NCCL does not, `between_hosts` those who reduce by levels; both
   // outlive this.
-  NcclBackend(Fabric& fabric, Backend& staged, Backend& between_hosts)
-      : fabric_(fabric), staged_(staged), between_hosts_(between_hosts) {}
+  NcclBackend(Resources& resources, Backend& staged, Backend& between_hosts)
+      : resources_(resources), staged_(staged), between_hosts_(between_hosts) {}
   std::string_view name() const noexcept override { return "nccl"; }
   bool supports(OpKind kind, DType dtype, ReduceOp op, DeviceKind device) const override {
     return device == DeviceKind::kCuda && staged_.supports(kind, dtype, op, device);
@@ -86,7 +86,7 @@ class NcclBackend final : public Backend {
   std::unique_ptr<Hierarchy> hierarchy_of(ProcessSetId set, const Place& place,
                                           std::span<const int> members);
 
-  Fabric& fabric_;
+  Resources& resources_;
   Backend& staged_;
   Backend& between_hosts_;
 };

@@ -19,17 +19,18 @@ bool is_even_piece(Segments parts) {
 
 }  // namespace
 
-NcclCommunicator::NcclCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members,
-                                   Communicator& on_cpu, std::unique_ptr<Communicator> staged,
+NcclCommunicator::NcclCommunicator(Resources& resources, ProcessSetId set,
+                                   std::span<const int> members, Communicator& on_cpu,
+                                   std::unique_ptr<Communicator> staged,
                                    std::unique_ptr<Hierarchy> hierarchy)
-    : fabric_(fabric),
+    : resources_(resources),
       set_(set),
       members_(members.begin(), members.end()),
       size_(members.size()),
       on_cpu_(on_cpu),
       staged_(std::move(staged)),
       hierarchy_(std::move(hierarchy)) {
-  self_ = static_cast<std::size_t>(*position_in(members, fabric.rank));
+  self_ = static_cast<std::size_t>(*position_in(members, resources.rank));
 }
 
 // Which way ---------------------------------------------------------------------------------
@@ -88,9 +89,9 @@ void NcclCommunicator::abort() noexcept {
   }
 }
 
-std::optional<Reduction> NcclCommunicator::reduction_by_nccl(DType dtype, ReduceOp op,
-                                                             Scale scale) const {
-  if (fabric_.settings.reproducible) return std::nullopt;
+std::optional<LibraryReduction> NcclCommunicator::reduction_by_nccl(DType dtype, ReduceOp op,
+                                                                    Scale scale) const {
+  if (resources_.settings.reproducible) return std::nullopt;
   return reduction_of(dtype, op, scale);
 }
 
@@ -99,10 +100,10 @@ std::optional<Reduction> NcclCommunicator::reduction_by_nccl(DType dtype, Reduce
 Offer NcclCommunicator::offer() const {
   Offer offer;
   try {
-    const gpu::ContextPtr context = fabric_.devices().context(device_);
+    const gpu::ContextPtr context = resources_.devices().context(device_);
     put(offer.gpu, context->driver().uuid_of(device_.index));
-    offer.version = fabric_.library()->version();
-    offer.shares_gpus = fabric_.settings.shares_gpus ? 1 : 0;
+    offer.version = resources_.library()->version();
+    offer.shares_gpus = resources_.settings.shares_gpus ? 1 : 0;
   } catch (const Failure& failure) {
     put(offer.reason, failure.what());
   }
@@ -117,17 +118,17 @@ bool NcclCommunicator::decide(Deadline deadline) {
   on_cpu_.allgather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(offers)),
                     counts, deadline);
   const auto reason = objection(offers, [this](std::size_t i) { return member(i); });
-  if (reason && fabric_.settings.required) {
+  if (reason && resources_.settings.required) {
     throw Failure(
         ErrorCode::kInvalidArgument,
         "POLYHVD_BACKENDS asks for nccl, which cannot serve " + who(members_) + ": " + *reason);
   }
   if (reason && self_ == 0 && size_ > 1) {
-    fabric_.warn("tensors on GPUs go through memory of the host, which is slower than NCCL: " +
-                 *reason + "; with POLYHVD_BACKENDS=host this is not said");
+    resources_.warn("tensors on GPUs go through memory of the host, which is slower than NCCL: " +
+                    *reason + "; with POLYHVD_BACKENDS=host this is not said");
   }
-  if (!reason && self_ == 0 && set_ == 0 && fabric_.settings.hierarchical && !hierarchy_) {
-    fabric_.warn(
+  if (!reason && self_ == 0 && set_ == 0 && resources_.settings.hierarchical && !hierarchy_) {
+    resources_.warn(
         "POLYHVD_HIERARCHICAL_ALLREDUCE has no effect: it takes several hosts that have equally "
         "many ranks, and more than one; NCCL connects all ranks instead");
   }
@@ -141,8 +142,8 @@ std::unique_ptr<GpuStreamGroup> NcclCommunicator::connect(std::span<const int> r
     UniqueId id;
     Result result;
   } mine{};
-  const auto library = fabric_.library();
-  if (ranks[0] == fabric_.rank) mine.result = library->call.GetUniqueId(&mine.id);
+  const auto library = resources_.library();
+  if (ranks[0] == resources_.rank) mine.result = library->call.GetUniqueId(&mine.id);
   std::vector<Invitation> all(size_);
   const std::vector<std::size_t> counts(size_, sizeof(Invitation));
   on_cpu_.allgather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)),
@@ -152,15 +153,15 @@ std::unique_ptr<GpuStreamGroup> NcclCommunicator::connect(std::span<const int> r
                    all[i].result);
   }
   const auto first = static_cast<std::size_t>(*position_in(members_, ranks[0]));
-  const gpu::ContextPtr context = fabric_.devices().context(device_);
+  const gpu::ContextPtr context = resources_.devices().context(device_);
   return std::make_unique<GpuStreamGroup>(
-      library, who(ranks), context, fabric_.stream(context), fabric_.parking, all[first].id,
-      static_cast<int>(ranks.size()), *position_in(ranks, fabric_.rank), deadline);
+      library, who(ranks), context, resources_.stream(context), resources_.parking, all[first].id,
+      static_cast<int>(ranks.size()), *position_in(ranks, resources_.rank), deadline);
 }
 
 std::string NcclCommunicator::member(std::size_t position) const {
   const int rank = members_[position];
-  return "rank " + std::to_string(rank) + " (" + fabric_.name_of(rank) + ")";
+  return "rank " + std::to_string(rank) + " (" + resources_.name_of(rank) + ")";
 }
 
 std::string NcclCommunicator::who(std::span<const int> ranks) const {
@@ -183,7 +184,7 @@ void NcclCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
   if (!reduction || !serves(deadline)) {
     return staged().allreduce(in, out, dtype, op, scale, deadline);
   }
-  fabric_.count(bytes);
+  resources_.count(bytes);
   if (hierarchy_) return allreduce_by_levels(in, out, dtype, op, *reduction, deadline);
   takes_streams(deadline);
   const auto is_small = [](const Segment& s) { return s.bytes > 0 && FusionBuffer::takes(s); };
@@ -211,7 +212,8 @@ void NcclCommunicator::allreduce(Segments in, Segments out, DType dtype, ReduceO
 }
 
 void NcclCommunicator::allreduce_packed(Segments in, Segments out, DType dtype,
-                                        const Reduction& reduction, RedOp op, Deadline deadline) {
+                                        const LibraryReduction& reduction, RedOp op,
+                                        Deadline deadline) {
   const FusionBuffer& buffer = streams_->fusion_buffer();
   for (std::size_t next = 0; next < in.size();) {
     const auto [count, bytes] = buffer.pack(streams_->stream(), in.subspan(next), buffer.bytes());
@@ -227,7 +229,7 @@ void NcclCommunicator::allreduce_packed(Segments in, Segments out, DType dtype,
 }
 
 void NcclCommunicator::allreduce_by_levels(Segments in, Segments out, DType dtype, ReduceOp op,
-                                           const Reduction& reduction, Deadline deadline) {
+                                           const LibraryReduction& reduction, Deadline deadline) {
   if (!streams_here_) streams_here_ = connect(hierarchy_->here(), deadline);
   streams_here_->join_batch(ready_);
   // The way by the CPUs is one, and begins anew.
@@ -244,7 +246,7 @@ void NcclCommunicator::reducescatter(Segments in, Segments out, Counts counts, D
   if (!reduction || !takes_streams(deadline)) {
     return staged().reducescatter(in, out, counts, dtype, op, scale, deadline);
   }
-  fabric_.count(total_bytes(in));
+  resources_.count(total_bytes(in));
   const Operation operation(streams_->connection(), *reduction);
   std::vector<std::size_t> direct;
   std::vector<std::size_t> packed;
@@ -285,8 +287,8 @@ std::vector<Segment> NcclCommunicator::picked(Segments all, std::size_t tensors,
 // NCCL wants all parts equally long and in one piece. They are laid out so, as much as fits at a
 // time; behind shorter parts lies what was there before, and nobody looks at its sum.
 void NcclCommunicator::reducescatter_packed(Segments in, Segments out, Counts counts,
-                                            std::size_t item, const Reduction& reduction, RedOp op,
-                                            Deadline deadline) {
+                                            std::size_t item, const LibraryReduction& reduction,
+                                            RedOp op, Deadline deadline) {
   FusionBuffer& buffer = streams_->fusion_buffer();
   const std::size_t longest = std::ranges::max(counts);
   const std::size_t fitting =

@@ -24,7 +24,7 @@ inline constexpr std::size_t kPackedSegmentsMin = 3;
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(Fabric& fabric, ProcessSetId set, std::span<const int> members,
+  NcclCommunicator(Resources& resources, ProcessSetId set, std::span<const int> members,
                    Communicator& on_cpu, std::unique_ptr<Communicator> staged,
                    std::unique_ptr<Hierarchy> hierarchy);
 
@@ -49,22 +49,22 @@ class NcclCommunicator final : public Communicator {
   std::unique_ptr<GpuStreamGroup> connect(std::span<const int> ranks, Deadline deadline);
   Offer offer() const;
   Communicator& staged();
-  std::optional<Reduction> reduction_by_nccl(DType dtype, ReduceOp op, Scale scale) const;
-  void allreduce_packed(Segments in, Segments out, DType dtype, const Reduction& reduction,
+  std::optional<LibraryReduction> reduction_by_nccl(DType dtype, ReduceOp op, Scale scale) const;
+  void allreduce_packed(Segments in, Segments out, DType dtype, const LibraryReduction& reduction,
                         RedOp op, Deadline deadline);
   void reducescatter_packed(Segments in, Segments out, Counts counts, std::size_t item,
-                            const Reduction& reduction, RedOp op, Deadline deadline);
+                            const LibraryReduction& reduction, RedOp op, Deadline deadline);
   void gather_one(const Segment& in, Segments parts) const;
   void allgather_packed(Segments in, Segments out, Deadline deadline);
   static std::vector<Segment> picked(Segments all, std::size_t tensors,
                                      std::span<const std::size_t> which);
   void send_and_receive(int peer, ConstBytes out, Bytes in) const;
   void allreduce_by_levels(Segments in, Segments out, DType dtype, ReduceOp op,
-                           const Reduction& reduction, Deadline deadline);
+                           const LibraryReduction& reduction, Deadline deadline);
   std::string who(std::span<const int> ranks) const;
   std::string member(std::size_t position) const;
 
-  Fabric& fabric_;
+  Resources& resources_;
   const ProcessSetId set_;
   const std::vector<int> members_;
   const std::size_t size_;

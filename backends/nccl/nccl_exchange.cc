@@ -9,7 +9,7 @@ namespace polyhvd::nccl {
 void NcclCommunicator::allgather(Segments in, Segments out, Counts counts, Deadline deadline) {
   if (std::ranges::max(counts) == 0) return;
   if (!takes_streams(deadline)) return staged().allgather(in, out, counts, deadline);
-  fabric_.count(total_bytes(in));
+  resources_.count(total_bytes(in));
   std::vector<std::size_t> small;
   std::vector<std::size_t> others;
   for (std::size_t i = 0; i < in.size(); ++i) {
@@ -80,7 +80,7 @@ void NcclCommunicator::broadcast(Segments in, Segments out, int root, Deadline d
   if (bytes == 0) return;
   if (!takes_streams(deadline)) return staged().broadcast(in, out, root, deadline);
   const bool is_root = static_cast<int>(self_) == root;
-  fabric_.count(is_root ? bytes : 0);
+  resources_.count(is_root ? bytes : 0);
   streams_->launch("a broadcast", deadline, [&] {
     for (std::size_t i = 0; i < out.size(); ++i) {
       if (out[i].bytes == 0) continue;
@@ -96,7 +96,7 @@ void NcclCommunicator::broadcast(Segments in, Segments out, int root, Deadline d
 void NcclCommunicator::alltoall(ConstBytes in, Bytes out, Counts counts, Deadline deadline) {
   if (std::ranges::max(counts) == 0) return;
   if (!takes_streams(deadline)) return staged().alltoall(in, out, counts, deadline);
-  fabric_.count(in.size());
+  resources_.count(in.size());
   const std::byte* own_from = nullptr;
   std::byte* own_to = nullptr;
   streams_->launch("an alltoall", deadline, [&] {

@@ -108,11 +108,11 @@ std::optional<RedOp> operation_of(DType dtype, ReduceOp op) {
 
 }  // namespace
 
-std::optional<Reduction> reduction_of(DType dtype, ReduceOp op, Scale scale) {
+std::optional<LibraryReduction> reduction_of(DType dtype, ReduceOp op, Scale scale) {
   const auto type = type_of(dtype);
   const auto operation = operation_of(dtype, op);
   if (!type || !operation) return std::nullopt;
-  Reduction reduction{*type, *operation, std::nullopt};
+  LibraryReduction reduction{*type, *operation, std::nullopt};
   const double factor = scale.pre * scale.post;
   if (scale == Scale{} || (op == ReduceOp::kSum && factor == 1.0 && factor_in(dtype, 1.0))) {
     return reduction;

@@ -10,7 +10,7 @@
 
 namespace polyhvd::nccl {
 
-struct Reduction {
+struct LibraryReduction {
   DataType type = DataType::kFloat32;
   RedOp op = RedOp::kSum;
   // By which every term is multiplied before the sum: as a number of `type`.
@@ -19,6 +19,6 @@ struct Reduction {
 
 // Nothing where NCCL does not do it: 16-bit integers, Adasum, factors other than of a sum of
 // floats, and factors that the type cannot hold. Depends on its arguments alone.
-std::optional<Reduction> reduction_of(DType dtype, ReduceOp op, Scale scale);
+std::optional<LibraryReduction> reduction_of(DType dtype, ReduceOp op, Scale scale);
 
 }  // namespace polyhvd::nccl

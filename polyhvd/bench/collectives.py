@@ -18,7 +18,7 @@ import polyhvd
 from polyhvd.bench.limits import copy_seconds
 from polyhvd.collectives.adapter import ReduceOp
 
-__all__ = ["OPS", "REDOPS", "Library", "Plan", "Row", "measure"]
+__all__ = ["OPS", "REDOPS", "Framework", "Plan", "Row", "measure"]
 
 #: Part of the size that crosses each rank's border, by number of ranks: bus over algorithm bandwidth.
 OPS: dict[str, Callable[[int], float]] = {
@@ -78,7 +78,7 @@ class Row:
         return self.algbw * OPS[self.op](self.ranks)
 
 
-class Library:
+class Framework:
     """A framework by the name that the user gave: its tensors, and polyhvd's module for it."""
 
     NAMES = frozenset({"mxnet", "numpy", "tensorflow", "torch"})
@@ -141,24 +141,24 @@ class Library:
         return lambda: self.finish(run())
 
 
-def measure(library: Library, op: str, plan: Plan) -> Iterator[Row]:
+def measure(framework: Framework, op: str, plan: Plan) -> Iterator[Row]:
     """A row for each size, the same on every rank; all ranks call it alike."""
     ranks = polyhvd.size()
     done = set()
     for size in plan.sizes:
         # Whole shares for every rank, so that all of them send alike.
-        count = max(ranks, size // library.item_bytes // ranks * ranks)
+        count = max(ranks, size // framework.item_bytes // ranks * ranks)
         if count in done:
             continue
         done.add(count)
-        call = library.call(op, count, plan.redop, ranks)
+        call = framework.call(op, count, plan.redop, ranks)
         times = _times(call, plan)
-        copied = max(polyhvd.allgather_object(copy_seconds(count * library.item_bytes)))
+        copied = max(polyhvd.allgather_object(copy_seconds(count * framework.item_bytes)))
         yield Row(
             op=op,
-            bytes=count * library.item_bytes,
+            bytes=count * framework.item_bytes,
             count=count,
-            dtype=library.dtype,
+            dtype=framework.dtype,
             redop=plan.redop if op in _REDUCING else "none",
             root=0 if op == "broadcast" else -1,
             iterations=len(times),

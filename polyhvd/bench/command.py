@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import polyhvd
 from polyhvd.bench import limits
-from polyhvd.bench.collectives import OPS, REDOPS, Library, Plan, measure
+from polyhvd.bench.collectives import OPS, REDOPS, Framework, Plan, measure
 from polyhvd.bench.table import Table
 from polyhvd.config import Launched
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-bytes", type=_bytes, default=64 << 20, metavar="SIZE", help="default: 64M")
     add("--factor", type=_positive, default=4, metavar="N", help="from one size to the next; default: 4")
     add("--dtype", default="float32", metavar="DTYPE", help="float32 (default), float16, bfloat16, int8, ...")
-    add("--framework", choices=sorted(Library.NAMES), default="numpy", help="whose tensors; default: numpy")
+    add("--framework", choices=sorted(Framework.NAMES), default="numpy", help="whose tensors; default: numpy")
     add("--iterations", type=_positive, metavar="N", help="of each size; default: about half a second's")
     add("--warm-up", type=_positive, default=5, metavar="N", help="iterations before; default: 5")
     add("--json", metavar="FILE", help="write the figures there as well; - is standard output, and no table")
@@ -93,13 +93,13 @@ def run(options: argparse.Namespace) -> int:
     """Measure as the options say."""
     rank_0 = speaks()
     try:
-        library = Library(options.framework, options.dtype)
+        framework = Framework(options.framework, options.dtype)
         if options.max_bytes < options.min_bytes:
             raise ValueError("--max-bytes is less than --min-bytes")
         if options.factor == 1 and options.max_bytes != options.min_bytes:
             raise ValueError("--factor 1 never reaches --max-bytes; write 2 or more")
         with open(os.devnull if _to_stdout(options) or not rank_0 else options.json, "w") as file:
-            _measure(options, library, file)
+            _measure(options, framework, file)
         return 0
     except BrokenPipeError:  # as in "polyhvd bench | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -115,7 +115,7 @@ def _to_stdout(options: argparse.Namespace) -> bool:
     return options.json in (None, "-")
 
 
-def _measure(options: argparse.Namespace, library: Library, file: Any) -> None:
+def _measure(options: argparse.Namespace, framework: Framework, file: Any) -> None:
     polyhvd.init()
     try:
         plan = Plan(
@@ -127,14 +127,14 @@ def _measure(options: argparse.Namespace, library: Library, file: Any) -> None:
         speaker = polyhvd.rank() == 0
         table = Table(sys.stdout if speaker and options.json != "-" else None)
         link = limits.link()
-        table.head(library, options, link)
+        table.head(framework, options, link)
         for op in options.op:
             table.op(op)
-            for row in measure(library, op, plan):
+            for row in measure(framework, op, plan):
                 table.row(row)
         table.foot(link)
         if speaker:
-            text = json.dumps(table.as_json(library, link), indent=1)
+            text = json.dumps(table.as_json(framework, link), indent=1)
             print(text, file=sys.stdout if options.json == "-" else file, flush=True)
     finally:
         polyhvd.shutdown()

@@ -6,7 +6,7 @@ import argparse
 from typing import Any, TextIO
 
 import polyhvd
-from polyhvd.bench.collectives import Library, Row
+from polyhvd.bench.collectives import Framework, Row
 from polyhvd.bench.limits import Link
 
 __all__ = ["Table"]
@@ -31,12 +31,12 @@ class Table:
         if self._out is not None:
             print(text, file=self._out, flush=True)
 
-    def head(self, library: Library, options: argparse.Namespace, link: Link | None) -> None:
+    def head(self, framework: Framework, options: argparse.Namespace, link: Link | None) -> None:
         """What is measured, on what."""
         self._link = link
         self._line(
             f"# polyhvd {polyhvd.__version__}, {polyhvd.size()} ranks, {polyhvd.local_size()} on the host of "
-            f"rank 0, {library.name}; the median of the iterations on the slowest rank"
+            f"rank 0, {framework.name}; the median of the iterations on the slowest rank"
         )
         if link is not None:
             self._line(
@@ -73,12 +73,12 @@ class Table:
             average = sum(row.busbw for row, _ in self.rows) / len(self.rows)
             self._line(f"#\n# average bus bandwidth: {average:.4g} GB/s")
 
-    def as_json(self, library: Library, link: Link | None) -> dict[str, Any]:
+    def as_json(self, framework: Framework, link: Link | None) -> dict[str, Any]:
         """Everything, with times in microseconds."""
         return {
             "polyhvd": polyhvd.__version__,
             "ranks": polyhvd.size(),
-            "framework": library.name,
+            "framework": framework.name,
             "link_gb_per_s": None if link is None else link.gigabytes_per_s,
             "rows": [
                 {

@@ -19,13 +19,13 @@ namespace {
 // Two members' views of one staging area, as if they were two processes.
 struct Pair {
   std::vector<shm::Counter> counters{static_cast<std::size_t>(2 * (4 + shm::kSlots))};
-  Fabric fabric;
+  Resources resources;
   LocalGroup first = member(0);
   LocalGroup second = member(1);
 
   LocalGroup member(int self) {
-    fabric.domains = {{0, 1}};
-    fabric.domain_of = {0, 0};
+    resources.domains = {{0, 1}};
+    resources.domain_of = {0, 0};
     shm::Staging staging;
     staging.begun = counters.data();
     staging.reduced = staging.begun + 2;
@@ -33,7 +33,7 @@ struct Pair {
     staging.closed = staging.writing + 2;
     staging.notes = staging.closed + 2;
     staging.size = 2;
-    return LocalGroup(fabric, staging, Place{}, {0, 1}, self);
+    return LocalGroup(resources, staging, Place{}, {0, 1}, self);
   }
 };
 

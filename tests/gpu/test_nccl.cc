@@ -37,7 +37,7 @@ std::string objection_to(const std::vector<nccl::Offer>& offers) {
 }
 
 template <class T>
-T factor_of(const std::optional<nccl::Reduction>& reduction) {
+T factor_of(const std::optional<nccl::LibraryReduction>& reduction) {
   T factor;
   std::memcpy(&factor, reduction->factor->data(), sizeof factor);
   return factor;

@@ -41,9 +41,9 @@ void HostCommunicator::reduce_own_chunk_across(const Reduction& r, Cursor& mine,
 void HostCommunicator::exchange_partials(std::size_t bytes, Deadline deadline) {
   for (int k = 1; k < hosts(); ++k) {
     const std::size_t from = index(next_side(-k));
-    fabric_.transport->exchange(owner_on(next_side(k)),
-                                {partials_[static_cast<std::size_t>(side_)].data(), bytes},
-                                owner_on(next_side(-k)), {partials_[from].data(), bytes}, deadline);
+    resources_.transport->exchange(
+        owner_on(next_side(k)), {partials_[static_cast<std::size_t>(side_)].data(), bytes},
+        owner_on(next_side(-k)), {partials_[from].data(), bytes}, deadline);
   }
 }
 
@@ -60,7 +60,7 @@ void HostCommunicator::spread_sums(const Reduction& r, Cursor& mine, std::size_t
   for (int k = 1; k < hosts(); ++k) {
     const std::size_t to = index(next_side(k));
     const std::size_t from = index(next_side(-k));
-    fabric_.transport->exchange(
+    resources_.transport->exchange(
         owner_on(next_side(k)),
         in_partials(self, pieces.begin(to)).first(pieces.size(to) / item * wide),
         owner_on(next_side(-k)), Bytes(partials_[from]).first(pieces.size(self) / item * wide),
@@ -78,8 +78,8 @@ void HostCommunicator::spread_sums(const Reduction& r, Cursor& mine, std::size_t
   };
   for (int k = 1; k < hosts(); ++k) {
     const std::size_t from = index(next_side(-k));
-    fabric_.transport->exchange(owner_on(next_side(k)), sum_of(self), owner_on(next_side(-k)),
-                                sum_of(from), r.deadline);
+    resources_.transport->exchange(owner_on(next_side(k)), sum_of(self), owner_on(next_side(-k)),
+                                   sum_of(from), r.deadline);
   }
   if (group_.size() > 1) {
     copy_bytes(group_.staging().part(group_.self(), group_.self(), group_.step()), sums_.data(),

@@ -26,17 +26,17 @@ void HostCommunicator::swap_terms(const Reduction& r) {
     own = flat_.data();
   }
   for (int k = 1; k < hosts(); ++k) {
-    fabric_.transport->post(owner_on(next_side(k)), {own, r.bytes});
+    resources_.transport->post(owner_on(next_side(k)), {own, r.bytes});
   }
   sources_.resize(partials_.size());
   sources_[index(side_)] = own;
   for (int k = 1; k < hosts(); ++k) {
     auto& terms = partials_[index(next_side(-k))];
     terms.resize(r.bytes);
-    fabric_.transport->recv(owner_on(next_side(-k)), terms, r.deadline);
+    resources_.transport->recv(owner_on(next_side(-k)), terms, r.deadline);
     sources_[index(next_side(-k))] = terms.data();
   }
-  fabric_.transport->settle(0, r.deadline);  // the result may take the place of what was sent
+  resources_.transport->settle(0, r.deadline);  // the result may take the place of what was sent
   std::vector<const std::byte*> from(sources_);
   mine.take(r.bytes, [&](const std::byte*, std::byte* out, std::size_t at, std::size_t count) {
     for (std::size_t h = 0; h < from.size(); ++h) sources_[h] = from[h] + at;
@@ -60,16 +60,16 @@ void HostCommunicator::reduce_ahead(const Reduction& r) {
   for (std::size_t i = 0; i < chunks + 2 * kChunksAhead; ++i) {
     if (i < chunks) {
       // The sum of the chunk that was in this slot must be gone.
-      fabric_.transport->settle(2 * kChunksAhead, r.deadline);
+      resources_.transport->settle(2 * kChunksAhead, r.deadline);
       Chunk& next = slot(i);
       next.pieces = Pieces(std::min(chunk, r.bytes - i * chunk), item, hosts());
       send_terms(next, reading);
     }
     if (i >= kChunksAhead && i - kChunksAhead < chunks) add_terms(r, slot(i - kChunksAhead));
     if (i >= 2 * kChunksAhead) take_sums(r, slot(i - 2 * kChunksAhead));
-    fabric_.overlap();
+    resources_.overlap();
   }
-  fabric_.transport->settle(0, r.deadline);
+  resources_.transport->settle(0, r.deadline);
 }
 
 // Where a host's piece is not in one, it goes by the chunk's own memory, back and forth.
@@ -88,7 +88,7 @@ void HostCommunicator::send_terms(Chunk& chunk, Cursor& reading) {
       terms = chunk.place(to);
       Cursor(chunk.at[to]).copy_inputs_to(chunk.place(to), bytes);
     }
-    fabric_.transport->post(owner_on(next_side(k)), {terms, bytes});
+    resources_.transport->post(owner_on(next_side(k)), {terms, bytes});
   }
 }
 
@@ -100,7 +100,7 @@ void HostCommunicator::add_terms(const Reduction& r, Chunk& chunk) {
   for (int k = 1; k < hosts(); ++k) {
     auto& terms = partials_[index(next_side(-k))];
     terms.resize(bytes);
-    fabric_.transport->recv(owner_on(next_side(-k)), terms, r.deadline);
+    resources_.transport->recv(owner_on(next_side(-k)), terms, r.deadline);
   }
   std::byte* const run = chunk.at[self].output_run(bytes);
   std::byte* const place = run == nullptr ? chunk.place(self) : nullptr;
@@ -114,7 +114,7 @@ void HostCommunicator::add_terms(const Reduction& r, Chunk& chunk) {
         reduce(r.dtype, r.op, r.scale, sources_, count / item, out, copy);
       });
   for (int k = 1; k < hosts(); ++k) {
-    fabric_.transport->post(owner_on(next_side(k)), {run == nullptr ? place : run, bytes});
+    resources_.transport->post(owner_on(next_side(k)), {run == nullptr ? place : run, bytes});
   }
 }
 
@@ -125,7 +125,7 @@ void HostCommunicator::take_sums(const Reduction& r, Chunk& chunk) {
     if (bytes == 0) continue;
     std::byte* const run = chunk.at[from].output_run(bytes);
     std::byte* const sums = run == nullptr ? chunk.place(from) : run;
-    fabric_.transport->recv(owner_on(next_side(-k)), {sums, bytes}, r.deadline);
+    resources_.transport->recv(owner_on(next_side(-k)), {sums, bytes}, r.deadline);
     if (run == nullptr) Cursor(chunk.at[from]).copy_to_outputs(sums, bytes);
   }
 }

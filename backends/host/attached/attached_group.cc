@@ -92,9 +92,9 @@ void AttachedGroup::weigh(std::uint64_t step) {
 Attaching AttachedGroup::agree(Deadline deadline) {
   const shm::Staging& staging = group_.staging();
   const std::uint64_t step = group_.step();
-  bool possible = fabric_.attaching != Attaching::kNever;
+  bool possible = resources_.attaching != Attaching::kNever;
   if (possible) let_siblings_attach();
-  token_ = ticks_now() ^ address_of(this) ^ static_cast<std::uint64_t>(fabric_.rank) << 48;
+  token_ = ticks_now() ^ address_of(this) ^ static_cast<std::uint64_t>(resources_.rank) << 48;
   group_.await_free(step, deadline);
   put(staging.region(group_.self(), step), 0, Passport{token_, address_of(&token_)});
   group_.publish_begun(step, 0);
@@ -104,7 +104,7 @@ Attaching AttachedGroup::agree(Deadline deadline) {
     const auto rank = static_cast<std::size_t>(rank_of(m));
     Neighbour& neighbour = neighbours_.emplace_back();
     neighbour.member = m;
-    neighbour.process = rank < fabric_.pids.size() ? fabric_.pids[rank] : 0;
+    neighbour.process = rank < resources_.pids.size() ? resources_.pids[rank] : 0;
     const auto passport = get<Passport>(staging.region(m, step), 0);
     neighbour.token = {theirs(passport.token_address), sizeof token_};
     std::uint64_t found = 0;
@@ -112,7 +112,7 @@ Attaching AttachedGroup::agree(Deadline deadline) {
                read_memory(neighbour.process, {&neighbour.token, 1}, bytes_of(found)) == 0 &&
                found == passport.token;
   }
-  const Attaching mine = possible ? fabric_.attaching : Attaching::kNever;
+  const Attaching mine = possible ? resources_.attaching : Attaching::kNever;
   group_.note(step, static_cast<std::uint64_t>(mine));
   group_.publish_reduced(step);
   attaching_ = mine;
@@ -191,7 +191,7 @@ std::size_t AttachedGroup::chunk_bytes() const noexcept {
   constexpr std::size_t kTermsBytes = 1 << 20;
   constexpr std::size_t kLeast = 16 << 10;
   const std::size_t each = std::max(kLeast, kTermsBytes / neighbours_.size());
-  const std::size_t tuned = std::max(fabric_.tuning.chunk_bytes, kChunkBytesMin);
+  const std::size_t tuned = std::max(resources_.tuning.chunk_bytes, kChunkBytesMin);
   return std::min(each, 2 * tuned);
 }
 
@@ -227,11 +227,11 @@ void AttachedGroup::reduce_own_slice(const Reduction& r, std::uint64_t step) {
     for (std::size_t n = 0; n < neighbours_.size(); ++n) {
       write_sums(neighbours_[n], writing[n], bytes, step, r.deadline);
     }
-    fabric_.overlap();
+    resources_.overlap();
   }
   const std::uint64_t moved = slices.size(self) * neighbours_.size();
-  fabric_.shm_bytes.fetch_add(moved, std::memory_order_relaxed);
-  fabric_.cma_bytes.fetch_add(moved, std::memory_order_relaxed);
+  resources_.shm_bytes.fetch_add(moved, std::memory_order_relaxed);
+  resources_.cma_bytes.fetch_add(moved, std::memory_order_relaxed);
 }
 
 void AttachedGroup::read_terms(Neighbour& from, Cursor& at, std::size_t bytes, Deadline deadline) {

@@ -32,8 +32,8 @@ class AttachedGroup {
 
   // `ranks` are the group's members by their world ranks. Both others outlive this, which stays
   // where it is: the others read a word of it.
-  AttachedGroup(Fabric& fabric, LocalGroup& group, std::vector<int> ranks)
-      : fabric_(fabric), group_(group), ranks_(std::move(ranks)) {}
+  AttachedGroup(Resources& resources, LocalGroup& group, std::vector<int> ranks)
+      : resources_(resources), group_(group), ranks_(std::move(ranks)) {}
   AttachedGroup(const AttachedGroup&) = delete;
   AttachedGroup& operator=(const AttachedGroup&) = delete;
 
@@ -87,7 +87,7 @@ class AttachedGroup {
   void check(int error, const Neighbour& with, Deadline deadline);
   int rank_of(int member) const { return ranks_[static_cast<std::size_t>(member)]; }
 
-  Fabric& fabric_;
+  Resources& resources_;
   LocalGroup& group_;
   const std::vector<int> ranks_;
   std::optional<Attaching> attaching_;  // empty: not agreed yet

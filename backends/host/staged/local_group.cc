@@ -11,9 +11,9 @@ constexpr int kStepBits = 42;  // of the steps of one turn: 50 days at a microse
 
 }  // namespace
 
-LocalGroup::LocalGroup(Fabric& fabric, shm::Staging staging, const Place& place,
+LocalGroup::LocalGroup(Resources& resources, shm::Staging staging, const Place& place,
                        std::vector<int> locals, int self)
-    : fabric_(fabric),
+    : resources_(resources),
       staging_(staging),
       locals_(std::move(locals)),
       self_(self),
@@ -27,7 +27,7 @@ void LocalGroup::wake_others() {
   for (int m = 0; m < size(); ++m) {
     if (m == self_) continue;
     // All have agreed to what is under way: who does not drive, waits.
-    fabric_.peers->wake(locals_[static_cast<std::size_t>(m)], Parking::kWaiting);
+    resources_.peers->wake(locals_[static_cast<std::size_t>(m)], Parking::kWaiting);
   }
 }
 
@@ -37,9 +37,9 @@ void LocalGroup::await_counter(const shm::Counter* counters, int member, std::ui
   const shm::Counter& counter = counters[member];
   if (counter.value.load() >= value) return;
   const int rank = ranks_[static_cast<std::size_t>(member)];
-  const Parking::WaitFor wait(*fabric_.parking, rank);
+  const Parking::WaitFor wait(*resources_.parking, rank);
   try {
-    fabric_.parking->await([&] { return counter.value.load() >= value; }, deadline);
+    resources_.parking->await([&] { return counter.value.load() >= value; }, deadline);
   } catch (const Failure& failure) {
     // A stall that ends the job is told as it is.
     if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
@@ -48,8 +48,8 @@ void LocalGroup::await_counter(const shm::Counter* counters, int member, std::ui
 }
 
 int LocalGroup::world_rank(int local) const {
-  const int domain = fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)];
-  return fabric_.domains[static_cast<std::size_t>(domain)][static_cast<std::size_t>(local)];
+  const int domain = resources_.domain_of[static_cast<std::size_t>(resources_.rank)];
+  return resources_.domains[static_cast<std::size_t>(domain)][static_cast<std::size_t>(local)];
 }
 
 void LocalGroup::fail_late(int rank) const {
@@ -62,16 +62,16 @@ void LocalGroup::fail_late(int rank) const {
 // All execute removals, and in the same order: nobody who is still before that one waits for us.
 void LocalGroup::take_over(Deadline deadline) {
   const auto domain =
-      static_cast<std::size_t>(fabric_.domain_of[static_cast<std::size_t>(fabric_.rank)]);
-  const auto ranks_here = static_cast<int>(fabric_.domains[domain].size());
+      static_cast<std::size_t>(resources_.domain_of[static_cast<std::size_t>(resources_.rank)]);
+  const auto ranks_here = static_cast<int>(resources_.domains[domain].size());
   for (int local = 0; local < ranks_here; ++local) {
     const int rank = world_rank(local);
-    if (rank == fabric_.rank) continue;
-    const std::atomic<std::uint64_t>& removals = fabric_.segment->removals(local);
+    if (rank == resources_.rank) continue;
+    const std::atomic<std::uint64_t>& removals = resources_.segment->removals(local);
     if (removals.load() >= removals_) continue;
-    const Parking::WaitFor wait(*fabric_.parking, rank);
+    const Parking::WaitFor wait(*resources_.parking, rank);
     try {
-      fabric_.parking->await([&] { return removals.load() >= removals_; }, deadline);
+      resources_.parking->await([&] { return removals.load() >= removals_; }, deadline);
     } catch (const Failure& failure) {
       if (failure.error().code != ErrorCode::kTimeout || Parking::Clock::now() < deadline) throw;
       fail_late(rank);
@@ -92,7 +92,7 @@ void LocalGroup::await_free(std::uint64_t step, Deadline deadline) {
 
 void LocalGroup::publish_begun(std::uint64_t step, std::size_t bytes) {
   if (size() == 1) return;
-  fabric_.shm_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  resources_.shm_bytes.fetch_add(bytes, std::memory_order_relaxed);
   staging_.begun[self_].value.store(step + 1);
   wake_others();
 }
@@ -139,7 +139,7 @@ void LocalGroup::spread(std::span<const std::size_t> bytes, Cursor source, std::
       sinks[static_cast<std::size_t>(m)].copy_to_outputs(staging_.region(m, step_), count(m));
     }
     advance();
-    fabric_.overlap();
+    resources_.overlap();
   }
 }
 

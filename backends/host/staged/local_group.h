@@ -25,8 +25,8 @@ class LocalGroup {
   // rank order; `self` indexes it. A group of one has no staging area. Steps of each turn of the
   // staging area's place are larger than those of the turns before, so that what these have left
   // there counts as old.
-  LocalGroup(Fabric& fabric, shm::Staging staging, const Place& place, std::vector<int> locals,
-             int self);
+  LocalGroup(Resources& resources, shm::Staging staging, const Place& place,
+             std::vector<int> locals, int self);
 
   int size() const noexcept { return static_cast<int>(locals_.size()); }
   int self() const noexcept { return self_; }
@@ -97,7 +97,7 @@ class LocalGroup {
                      Deadline deadline);
   void wake_others();
 
-  Fabric& fabric_;
+  Resources& resources_;
   shm::Staging staging_;
   StagingWriter writer_;
   std::vector<int> locals_;
