@@ -55,20 +55,30 @@ CORE_FLAGS := -std=c++20 -g1 -Wall -Wextra -Werror -ffp-contract=off -Ipolyhvd/c
 # What is too slow for a release: the order of locks (polyhvd/csrc/observe/lock_order.h).
 CHECKED := -DPOLYHVD_CHECK_LOCK_ORDER
 
-# $(call core_program,variant,flags): build/core/<variant>/tests from all sources.
-define core_program
+# What `make setup` has compiled: the core's own tests need no second compilation.
+OBJECTS = build/objects/$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
+INSTALLED = $(CORE_SOURCES:%.cc=$(OBJECTS)/%.o)
+
+# $(call core_objects,variant,flags): how objects of a variant are compiled.
+define core_objects
 build/core/$(1)/%.o: %.cc
 	@mkdir -p $$(@D)
 	$$(CXX) $$(CORE_FLAGS) $(2) $$(LESS) -c $$< -o $$@
-build/core/$(1)/run: $$(CORE_SOURCES:%.cc=build/core/$(1)/%.o) $$(CORE_TESTS:%.cc=build/core/$(1)/%.o)
-	$$(CXX) $(2) -pthread $$^ -o $$@
 -include $$(CORE_SOURCES:%.cc=build/core/$(1)/%.d) $$(CORE_TESTS:%.cc=build/core/$(1)/%.d)
 endef
-$(eval $(call core_program,plain,-O2))
+# $(call core_program,variant,flags): build/core/<variant>/run with all sources compiled anew.
+define core_program
+$(call core_objects,$(1),$(2))
+build/core/$(1)/run: $$(CORE_SOURCES:%.cc=build/core/$(1)/%.o) $$(CORE_TESTS:%.cc=build/core/$(1)/%.o)
+	$$(CXX) $(2) -pthread $$^ -o $$@
+endef
+$(eval $(call core_objects,plain,-O2))
 $(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all $(CHECKED)))
 # To optimise the tests with all these checks would take the compiler three times as long.
 build/core/asan/tests/%.o: LESS := -O0
 $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread $(CHECKED)))
+build/core/plain/run: $(CORE_TESTS:%.cc=build/core/plain/%.o) $(STAMPS)/build
+	$(CXX) -pthread $(filter %.o,$^) $(INSTALLED) -o $@
 -include $(wildcard build/core/plain/benchmarks/*.d)
 
 # The pure units as a module for tests in Python; nothing of it is installed.
@@ -171,8 +181,8 @@ BENCH ?=
 bench: $(STAMPS)/test
 	$(PY) -m benchmarks $(BENCH)
 
-build/core/plain/instructions: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/instructions.o
-	$(CXX) -pthread $^ -o $@
+build/core/plain/instructions: build/core/plain/benchmarks/instructions.o $(STAMPS)/build
+	$(CXX) -pthread $< $(INSTALLED) -o $@
 
 ##@ instructions  count those of a small allreduce, and keep them in benchmarks/instructions.json
 .PHONY: instructions
@@ -180,8 +190,8 @@ instructions: build/core/plain/instructions
 	sh tools/apt.sh valgrind binutils
 	$(PY) -m benchmarks.instructions --keep
 
-build/core/plain/control_plane: $(CORE_SOURCES:%.cc=build/core/plain/%.o) build/core/plain/benchmarks/control_plane.o
-	$(CXX) -pthread $^ -o $@
+build/core/plain/control_plane: build/core/plain/benchmarks/control_plane.o $(STAMPS)/build
+	$(CXX) -pthread $< $(INSTALLED) -o $@
 
 ##@ control-plane  what agreement costs in jobs of up to 16384 ranks, simulated
 .PHONY: control-plane

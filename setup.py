@@ -5,6 +5,7 @@ Everything else (metadata, extras, tools) stands in pyproject.toml.
 
 from __future__ import annotations
 
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -21,6 +22,7 @@ FLAGS = [
     "-fvisibility=hidden",
     # A contracted multiply-add would round vector bodies and scalar tails differently.
     "-ffp-contract=off",
+    "-MMD",  # for is_stale()
 ]
 INCLUDES = ["polyhvd/csrc", "backends"]
 
@@ -54,11 +56,27 @@ def native_adapter(framework: str) -> Extension:
 class BuildExt(build_ext):  # type: ignore[misc]
     """Builds native adapters without CPython's suffix: they never call it, and fit every version."""
 
+    def finalize_options(self) -> None:
+        """Keep objects in one place, for installing in place, for wheels, and for the core's own tests."""
+        super().finalize_options()
+        self.build_temp = f"build/objects/{sys.implementation.cache_tag}"
+
     def get_ext_filename(self, ext_name: str) -> str:
         """Where the library of an extension lies in the package."""
         if ext_name.rpartition(".")[2] == "_native":  # asked for with its package, and without
             return f"{ext_name.replace('.', '/')}.so"
         return str(super().get_ext_filename(ext_name))
+
+
+def is_stale(made: str, source: str) -> bool:
+    """Whether an object is older than its source, than a header that this includes, or than the flags."""
+    listed = Path(made).with_suffix(".d")
+    try:
+        age = Path(made).stat().st_mtime
+        names = listed.read_text().replace("\\\n", " ").split()[1:]
+        return any(Path(name).stat().st_mtime > age for name in (source, "setup.py", *names))
+    except OSError:  # a path with a space in it is none
+        return True
 
 
 def framework_packages() -> dict[str, str]:
@@ -69,7 +87,7 @@ def framework_packages() -> dict[str, str]:
 FRAMEWORKS = framework_packages()
 NATIVE = sorted(p.parent.name for p in Path("frameworks").glob("*/native.cc"))
 
-ParallelCompile("MAX_JOBS", default=2).install()
+ParallelCompile("MAX_JOBS", default=2, needs_recompile=is_stale).install()
 setup(
     packages=find_packages(include=["polyhvd", "polyhvd.*"]) + sorted(FRAMEWORKS),
     package_dir=FRAMEWORKS,
