@@ -130,7 +130,7 @@ def count_batches() -> tuple[int, int]:
     return fewest[0], fewest[1]
 
 
-@pytest.mark.layouts(ranks_min=2)  # one rank sends nothing that others would wait behind
+@pytest.mark.layouts(ranks_min=2, own=True)  # one rank sends nothing that others would wait behind
 def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches(pool: Pool) -> None:
     for gathers, scatters in pool.run(count_batches):
         assert gathers <= 10

@@ -29,7 +29,7 @@ OWN_ROWS = (OpKind.ALLGATHER, OpKind.ALLTOALL)
 WORLD = 0
 
 SETTINGS = {
-    "suite": settings(max_examples=600, stateful_step_count=60, derandomize=True),
+    "suite": settings(max_examples=300, stateful_step_count=60, derandomize=True),
     "long": settings(max_examples=10_000, stateful_step_count=100, print_blob=True),
 }
 

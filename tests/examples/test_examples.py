@@ -80,8 +80,13 @@ def test_there_are_examples_for_every_framework() -> None:
 
 @pytest.mark.parametrize(
     ("example", "ranks"),
-    # Lightning takes seconds to import; its other worlds stand in tests/torch.
-    [(example, n) for example in EXAMPLES for n in ((2,) if example.startswith("lightning") else (1, 2, 4))],
+    # Worlds of other sizes stand in each framework's own tests.
+    [
+        *((example, 2) for example in EXAMPLES),
+        *(("numpy_logistic.py", ranks) for ranks in (1, 4)),
+        ("pytorch_digits.py", 1),
+        ("mxnet_gluon_digits.py", 4),
+    ],
 )
 def test_example_trains_on_any_number_of_ranks(run: Run, example: str, ranks: int) -> None:
     lines = run(example, ranks)

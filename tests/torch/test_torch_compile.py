@@ -31,8 +31,8 @@ def test_a_compiled_operation_is_the_eager_one(operation: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_inductor_compiles_all_operations_into_one_graph() -> None:
-    cases.all_in_one_graph("inductor")
+def test_inductor_compiles_operations_of_all_kinds_into_one_graph() -> None:
+    cases.several_in_one_graph("inductor")
 
 
 @pytest.mark.ranks(2)
