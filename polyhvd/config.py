@@ -187,6 +187,9 @@ class Launched(_Table):
     rendezvous: str = _row("RENDEZVOUS", str, "", "host:port of the launcher's rendezvous; empty: one rank.")
     secret: str = _row("SECRET", str, "", "The job's secret in hexadecimal; polyhvdrun makes it.")
     secret_file: str = _row("SECRET_FILE", str, "", "A file that holds the secret instead.")
+    restart_count: int = _row(
+        "RESTART_COUNT", _count, 0, "How often polyhvdrun --max-restarts has started the job again."
+    )
 
     @property
     def by_polyhvdrun(self) -> bool:

@@ -48,6 +48,11 @@ class Ending:
         return self.status != 0 or bool(self.reason)
 
     @property
+    def unstartable(self) -> bool:
+        """Whether it never began, so that starting it again would be the same."""
+        return self.reason.startswith("was not started")
+
+    @property
     def certainty(self) -> int:
         """0: killed from outside or crashed; 1: failed; 2: failed because it lost another rank."""
         if self.status < 0 or self.reason:

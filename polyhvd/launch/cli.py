@@ -4,221 +4,226 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import resource
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import replace
 
 from polyhvd.config import Settings
-from polyhvd.launch import horovodrun
-from polyhvd.launch.doctor import report
-from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
+from polyhvd.launch.horovodrun import NO_ELASTIC
+from polyhvd.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
-from polyhvd.launch.output import Output
+from polyhvd.launch.options import SETTINGS, USAGE_STATUS, Parser, make_parser, parse
+from polyhvd.launch.output import STDERR, STDOUT, Output
 from polyhvd.launch.policy import LetOthersFinish, StopAtFirstFailure
-from polyhvd.launch.providers.mpirun import find_launcher
+from polyhvd.launch.programs import Part, Program, lay_out
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
 
 __all__ = ["main"]
 
-#: Options that set a variable of the ranks, under horovodrun's names; None: they take no value.
-_SETTINGS: dict[str, tuple[str, str | None, str]] = {
-    "--fusion-threshold-mb": ("FUSION_THRESHOLD", "MB", "most MiB of the operations that run as one"),
-    "--cycle-time-ms": ("CYCLE_TIME", "MS", "longest batching window"),
-    "--cache-capacity": ("CACHE_CAPACITY", "N", "operations that are remembered by number"),
-    "--reproducible": ("REPRODUCIBLE", None, "sums do not depend on how ranks are spread over hosts"),
-    "--autotune": ("AUTOTUNE", None, "try values for fusion, batching and chunks while the job runs"),
-    "--autotune-log-file": ("AUTOTUNE_LOG", "FILE", "CSV file for what was tried"),
-    "--autotune-warmup-samples": ("AUTOTUNE_WARMUP_SAMPLES", "N", "samples that are left out"),
-    "--autotune-steps-per-sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "N", "steps that are measured as one"),
-    "--autotune-bayes-opt-max-samples": ("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "N", "samples in all"),
-    "--autotune-gaussian-process-noise": ("AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "X", "noise of a sample"),
-    "--timeline-filename": ("TIMELINE", "FILE", "write a timeline of every rank"),
-    "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", None, "mark in it when the engine begins new work"),
-    "--no-stall-check": ("STALL_CHECK_DISABLE", None, "no stall reports"),
-    "--stall-check-warning-time-seconds": ("STALL_CHECK_TIME_SECONDS", "S", "report what waits for so long"),
-    "--stall-check-shutdown-time-seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "S", "end the job then"),
-    "--log-level": ("LOG_LEVEL", "LEVEL", "what is logged at least"),
-    "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "log lines do not begin with the time"),
-    "--thread-affinity": ("THREAD_AFFINITY", "C0,C1", "core of the engine's thread, for each local rank"),
-    "--gloo-timeout-seconds": ("DATA_TIMEOUT_SECONDS", "S", "longest time of an agreed transfer"),
-    "--mpi-threads-disable": ("MPI_THREADS_DISABLE", None, "MPI serves one thread at a time"),
-    "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", None, "NCCL within hosts, CPUs between them"),
-}
-_USAGE_STATUS = 2
 _INTERRUPTED_STATUS = 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="polyhvdrun",
-        usage="polyhvdrun [options] command [arguments]",
-        description="Run a command as the ranks of one job, on this host or on several.",
-        epilog="example: polyhvdrun -np 4 -H algo-1:2,algo-2:2 python train.py",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks; default: every slot of the hosts")
-    add(
-        "-H", "--hosts", metavar="H1:N1,H2:N2", help="hosts and how many ranks each takes; default: this host"
-    )
-    add(
-        "-hostfile",
-        "--hostfile",
-        metavar="FILE",
-        help="the same from a file, with 'host slots=N' in each line",
-    )
-    add(
-        "--network-interface",
-        "--network-interfaces",
-        metavar="NAME",
-        default="",
-        help="interface (eth0), or network (10.0.0.0/16), of all connections",
-    )
-    add(
-        "--output-filename",
-        metavar="DIR",
-        help="write each rank's output to DIR/rank.N/stdout and stderr as well",
-    )
-    add("--no-tag", action="store_true", help="do not begin each line with its rank")
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="S",
-        help="seconds for all ranks to start, and to meet in init()",
-    )
-    add(
-        "--term-grace-s",
-        type=float,
-        metavar="S",
-        default=30.0,
-        help="seconds that ranks have from SIGTERM to SIGKILL, for a last checkpoint; default: 30",
-    )
-    add("--keep-going", action="store_true", help="a rank that fails does not stop the others")
-    add("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
-    add("--ssh-option", action="append", default=[], metavar="OPTION", help="as ssh -o; may be repeated")
-    add(
-        "--remote-python",
-        metavar="PATH",
-        default=sys.executable,
-        help="Python on the other hosts; default: the path of this one",
-    )
-    settings = parser.add_argument_group(
-        "settings", "each sets the POLYHVD_ variable of that meaning on all ranks; see docs/configuration.md"
-    )
-    for option, (variable, metavar, meaning) in _SETTINGS.items():
-        if metavar is None:
-            settings.add_argument(option, action="store_const", const="1", dest=variable, help=meaning)
-        else:
-            settings.add_argument(option, metavar=metavar, dest=variable, help=meaning)
-    add("-v", "--verbose", action="store_true", help="say what is started where")
-    add(
-        "--mpi",
-        "--use-mpi",
-        action="store_true",
-        help="let MPI's launcher, mpirun or mpiexec, start the ranks",
-    )
-    add("--mpi-args", metavar="ARGS", default="", help="more options of MPI's launcher, as one word")
-    add(
-        "-cb",
-        "--check",
-        "--check-build",
-        action="store_true",
-        help="say what was found on this host, and what is missing",
-    )
-    horovodrun.add_to(parser)
-    add("--version", action="version", version=f"polyhvd {_version()}")
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("polyhvd")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+_TEES = {0: (), 1: (STDOUT,), 2: (STDERR,), 3: (STDOUT, STDERR)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``polyhvdrun`` and return its exit status; the first failing rank's, if one fails."""
     _open_standard_streams()
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    parser = make_parser()
+    programs = parse(parser, arguments)
+    options = programs[0]
+    if options.print_completion:
+        return _print_completion(parser, options.print_completion)
     if options.check:
+        from polyhvd.launch.doctor import report  # looks at far more than a job needs
+
         print("\n".join(report()))
         return 0
-    if not command:
+    if not options.command:
         parser.error("no command to run, such as: polyhvdrun -np 2 python train.py")
     _raise_descriptor_limit()
     try:
-        spec = _spec(options, command)
+        _take_config_file(options)
+        spec = _spec(programs)
         if options.mpi:
-            _become_mpirun(spec, options)
-        output = Output(len(spec.placements), tag=not options.no_tag, directory=options.output_filename)
+            return _become_mpirun(spec, options)
+        if options.dry_run:
+            from polyhvd.launch.dry_run import plan
+
+            print("\n".join(plan(spec)))
+            return 0
+        output = Output(
+            len(spec.placements),
+            tag=not options.no_tag,
+            timestamps=options.timestamps,
+            directory=options.output_filename,
+            copied=_TEES[3 if options.tee is None else options.tee],
+        )
     except (ValueError, OSError) as error:
-        parser.exit(_USAGE_STATUS, f"polyhvdrun: {error}\n")
+        parser.exit(USAGE_STATUS, f"polyhvdrun: {error}\n")
     with contextlib.closing(output):
+        return _run(spec, output, options.max_restarts)
+
+
+def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
+    """Run the job, and again when it has failed, and nobody has asked it to end."""
+    restarts = 0
+    while True:
+        env = {**spec.env, "POLYHVD_RESTART_COUNT": str(restarts)} if restarts_max else spec.env
         try:
-            with Job(spec, output) as job:
-                return job.run()
+            with Job(replace(spec, env=env), output) as job:
+                status = job.run()
         except (ValueError, OSError) as error:
             output.say(str(error), alarm=True)
             return 1
         except KeyboardInterrupt:
             return _INTERRUPTED_STATUS
+        cause = job.cause
+        if cause is None or cause.unstartable or job.signalled or restarts == restarts_max:
+            return status
+        restarts += 1
+        output.say(f"rank {cause.rank} has failed: restart {restarts} of {restarts_max}")
+        output.forget()
 
 
-def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> NoReturn:
+def _print_completion(parser: Parser, shell: str) -> int:
+    try:
+        import shtab
+    except ImportError:
+        parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
+    if shell not in shtab.SUPPORTED_SHELLS:
+        parser.error(f"--print-completion {shell}: expected one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+    print(shtab.complete(parser, shell))
+    return 0
+
+
+def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> int:
     """Run MPI's launcher in this process's place."""
-    if options.output_filename:
-        raise ValueError("--output-filename is not for --mpi; give the launcher's own option with --mpi-args")
-    if options.keep_going:
-        raise ValueError("--keep-going is not for --mpi, whose launchers have their own ways to end a job")
+    from polyhvd.launch.providers.mpirun import find_launcher
+
+    refused = {
+        "--output-filename": (options.output_filename, "give the launcher's own option with --mpi-args"),
+        "--prefix-output-with-timestamp": (options.timestamps, "as is printing; see --mpi-args"),
+        "--keep-going": (options.keep_going, "whose launchers have their own ways to end a job"),
+        "--max-restarts": (options.max_restarts, "whose launchers end the job themselves"),
+        "':'": (len(spec.programs), "give mpirun itself several programs"),
+    }
+    for name, (given, reason) in refused.items():
+        if given:
+            raise ValueError(f"{name} is not for --mpi; {reason}")
     launcher = find_launcher()
-    extra = shlex.split(options.mpi_args)
+    extra = [*shlex.split(options.binding_args), *shlex.split(options.mpi_args)]
+    if launcher.open_mpi:  # of the others all variables of this process are passed on
+        ours = [name for name in spec.env if not name.startswith(("POLYHVD_", "HOROVOD_"))]
+        extra = [word for name in ours for word in ("-x", name)] + extra
     ssh = _ssh(options)
     words, env = launcher.command(spec.argv, spec.hosts, len(spec.placements), spec.env, ssh, extra)
+    if options.dry_run:
+        from polyhvd.launch.dry_run import hide_secrets
+
+        print(shlex.join(hide_secrets(words)))
+        return 0
     if options.verbose:
         print(f"polyhvdrun: {shlex.join(words)}", file=sys.stderr, flush=True)
     os.execve(words[0], words, env)
 
 
-def _spec(options: argparse.Namespace, command: list[str]) -> JobSpec:
-    if options.hosts and options.hostfile:
-        raise HostsError("give -H or --hostfile, not both")
-    if options.hosts:
-        hosts = parse_hosts(options.hosts)
-    elif options.hostfile:
-        hosts = parse_hostfile(options.hostfile)
+def _take_config_file(options: argparse.Namespace) -> None:
+    """Have the file say what the command line does not."""
+    if options.config_file is None:
+        return
+    from polyhvd.launch.config_file import read
+
+    settings = read(options.config_file)
+    controller = settings.pop("controller", "")
+    options.mpi = options.mpi or (controller == "mpi" and not options.gloo)
+    for variable, value in settings.items():
+        if getattr(options, variable) is None:
+            setattr(options, variable, value)
+
+
+def _spec(programs: list[argparse.Namespace]) -> JobSpec:
+    options = programs[0]
+    _check(options)
+    size, hosts = _size(programs), _hosts(options, options.slots_per_host)
+    if len(programs) == 1:
+        hosts = hosts or [Host("localhost", options.slots_per_host or size or 1)]
+        placements, variables = place(hosts, size), _variables(options)
+        laid_out: list[Program] = []
     else:
-        hosts = [Host("localhost", options.num_proc or 1)]
-    env = {}
-    if options.start_timeout is not None:
-        if not options.start_timeout > 0:
-            raise ValueError(f"--start-timeout {options.start_timeout:g}: must be above 0")
-        env["POLYHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
-    if options.network_interface:
-        env["POLYHVD_GLOO_IFACE"] = options.network_interface
-    if not 0 <= options.term_grace_s < float("inf"):
-        raise ValueError(f"--term-grace-s {options.term_grace_s:g}: must not be negative")
-    env |= _settings(options)
+        parts = [
+            Part(_argv(part), part.num_proc, _hosts(part, options.slots_per_host), _variables(part))
+            for part in programs
+        ]
+        hosts, placements, laid_out = lay_out(parts)
+        variables = {}
     return JobSpec(
-        argv=command,
+        argv=_argv(options),
         hosts=hosts,
-        placements=place(hosts, options.num_proc),
-        env=env,
-        interface=options.network_interface,
+        placements=placements,
+        programs=laid_out,
+        env={**_environment(options), **variables},
+        interface=_interface(options),
         remote=SshAgents(_ssh(options)),
         start_timeout_s=_start_timeout_s(options),
         term_grace_s=options.term_grace_s,
         policy=LetOthersFinish() if options.keep_going else StopAtFirstFailure(),
         verbose=options.verbose,
     )
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What single options cannot see; raises ValueError."""
+    if options.start_timeout is not None and not 0 < options.start_timeout < float("inf"):
+        raise ValueError(f"--start-timeout {options.start_timeout:g}: must be above 0")
+    if not 0 <= options.term_grace_s < float("inf"):
+        raise ValueError(f"--term-grace-s {options.term_grace_s:g}: must not be negative")
+    if options.tee and not options.output_filename:
+        raise ValueError(f"--tee {options.tee}: there is no folder to write to; give --output-filename DIR")
+    if options.binding_args and not options.mpi:
+        raise ValueError("--binding-args is for --mpi; --thread-affinity binds the engine's threads")
+    if options.mpi_args and not options.mpi:
+        raise ValueError("--mpi-args is for --mpi; give --mpi as well, or leave it out")
+    if options.reset_limit:
+        raise ValueError(f"--reset-limit {options.reset_limit}: {NO_ELASTIC}, so that only 0 can be had")
+
+
+def _size(programs: list[argparse.Namespace]) -> int | None:
+    """The number of ranks; limits that leave no other one are honoured."""
+    options = programs[0]
+    size: int | None = options.num_proc if len(programs) == 1 else sum(part.num_proc for part in programs)
+    least, most = options.min_num_proc, options.max_num_proc
+    if size is None and least is not None and least == most:
+        size = least
+    for name, limit in (("--min-np", least), ("--max-np", most)):
+        if limit is not None and limit != size:
+            ranks = "is not given" if size is None else f"is {size}"
+            raise ValueError(
+                f"{name} {limit}: {NO_ELASTIC}; it can only be the number of ranks, -np, which {ranks}"
+            )
+    return size
+
+
+def _hosts(options: argparse.Namespace, slots: int | None) -> list[Host] | None:
+    """The hosts that were named; one without a number has so many slots."""
+    if options.hosts is not None:
+        return parse_hosts(options.hosts, slots or 1)
+    return parse_hostfile(options.hostfile, slots or 1) if options.hostfile is not None else None
+
+
+def _argv(options: argparse.Namespace) -> list[str]:
+    return [sys.executable, "-m", *options.command] if options.module else list(options.command)
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """What -x has said; raises ValueError for a variable that is not here."""
+    variables = {}
+    for name, value in options.variables:
+        if value is None and name not in os.environ:
+            raise ValueError(f"-x {name}: polyhvdrun has no such variable to pass on; give -x {name}=VALUE")
+        variables[name] = os.environ[name] if value is None else value
+    return variables
 
 
 def _ssh(options: argparse.Namespace) -> SshOptions:
@@ -232,12 +237,27 @@ def _ssh(options: argparse.Namespace) -> SshOptions:
 
 
 def _start_timeout_s(options: argparse.Namespace) -> float:
-    return options.start_timeout or 30.0
+    return 30.0 if options.start_timeout is None else float(options.start_timeout)
+
+
+def _interface(options: argparse.Namespace) -> str:
+    return ",".join(options.network_interface or ())
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    """The variables of all ranks that options set; raises ConfigError where a rank would."""
+    env = {}
+    if options.start_timeout is not None:
+        env["POLYHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
+    if options.network_interface:
+        env["POLYHVD_GLOO_IFACE"] = _interface(options)
+    if options.tcp:
+        env["NCCL_IB_DISABLE"] = "1"
+    return env | _settings(options)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
-    """The variables that options set; raises ConfigError where a rank would."""
-    values = {variable: getattr(options, variable) for variable, _, _ in _SETTINGS.values()}
+    values = {variable: getattr(options, variable) for variable, _, _ in SETTINGS.values()}
     given = {variable: value for variable, value in values.items() if value is not None}
     if "FUSION_THRESHOLD" in given:
         try:

@@ -1,4 +1,4 @@
-"""Runs a Python function as a job. The function and the results travel through the rendezvous.
+"""Runs a Python function as a job. Function, results and errors travel through the rendezvous.
 
 This file is both sides: :func:`run_function` in the launcher, :func:`main` in each rank.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import cloudpickle
 
@@ -22,10 +22,13 @@ from polyhvd.launch.output import Output
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
 from polyhvd.rendezvous.auth import NO_RANK, parse_secret
 from polyhvd.rendezvous.client import Client
+from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 
 __all__ = ["main", "run_function"]
 
-_FUNCTION, _RESULT = "run/function", "run/result"
+_FUNCTION, _RESULT, _ERROR = "run/function", "run/result", "run/error"
+#: How long a rank that has failed tries to say what with.
+_ERROR_TIMEOUT_S = 10.0
 _INTERRUPTED_STATUS = 130
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -73,23 +76,74 @@ def run_function(
         verbose=verbose,
     )
     payload = cloudpickle.dumps(call)
-    output = Output(len(spec.placements), directory=directory)
+    stdout, stderr = _stream(sys.stdout, 1), _stream(sys.stderr, 2)
+    output = Output(len(spec.placements), directory=directory, stdout=stdout, stderr=stderr)
     with contextlib.closing(output), Job(spec, output) as job, _client(job) as client:
         client.put(_FUNCTION, 0, payload)
-        _check(job, job.run())
-        values = client.gather(_RESULT, len(spec.placements), wait_s=0.0)
+        _check(job, job.run(), client)
+        try:
+            values = client.gather(_RESULT, len(spec.placements), wait_s=0.0)
+        except GatherTimeoutError as error:
+            ranks = ", ".join(map(str, error.missing))
+            raise RuntimeError(f"no result of rank {ranks}: the function has ended the process") from None
+    return [_load_result(rank, value) for rank, value in enumerate(values)]
+
+
+def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
+    """Where to print: what a notebook or a test has put in the place of a standard stream, or the stream."""
+    if file is None:
+        return descriptor
+    try:
+        return descriptor if file.fileno() == descriptor else file
+    except (AttributeError, OSError, ValueError):  # ValueError: it is closed, or has none
+        return file
+
+
+def _load_result(rank: int, value: bytes) -> Any:
     # Written by our own ranks: everybody who can write here knows the job's secret.
-    return [cloudpickle.loads(value) for value in values]
+    try:
+        return cloudpickle.loads(value)
+    except Exception as error:
+        raise RuntimeError(
+            f"the result of rank {rank} cannot be read here: {_in_a_line(error)}; return what this process "
+            "can import, or plain values"
+        ) from error
 
 
-def _check(job: Job, status: int) -> None:
+def _check(job: Job, status: int, client: Client) -> None:
+    """Raise what the rank has raised that is to blame, if there is one."""
     if job.cause is not None:
         text = b"\n".join(traceback_lines(job.cause.tail)).decode("utf-8", "replace")
-        raise RuntimeError(f"{describe(job.cause)}\n{text}".rstrip())
+        told = RuntimeError(f"{describe(job.cause)}\n{text}".rstrip())
+        error = _error_of(job.cause.rank, client)
+        if isinstance(error, Exception):
+            raise error from told
+        if error:
+            raise RuntimeError(f"{told}\n({error})")
+        raise told
     if status == _INTERRUPTED_STATUS:
         raise KeyboardInterrupt
     if status != 0:
         raise RuntimeError(f"the job ended with status {status}")
+
+
+def _error_of(rank: int, client: Client) -> Exception | str:
+    """The exception of a rank; why it cannot be had; or nothing, where it has said nothing."""
+    try:
+        (value,) = client.gather(f"{_ERROR}/{rank}", 1, 0.0)
+    except StoreError:
+        return ""  # it was killed, or has left by sys.exit()
+    try:
+        error = cloudpickle.loads(value)
+    except Exception as reason:
+        return f"its exception cannot be raised here: {_in_a_line(reason)}"
+    if isinstance(error, (Exception, str)):
+        return error
+    return f"its exception cannot be raised here: it came as {type(error).__name__}"
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _client(job: Job) -> Client:
@@ -99,18 +153,48 @@ def _client(job: Job) -> Client:
 
 
 def main() -> None:
-    """Call the function on this rank and hand its result in."""
+    """Call the function on this rank and hand its result in, or what it has raised."""
+    try:
+        _call()
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the launcher has the traceback, if not this
+            _hand_in(f"{_ERROR}/{Launched.from_environment().rank}", 0, _pickled(error), _ERROR_TIMEOUT_S)
+        raise
+
+
+def _call() -> None:
     launched, start_timeout_s = Launched.from_environment(), Settings.from_environment().start_timeout_s
     deadline = time.monotonic() + start_timeout_s
     secret = parse_secret(launched.secret)
     with Client(launched.rendezvous, secret, rank=launched.rank, generation=0, deadline=deadline) as client:
         (payload,) = client.gather(_FUNCTION, 1, start_timeout_s)
     func, args, kwargs = cloudpickle.loads(payload)
-    result = cloudpickle.dumps(func(*args, **kwargs))
-    deadline = time.monotonic() + start_timeout_s
+    value = func(*args, **kwargs)
+    try:
+        result = cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"rank {launched.rank}: a result of type {type(value).__name__} cannot be sent to polyhvd.run: "
+            f"{_in_a_line(error)}"
+        ) from error
+    _hand_in(_RESULT, launched.rank, result, start_timeout_s)
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(error))
+    except Exception as reason:
+        return bytes(cloudpickle.dumps(f"its exception cannot be sent: {_in_a_line(reason)}"))
+
+
+def _hand_in(key: str, number: int, value: bytes, timeout_s: float) -> None:
+    """Give a value to the launcher, and return when it has arrived."""
+    launched = Launched.from_environment()
+    deadline = time.monotonic() + timeout_s
+    secret = parse_secret(launched.secret)
     with Client(launched.rendezvous, secret, rank=launched.rank, generation=0, deadline=deadline) as client:
-        client.put(_RESULT, launched.rank, result)
-        client.gather(f"{_RESULT}/{launched.rank}", 1, 60.0, own=(0, b""))  # answered after it has arrived
+        client.put(key, number, value)
+        client.gather(f"run/arrived/{launched.rank}", 1, 60.0, own=(0, b""))  # answered after it has arrived
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""horovodrun's options that polyhvdrun knows for the sake of scripts: others, and refusals.
+"""What has become of horovodrun's options: opposites, those without effect, refusals, and the table of all.
 
-Those that mean the same in both stand in :mod:`polyhvd.launch.cli`; docs/migrating-from-horovod.md lists all.
+``python -m polyhvd.launch.horovodrun`` prints the table that stands in docs/migrating-from-horovod.md.
 """
 
 from __future__ import annotations
@@ -9,10 +9,19 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["NOT_YET", "TURNED_OFF", "WITHOUT_EFFECT", "add_to"]
+__all__ = [
+    "FROM_ELSEWHERE",
+    "NO_ELASTIC",
+    "OPPOSITES",
+    "REFUSED",
+    "REMARKS",
+    "WITHOUT_EFFECT",
+    "add_to",
+    "table",
+]
 
-#: Options that set a variable of the ranks to the opposite of what another one does.
-TURNED_OFF = {
+#: Options that set a variable of the ranks to the opposite of what another one does, or to the same.
+OPPOSITES = {
     "--no-autotune": ("AUTOTUNE", "0"),
     "--no-timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "0"),
     "--no-hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "0"),
@@ -23,36 +32,65 @@ TURNED_OFF = {
     "--log-without-timestamp": ("LOG_HIDE_TIME", "1"),
 }
 
-#: Options that are taken and do nothing, and how many words follow each.
+#: Options that are taken and do nothing: how many words follow each, and why.
 WITHOUT_EFFECT = {
-    "--gloo": 0,
-    "--use-gloo": 0,
-    "--disable-cache": 0,
-    "--tcp": 0,
-    "--num-nccl-streams": 1,
-    "--hierarchical-allgather": 0,
-    "--no-hierarchical-allgather": 0,
-    "--torus-allreduce": 0,
-    "--no-torus-allreduce": 0,
+    "--disable-cache": (0, "Nothing is remembered between jobs, so there is nothing to turn off."),
+    "--num-nccl-streams": (1, "NCCL has one stream of its own."),
+    "--hierarchical-allgather": (0, "Always so."),
+    "--no-hierarchical-allgather": (0, "Hosts gather in shared memory first in any case."),
+    "--torus-allreduce": (0, "There is no such algorithm; NCCL chooses its own."),
+    "--no-torus-allreduce": (0, "There is no such algorithm."),
 }
 
-_NO_ELASTIC = "there are no elastic jobs yet"
-#: Options that are refused, and why.
-NOT_YET = {
-    "--config-file": "settings are options or environment variables",
-    "--prefix-output-with-timestamp": "lines begin with their rank alone",
-    "-prefix-timestamp": "lines begin with their rank alone",
-    "--binding-args": "ranks are not bound to cores; see --thread-affinity for the engine's threads",
-    "--jsrun": "start the job with jsrun itself and MPI, or with polyhvdrun -H",
-    "--min-np": _NO_ELASTIC,
-    "--min-num-proc": _NO_ELASTIC,
-    "--max-np": _NO_ELASTIC,
-    "--max-num-proc": _NO_ELASTIC,
-    "--slots-per-host": _NO_ELASTIC,
-    "--host-discovery-script": _NO_ELASTIC,
-    "--elastic-timeout": _NO_ELASTIC,
-    "--reset-limit": _NO_ELASTIC,
-    "--blacklist-cooldown-range": _NO_ELASTIC,
+NO_ELASTIC = "there are no elastic jobs yet"
+#: Options that are refused: how many words follow each, and why.
+REFUSED = {
+    "--jsrun": (0, "start the job with jsrun itself and MPI, or with polyhvdrun -H"),
+    "--host-discovery-script": (1, NO_ELASTIC),
+    "--elastic-timeout": (1, NO_ELASTIC),
+    "--blacklist-cooldown-range": (2, NO_ELASTIC),
+}
+
+#: What differs from horovodrun in an option that works, by its first name.
+REMARKS = {
+    "-np": "Without it, every slot of the hosts.",
+    "-H": "A host that is named twice, with a number of slots, is an error.",
+    "-hostfile": "Also lines `host` and `host:N`. Lines without a number that repeat a host add up.",
+    "--slots-per-host": "Slots of hosts that `-H` or the file names without a number.",
+    "--network-interface": "Also a network (10.0.0.0/16) or an address, of IPv4 or IPv6.",
+    "--config-file": "Needs PyYAML. Unknown keys are an error. Every option of the command line comes before "
+    "the file, not only those that stand after `--config-file`.",
+    "-v": "`-v` of horovodrun is `--version`.",
+    "-cb": "Says what was found on this host: nothing is chosen when polyhvd is built.",
+    "--output-filename": "A full disk does not end the job.",
+    "-prefix-timestamp": "The time is in ISO 8601, with milliseconds.",
+    "--mpi": "See [mpi.md](mpi.md).",
+    "--gloo": "It is what happens without `--mpi`. No Gloo is used.",
+    "--binding-args": "With `--mpi`. Otherwise an error: ranks are then not bound to cores.",
+    "--hierarchical-allreduce": "For tensors on GPUs; on CPUs always so.",
+    "--timeline-filename": "A file for each rank.",
+    "--gloo-timeout-seconds": "The longest time of an agreed transfer.",
+    "--tcp": "Sets `NCCL_IB_DISABLE=1`, as in horovodrun. With `--mpi`, MPI's own transport is chosen in "
+    "`--mpi-args`.",
+    "--min-np": f"If it is the number of ranks. Otherwise an error: {NO_ELASTIC}.",
+    "--max-np": f"If it is the number of ranks. Otherwise an error: {NO_ELASTIC}.",
+    "--reset-limit": f"If it is 0. Otherwise an error: {NO_ELASTIC}.",
+}
+
+#: Options that horovodrun does not have, by their first name, and where they are known from.
+FROM_ELSEWHERE = {
+    "-x": "mpirun",
+    "-m": "torchrun",
+    "--max-restarts": "torchrun",
+    "--tee": "torchrun",
+    "--dry-run": "new",
+    "--print-completion": "new",
+    "--no-tag": "new",
+    "--keep-going": "new",
+    "--term-grace-s": "new",
+    "--ssh-option": "new",
+    "--remote-python": "new",
+    "--reproducible": "new",
 }
 
 
@@ -66,17 +104,47 @@ class _Refuse(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        parser.error(f"{option_string} of horovodrun is not here: {NOT_YET[option_string or '']}")
+        parser.error(f"{option_string} of horovodrun is not here: {REFUSED[option_string or ''][1]}")
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Have a parser know these options; its help says nothing of them."""
-    for option, (variable, value) in TURNED_OFF.items():
-        parser.add_argument(option, action="store_const", const=value, dest=variable, help=argparse.SUPPRESS)
-    for option, words in WITHOUT_EFFECT.items():
+    for option, (words, _) in WITHOUT_EFFECT.items():
         if words:
             parser.add_argument(option, dest="_without_effect", help=argparse.SUPPRESS)
         else:
-            parser.add_argument(option, action="store_true", dest="_without_effect", help=argparse.SUPPRESS)
-    for option in NOT_YET:
-        parser.add_argument(option, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
+            parser.add_argument(
+                option, action="store_const", const=True, dest="_without_effect", help=argparse.SUPPRESS
+            )
+    for names in (("--min-np", "--min-num-proc"), ("--max-np", "--max-num-proc"), ("--reset-limit",)):
+        parser.add_argument(*names, type=int, dest=names[-1][2:].replace("-", "_"), help=argparse.SUPPRESS)
+    for option, (words, _) in REFUSED.items():
+        # "?": the reason comes first, not that a value is missing.
+        parser.add_argument(
+            option, action=_Refuse, nargs="?" if words else 0, dest="_refused", help=argparse.SUPPRESS
+        )
+
+
+def _row(action: argparse.Action) -> str:
+    first = action.option_strings[0]
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    if first in REFUSED:
+        return f"| {names} | refused | {REFUSED[first][1][0].upper()}{REFUSED[first][1][1:]}. |"
+    if first in WITHOUT_EFFECT:
+        return f"| {names} | no effect | {WITHOUT_EFFECT[first][1]} |"
+    origin = FROM_ELSEWHERE.get(first)
+    verdict = "works" if origin is None else "new" if origin == "new" else f"works, from {origin}"
+    meaning = "" if origin is None or not action.help else f"{action.help[0].upper()}{action.help[1:]}."
+    return f"| {names} | {verdict} | {REMARKS.get(first, meaning)} |".replace("|  |", "| |")
+
+
+def table(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option of a parser, with what it does here, as lines of Markdown."""
+    actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    return ["| option | here | remarks |", "|---|---|---|", *map(_row, actions)]
+
+
+if __name__ == "__main__":
+    from polyhvd.launch.options import make_parser
+
+    print("\n".join(table(make_parser())))

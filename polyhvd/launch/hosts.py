@@ -26,14 +26,18 @@ class Host:
     slots: int
 
 
-def parse_hosts(text: str) -> list[Host]:
-    """Read ``host1:2,host2:2``; a host without a number has one slot. Raises HostsError."""
-    hosts = [_host(item.strip(), item.strip()) for item in text.split(",") if item.strip()]
-    return _merge(hosts, text)
+def parse_hosts(text: str, slots: int = 1) -> list[Host]:
+    """Read ``host1:2,host2:2``; a host without a number has ``slots`` of them. Raises HostsError."""
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    return _merge([_host(item, item, slots) for item in items], repr(text))
 
 
-def parse_hostfile(path: str) -> list[Host]:
-    """Read a file with a host a line: ``host1 slots=2`` or ``host1:2``; ``#`` begins a comment."""
+def parse_hostfile(path: str, slots: int = 1) -> list[Host]:
+    """Read a file with a host a line: ``host1 slots=2`` or ``host1:2``; ``#`` begins a comment.
+
+    As in the lists of batch systems, a host has as many slots as there are lines with its name alone; one
+    such line means ``slots`` of them. Raises HostsError.
+    """
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -44,10 +48,10 @@ def parse_hostfile(path: str) -> list[Host]:
         if not words:
             continue
         where = f"{path}, line {number}"
-        slots = [word.removeprefix("slots=") for word in words[1:] if word.startswith("slots=")]
-        if len(words) > 1 and not slots:
+        given = [word.removeprefix("slots=") for word in words[1:] if word.startswith("slots=")]
+        if len(words) > 1 and not given:
             raise HostsError(f"{where}: expected 'host slots=N', found {line.strip()!r}")
-        hosts.append(_host(f"{words[0]}:{slots[0]}" if slots else words[0], where))
+        hosts.append(_host(f"{words[0]}:{given[0]}" if given else words[0], where, slots))
     return _merge(hosts, path)
 
 
@@ -77,22 +81,37 @@ def place(hosts: list[Host], size: int | None = None) -> list[Placement]:
     return placements(list(islice(numbers, size)))
 
 
-def _host(text: str, where: str) -> Host:
+@dataclass(frozen=True)
+class _Entry:
+    host: Host
+    numbered: bool  # the list says how many slots
+
+
+def _host(text: str, where: str, default: int) -> _Entry:
     name, colon, slots = text.rpartition(":")
-    if not colon or text.endswith("]"):
-        name, slots = text, "1"
+    numbered = bool(colon) and not text.endswith("]")
+    if not numbered:
+        name, slots = text, str(default)
     if not _NAME.fullmatch(name):
         raise HostsError(f"{where}: {name!r} is not a host name (a list reads host1:2,host2:2)")
-    if not slots.isdigit() or int(slots) < 1:
-        raise HostsError(f"{where}: {slots!r} is not a number of slots")
-    return Host(name.removeprefix("[").removesuffix("]"), int(slots))
+    if not (slots.isascii() and slots.isdigit()) or not int(slots[:9]) >= 1 or len(slots) > 9:
+        raise HostsError(f"{where}: {slots!r} is not a number of slots, which is from 1 on")
+    return _Entry(Host(name.removeprefix("[").removesuffix("]"), int(slots)), numbered)
 
 
-def _merge(hosts: list[Host], where: str) -> list[Host]:
-    """One entry a host: a host that is listed twice has the slots of both."""
+def _merge(entries: list[_Entry], where: str) -> list[Host]:
+    """One entry a host. A name that is repeated without numbers adds up; with a number it is a mistake."""
     slots: dict[str, int] = {}
-    for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
+    numbered: set[str] = set()
+    for entry in entries:
+        name, count = entry.host.name, entry.host.slots
+        if name in slots and (entry.numbered or name in numbered):
+            raise HostsError(
+                f"{where} names {name} twice, with a number of slots; name it once, with all its slots"
+            )
+        numbered |= {name} if entry.numbered else set()
+        # One line means as many slots as hosts have; several are a batch system's, with one slot each.
+        slots[name] = sum(other.host.name == name for other in entries) if name in slots else count
     if not slots:
-        raise HostsError(f"{where!r} lists no host")
+        raise HostsError(f"{where} lists no host")
     return [Host(name, count) for name, count in slots.items()]

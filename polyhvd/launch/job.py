@@ -21,6 +21,7 @@ from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, oth
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import FailurePolicy, StartReplacement, StopAtFirstFailure, StopOthers
+from polyhvd.launch.programs import Program, argv_of
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.ssh import SshAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
@@ -43,6 +44,7 @@ class JobSpec:
     argv: list[str]
     hosts: list[Host]
     placements: list[Placement]  # as of polyhvd.launch.hosts.place
+    programs: Sequence[Program] = ()  # where ranks run several; then there is one for each rank
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's own
     interface: str = ""
     remote: AgentProvider = field(default_factory=SshAgents)  # for other hosts
@@ -100,6 +102,11 @@ class Job:
         os.close(self._alarm)
         self.rendezvous.close()
 
+    @property
+    def signalled(self) -> bool:
+        """Whether somebody has wanted the job to end, by a signal to the launcher."""
+        return bool(self._signals)
+
     def run(self) -> int:
         """Start the ranks and return the job's exit status, after everything has ended."""
         with self._forwarding_signals():
@@ -144,7 +151,7 @@ class Job:
             "POLYHVD_HOST_ID": placements[0].host,
         }
         return {
-            "argv": self._spec.argv,
+            "argv": self._argv([item.rank for item in placements]),
             "cwd": os.getcwd(),
             "env": common,
             "grace_s": self._spec.term_grace_s,
@@ -152,6 +159,9 @@ class Job:
             "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
             "ranks": [(item.rank, self._rank_environment(item, host)) for item in placements],
         }
+
+    def _argv(self, ranks: Sequence[int]) -> list[str]:
+        return argv_of(self._spec.programs, ranks) if self._spec.programs else self._spec.argv
 
     def _rank_environment(self, item: Placement, host: Host) -> dict[str, str]:
         values = {
@@ -163,7 +173,9 @@ class Job:
             "CROSS_SIZE": item.cross_size,
             "HOSTNAME": host.name,
         }
-        return {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
+        own = [program.env for program in self._spec.programs if item.rank in program.ranks]
+        ours = {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
+        return {**(own[0] if own else {}), **ours}
 
     # The loop
 

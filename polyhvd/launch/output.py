@@ -11,11 +11,12 @@ import errno
 import os
 import select
 import shutil
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 __all__ = ["STDERR", "STDOUT", "Output", "await_reader"]
 
@@ -44,16 +45,32 @@ class Output:
         size: int,
         *,
         tag: bool = True,
+        timestamps: bool = False,
         directory: str | None = None,
-        stdout: int = 1,
-        stderr: int = 2,
+        copied: Sequence[int] = (STDOUT, STDERR),
+        stdout: int | TextIO = 1,
+        stderr: int | TextIO = 2,
         colour: bool | None = None,
     ) -> None:
-        """Print to two descriptors, and to ``directory``/rank.N/ as well; ``colour`` None: find out."""
-        self._streams = {STDOUT: stdout, STDERR: stderr}
+        """Print to two descriptors or text streams, and to files as well.
+
+        Args:
+            size: number of ranks.
+            tag: whether lines begin with their ranks.
+            timestamps: whether they begin with the time at which they came.
+            directory: ``directory``/rank.N/ gets what each rank writes; None: nothing is copied.
+            copied: which streams are copied there.
+            stdout: what standard output is printed to, and ``stderr`` standard error.
+            stderr: see ``stdout``.
+            colour: whether to colour; None: find out.
+        """
+        given = {STDOUT: stdout, STDERR: stderr}
+        self._texts = {stream: file for stream, file in given.items() if not isinstance(file, int)}
+        self._streams = {stream: file for stream, file in given.items() if isinstance(file, int)}
         # Not asked again: another file may have got the number of a closed one.
         self._closed = {stream for stream, descriptor in self._streams.items() if not _is_open(descriptor)}
-        self._terminal = {stream: os.isatty(fd) for stream, fd in self._streams.items()}
+        self._terminal = {s: s in self._streams and os.isatty(self._streams[s]) for s in given}
+        self._timestamps = timestamps
         plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
         self._coloured = {
             s: colour if colour is not None else t and not plain for s, t in self._terminal.items()
@@ -68,7 +85,7 @@ class Output:
         #: Called with a descriptor that takes nothing for now; False: give its stream up.
         self.await_reader: Callable[[int], bool] = await_reader
         if directory is not None:
-            self._open_files(Path(directory))
+            self._open_files(Path(directory), copied)
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take what a rank has written; prints the lines that are complete."""
@@ -94,6 +111,11 @@ class Output:
     def tail(self, rank: int) -> list[bytes]:
         """The last lines that the rank wrote to its standard error."""
         return list(self._ranks[rank].tail)
+
+    def forget(self) -> None:
+        """The job starts again: what ranks have written until now explains nothing that follows."""
+        for state in self._ranks:
+            state.tail.clear()
 
     def say(self, text: str, *, alarm: bool = False) -> None:
         """Print a message of the launcher itself to standard error."""
@@ -123,12 +145,13 @@ class Output:
             self._copying = False
             self.say(f"cannot write {file.name}: {error.strerror}; the job goes on, its output is here alone")
 
-    def _open_files(self, directory: Path) -> None:
+    def _open_files(self, directory: Path, copied: Sequence[int]) -> None:
         width = len(str(len(self._ranks) - 1))
         for rank, state in enumerate(self._ranks):
             folder = directory / f"rank.{rank:0{width}}"
             folder.mkdir(parents=True, exist_ok=True)
-            for stream, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
+            for stream in copied:
+                name = "stdout" if stream == STDOUT else "stderr"
                 state.files[stream] = open(folder / name, "wb", buffering=0)  # noqa: SIM115 - see close
 
     def _print(self, rank: int, stream: int, lines: list[bytes]) -> None:
@@ -143,6 +166,8 @@ class Output:
     def _line(self, rank: int, stream: int, text: bytes) -> bytes:
         state = self._ranks[rank]
         prefix = self._paint(stream, state.prefix, state.colour) if state.prefix else ""
+        if self._timestamps:
+            prefix = f"{_now()} {prefix}"
         return prefix.encode() + text + b"\n"
 
     def _paint(self, stream: int, text: str, colour: int) -> str:
@@ -176,6 +201,9 @@ class Output:
         self._write(*self._live)
 
     def _write(self, stream: int, data: bytes) -> None:
+        if stream in self._texts:
+            self._write_text(stream, data.decode("utf-8", "replace"))
+            return
         view = memoryview(data)
         descriptor = self._streams[stream]
         while view and stream not in self._closed:
@@ -191,6 +219,22 @@ class Output:
                 self._closed.add(stream)
                 if stream == STDOUT and error.errno != errno.EPIPE:  # else nobody reads any more
                     self.say(f"cannot write standard output: {error.strerror}; the job goes on without it")
+
+    def _write_text(self, stream: int, text: str) -> None:
+        if stream in self._closed:
+            return
+        try:
+            self._texts[stream].write(text)
+            self._texts[stream].flush()
+        except (OSError, ValueError):  # ValueError: it was closed, or cannot encode this
+            self._closed.add(stream)
+
+
+def _now() -> str:
+    """The time as of ISO 8601, with milliseconds and the difference to UTC."""
+    moment = time.time()
+    milliseconds = int(moment * 1000) % 1000
+    return time.strftime(f"%Y-%m-%dT%H:%M:%S.{milliseconds:03d}%z", time.localtime(moment))
 
 
 def _is_open(descriptor: int) -> bool:

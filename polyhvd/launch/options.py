@@ -1,0 +1,334 @@
+"""The options of ``polyhvdrun``: what its command line may say, and how it is taken apart.
+
+horovodrun's names are all here; what is peculiar to them stands in :mod:`polyhvd.launch.horovodrun`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from polyhvd.launch import horovodrun
+
+__all__ = ["PROGRAM_OPTIONS", "SETTINGS", "USAGE_STATUS", "Parser", "make_parser", "parse"]
+
+USAGE_STATUS = 2
+
+#: Options that set a variable of the ranks, under horovodrun's names; None: they take no value.
+SETTINGS: dict[str, tuple[str, str | None, str]] = {
+    "--fusion-threshold-mb": ("FUSION_THRESHOLD", "MB", "most MiB of the operations that run as one"),
+    "--cycle-time-ms": ("CYCLE_TIME", "MS", "longest batching window"),
+    "--cache-capacity": ("CACHE_CAPACITY", "N", "operations that are remembered by number"),
+    "--reproducible": ("REPRODUCIBLE", None, "sums do not depend on how ranks are spread over hosts"),
+    "--autotune": ("AUTOTUNE", None, "try values for fusion, batching and chunks while the job runs"),
+    "--autotune-log-file": ("AUTOTUNE_LOG", "FILE", "CSV file for what was tried"),
+    "--autotune-warmup-samples": ("AUTOTUNE_WARMUP_SAMPLES", "N", "samples that are left out"),
+    "--autotune-steps-per-sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "N", "steps that are measured as one"),
+    "--autotune-bayes-opt-max-samples": ("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "N", "samples in all"),
+    "--autotune-gaussian-process-noise": ("AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "X", "noise of a sample"),
+    "--timeline-filename": ("TIMELINE", "FILE", "write a timeline of every rank"),
+    "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", None, "mark in it when the engine begins new work"),
+    "--no-stall-check": ("STALL_CHECK_DISABLE", None, "no stall reports"),
+    "--stall-check-warning-time-seconds": ("STALL_CHECK_TIME_SECONDS", "S", "report what waits for so long"),
+    "--stall-check-shutdown-time-seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "S", "end the job then"),
+    "--log-level": ("LOG_LEVEL", "LEVEL", "what is logged at least"),
+    "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "log lines do not begin with the time"),
+    "--thread-affinity": ("THREAD_AFFINITY", "C0,C1", "core of the engine's thread, for each local rank"),
+    "--gloo-timeout-seconds": ("DATA_TIMEOUT_SECONDS", "S", "longest time of an agreed transfer"),
+    "--mpi-threads-disable": ("MPI_THREADS_DISABLE", None, "MPI serves one thread at a time"),
+    "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", None, "NCCL within hosts, CPUs between them"),
+}
+
+#: What each of several programs has of its own; every other option is the job's, and stands before the first.
+PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+#: Set by the launcher, and different on every rank or in every job.
+_LAUNCHERS_OWN = re.compile(
+    r"(POLYHVD|HOROVOD)_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|HOST_ID|RENDEZVOUS|SECRET|SECRET_FILE)"
+    r"|POLYHVD_RESTART_COUNT"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program; an option that is unknown is told with the one that was probably meant."""
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
+        if unknown:
+            message = f"there is no option {unknown}"
+            near = difflib.get_close_matches(unknown.partition("=")[0], list(self._option_string_actions), 1)
+            message += f"; was {near[0]} meant?" if near else "; polyhvdrun --help lists them"
+        self.exit(USAGE_STATUS, f"polyhvdrun: {message}\n")
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+
+class _Version(argparse.Action):
+    """Has the version looked up where it is asked for, and not before."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        parser.exit(0, f"polyhvd {_version()}\n")
+
+
+def make_parser() -> Parser:
+    """A parser of the options of a job, or of one of several programs in it."""
+    parser = Parser(
+        prog="polyhvdrun",
+        usage="polyhvdrun [options] command [arguments] [: -np N command [arguments] ...]",
+        description="Run a command as the ranks of one job, on this host or on several.",
+        epilog="examples: polyhvdrun -np 4 -H algo-1:2,algo-2:2 python train.py; "
+        "polyhvdrun -np 1 python serve.py : -np 3 python train.py",
+        allow_abbrev=False,
+        formatter_class=_Help,
+    )
+    _add_job(parser)
+    _add_output(parser)
+    _add_ending(parser)
+    _add_ssh(parser)
+    _add_mpi(parser)
+    _add_settings(parser)
+    horovodrun.add_to(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_job(parser: Parser) -> None:
+    add = parser.add_argument
+    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks; default: every slot of the hosts")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H", "--hosts", metavar="H1:N1,H2:N2", help="hosts and how many ranks each takes; default: this host"
+    )
+    hosts.add_argument(
+        "-hostfile",
+        "--hostfile",
+        metavar="FILE",
+        help="the same from a file, with 'host slots=N' in each line",
+    )
+    add(
+        "--slots-per-host", type=_positive, metavar="N", help="slots of hosts that are named without a number"
+    )
+    add(
+        "-x",
+        action="append",
+        default=[],
+        type=_variable,
+        dest="variables",
+        metavar="NAME[=VALUE]",
+        help="a variable of the ranks; without a value: that of this process. May be repeated",
+    )
+    add("-m", "--module", action="store_true", help="the command is a Python module, as of python -m")
+    add(
+        "--network-interface",
+        "--network-interfaces",
+        action="append",
+        metavar="NAME",
+        help="interface (eth0), or network (10.0.0.0/16), of all connections",
+    )
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        help="seconds for all ranks to start, and to meet in init(); default: 30",
+    )
+    add("--config-file", metavar="FILE", help="YAML file with settings; the command line comes before it")
+    add("--dry-run", action="store_true", help="say what would run where, and start nothing")
+    add("-v", "--verbose", action="store_true", help="say what is started where")
+    add(
+        "-cb",
+        "--check",
+        "--check-build",
+        action="store_true",
+        help="say what was found on this host, and what is missing",
+    )
+    add("--print-completion", metavar="SHELL", help="print completions of bash, zsh or tcsh; needs shtab")
+    add("--version", action=_Version, nargs=0, help="say which polyhvd this is")
+
+
+def _add_output(parser: Parser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--output-filename",
+        "--log-dir",
+        metavar="DIR",
+        help="write each rank's output to DIR/rank.N/stdout and stderr as well",
+    )
+    add(
+        "--tee",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="what of it is written there: 1 standard output, 2 standard error, 3 both (the default), 0 none",
+    )
+    add("--no-tag", action="store_true", help="do not begin each line with its rank")
+    add(
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        dest="timestamps",
+        help="begin each line with the time at which it came",
+    )
+
+
+def _add_ending(parser: Parser) -> None:
+    add = parser.add_argument_group("when a rank fails").add_argument
+    add("--keep-going", action="store_true", help="a rank that fails does not stop the others")
+    add(
+        "--max-restarts",
+        type=_count,
+        metavar="N",
+        default=0,
+        help="start the whole job again when it has failed, N times at most; default: 0",
+    )
+    add(
+        "--term-grace-s",
+        type=float,
+        metavar="S",
+        default=30.0,
+        help="seconds that ranks have from SIGTERM to SIGKILL, for a last checkpoint; default: 30",
+    )
+
+
+def _add_ssh(parser: Parser) -> None:
+    add = parser.add_argument_group("other hosts").add_argument
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+    add("--ssh-option", action="append", default=[], metavar="OPTION", help="as ssh -o; may be repeated")
+    add(
+        "--remote-python",
+        metavar="PATH",
+        default=sys.executable,
+        help="Python on the other hosts; default: the path of this one",
+    )
+
+
+def _add_mpi(parser: Parser) -> None:
+    group = parser.add_argument_group("MPI")
+    controllers = group.add_mutually_exclusive_group()
+    controllers.add_argument(
+        "--mpi",
+        "--use-mpi",
+        action="store_true",
+        help="let MPI's launcher, mpirun or mpiexec, start the ranks",
+    )
+    controllers.add_argument("--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument(
+        "--mpi-args", metavar="ARGS", default="", help="more options of MPI's launcher, as one word"
+    )
+    group.add_argument(
+        "--binding-args", metavar="ARGS", default="", help="the same, for options that bind ranks to cores"
+    )
+
+
+def _add_settings(parser: Parser) -> None:
+    settings = parser.add_argument_group(
+        "settings", "each sets the POLYHVD_ variable of that meaning on all ranks; see docs/configuration.md"
+    )
+    for option, (variable, metavar, meaning) in SETTINGS.items():
+        if metavar is not None:
+            settings.add_argument(option, metavar=metavar, dest=variable, help=meaning)
+            continue
+        group = settings.add_mutually_exclusive_group()
+        group.add_argument(option, action="store_const", const="1", dest=variable, help=meaning)
+        for other, (of, value) in horovodrun.OPPOSITES.items():
+            if of == variable:
+                group.add_argument(other, action="store_const", const=value, dest=of, help=argparse.SUPPRESS)
+    settings.add_argument(
+        "--tcp", action="store_true", help="NCCL uses no InfiniBand; between hosts all else is TCP anyway"
+    )
+
+
+def parse(parser: Parser, words: Sequence[str] | None = None) -> list[argparse.Namespace]:
+    """Take a command line apart; several programs are separated by a word that is a colon.
+
+    After ``--`` a colon is a word of the program, which is then the last one.
+
+    Returns:
+        The options of each program; those of the job are in the first.
+    """
+    programs: list[argparse.Namespace] = []
+    rest: Sequence[str] | None = sys.argv[1:] if words is None else words
+    while rest is not None:
+        options = parser.parse_args(rest)
+        command, rest = options.command, None
+        if command[:1] == ["--"]:
+            options.command = command[1:]
+        elif ":" in command:
+            colon = command.index(":")
+            options.command, rest = command[:colon], command[colon + 1 :]
+        programs.append(options)
+    if len(programs) > 1:
+        for number, options in enumerate(programs, 1):
+            _check_program(parser, options, number)
+    return programs
+
+
+def _check_program(parser: Parser, options: argparse.Namespace, number: int) -> None:
+    """One of several programs: it is whole, and leaves to the first what concerns the job."""
+    hint = "write -- before the last program if ':' is one of its arguments"
+    if not options.command:
+        parser.error(f"program {number} of those that ':' separates is empty; {hint}")
+    if options.num_proc is None:
+        parser.error(
+            f"program {number} ({options.command[0]}) has no -np, which each needs of several; {hint}"
+        )
+    if number == 1:
+        return
+    for action in parser._actions:
+        if action.dest in PROGRAM_OPTIONS or not action.option_strings:
+            continue
+        if getattr(options, action.dest, action.default) != action.default:
+            parser.error(
+                f"program {number} ({options.command[0]}): {action.option_strings[-1]} is for the whole job; "
+                "give it before the first program"
+            )
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _count(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a number from {least} on, found {text!r}")
+    return value
+
+
+def _variable(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not _VARIABLE.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"expected NAME or NAME=VALUE, found {text!r}")
+    if _LAUNCHERS_OWN.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{name} is for polyhvdrun to set")
+    return name, value if equals else None
+
+
+def _version() -> str:
+    import importlib.metadata  # takes as long to import as all else here
+
+    try:
+        return importlib.metadata.version("polyhvd")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
