@@ -10,60 +10,82 @@ What all of them share is also here. Importing this package needs no framework.
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from polyhvd import installed as _installed
 
 if not _installed.has_core(_Path(__file__).parent):
     raise _installed.without_core(_Path(__file__).parent)
 
-from polyhvd.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    gpu_available,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from polyhvd.collectives.adapter import ReduceOp
-from polyhvd.collectives.membership import add_process_set, barrier, join, process_set_of, remove_process_set
-from polyhvd.collectives.objects import allgather_object, broadcast_object
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.config import Settings
-from polyhvd.errors import (
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    HostsUpdatedInterrupt,
-    InvalidArgumentError,
-    NotInitializedError,
-    PeerDepartedError,
-    PeerLostError,
-    RankMismatchError,
-    ShutdownError,
-    TransferTimeoutError,
-    UnsupportedError,
-    UnsupportedTypeError,
-)
-from polyhvd.installed import make_mxnet_importable
-from polyhvd.launch import run
-from polyhvd.launch.doctor import doctor
-from polyhvd.launch.init import init, is_initialized, shutdown
-from polyhvd.observe import tracing as _tracing
 from polyhvd.runtime import current as _current
+
+if _TYPE_CHECKING:
+    from polyhvd.shared import (
+        Adasum,
+        Average,
+        HorovodInternalError,
+        HorovodVersionMismatchError,
+        HostsUpdatedInterrupt,
+        InvalidArgumentError,
+        Max,
+        Min,
+        NotInitializedError,
+        PeerDepartedError,
+        PeerLostError,
+        ProcessSet,
+        Product,
+        RankMismatchError,
+        ReduceOp,
+        Settings,
+        ShutdownError,
+        Sum,
+        TransferTimeoutError,
+        UnsupportedError,
+        UnsupportedTypeError,
+        add_process_set,
+        allgather_object,
+        barrier,
+        broadcast_object,
+        ccl_built,
+        cuda_built,
+        ddl_built,
+        doctor,
+        global_process_set,
+        gloo_built,
+        gloo_enabled,
+        gpu_available,
+        init,
+        is_initialized,
+        join,
+        make_mxnet_importable,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        process_set_of,
+        remove_process_set,
+        rocm_built,
+        run,
+        shutdown,
+    )
 
 __version__ = "0.1.0"
 
-Average = ReduceOp.Average
-Sum = ReduceOp.Sum
-Adasum = ReduceOp.Adasum
-Min = ReduceOp.Min
-Max = ReduceOp.Max
-Product = ReduceOp.Product
+#: Parts that are there as attributes without being imported by name.
+_PARTS = frozenset({"capabilities", "collectives", "config", "errors", "launch", "observe", "shared"})
+
+
+def __getattr__(name: str) -> _Any:
+    # Here and not at the top: with all its imports a launcher would start in three times the time.
+    if name in _PARTS:
+        return _import_module(f"polyhvd.{name}")
+    if name in __all__:
+        value = globals()[name] = getattr(_import_module("polyhvd.shared"), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def rank() -> int:
@@ -194,7 +216,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         train_one_step()
         hvd.stop_timeline()
     """
-    _tracing.start_timeline(_current.world(), file_path, mark_cycles)
+    from polyhvd.observe.tracing import start_timeline
+
+    start_timeline(_current.world(), file_path, mark_cycles)
 
 
 def stop_timeline() -> None:

@@ -6,8 +6,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-
 __all__ = ["has_core", "is_installed", "make_mxnet_importable", "missing", "without_core"]
 
 
@@ -52,6 +50,8 @@ def make_mxnet_importable() -> None:
         polyhvd.make_mxnet_importable()
         import mxnet
     """
+    import numpy as np  # a launcher needs none, and it takes longest of all
+
     if "bool" not in vars(np):
         np.bool = bool  # type: ignore[attr-defined]
 

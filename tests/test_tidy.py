@@ -140,6 +140,7 @@ LAYERS = (
     ("capabilities", "collectives"),
     ("observe", "training"),
     ("launch",),
+    ("shared",),
     ("__init__",),
     ("bench", "exports", "runner"),
     ("cli",),

@@ -63,43 +63,50 @@ def run(
             list. ``network_interface`` is another name.
         executable: Python of the ranks; None: the path of this one.
         disable_cache: has no effect, and neither has ``use_gloo``.
-        use_mpi: refused, as ``mpi_args`` is, and what is for elastic jobs: ``min_num_proc``, ``min_np``,
-            ``max_num_proc``, ``max_np``, ``slots``, ``reset_limit``, ``cooldown_range``,
-            ``host_discovery_script``.
+        use_mpi: refused, as ``mpi_args`` is, and what is for elastic jobs: ``slots``, ``reset_limit``,
+            ``cooldown_range``, ``host_discovery_script``, and, unless they are the number of ranks,
+            ``min_num_proc``, ``min_np``, ``max_num_proc`` and ``max_np``.
         env: environment variables of the ranks, on top of those of this process.
         term_grace_s: seconds that ranks have from SIGTERM to SIGKILL.
 
+    What ranks print goes through this process's ``sys.stdout`` and ``sys.stderr``, as it comes.
+
     Raises:
-        RuntimeError: a rank failed; the message names it and ends with its traceback.
+        Exception: what the rank has raised that failed first; its ``__cause__`` is a RuntimeError with the
+            rank and its traceback.
+        RuntimeError: a rank was killed, has called ``sys.exit()``, or failed with an exception that cannot be
+            pickled; the message names the rank and ends with its traceback.
+        KeyboardInterrupt: Ctrl-C in the main thread, after the ranks have ended.
         ValueError: the hosts or their slots cannot be used, or an argument is refused.
 
     Example::
 
         results = polyhvd.run(train, args=(0.01,), np=4)
     """
+    if np is not None and num_proc is not None and np != num_proc:
+        raise ValueError(f"run(np={np}, num_proc={num_proc}): they are one argument; give one of them")
+    ranks = num_proc if np is None else np
     elastic = {
         "min_np": min_np,
         "max_np": max_np,
+        "min_num_proc": min_num_proc,
+        "max_num_proc": max_num_proc,
         "slots": slots,
         "reset_limit": reset_limit,
         "cooldown_range": cooldown_range,
-        "min_num_proc": min_num_proc,
-        "max_num_proc": max_num_proc,
         "host_discovery_script": host_discovery_script,
     }
     for name, value in elastic.items():
-        if value is not None:
+        if value is not None and not (name.startswith(("min_n", "max_n")) and value == ranks):
             raise ValueError(f"run({name}={value!r}): there are no elastic jobs yet; leave it out")
     if use_mpi or mpi_args:
         raise ValueError("run(use_mpi, mpi_args): MPI starts scripts alone, with mpirun or polyhvdrun --mpi")
-    if np is not None and num_proc is not None and np != num_proc:
-        raise ValueError(f"run(np={np}, num_proc={num_proc}): they are one argument; give one of them")
     from polyhvd.launch.function import run_function  # not needed by ranks
 
     interfaces = network_interface or network_interfaces or ""
     return run_function(
         (func, tuple(args), dict(kwargs or {})),
-        np=num_proc if np is None else np,
+        np=ranks,
         hosts=hosts,
         hostfile=hostfile,
         env=dict(env or {}),

@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = _spec(programs)
         if options.mpi:
             return _become_mpirun(spec, options)
+        for name, given in (("--mpi-args", options.mpi_args), ("--binding-args", options.binding_args)):
+            if given:
+                print(f"polyhvdrun: {name} has no effect without --mpi", file=sys.stderr, flush=True)
         if options.dry_run:
             from polyhvd.launch.dry_run import plan
 
@@ -94,6 +97,10 @@ def _print_completion(parser: Parser, shell: str) -> int:
         parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
     if shell not in shtab.SUPPORTED_SHELLS:
         parser.error(f"--print-completion {shell}: expected one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+    kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
+    for action in parser._actions:
+        if action.metavar in kinds or action.dest == "command":
+            action.complete = kinds.get(str(action.metavar), shtab.FILE)  # type: ignore[attr-defined]
     print(shtab.complete(parser, shell))
     return 0
 
@@ -181,10 +188,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--term-grace-s {options.term_grace_s:g}: must not be negative")
     if options.tee and not options.output_filename:
         raise ValueError(f"--tee {options.tee}: there is no folder to write to; give --output-filename DIR")
-    if options.binding_args and not options.mpi:
-        raise ValueError("--binding-args is for --mpi; --thread-affinity binds the engine's threads")
-    if options.mpi_args and not options.mpi:
-        raise ValueError("--mpi-args is for --mpi; give --mpi as well, or leave it out")
     if options.reset_limit:
         raise ValueError(f"--reset-limit {options.reset_limit}: {NO_ELASTIC}, so that only 0 can be had")
 

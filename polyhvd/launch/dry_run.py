@@ -13,7 +13,10 @@ from polyhvd.rendezvous import network
 __all__ = ["hide_secrets", "plan"]
 
 _HIDDEN = "..."
-_SECRET = re.compile(r"secret|token|passw|passphrase|credential|api_?key|access_?key|private_?key|auth", re.I)
+_SECRET = re.compile(
+    r"secret|token|passw|passphrase|credential|api_?key|access_?key|private_?key|(?<![a-z])auth(?![a-z])",
+    re.I,
+)
 
 
 def plan(spec: JobSpec) -> list[str]:

@@ -156,7 +156,11 @@ def _add_job(parser: Parser) -> None:
         action="store_true",
         help="say what was found on this host, and what is missing",
     )
-    add("--print-completion", metavar="SHELL", help="print completions of bash, zsh or tcsh; needs shtab")
+    add(
+        "--print-completion",
+        metavar="SHELL",
+        help="print completions for bash, zsh or another shell; needs shtab",
+    )
     add("--version", action=_Version, nargs=0, help="say which polyhvd this is")
 
 
@@ -263,7 +267,7 @@ def parse(parser: Parser, words: Sequence[str] | None = None) -> list[argparse.N
     programs: list[argparse.Namespace] = []
     rest: Sequence[str] | None = sys.argv[1:] if words is None else words
     while rest is not None:
-        options = parser.parse_args(rest)
+        words, options = rest, parser.parse_args(rest)
         command, rest = options.command, None
         if command[:1] == ["--"]:
             options.command = command[1:]
@@ -271,13 +275,12 @@ def parse(parser: Parser, words: Sequence[str] | None = None) -> list[argparse.N
             colon = command.index(":")
             options.command, rest = command[:colon], command[colon + 1 :]
         programs.append(options)
-    if len(programs) > 1:
-        for number, options in enumerate(programs, 1):
-            _check_program(parser, options, number)
+        if rest is not None or len(programs) > 1:
+            _check_program(parser, options, len(programs), words)
     return programs
 
 
-def _check_program(parser: Parser, options: argparse.Namespace, number: int) -> None:
+def _check_program(parser: Parser, options: argparse.Namespace, number: int, words: Sequence[str]) -> None:
     """One of several programs: it is whole, and leaves to the first what concerns the job."""
     hint = "write -- before the last program if ':' is one of its arguments"
     if not options.command:
@@ -292,8 +295,12 @@ def _check_program(parser: Parser, options: argparse.Namespace, number: int) -> 
         if action.dest in PROGRAM_OPTIONS or not action.option_strings:
             continue
         if getattr(options, action.dest, action.default) != action.default:
+            # Another option may set the same.
+            given = [word.partition("=")[0] for word in words if word.startswith("-")]
+            same = [other.option_strings for other in parser._actions if other.dest == action.dest]
+            name = next(word for word in given if any(word in names for names in same))
             parser.error(
-                f"program {number} ({options.command[0]}): {action.option_strings[-1]} is for the whole job; "
+                f"program {number} ({options.command[0]}): {name} is for the whole job; "
                 "give it before the first program"
             )
 

@@ -21,7 +21,7 @@ from polyhvd.runtime.placement import Placement
         ("a:2, b.example.org:3", [Host("a", 2), Host("b.example.org", 3)]),
         ("user@10.0.0.1:4", [Host("user@10.0.0.1", 4)]),
         ("[::1]:2,[fe80::1%eth0]", [Host("::1", 2), Host("fe80::1%eth0", 1)]),
-        ("a:1,b:1,a:2", [Host("a", 3), Host("b", 1)]),
+        ("a,b,a", [Host("a", 2), Host("b", 1)]),
     ],
 )
 def test_host_lists_are_read(text: str, hosts: list[Host]) -> None:
@@ -29,7 +29,23 @@ def test_host_lists_are_read(text: str, hosts: list[Host]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "a:0", "a:-1", "a:b", ":2", "-oProxyCommand=evil:1", "a b:1", "a;b", "$(x):1"]
+    "text",
+    [
+        "",
+        ",",
+        "a:0",
+        "a:2,a:2",
+        "a,b,a:2",
+        "a:²",
+        f"a:{10**12}",
+        "a:-1",
+        "a:b",
+        ":2",
+        "-oProxyCommand=evil:1",
+        "a b:1",
+        "a;b",
+        "$(x):1",
+    ],
 )
 def test_unusable_host_lists_are_refused(text: str) -> None:
     with pytest.raises(HostsError):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import os
 import re
+import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
+from launching import pids
 
 import polyhvd
 from polyhvd import run
@@ -29,18 +37,93 @@ def test_functions_of_modules_are_found_by_name() -> None:
     assert run(os.path.basename, args=("a/b",), np=1) == ["b"]
 
 
-def test_failing_rank_raises_here_with_its_traceback() -> None:
-    def fail() -> None:
-        import os
-        import time
+class BadWeather(ValueError):
+    """An error of the user's own, which ranks cannot import: it travels by value."""
 
-        if os.environ["POLYHVD_RANK"] == "1":
-            raise ValueError("bad weather")
-        time.sleep(600)
 
-    expected = r"rank 1 on localhost exited with status 1\nTraceback .*ValueError: bad weather$"
-    with pytest.raises(RuntimeError, match=re.compile(expected, re.DOTALL)):
-        run(fail, np=2)
+class Picky(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def fail_on_rank_1(make: Callable[[], BaseException]) -> None:
+    import os
+    import time
+
+    if os.environ["POLYHVD_RANK"] == "1":
+        raise make()
+    time.sleep(600)
+
+
+def test_exception_of_a_rank_is_raised_here_with_the_remote_traceback() -> None:
+    with pytest.raises(BadWeather) as told:
+        run(fail_on_rank_1, (lambda: BadWeather("bad weather", 3),), np=2)
+    assert told.value.args == ("bad weather", 3)
+    expected = r"rank 1 on localhost exited with status 1\nTraceback .*BadWeather: \('bad weather', 3\)$"
+    assert isinstance(told.value.__cause__, RuntimeError)
+    assert re.search(expected, str(told.value.__cause__), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Picky(1, 2), r"Picky: 1\n\(its exception cannot be raised here: TypeError: .*'two'\)$"),
+        (lambda: ValueError(threading.Lock()), r"\(its exception cannot be sent: TypeError: cannot pickle"),
+        (lambda: SystemExit(3), "rank 1 on localhost exited with status 3$"),
+        (lambda: KeyboardInterrupt(), "rank 1 on localhost .*KeyboardInterrupt$"),
+    ],
+)
+def test_what_cannot_be_raised_here_is_a_runtime_error(
+    make: Callable[[], BaseException], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=re.compile(message, re.DOTALL)):
+        run(fail_on_rank_1, (make,), np=2)
+
+
+def test_a_result_that_cannot_travel_is_named() -> None:
+    with pytest.raises(TypeError, match=r"rank 0: a result of type lock cannot be sent to polyhvd\.run"):
+        run(threading.Lock, np=1)
+    with pytest.raises(RuntimeError, match="no result of rank 0: the function has ended the process"):
+        run(os._exit, (0,), np=1)
+
+
+def test_output_goes_through_sys_stdout_as_it_comes() -> None:
+    def say() -> None:
+        print("hello")
+        print("dear", file=sys.stderr)
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        run(say, np=1)
+    assert (out.getvalue(), err.getvalue()) == ("[0] hello\n", "[0] dear\n")
+
+
+def test_ctrl_c_ends_the_ranks_and_returns_control() -> None:
+    program = (
+        "import os, signal, time, polyhvd\n"
+        "def wait():\n"
+        "    os.write(1, b'pid %d\\n' % os.getpid())\n"
+        "    time.sleep(600)\n"
+        "try:\n"
+        "    polyhvd.run(wait, np=2)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+        "print(polyhvd.run(lambda: 'again', np=1), signal.getsignal(2) is signal.default_int_handler)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    seen = b""
+    while len(pids(seen)) < 2:
+        line = child.stdout.readline()
+        assert line, child.communicate()
+        seen += line
+    child.send_signal(signal.SIGINT)
+    rest, _ = child.communicate(timeout=30)
+    assert rest.decode().splitlines()[-2:] == ["interrupted", "['again'] True"]
+    assert not [pid for pid in pids(seen) if os.path.exists(f"/proc/{pid}")]
 
 
 def test_environment_reaches_the_ranks() -> None:
@@ -116,6 +199,8 @@ def test_what_horovod_takes_is_taken(tmp_path: Path) -> None:
         output_filename=str(tmp_path / "logs"),
         verbose=0,
         use_gloo=True,
+        min_np=3,
+        max_num_proc=3,
         network_interfaces=["no-such-interface", "lo"],
         executable=sys.executable,
     )
@@ -127,6 +212,7 @@ def test_what_horovod_takes_is_taken(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"min_np": 1}, "min_np=1.*no elastic jobs"),
+        ({"min_np": 1, "np": 2}, "min_np=1.*no elastic jobs"),
         ({"max_num_proc": 2}, "max_num_proc=2.*no elastic jobs"),
         ({"host_discovery_script": "hosts.sh"}, "host_discovery_script='hosts.sh'.*no elastic jobs"),
         ({"cooldown_range": (1, 2)}, "cooldown_range.*no elastic jobs"),

@@ -1,0 +1,96 @@
+"""What ``polyhvd`` offers of its parts. Imported when somebody asks for it: a launcher needs none of it."""
+
+from __future__ import annotations
+
+from polyhvd.capabilities import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    gpu_available,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.membership import add_process_set, barrier, join, process_set_of, remove_process_set
+from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.config import Settings
+from polyhvd.errors import (
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+    HostsUpdatedInterrupt,
+    InvalidArgumentError,
+    NotInitializedError,
+    PeerDepartedError,
+    PeerLostError,
+    RankMismatchError,
+    ShutdownError,
+    TransferTimeoutError,
+    UnsupportedError,
+    UnsupportedTypeError,
+)
+from polyhvd.installed import make_mxnet_importable
+from polyhvd.launch import run
+from polyhvd.launch.doctor import doctor
+from polyhvd.launch.init import init, is_initialized, shutdown
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "InvalidArgumentError",
+    "Max",
+    "Min",
+    "NotInitializedError",
+    "PeerDepartedError",
+    "PeerLostError",
+    "ProcessSet",
+    "Product",
+    "RankMismatchError",
+    "ReduceOp",
+    "Settings",
+    "ShutdownError",
+    "Sum",
+    "TransferTimeoutError",
+    "UnsupportedError",
+    "UnsupportedTypeError",
+    "add_process_set",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "doctor",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "init",
+    "is_initialized",
+    "join",
+    "make_mxnet_importable",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_of",
+    "remove_process_set",
+    "rocm_built",
+    "run",
+    "shutdown",
+]
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product

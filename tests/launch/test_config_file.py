@@ -1,0 +1,154 @@
+"""polyhvdrun --config-file: horovodrun's YAML files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyhvd.launch import cli
+from polyhvd.launch.config_file import KEYS, ConfigFileError, read, settings_of
+from polyhvd.launch.options import make_parser
+
+#: Every key of horovodrun 0.28.1 (horovod/runner/common/util/config_parser.py), with a value.
+FILE = """
+controller: gloo
+params:
+  fusion_threshold_mb: 64
+  cycle_time_ms: 2.5
+  cache_capacity: 2048
+  hierarchical_allreduce: true
+  hierarchical_allgather: true
+  torus_allreduce: false
+autotune: {enabled: true, log_file: tuned.csv, warmup_samples: 3, steps_per_sample: 10,
+  bayes_opt_max_samples: 20, gaussian_process_noise: 0.8}
+timeline: {filename: timeline.json, mark_cycles: true}
+stall_check: {enabled: true, warning_time_seconds: 120, shutdown_time_seconds: 0}
+library_options:
+  {mpi_threads_disable: false, num_nccl_streams: 2, thread_affinity: 0, gloo_timeout_seconds: 60}
+logging: {level: INFO, with_timestamp: true}
+"""
+SAID = {
+    "controller": "gloo",
+    "FUSION_THRESHOLD": "64",
+    "CYCLE_TIME": "2.5",
+    "CACHE_CAPACITY": "2048",
+    "HIERARCHICAL_ALLREDUCE": "1",
+    "AUTOTUNE": "1",
+    "AUTOTUNE_LOG": "tuned.csv",
+    "AUTOTUNE_WARMUP_SAMPLES": "3",
+    "AUTOTUNE_STEPS_PER_SAMPLE": "10",
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "20",
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.8",
+    "TIMELINE": "timeline.json",
+    "TIMELINE_MARK_CYCLES": "1",
+    "STALL_CHECK_DISABLE": "0",
+    "STALL_CHECK_TIME_SECONDS": "120",
+    "STALL_SHUTDOWN_TIME_SECONDS": "0",
+    "MPI_THREADS_DISABLE": "0",
+    "THREAD_AFFINITY": "0",
+    "DATA_TIMEOUT_SECONDS": "60",
+    "LOG_LEVEL": "INFO",
+    "LOG_HIDE_TIME": "0",
+}
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_key_of_horovodrun_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    assert read(written(tmp_path, FILE)) == SAID
+    count = sum(len(keys) for keys in KEYS.values())
+    assert count == len(SAID) - 1 + 3, "all keys are in the file; three have no effect"
+
+
+def test_every_variable_of_the_file_is_an_option_of_the_command_line() -> None:
+    options = vars(make_parser().parse_args(["true"]))
+    assert {key.variable for keys in KEYS.values() for key in keys.values()} <= set(options)
+
+
+def test_the_command_line_wins_wherever_it_stands(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    words = ["--no-autotune", "--config-file", written(tmp_path, FILE), "--cycle-time-ms", "7", "true"]
+    options = make_parser().parse_args(words)
+    cli._take_config_file(options)
+    settings = cli._settings(options)
+    assert settings["POLYHVD_AUTOTUNE"] == "0"
+    assert settings["POLYHVD_CYCLE_TIME"] == "7"
+    assert settings["POLYHVD_CACHE_CAPACITY"] == "2048"
+    assert settings["POLYHVD_FUSION_THRESHOLD"] == str(64 << 20)
+
+
+def test_the_controller_of_the_file_yields_to_the_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = written(tmp_path, "controller: mpi")
+    for words, mpi in (([], True), (["--gloo"], False)):
+        options = make_parser().parse_args([*words, "--config-file", path, "true"])
+        cli._take_config_file(options)
+        assert options.mpi is mpi
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], r"expected a mapping of sections, found \[1, 2\]"),
+        ("text", "expected a mapping of sections, found 'text'"),
+        ({"parms": {}}, "there is no 'parms'; was 'params' meant"),
+        ({"params": {"cycle_time": 1}}, "params: there is no 'cycle_time'; was 'cycle_time_ms' meant"),
+        ({"params": 3}, "params: expected a mapping, found 3"),
+        (
+            {"params": {"cycle_time_ms": "soon"}},
+            "params.cycle_time_ms: expected a number from 0 on, found 'soon'",
+        ),
+        ({"params": {"cache_capacity": -1}}, "expected a number from 0 on, found -1"),
+        ({"params": {"cache_capacity": True}}, "expected a number from 0 on, found True"),
+        ({"params": {"torus_allreduce": 1}}, "expected true or false, found 1"),
+        ({"stall_check": {"enabled": "no"}}, "expected true or false, found 'no'"),
+        ({"controller": "smoke"}, "controller: expected mpi or gloo, found 'smoke'"),
+        ({"timeline": {"filename": ["a"]}}, "expected a text"),
+        ({1: {}}, "there is no 1"),
+    ],
+)
+def test_what_cannot_be_used_is_named(content: Any, message: str) -> None:
+    with pytest.raises(ConfigFileError, match=f"^x.yaml: .*{message}"):
+        settings_of(content, "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "line 1: this is no YAML: "),
+        ("params:\n  cycle_time_ms: 1\n  cycle_time_ms: 2\n", "line 3: 'cycle_time_ms' stands there twice"),
+        ("params: {}\nparams: {}\n", "line 2: 'params' stands there twice"),
+        ("? [1, 2]\n: 3\n", "no YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "line 1: this is no YAML: could not determine"),
+        ("a: &a [*a]\nb: 3", "there is no 'a'"),
+        ("x: 2001-99-99", "no YAML that can be read: month must be in 1..12"),
+        ("\t", "line 1: this is no YAML"),
+        ("--- 1\n--- 2", "this is no YAML"),
+    ],
+)
+def test_what_is_no_yaml_is_said_in_a_line(tmp_path: Path, text: str, message: str) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(ConfigFileError) as told:
+        read(written(tmp_path, text))
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "params: {cycle_time_ms: }\n"])
+def test_a_file_without_settings_sets_nothing(tmp_path: Path, text: str) -> None:
+    pytest.importorskip("yaml")
+    assert read(written(tmp_path, text)) == {}
+
+
+def test_without_pyyaml_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigFileError, match=r"pip install 'polyhvd\[launcher\]'"):
+        read(written(tmp_path, FILE))
