@@ -82,7 +82,8 @@ class _Version(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        parser.exit(0, f"polyhvd {_version()}\n")
+        print(f"polyhvd {_version()}")
+        parser.exit(0)
 
 
 def make_parser() -> Parser:

@@ -1,0 +1,69 @@
+"""polyhvd.run in a real kernel of Jupyter; skipped where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from launching import DEADLINE_S
+
+manager = pytest.importorskip("jupyter_client.manager")
+pytest.importorskip("ipykernel")
+
+
+class Notebook:
+    """Runs cells, and can interrupt one when it has printed something."""
+
+    def __init__(self) -> None:
+        self.kernel, self._client = manager.start_new_kernel(kernel_name="python3")
+
+    def run(self, cell: str, *, interrupt_at: str = "") -> tuple[str, Any]:
+        """Returns what the cell has printed, and its result or the name of its error."""
+        request = self._client.execute(cell)
+        printed, result = "", None
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            message = self._client.get_iopub_msg(timeout=deadline - time.monotonic())
+            kind, content = message["msg_type"], message["content"]
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if kind == "stream" and content["name"] == "stdout":
+                printed += content["text"]
+                if interrupt_at and interrupt_at in printed:
+                    interrupt_at = ""
+                    self.kernel.interrupt_kernel()
+            elif kind == "error":
+                result = content["ename"]
+            elif kind == "execute_result":
+                result = content["data"]["text/plain"]
+            elif kind == "status" and content["execution_state"] == "idle":
+                return printed, result
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    notebook = Notebook()
+    notebook.run("import os, time, polyhvd\nclass Mine(Exception): pass\ndef fail(): raise Mine('x')")
+    yield notebook
+    notebook.kernel.shutdown_kernel(now=True)
+
+
+def test_a_cell_shows_what_ranks_print_and_has_their_results(notebook: Notebook) -> None:
+    printed, result = notebook.run("polyhvd.run(lambda: print('hello') or os.getenv('POLYHVD_RANK'), np=2)")
+    assert sorted(printed.splitlines()) == ["[0] hello", "[1] hello"]
+    assert result == "['0', '1']"
+
+
+def test_an_exception_of_the_notebooks_own_class_ends_the_cell(notebook: Notebook) -> None:
+    assert notebook.run("polyhvd.run(fail, np=1)")[1] == "Mine"
+    cell = "try: polyhvd.run(fail, np=1)\nexcept Mine as error: found = error.args\nfound"
+    assert notebook.run(cell)[1] == "('x',)"
+
+
+def test_an_interruption_ends_the_ranks_and_the_next_cell_runs(notebook: Notebook) -> None:
+    cell = "polyhvd.run(lambda: print('ready', os.getpid(), flush=True) or time.sleep(600), np=1)"
+    printed, result = notebook.run(cell, interrupt_at="\n")
+    assert result == "KeyboardInterrupt"
+    assert notebook.run(f"os.path.exists('/proc/{printed.split()[-1]}')")[1] == "False"
