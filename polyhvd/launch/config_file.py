@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import reprlib
@@ -161,6 +162,9 @@ def _known(key: Any, names: list[str], where: str) -> None:
 
 
 def _text(value: Any, key: _Key, where: str) -> str:
+    if key.kind == "number" and isinstance(value, str):
+        with contextlib.suppress(ValueError):  # PyYAML has 1e3 for a text
+            value = float(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if key.kind == "switch":
         if not isinstance(value, bool):

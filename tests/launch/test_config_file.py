@@ -148,6 +148,11 @@ def test_a_file_without_settings_sets_nothing(tmp_path: Path, text: str) -> None
     assert read(written(tmp_path, text)) == {}
 
 
+def test_numbers_may_have_exponents(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    assert read(written(tmp_path, "params: {cycle_time_ms: 1e3}")) == {"CYCLE_TIME": "1000.0"}
+
+
 def test_without_pyyaml_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigFileError, match=r"pip install 'polyhvd\[launcher\]'"):

@@ -15,6 +15,7 @@ from polyhvd.launch import cli
 from polyhvd.launch.blame import Ending
 from polyhvd.launch.hosts import Host, place
 from polyhvd.launch.job import Job, JobSpec
+from polyhvd.launch.options import make_parser, parse
 from polyhvd.launch.output import Output
 from polyhvd.launch.policy import (
     Decision,
@@ -54,8 +55,8 @@ def test_first_failure_is_the_default() -> None:
 
 
 def test_option_lets_others_finish() -> None:
-    options = cli._parser().parse_args(["--keep-going", "true"])
-    assert isinstance(cli._spec(options, ["true"]).policy, LetOthersFinish)
+    programs = parse(make_parser(), ["--keep-going", "true"])
+    assert isinstance(cli._spec(programs).policy, LetOthersFinish)
 
 
 def test_launchers_of_mpi_decide_for_themselves(launcher: Launcher) -> None:
