@@ -224,6 +224,13 @@ class Settings(_Table):
         "secret; empty: ~/.polyhvd.",
     )
     start_timeout_s: float = _row("START_TIMEOUT", _number, 30.0, "Seconds to wait for all ranks at init().")
+    heartbeat_timeout_s: float = _row(
+        "HEARTBEAT_TIMEOUT_S",
+        _number,
+        30.0,
+        "Seconds of silence after which polyhvdrun and its agents on the hosts give each other up, and end "
+        "the ranks; 0: never.",
+    )
     shared_memory: bool = _row("SHARED_MEMORY", _switch, True, "0: ranks of one host use TCP as well.")
     backends: tuple[str, ...] = _row(
         "BACKENDS",

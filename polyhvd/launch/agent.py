@@ -1,10 +1,12 @@
 """Starts and watches the ranks of one host, on that host, for the launcher.
 
-Runs as a process of its own, started directly or through ssh, which sends it this very file: so it
-uses the standard library alone, and nothing newer than Python 3.8. It lives as long as its standard
+Runs as a process of its own, started directly or through ssh, and gets its program sent: this file and
+``processes.py``, see :mod:`polyhvd.launch.agent_program`. So it uses the standard library alone, and nothing
+newer than Python 3.8. It lives as long as its standard
 input: when the launcher dies, however it dies, every rank and every process that a rank has started
 is killed. It is two processes: the agent, and above it a guard that does the same when the agent is
-killed.
+killed. When nothing is heard of the launcher for a while, though the connection stands, the ranks are ended
+gently.
 
 Frames in both directions: kind, rank, size, payload. The agent writes MAGIC first, since a login
 shell may have printed something before.
@@ -17,14 +19,17 @@ import ctypes
 import errno
 import json
 import os
-import re
+import select
 import selectors
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
 from typing import Any
+
+from polyhvd.launch.processes import kill_descendants, tell
 
 MAGIC = b"\0polyhvd agent 1\n"
 FRAME = struct.Struct("!BiI")
@@ -33,11 +38,17 @@ FRAME_BYTES_MAX = 1 << 24
 # From the agent
 STDOUT, STDERR = 1, 2  # what a rank has written
 STARTED = 3  # payload: pid
-EXITED = 4  # payload: exit status, negative for a signal; all that the rank has written came before
+#: Payload: exit status, negative for a signal; and why the agent has ended the rank, if it has. All that the
+#: rank has written came before.
+EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
 # From the launcher
 JOB = 16  # payload: JSON
 SIGNAL = 17  # to all ranks that still run; payload: number
+SUSPENDED = 18  # nothing more will come until the launcher is continued
+HOLD, GO_ON = 19, 20  # nobody reads what ranks write, so they are to wait; somebody does
+# From both
+BEAT = 32  # a sign of life, where there is nothing else to send
 
 #: They end a job: each rank gets any of them once.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +56,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPT_GRACE_S = 5.0  # from SIGINT or SIGHUP to SIGTERM
 REPEAT_S = 1.0  # what comes again sooner is the same signal, sent by two who end the job
+
+#: Seconds of silence after which the launcher and an agent give each other up, unless a job says otherwise.
+HEARTBEAT_TIMEOUT_S = 30.0
+_BEATS = 6  # in that time
+_JOB_TIMEOUT_S = 300.0  # until the launcher sends a job
 
 _NUMBER = struct.Struct("!i")
 _READ_BYTES = 1 << 16
@@ -55,9 +71,6 @@ _PARENT_GONE = signal.SIGRTMIN
 #: How long to see whether a signal was sent to every process here, so that ranks have it already.
 _SETTLE_S = 0.05
 _LAUNCHER = 0
-#: Processes that tidy /dev/shm up once their clients are dead: of multiprocessing, and of PyTorch.
-_JANITOR = re.compile(rb"resource_tracker import main|torch_shm_manager")
-_JANITOR_S = 3.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -85,18 +98,62 @@ def parse_status(payload: bytes) -> tuple[int, str]:
     return _NUMBER.unpack_from(payload)[0], payload[_NUMBER.size :].decode("utf-8", "replace")
 
 
+class Heartbeat:
+    """When one side has to give a sign of life, and when the other has been silent for too long. Pure.
+
+    Both the launcher and an agent beat in the very loop that does their work, which waits for nothing else: a
+    thread would beat on when the loop hangs. Whoever was away for a while (stopped, or starved of CPU) has
+    not read yet what came meanwhile, and so gives the other side the whole time anew.
+
+    Args:
+        timeout_s: how long the other side may be silent; 0: for ever.
+        now: the time, as of all methods, by ``time.monotonic()``.
+    """
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self.timeout_s = timeout_s
+        self._interval_s = timeout_s / _BEATS if timeout_s else float("inf")
+        self._heard = self._sent = self._looked = now
+
+    def heard(self, now: float) -> None:
+        """Something has come from the other side."""
+        self._heard = now
+
+    def is_due(self, now: float) -> bool:
+        """Whether this side has to say something now, which then counts as said."""
+        if now < self._sent + self._interval_s:
+            return False
+        self._sent = now
+        return True
+
+    def is_silent(self, now: float) -> bool:
+        """Whether the other side is to be given up; asked in every turn, after what has come was read."""
+        if now > self._looked + 2 * self._interval_s:
+            self._heard = now
+        self._looked = now
+        return 0 < self.timeout_s <= now - self._heard
+
+    def timer_s(self, now: float) -> float:
+        """Seconds until this has to be asked again."""
+        return max(0.0, self._sent + self._interval_s - now)
+
+
 class Agent:
     """The ranks of this host, their pipes, the launcher's two pipes, and the guard's."""
 
-    def __init__(self, inlet: int, outlet: int, guard: int = -1) -> None:
-        self._inlet, self._outlet, self._guard = inlet, outlet, guard
+    def __init__(self, inlet: int, outlet: int, guard: int = -1, tell: int = -1) -> None:
+        self._inlet, self._outlet, self._guard, self._tell = inlet, outlet, guard, tell
         self._inbox = bytearray()
         self._outbox = bytearray(MAGIC)
         self._ranks: dict[int, int] = {}  # pid -> rank, while it runs
         self._pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, kind
         self._started = False
         self._paused = False  # the launcher does not keep up; the ranks wait
+        self._held = False  # it has said so
         self._ended = False  # the launcher is gone
+        self._heartbeat = Heartbeat(_JOB_TIMEOUT_S, time.monotonic())
+        self._suspended = False  # the launcher has said that it will be silent
+        self._given_up = ""  # why: the launcher was silent for too long
         self._grace_s = 0.0
         self._stopping = False  # by a signal to this process, whatever the launcher does
         self._got: dict[tuple[int, int], float] = {}  # signal, of agent or guard -> when first
@@ -115,26 +172,30 @@ class Agent:
             self._selector.register(descriptor, selectors.EVENT_READ)
         self._flush()
         while not self._ended and (self._ranks or not self._started):
-            for key, _ in self._selector.select(self._timer_s()):
-                descriptor = key.fd
-                if descriptor == self._inlet:
-                    self._listen()
-                elif descriptor == self._outlet:
-                    self._flush()
-                elif descriptor == wake:
-                    self._heed_all(wake, os.getpid())
-                    self._reap()
-                elif descriptor == self._guard:
-                    self._heed_all(self._guard, os.getppid())
-                elif descriptor in self._pipes:
-                    self._relay(descriptor)
-            self._take_steps(time.monotonic())
+            self._turn(wake)
         kill_descendants()
         while self._pipes and not self._ended:
             self._drain(next(iter(self._pipes)))
-        os.set_blocking(self._outlet, True)
-        while self._outbox and not self._ended:
-            self._flush()
+        while self._outbox and not self._ended and not self._given_up:
+            self._turn(wake)
+
+    def _turn(self, wake: int) -> None:
+        for key, _ in self._selector.select(self._timer_s()):
+            descriptor = key.fd
+            if descriptor == self._inlet:
+                self._listen()
+            elif descriptor == self._outlet:
+                self._flush()
+            elif descriptor == wake:
+                self._heed_all(wake, os.getpid())
+                self._reap()
+            elif descriptor == self._guard:
+                self._heed_all(self._guard, os.getppid())
+            elif descriptor in self._pipes:
+                self._relay(descriptor)
+        now = time.monotonic()
+        self._take_steps(now)
+        self._exchange_signs_of_life(now)
 
     # Signals to this process
 
@@ -193,7 +254,10 @@ class Agent:
             self._passed |= {number} & set(STOP_SIGNALS)
 
     def _timer_s(self) -> float | None:
-        return max(0.0, min(self._steps)[0] - time.monotonic()) if self._steps else None
+        now = time.monotonic()
+        times = [max(0.0, moment - now) for moment, _ in self._steps]
+        timer_s = min([*times, self._heartbeat.timer_s(now)])
+        return timer_s if timer_s < float("inf") else None
 
     def _take_steps(self, now: float) -> None:
         due = sorted(step for step in self._steps if step[0] <= now)
@@ -207,6 +271,31 @@ class Agent:
 
     # The launcher
 
+    def _exchange_signs_of_life(self, now: float) -> None:
+        if self._heartbeat.is_due(now) and not self._outbox:  # what waits there is as good
+            self._send(BEAT, -1, b"")
+        if self._suspended:
+            self._heartbeat.heard(now)
+        if self._heartbeat.is_silent(now) and not self._given_up:
+            self._give_up(now)
+
+    def _give_up(self, now: float) -> None:
+        """End the ranks gently: they are cut off from the launcher, which takes this host for lost."""
+        where = socket.gethostname()
+        self._given_up = f"nothing was heard of the launcher on {where} for {self._heartbeat.timeout_s:g} s"
+        text = f"polyhvd agent: {self._given_up}; ending the ranks of this host\n".encode()
+        if select.select([], [2], [], 0)[1]:
+            with contextlib.suppress(OSError):
+                os.write(2, text)
+        for rank in self._ranks.values():
+            self._send(STDERR, rank, text)
+        self._pause(pause=False)
+        if not self._started:
+            self._ended = True
+        self._stopping = True
+        self._pass_on(signal.SIGTERM, _LAUNCHER)
+        self._steps.append((now + self._grace_s, signal.SIGKILL))
+
     def _listen(self) -> None:
         try:
             data = os.read(self._inlet, _READ_BYTES)
@@ -219,8 +308,13 @@ class Agent:
             self._ended = not self._stopping
             return
         self._inbox += data
+        self._heartbeat.heard(time.monotonic())
         for kind, _, payload in split_frames(self._inbox):
-            if kind == JOB:
+            self._suspended = kind == SUSPENDED
+            if kind in (HOLD, GO_ON):
+                self._held = kind == HOLD
+                self._flush()
+            elif kind == JOB:
                 self._start(json.loads(payload))
             elif kind == SIGNAL:
                 number = _NUMBER.unpack(payload)[0]
@@ -230,6 +324,8 @@ class Agent:
                     self._pass_on(number, _LAUNCHER)
 
     def _send(self, kind: int, rank: int, payload: bytes) -> None:
+        if self._given_up and kind in (STDOUT, STDERR) and len(self._outbox) > _OUTBOX_BYTES_MAX:
+            return  # nobody may ever read it, and no rank is to wait for that with its last checkpoint
         self._outbox += frame(kind, rank, payload)
         self._flush()
 
@@ -247,9 +343,10 @@ class Agent:
             self._selector.register(self._outlet, selectors.EVENT_WRITE)
         elif waiting and not self._outbox:
             self._selector.unregister(self._outlet)
-        self._pause(len(self._outbox) > _OUTBOX_BYTES_MAX)
+        full = self._held or len(self._outbox) > _OUTBOX_BYTES_MAX
+        self._pause(pause=full and not self._given_up)
 
-    def _pause(self, pause: bool) -> None:
+    def _pause(self, *, pause: bool) -> None:
         if pause == self._paused:
             return
         self._paused = pause
@@ -264,6 +361,10 @@ class Agent:
     def _start(self, job: dict[str, Any]) -> None:
         self._started = True
         self._grace_s = float(job.get("grace_s", 0.0))
+        timeout_s = float(job.get("heartbeat_timeout_s", HEARTBEAT_TIMEOUT_S))
+        self._heartbeat = Heartbeat(timeout_s, time.monotonic())
+        if self._tell >= 0:
+            os.write(self._tell, struct.pack("d", timeout_s))
         ignored = set(job.get("ignored", ()))
         for number in (*STOP_SIGNALS, *USER_SIGNALS):
             signal.signal(number, signal.SIG_IGN if number in ignored else _leave_to_the_loop)
@@ -348,7 +449,7 @@ class Agent:
             for descriptor in [d for d, (owner, _) in self._pipes.items() if owner == rank]:
                 self._drain(descriptor)
             code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-            self._send(EXITED, rank, _NUMBER.pack(code))
+            self._send(EXITED, rank, _NUMBER.pack(code) + self._given_up.encode())
 
     def _signal(self, number: int) -> None:
         if number == signal.SIGKILL:
@@ -356,7 +457,7 @@ class Agent:
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if number in USER_SIGNALS:
-                    _tell(pid, number)
+                    tell(pid, number)
                 else:
                     os.killpg(pid, number)
                     os.killpg(pid, signal.SIGCONT)  # or a stopped one would not notice
@@ -388,96 +489,30 @@ def _is_script(path: str) -> bool:
         return False
 
 
-def _children() -> dict[int, list[int]]:
-    """All living processes by their parent."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as stat:
-                fields = stat.read().rpartition(b")")[2].split()
-        except OSError:
-            continue  # gone
-        if fields[0] not in (b"Z", b"X"):
-            children.setdefault(int(fields[1]), []).append(int(name))
-    return children
-
-
-def descendants() -> set[int]:
-    """All living processes below this one."""
-    children = _children()
-    found: set[int] = set()
-    queue = [os.getpid()]
-    while queue:
-        for child in children.get(queue.pop(), []):
-            found.add(child)
-            queue.append(child)
-    return found
-
-
-def _tell(rank: int, number: int) -> None:
-    """Send a signal to a rank if it catches it, or else to those below it that do: it may be a shell."""
-    children = _children()
-    queue = [rank]
-    while queue:
-        pid = queue.pop()
-        if _catches(pid, number):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-        else:
-            queue += children.get(pid, [])
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, or has blocked it to wait for it."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            masks = re.findall(rb"Sig(?:Cgt|Blk):\s*([0-9a-f]+)", status.read())
-    except OSError:
-        return False
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-
-
-def _is_janitor(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as command:
-            return bool(_JANITOR.search(command.read()))
-    except OSError:
-        return False
-
-
-def kill_descendants(wait_s: float = 5.0) -> None:
-    """Kill everything below this process; orphans come to us, who are their subreaper.
-
-    Janitors end by themselves when their clients are dead, and get a moment for it.
-    """
-    begin = time.monotonic()
-    while True:
-        living = descendants()
-        now = time.monotonic()
-        spare = wait_s == 0.0 or now < begin + _JANITOR_S
-        for pid in living:
-            if spare and _is_janitor(pid):
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not living or now >= begin + wait_s:
-            return
-        time.sleep(0.005)
-
-
-def _guard(agent: int, alarm: int) -> int:
+def _guard(agent: int, alarm: int, told: int) -> int:
     """Wait for the end of the agent, and kill what it has left; returns its wait status.
 
-    What this process is signalled the agent hears through ``alarm``.
+    What this process is signalled the agent hears through ``alarm``. An agent that is stopped (SIGSTOP)
+    watches over nothing, and is killed after the time that it has written to ``told``.
     """
+    patience_s = HEARTBEAT_TIMEOUT_S
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(agent, signal.SIGKILL))
     os.set_blocking(alarm, False)
     signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
     for number in (*STOP_SIGNALS, *USER_SIGNALS, _PARENT_GONE):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _leave_to_the_loop)
     while True:
-        pid, status = os.wait()
-        if pid == agent:
+        pid, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
+        if pid != agent:
+            continue
+        if os.WIFSTOPPED(status):
+            with contextlib.suppress(BlockingIOError):
+                patience_s = struct.unpack("d", os.read(told, _READ_BYTES)[-8:])[0]
+            signal.setitimer(signal.ITIMER_REAL, patience_s)  # 0: for ever
+        elif os.WIFCONTINUED(status):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        else:
             kill_descendants()
             return status
 
@@ -507,15 +542,20 @@ def main(parent: int | None = None) -> None:
     os.dup2(null, 0)
     os.dup2(null, 1)
     heard, alarm = os.pipe()
+    told, tell = os.pipe()
+    os.set_blocking(told, False)
     pid = os.fork()
     if pid > 0:
-        for descriptor in (inlet, outlet, heard):
+        for descriptor in (inlet, outlet, heard):  # and not `tell`, which keeps `told` from its end
             os.close(descriptor)
-        _end_like(_guard(pid, alarm))
+        _end_like(_guard(pid, alarm, told))
     os.close(alarm)
+    os.close(told)
     os.set_blocking(heard, False)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    Agent(inlet, outlet, heard).run()
+    # The end of the guard is seen on `heard`, but not by a process that is stopped.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    Agent(inlet, outlet, heard, tell).run()
 
 
 if __name__ == "__main__":

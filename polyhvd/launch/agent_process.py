@@ -43,6 +43,8 @@ class AgentProcess:
         self.complaints: deque[str] = deque(maxlen=20)
         self._jobs: list[dict[str, Any]] = []  # not sent yet
         self._inbox = bytearray()
+        self._outbox = bytearray()
+        self._at_end = False  # nothing more will be read
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -55,9 +57,10 @@ class AgentProcess:
         assert stdin is not None
         assert stdout is not None
         assert stderr is not None
-        self._stdin, self.stdout, self.stderr = stdin, stdout, stderr
-        # A persistent master of ssh may hold the far end for ever.
-        os.set_blocking(stderr.fileno(), False)
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+        # A persistent master of ssh may hold the far end for ever; and one that is stopped takes nothing.
+        for stream in (stdin, stdout, stderr):
+            os.set_blocking(stream.fileno(), False)
         self._write(source)
 
     def start(self, job: dict[str, Any]) -> None:
@@ -67,13 +70,25 @@ class AgentProcess:
         if self.ready:
             self._send_jobs()
 
+    @property
+    def unread_bytes(self) -> int:
+        """How much was put aside, and waits for :meth:`receive`."""
+        return len(self._inbox)
+
+    def put_aside(self) -> bool:
+        """Read what is there, for :meth:`receive` to look at later; False when nothing is."""
+        try:
+            data = os.read(self.stdout.fileno(), 1 << 18)
+        except BlockingIOError:
+            return False
+        self._inbox += data
+        self._at_end = not data
+        return bool(data)
+
     def receive(self) -> list[tuple[int, int, bytes]]:
         """Read what is there and return the frames; sets ``ended`` at the end of the stream."""
-        data = os.read(self.stdout.fileno(), 1 << 18)
-        if not data:
-            self.ended = True
-            return []
-        self._inbox += data
+        self.put_aside()
+        self.ended = self._at_end
         if not self.ready and not self._greeted():
             return []
         return agent.split_frames(self._inbox)
@@ -92,10 +107,27 @@ class AgentProcess:
         if self.ready:
             self._write(agent.frame(agent.SIGNAL, -1, number.to_bytes(4, "big")))
 
+    def tell(self, kind: int) -> None:
+        """Send a frame that has no payload."""
+        if self.ready:
+            self._write(agent.frame(kind, -1))
+
+    def flush(self) -> bool:
+        """Send what could not be sent at once; False when some of it is left."""
+        try:
+            while self._outbox:
+                del self._outbox[: os.write(self.stdin.fileno(), self._outbox)]
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError):  # its end is seen on its output
+            self._outbox.clear()
+        return True
+
     def cut(self) -> None:
         """Close the agent's standard input: it kills its ranks and ends."""
+        self._outbox.clear()
         with contextlib.suppress(OSError):
-            self._stdin.close()
+            self.stdin.close()
 
     def kill(self) -> None:
         """End the agent at once; its guard, or its host, ends the ranks."""
@@ -134,7 +166,5 @@ class AgentProcess:
         self._jobs.clear()
 
     def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        with contextlib.suppress(OSError, ValueError):  # its end is seen on its output
-            while view:
-                view = view[os.write(self._stdin.fileno(), view) :]
+        self._outbox += data
+        self.flush()

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
+from polyhvd.config import Settings
 from polyhvd.launch import agent
 from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, others, traceback_lines
 from polyhvd.launch.hosts import Host
@@ -35,6 +36,9 @@ __all__ = ["Job", "JobSpec"]
 _KILL_GRACE_S = 5.0
 #: After a signal: how long a reader may leave our output where it is.
 _STUCK_OUTPUT_S = 2.0
+#: While nobody reads our output: how long agents go on, and how much of what one says is kept until then.
+_HOLD_AFTER_S = 0.5
+_ASIDE_BYTES_MAX = 4 << 20
 
 
 @dataclass
@@ -61,12 +65,20 @@ class Job:
         """Open the rendezvous; raises ValueError or OSError where there is no usable address."""
         self._spec = spec
         self._output = output
+        self._silence_s = _heartbeat_timeout_s(spec.env)  # of an agent; 0: it may be silent for ever
         self.secret = new_secret()
         self.cause: Ending | None = None  # of the job's failure, after ``run``
         self._local = [network.is_local(host.name) for host in spec.hosts]
         self.rendezvous = Server(parse_secret(self.secret), self._address())
         self._selector = selectors.DefaultSelector()
         self._agents: list[HostAgent] = []
+        self._heartbeats: dict[HostAgent, agent.Heartbeat] = {}  # of those that have answered
+        self._gone: set[HostAgent] = set()
+        self._awaiting = False  # somebody who reads our output
+        self._holding = False  # ranks must write no more
+        self._unfinished: list[int] = []  # ranks that have ended meanwhile
+        self._full: list[IO[bytes]] = []  # inputs of agents that take nothing for now
+        self._lost = False  # an agent was silent for too long
         self._running = {placement.rank for placement in spec.placements}
         self._endings: list[Ending] = []
         self._later: list[Ending] = []  # of ranks that failed while they were to end anyway
@@ -155,6 +167,7 @@ class Job:
             "cwd": os.getcwd(),
             "env": common,
             "grace_s": self._spec.term_grace_s,
+            "heartbeat_timeout_s": self._silence_s,
             "ignored": self._ignored,
             "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
             "ranks": [(item.rank, self._rank_environment(item, host)) for item in placements],
@@ -181,6 +194,8 @@ class Job:
 
     def _turn(self, start_by: float) -> None:
         starting = any(not process.ready and not process.ended for process in self._agents)
+        self._watch_outboxes()
+        self._catch_up()
         for key, _ in self._selector.select(self._timer_s(start_by) if starting else self._timer_s()):
             if key.data is None:
                 self._forward_signals()
@@ -189,8 +204,8 @@ class Job:
             if read == process.complain:
                 if not process.ended and not process.complain():
                     self._selector.unregister(process.stderr)
-                continue
-            self._take(process)
+            elif read == process.receive and not process.ended:
+                self._take(process)
         now = time.monotonic()
         late = [process for process in self._agents if not process.ready and not process.ended]
         if late and now >= start_by:
@@ -198,12 +213,63 @@ class Job:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
                 process.kill()
         self._take_steps(now)
+        for process in self._exchange_signs_of_life(now):
+            self._give_up(process)
+
+    def _catch_up(self) -> None:
+        """Take what was put aside while nobody read our output."""
+        while self._unfinished:
+            self._output.finish(self._unfinished.pop())
+        for process in self._agents:
+            if process.ready and not process.ended and process.unread_bytes:
+                self._take(process)
+
+    def _watch_outboxes(self) -> None:
+        """Wake up when an agent takes more of what it is to be told."""
+        for process in self._agents:
+            if process.ended:
+                continue
+            done = process.flush()
+            if process.stdin in self._full and done:
+                self._full.remove(process.stdin)
+                self._selector.unregister(process.stdin)
+            elif process.stdin not in self._full and not done:
+                self._full.append(process.stdin)
+                self._selector.register(process.stdin, selectors.EVENT_WRITE, (process, process.flush))
+
+    def _exchange_signs_of_life(self, now: float) -> list[HostAgent]:
+        """Give the agents ours, and say which have given none for too long. See Heartbeat."""
+        silent = []
+        for process in self._agents:
+            if process.ended or not process.ready:
+                continue
+            beat = self._heartbeats.setdefault(process, agent.Heartbeat(self._silence_s, now))
+            if beat.is_due(now):
+                process.tell(agent.BEAT)
+            if beat.is_silent(now):
+                silent.append(process)
+        return silent
+
+    def _give_up(self, process: HostAgent) -> None:
+        """Nothing has come from this agent for too long: its host counts as lost."""
+        self._lost = True
+        process.kill()
+        process.ended = True
+        self._agent_ended(
+            process,
+            f"was lost: nothing was heard of {process.host} for {self._silence_s:g} s (is its network cut, "
+            f"or {process.program} stopped?); the ranks there end by themselves",
+        )
 
     def _timer_s(self, *others: float) -> float | None:
         times = [*others, *(moment for moment, _ in self._steps[:1])]
         if self._stop_at is not None:
             times.append(self._stop_at)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        now = time.monotonic()
+        waits = [moment - now for moment in times]
+        waits += [self._heartbeats[item].timer_s(now) for item in self._heartbeats if not item.ended]
+        timer_s = max(0.0, min(waits, default=float("inf")))
+        return timer_s if timer_s < float("inf") else None
 
     def _take_steps(self, now: float) -> None:
         if self._stop_at is not None and now >= self._stop_at:
@@ -212,21 +278,69 @@ class Job:
             self._send(self._steps.pop(0)[1])
 
     def _await_reader(self, descriptor: int) -> bool:
-        """Nobody reads our output for now: the job waits, but can be stopped. See Output."""
+        """Nobody reads our output for now: the job waits, but can be stopped. See Output.
+
+        Agents are heard meanwhile, and hear us; what they say waits. That they stay silent for no other
+        reason than that we do not read, they are told to let ranks write no more.
+        """
+        self._awaiting, give_up_at = True, float("inf")
+        hold_at = time.monotonic() + _HOLD_AFTER_S
+        unheard: set[HostAgent] = set()  # from whom nothing more will come
+        try:
+            while not self._killing:
+                if self._signals or self._lost:
+                    give_up_at = min(give_up_at, time.monotonic() + _STUCK_OUTPUT_S)
+                until = give_up_at if self._holding else min(give_up_at, hold_at)
+                ready = self._poll(descriptor, until, unheard)
+                if descriptor in ready:
+                    return True
+                if self._wake in ready:
+                    self._forward_signals(say=False)
+                now = time.monotonic()
+                self._take_steps(now)
+                for process in self._exchange_signs_of_life(now):
+                    self._give_up(process)
+                if now >= hold_at and not self._holding:
+                    self._holding = True
+                    self._tell_all(agent.HOLD)
+                if now >= give_up_at:
+                    return False
+            return False
+        finally:
+            self._awaiting = False
+            if self._holding:
+                self._holding = False
+                self._tell_all(agent.GO_ON)
+
+    def _poll(self, descriptor: int, until: float, unheard: set[HostAgent]) -> set[int]:
+        """Wait for a reader, a signal, a time or an agent, whose words are put aside; what is ready."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(descriptor, select.POLLOUT)
-        give_up_at = time.monotonic() + _STUCK_OUTPUT_S
-        timer_s = self._timer_s(*([give_up_at] if self._signals else []))
-        ready = poll.poll(None if timer_s is None else 1000 * timer_s)
-        signalled = any(fd == self._wake for fd, _ in ready)
-        if signalled:
-            self._forward_signals(say=False)
-        self._take_steps(time.monotonic())
-        stuck = bool(self._signals) and not ready and time.monotonic() >= give_up_at
-        return not self._killing and not stuck
+        heard = {}
+        for process in self._agents:
+            if process.ended or process in unheard:
+                continue
+            if self._holding or process.unread_bytes < _ASIDE_BYTES_MAX:
+                heard[process.stdout.fileno()] = process
+                poll.register(process.stdout, select.POLLIN)
+            else:
+                self._hear(process)  # it is for us to read
+        timer_s = self._timer_s(*([until] if until < float("inf") else []))
+        ready = {fd for fd, _ in poll.poll(None if timer_s is None else 1000 * timer_s)}
+        for fd in ready & heard.keys():
+            if heard[fd].put_aside():
+                self._hear(heard[fd])
+            else:
+                unheard.add(heard[fd])
+        return ready
+
+    def _hear(self, process: HostAgent) -> None:
+        if process in self._heartbeats:
+            self._heartbeats[process].heard(time.monotonic())
 
     def _take(self, process: HostAgent) -> None:
+        self._hear(process)
         try:
             frames = process.receive()
         except ValueError as error:
@@ -240,15 +354,23 @@ class Job:
                 pid, _ = agent.parse_status(payload)
                 self._output.say(f"rank {rank} is pid {pid} on {process.host}")
             elif kind == agent.EXITED:
-                self._exited(rank, process, agent.parse_status(payload)[0])
+                status, reason = agent.parse_status(payload)
+                ended = f"was ended by its agent: {reason}" if reason else ""
+                self._exited(rank, process, status or int(bool(reason)), ended)
             elif kind == agent.FAILED:
                 status, reason = agent.parse_status(payload)
                 self._exited(rank, process, status, f"was not started: {reason}")
         if process.ended:
             self._agent_ended(process)
 
-    def _agent_ended(self, process: HostAgent) -> None:
+    def _agent_ended(self, process: HostAgent, reason: str = "") -> None:
+        if process in self._gone:
+            return
+        self._gone.add(process)
         self._selector.unregister(process.stdout)
+        if process.stdin in self._full:
+            self._full.remove(process.stdin)
+            self._selector.unregister(process.stdin)
         lost = [rank for rank in process.ranks if rank in self._running]
         if not lost:
             return
@@ -257,7 +379,8 @@ class Job:
             while process.complain():
                 pass
         what = "was lost" if process.ready else "was not started"
-        reason = f"{what}: {process.program} ended with status {process.close()}"
+        status = process.close()
+        reason = reason or f"{what}: {process.program} ended with status {status}"
         process.end_strays()
         if process.complaints:
             reason += ": " + "; ".join(process.complaints)
@@ -268,7 +391,10 @@ class Job:
         if rank not in self._running:
             return
         self._running.discard(rank)
-        self._output.finish(rank)
+        if self._awaiting:
+            self._unfinished.append(rank)
+        else:
+            self._output.finish(rank)
         ending = Ending(rank, process.host, status, self._output.tail(rank), reason)
         if self._stopping:
             if status > 0:  # else it died of our signal
@@ -317,7 +443,7 @@ class Job:
             return
         former_alarm = signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
         former = {}
-        for number in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS):
+        for number in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS, signal.SIGTSTP):
             handler = signal.getsignal(number)
             # What nohup has the launcher ignore stays ignored; signals for users' own ends may be in use.
             if (number in agent.STOP_SIGNALS and handler != signal.SIG_IGN) or handler == signal.SIG_DFL:
@@ -334,8 +460,25 @@ class Job:
             for number in os.read(self._wake, 4096):
                 if number in agent.USER_SIGNALS:
                     self._send(number)
+                elif number == signal.SIGTSTP:
+                    self._suspend()
                 elif number in agent.STOP_SIGNALS:
                     self._heed(number, time.monotonic(), say=say)
+
+    def _tell_all(self, kind: int) -> None:
+        for process in self._agents:
+            if not process.ended:
+                process.tell(kind)
+
+    def _suspend(self) -> None:
+        """Somebody has pressed Ctrl-Z: stop, as any program does. The ranks go on, and agents do not wait."""
+        self._tell_all(agent.SUSPENDED)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)  # returns when somebody continues us
+        signal.signal(signal.SIGTSTP, handler)
+        for process in self._agents:
+            self._hear(process)
+        self._tell_all(agent.BEAT)
 
     def _heed(self, number: int, now: float, *, say: bool) -> None:
         """Somebody wants the job to end, or to end at once.
@@ -360,6 +503,7 @@ class Job:
             self._end_gently(number, now)
 
     def _conclude(self) -> int:
+        self._catch_up()
         if self._endings:
             self.cause = first_cause(self._endings)
             return self._report(self.cause)
@@ -371,6 +515,13 @@ class Job:
         self._output.say(describe(ending), alarm=True)
         self._output.quote(ending.rank, _trim(traceback_lines(ending.tail)))
         return exit_status(ending)
+
+
+def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
+    """The setting of the ranks, or else of the launcher; raises ConfigError."""
+    rows = [f"{prefix}_HEARTBEAT_TIMEOUT_S" for prefix in ("POLYHVD", "HOROVOD")]
+    given = {name: value for name, value in {**os.environ, **env}.items() if name in rows}
+    return Settings.from_environment(given).heartbeat_timeout_s
 
 
 def _leave_to_the_loop(*_: object) -> None:

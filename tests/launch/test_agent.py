@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyhvd.launch import agent
+from polyhvd.launch.agent_program import agent_source, reader
 
+AGENT = [sys.executable, "-I", "-S", "-c", agent_source().decode()]
 JOB = {"argv": [], "cwd": "/", "env": {}, "unset": [], "ranks": [(0, {})]}
 
 
@@ -65,8 +66,7 @@ def test_everything_a_rank_wrote_comes_before_its_exit(pipes: tuple[int, int, in
 
 
 def run_agent(*stdin: bytes) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-I", "-S", agent.__file__]
-    return subprocess.run(command, input=b"".join(stdin), capture_output=True, timeout=30)
+    return subprocess.run(AGENT, input=b"".join(stdin), capture_output=True, timeout=30)
 
 
 def test_agent_without_a_job_ends_with_its_input() -> None:
@@ -85,9 +85,8 @@ def test_rank_variables_of_an_outer_job_are_removed() -> None:
     # Also the standard streams: ranks read nothing, and cannot write into the agent's frames.
     source = "import os, sys; print(os.environ.get('OUTER'), repr(sys.stdin.read()))"
     job = json.dumps({**JOB, "argv": [sys.executable, "-c", source], "unset": ["OUTER"]}).encode()
-    command = [sys.executable, "-I", "-S", agent.__file__]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OUTER": "1"}
+        AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OUTER": "1"}
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -99,8 +98,7 @@ def test_rank_variables_of_an_outer_job_are_removed() -> None:
 
 
 def test_agent_s_source_needs_nothing_but_the_standard_library() -> None:
-    source = Path(agent.__file__).read_bytes()
-    program = f"import sys; exec(sys.stdin.buffer.read({len(source)}))"
-    command = [sys.executable, "-I", "-S", "-c", program]
+    source = agent_source()
+    command = [sys.executable, "-I", "-S", "-c", reader(len(source))]
     result = subprocess.run(command, input=source, cwd="/", capture_output=True, timeout=30)
     assert (result.returncode, result.stdout, result.stderr) == (0, agent.MAGIC, b"")

@@ -3,70 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sshd
 from launching import FAMILY, RANK, WAITING, Launcher, assert_gone, below, pids
 
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or ""
-pytestmark = pytest.mark.skipif(not SSHD or shutil.which("ssh") is None, reason="needs openssh-server")
-
-CONFIG = """
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/authorized_keys
-PidFile {folder}/pid
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-UsePAM no
-StrictModes no
-PermitRootLogin prohibit-password
-"""
-
-
-def key(path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+pytestmark = pytest.mark.skipif(not sshd.available(), reason="needs openssh-server")
 
 
 @pytest.fixture(scope="module")
 def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Options of polyhvdrun that reach the test's sshd."""
-    folder = tmp_path_factory.mktemp("ssh")
-    key(folder / "host_key")
-    key(folder / "id")
-    shutil.copy(folder / "id.pub", folder / "authorized_keys")
-    with socket.create_server(("127.0.0.2", 0)) as probe:
-        port = probe.getsockname()[1]
-    (folder / "sshd_config").write_text(CONFIG.format(folder=folder))
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)
-    log = (folder / "log").open("wb")
-    command = [SSHD, "-D", "-e", "-f", str(folder / "sshd_config")]
-    for host in ("127.0.0.2", "127.0.0.3"):
-        command += ["-o", f"ListenAddress={host}:{port}"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.3", port), timeout=5).close()
-            break
-        except OSError:
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    public = " ".join((folder / "host_key.pub").read_text().split()[:2])
-    known = folder / "known_hosts"
-    known.write_text(f"[127.0.0.2]:{port} {public}\n[127.0.0.3]:{port} {public}\n")
-    yield ["-p", str(port), "-i", str(folder / "id"), "--ssh-option", f"UserKnownHostsFile={known}"]
-    process.terminate()
-    process.wait(20)
-    log.close()
+    with sshd.sshd(tmp_path_factory.mktemp("ssh"), "127.0.0.2", "127.0.0.3") as options:
+        yield options
 
 
 HOSTS = ["-H", "localhost:1,127.0.0.2:2,127.0.0.3:1"]

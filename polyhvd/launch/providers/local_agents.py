@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyhvd.launch import agent
 from polyhvd.launch.agent_process import AgentProcess
+from polyhvd.launch.agent_program import agent_source, reader
 from polyhvd.launch.hosts import Host
 
 __all__ = ["LocalAgent", "LocalAgents"]
@@ -33,8 +33,10 @@ class LocalAgent(AgentProcess):
     """An agent on this host. Its ranks have this process's environment as it has."""
 
     def __init__(self, host: str) -> None:
-        """Start it from the file that it is written in."""
-        super().__init__(host, [sys.executable, "-I", "-S", agent.__file__, str(os.getpid())])
+        """Start it; it ends with this process."""
+        source = agent_source()
+        python = [sys.executable, "-I", "-S", "-c", reader(len(source))]
+        super().__init__(host, [*python, str(os.getpid())], source)
         self._marks: set[bytes] = set()
 
     def start(self, job: dict[str, Any]) -> None:

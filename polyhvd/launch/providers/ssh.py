@@ -7,10 +7,9 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from polyhvd.launch import agent
 from polyhvd.launch.agent_process import AgentProcess
+from polyhvd.launch.agent_program import agent_source, reader
 from polyhvd.launch.hosts import Host
 
 __all__ = ["SshAgent", "SshAgents", "SshOptions", "forwarded_environment", "ssh_command"]
@@ -51,7 +50,7 @@ class SshAgent(AgentProcess):
 
     def __init__(self, host: str, options: SshOptions) -> None:
         """Start it; its program goes to it first, since polyhvd need not lie at the same place there."""
-        source = Path(agent.__file__).read_bytes()
+        source = agent_source()
         super().__init__(host, ssh_command(host, options, len(source)), source)
         self.environment = forwarded_environment()
 
@@ -69,10 +68,9 @@ def ssh_command(host: str, ssh: SshOptions, source_bytes: int) -> list[str]:
         command += ["-p", str(ssh.port)]
     if ssh.identity_file is not None:
         command += ["-i", ssh.identity_file]
-    program = f"import sys;exec(compile(sys.stdin.buffer.read({source_bytes}),'polyhvd-agent','exec'))"
     # What tells every process of this job to end must not end ssh, and with it the far ranks, at once.
     shield = ["sh", "-c", 'trap "" HUP INT TERM; exec "$@"', "ssh"]
-    remote = f"exec {shlex.quote(ssh.python)} -I -S -c {shlex.quote(program)}"
+    remote = f"exec {shlex.quote(ssh.python)} -I -S -c {shlex.quote(reader(source_bytes))}"
     return [*shield, *command, "--", host, remote]
 
 

@@ -31,9 +31,14 @@ class HostAgent(Protocol):
     ended: bool
     #: The last lines that it, or what has started it, has to say of itself.
     complaints: deque[str]
-    #: What a job waits on with a selector: for frames, and for complaints.
+    #: What a job waits on with a selector: until it takes what it is told, for frames, and for complaints.
+    stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
+
+    @property
+    def unread_bytes(self) -> int:
+        """How much :meth:`put_aside` has read that :meth:`receive` has not returned."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -50,6 +55,9 @@ class HostAgent(Protocol):
                 ``ranks``: pairs of a rank and what its own environment has besides.
         """
 
+    def put_aside(self) -> bool:
+        """Read what has come, for :meth:`receive` to look at later; False when nothing has."""
+
     def receive(self) -> list[tuple[int, int, bytes]]:
         """Take the frames that have come: what ranks have written, and how they have ended.
 
@@ -65,6 +73,12 @@ class HostAgent(Protocol):
 
     def signal(self, number: int) -> None:
         """Send a signal to all its ranks that still run; SIGKILL to what they have started, too."""
+
+    def tell(self, kind: int) -> None:
+        """Send a frame without payload, such as BEAT, once it has answered; never waits."""
+
+    def flush(self) -> bool:
+        """Send what could not be sent at once; False when some of it is left."""
 
     def cut(self) -> None:
         """Have it kill its ranks and end."""

@@ -1,0 +1,86 @@
+"""A real sshd of a test's own, and polyhvdrun's options that reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["available", "sshd"]
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") or ""
+CONFIG = """
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/authorized_keys
+PidFile {folder}/pid
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+PermitRootLogin prohibit-password
+"""
+
+
+def available() -> bool:
+    """Whether there are sshd and ssh."""
+    return bool(SSHD) and shutil.which("ssh") is not None
+
+
+def _key(path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def sshd(
+    folder: Path,
+    *addresses: str,
+    port: int = 0,
+    within: Sequence[str] = (),
+    answers: Callable[[str, int], bool] = _answers,
+) -> Iterator[list[str]]:
+    """Serve ssh on these addresses; gives polyhvdrun's options.
+
+    ``within`` are words of a command that runs sshd, ``port`` 0 is a free one of this host's, and ``answers``
+    says whether it listens.
+    """
+    _key(folder / "host_key")
+    _key(folder / "id")
+    shutil.copy(folder / "id.pub", folder / "authorized_keys")
+    if port == 0:
+        with socket.create_server((addresses[0], 0)) as probe:
+            port = probe.getsockname()[1]
+    (folder / "sshd_config").write_text(CONFIG.format(folder=folder))
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    log = (folder / "log").open("wb")
+    command = [*within, SSHD, "-D", "-e", "-f", str(folder / "sshd_config")]
+    for address in addresses:
+        command += ["-o", f"ListenAddress={address}:{port}"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+    try:
+        deadline = time.monotonic() + 20
+        while not answers(addresses[-1], port):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        public = " ".join((folder / "host_key.pub").read_text().split()[:2])
+        known = folder / "known_hosts"
+        known.write_text("".join(f"[{address}]:{port} {public}\n" for address in addresses))
+        yield ["-p", str(port), "-i", str(folder / "id"), "--ssh-option", f"UserKnownHostsFile={known}"]
+    finally:
+        process.terminate()
+        process.wait(20)
+        log.close()
