@@ -142,7 +142,7 @@ LAYERS = (
     ("launch",),
     ("shared",),
     ("__init__",),
-    ("bench", "exports", "runner"),
+    ("bench", "exports", "runner", "sagemaker"),
     ("cli",),
 )
 FLAT_FILES_MAX = 10

@@ -42,6 +42,14 @@ STARTED = 3  # payload: pid
 #: rank has written came before.
 EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
+# From a host that has come by itself, see polyhvd/launch/joining.py; an agent knows nothing of them
+HELLO = 8  # payload: JSON
+SIGNALLED = 9  # polyhvdrun there has got a signal; payload: number
+OVER = 10  # the agent there has ended, and the host waits for RESULT
+# To such a host
+REFUSED = 24  # payload: why
+CUT = 25  # end the agent
+RESULT = 26  # of the job; payload: exit status, and what has failed
 # From the launcher
 JOB = 16  # payload: JSON
 SIGNAL = 17  # to all ranks that still run; payload: number

@@ -1,4 +1,4 @@
-"""An agent as a process of this host, its own or ssh's: the launcher's end of its three pipes.
+"""The launcher's end of an agent: frames in, frames out, and what carries them.
 
 The job, with the secret in it, goes to the agent's standard input and never on a command line.
 """
@@ -11,69 +11,46 @@ import os
 import subprocess
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 from polyhvd.launch import agent
 
-__all__ = ["AgentProcess"]
+__all__ = ["AgentProcess", "AgentStreams"]
 
 _NOISE_BYTES_MAX = 1 << 16  # printed by a login shell before the agent speaks
 
 
-class AgentProcess:
-    """See :class:`polyhvd.launch.providers.starting.HostAgent`: frames in, frames out."""
+class AgentStreams:
+    """See :class:`polyhvd.launch.providers.starting.HostAgent`: what all agents have in common."""
 
     #: What a message says has ended, when the agent has.
     program = "the agent"
 
-    def __init__(self, host: str, command: Sequence[str], source: bytes = b"") -> None:
-        """Start it.
-
-        Args:
-            host: as users name it.
-            command: runs the agent on that host, its standard streams being this process's pipes.
-            source: the agent's program, where the command reads it from standard input.
-        """
+    def __init__(self, host: str, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.host = host
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         self.ranks: list[int] = []
         self.environment: dict[str, str] = {}
         self.ready = False
         self.ended = False
         #: The last lines of the agent's own standard error, and those of what has started it.
         self.complaints: deque[str] = deque(maxlen=20)
-        self._jobs: list[dict[str, Any]] = []  # not sent yet
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._at_end = False  # nothing more will be read
-        self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher alone to handle
-            bufsize=0,
-        )
-        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         # A persistent master of ssh may hold the far end for ever; and one that is stopped takes nothing.
         for stream in (stdin, stdout, stderr):
             os.set_blocking(stream.fileno(), False)
-        self._write(source)
-
-    def start(self, job: dict[str, Any]) -> None:
-        """Have it start the ranks of ``job``, once it answers."""
-        self.ranks += [rank for rank, _ in job["ranks"]]
-        self._jobs.append(job)
-        if self.ready:
-            self._send_jobs()
 
     @property
     def unread_bytes(self) -> int:
         """How much was put aside, and waits for :meth:`receive`."""
         return len(self._inbox)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """How much waits for :meth:`flush`."""
+        return len(self._outbox)
 
     def put_aside(self) -> bool:
         """Read what is there, for :meth:`receive` to look at later; False when nothing is."""
@@ -81,6 +58,9 @@ class AgentProcess:
             data = os.read(self.stdout.fileno(), 1 << 18)
         except BlockingIOError:
             return False
+        except OSError as error:  # of a connection
+            self.complaints.append(error.strerror or str(error))
+            data = b""
         self._inbox += data
         self._at_end = not data
         return bool(data)
@@ -88,7 +68,7 @@ class AgentProcess:
     def receive(self) -> list[tuple[int, int, bytes]]:
         """Read what is there and return the frames; sets ``ended`` at the end of the stream."""
         self.put_aside()
-        self.ended = self._at_end
+        self.ended = self.ended or self._at_end
         if not self.ready and not self._greeted():
             return []
         return agent.split_frames(self._inbox)
@@ -104,13 +84,12 @@ class AgentProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank of this agent that still runs."""
-        if self.ready:
-            self._write(agent.frame(agent.SIGNAL, -1, number.to_bytes(4, "big")))
+        self.tell(agent.SIGNAL, number.to_bytes(4, "big"))
 
-    def tell(self, kind: int) -> None:
-        """Send a frame that has no payload."""
+    def tell(self, kind: int, payload: bytes = b"") -> None:
+        """Send a frame, once it has answered; never waits."""
         if self.ready:
-            self._write(agent.frame(kind, -1))
+            self._write(agent.frame(kind, -1, payload))
 
     def flush(self) -> bool:
         """Send what could not be sent at once; False when some of it is left."""
@@ -123,6 +102,52 @@ class AgentProcess:
             self._outbox.clear()
         return True
 
+    def end_strays(self) -> None:
+        """Kill what has outlived the agent where this process can; elsewhere its guard has to do."""
+
+    def _greeted(self) -> bool:
+        """Whether it has said that it is an agent."""
+        return True
+
+    def _write(self, data: bytes) -> None:
+        self._outbox += data
+        self.flush()
+
+
+class AgentProcess(AgentStreams):
+    """An agent as a process of this host, its own or ssh's, and its three pipes."""
+
+    def __init__(self, host: str, command: Sequence[str], source: bytes = b"") -> None:
+        """Start it.
+
+        Args:
+            host: as users name it.
+            command: runs the agent on that host, its standard streams being this process's pipes.
+            source: the agent's program, where the command reads it from standard input.
+        """
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher alone to handle
+            bufsize=0,
+        )
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        super().__init__(host, stdin, stdout, stderr)
+        self._jobs: list[dict[str, Any]] = []  # not sent yet
+        self._write(source)
+
+    def start(self, job: dict[str, Any]) -> None:
+        """Have it start the ranks of ``job``, once it answers."""
+        self.ranks += [rank for rank, _ in job["ranks"]]
+        self._jobs.append(job)
+        if self.ready:
+            self._send_jobs()
+
     def cut(self) -> None:
         """Close the agent's standard input: it kills its ranks and ends."""
         self._outbox.clear()
@@ -132,9 +157,6 @@ class AgentProcess:
     def kill(self) -> None:
         """End the agent at once; its guard, or its host, ends the ranks."""
         self._process.kill()
-
-    def end_strays(self) -> None:
-        """Kill what has outlived the agent where this process can; elsewhere its guard has to do."""
 
     def close(self, timeout_s: float = 5.0) -> int:
         """End the agent, by force if need be; returns its exit status."""
@@ -164,7 +186,3 @@ class AgentProcess:
         for job in self._jobs:
             self._write(agent.frame(agent.JOB, -1, json.dumps(job).encode()))
         self._jobs.clear()
-
-    def _write(self, data: bytes) -> None:
-        self._outbox += data
-        self.flush()

@@ -15,7 +15,15 @@ from polyhvd.config import Settings
 from polyhvd.launch.horovodrun import NO_ELASTIC
 from polyhvd.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
-from polyhvd.launch.options import SETTINGS, USAGE_STATUS, Parser, make_parser, parse
+from polyhvd.launch.options import (
+    SETTINGS,
+    USAGE_STATUS,
+    Parser,
+    interface_of,
+    is_one_of_several,
+    make_parser,
+    parse,
+)
 from polyhvd.launch.output import STDERR, STDOUT, Output
 from polyhvd.launch.policy import LetOthersFinish, StopAtFirstFailure
 from polyhvd.launch.programs import Part, Program, lay_out
@@ -45,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _raise_descriptor_limit()
     try:
         _take_config_file(options)
+        if is_one_of_several(options):
+            from polyhvd.launch import nodes
+
+            return nodes.run(programs, _spec, _output)
         spec = _spec(programs)
         if options.mpi:
             return _become_mpirun(spec, options)
@@ -56,17 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print("\n".join(plan(spec)))
             return 0
-        output = Output(
-            len(spec.placements),
-            tag=not options.no_tag,
-            timestamps=options.timestamps,
-            directory=options.output_filename,
-            copied=_TEES[3 if options.tee is None else options.tee],
-        )
+        output = _output(options, len(spec.placements))
     except (ValueError, OSError) as error:
         parser.exit(USAGE_STATUS, f"polyhvdrun: {error}\n")
     with contextlib.closing(output):
         return _run(spec, output, options.max_restarts)
+
+
+def _output(options: argparse.Namespace, size: int) -> Output:
+    return Output(
+        size,
+        tag=not options.no_tag,
+        timestamps=options.timestamps,
+        directory=options.output_filename,
+        copied=_TEES[3 if options.tee is None else options.tee],
+    )
 
 
 def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
@@ -171,7 +187,7 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
         placements=placements,
         programs=laid_out,
         env={**_environment(options), **variables},
-        interface=_interface(options),
+        interface=interface_of(options),
         remote=SshAgents(_ssh(options)),
         start_timeout_s=_start_timeout_s(options),
         term_grace_s=options.term_grace_s,
@@ -243,17 +259,13 @@ def _start_timeout_s(options: argparse.Namespace) -> float:
     return 30.0 if options.start_timeout is None else float(options.start_timeout)
 
 
-def _interface(options: argparse.Namespace) -> str:
-    return ",".join(options.network_interface or ())
-
-
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """The variables of all ranks that options set; raises ConfigError where a rank would."""
     env = {}
     if options.start_timeout is not None:
         env["POLYHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
     if options.network_interface:
-        env["POLYHVD_GLOO_IFACE"] = _interface(options)
+        env["POLYHVD_GLOO_IFACE"] = interface_of(options)
     if options.tcp:
         env["NCCL_IB_DISABLE"] = "1"
     return env | _settings(options)

@@ -52,6 +52,9 @@ class JobSpec:
     env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's own
     interface: str = ""
     remote: AgentProvider = field(default_factory=SshAgents)  # for other hosts
+    agents: Sequence[AgentProvider] | None = None  # one a host; None: local ones, and ``remote``
+    secret: str = ""  # of the ranks; empty: a new one
+    address: str = ""  # of the rendezvous; empty: one by which the hosts reach it
     start_timeout_s: float = 30.0
     term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
     policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
@@ -66,9 +69,9 @@ class Job:
         self._spec = spec
         self._output = output
         self._silence_s = _heartbeat_timeout_s(spec.env)  # of an agent; 0: it may be silent for ever
-        self.secret = new_secret()
+        self.secret = spec.secret or new_secret()
         self.cause: Ending | None = None  # of the job's failure, after ``run``
-        self._local = [network.is_local(host.name) for host in spec.hosts]
+        self._local = [] if spec.agents else [network.is_local(host.name) for host in spec.hosts]
         self.rendezvous = Server(parse_secret(self.secret), self._address())
         self._selector = selectors.DefaultSelector()
         self._agents: list[HostAgent] = []
@@ -131,6 +134,8 @@ class Job:
     # Starting
 
     def _address(self) -> str:
+        if self._spec.address:
+            return self._spec.address
         if self._spec.interface:
             return network.address_of(self._spec.interface)
         others = [host.name for host, local in zip(self._spec.hosts, self._local, strict=True) if not local]
@@ -151,6 +156,8 @@ class Job:
             self._output.say(f"{size} ranks on {count} hosts; rendezvous at {self.rendezvous.endpoint}")
 
     def _provider(self, number: int) -> AgentProvider:
+        if self._spec.agents is not None:
+            return self._spec.agents[number]
         return LocalAgents() if self._local[number] else self._spec.remote
 
     def _job(self, placements: list[Placement], host: Host, env: Mapping[str, str]) -> dict[str, Any]:
@@ -241,12 +248,12 @@ class Job:
         """Give the agents ours, and say which have given none for too long. See Heartbeat."""
         silent = []
         for process in self._agents:
-            if process.ended or not process.ready:
+            if not process.ready:
                 continue
             beat = self._heartbeats.setdefault(process, agent.Heartbeat(self._silence_s, now))
             if beat.is_due(now):
                 process.tell(agent.BEAT)
-            if beat.is_silent(now):
+            if beat.is_silent(now) and not process.ended:
                 silent.append(process)
         return silent
 
@@ -267,7 +274,7 @@ class Job:
             times.append(self._stop_at)
         now = time.monotonic()
         waits = [moment - now for moment in times]
-        waits += [self._heartbeats[item].timer_s(now) for item in self._heartbeats if not item.ended]
+        waits += [self._heartbeats[item].timer_s(now) for item in self._heartbeats]
         timer_s = max(0.0, min(waits, default=float("inf")))
         return timer_s if timer_s < float("inf") else None
 
@@ -360,6 +367,8 @@ class Job:
             elif kind == agent.FAILED:
                 status, reason = agent.parse_status(payload)
                 self._exited(rank, process, status, f"was not started: {reason}")
+            elif kind == agent.SIGNALLED:
+                self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
         if process.ended:
             self._agent_ended(process)
 

@@ -44,6 +44,8 @@ SETTINGS: dict[str, tuple[str, str | None, str]] = {
     "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", None, "NCCL within hosts, CPUs between them"),
 }
 
+#: Where the first of several hosts without ssh waits for the others, unless --rdzv-endpoint says otherwise.
+RENDEZVOUS_PORT = 16420
 #: What each of several programs has of its own; every other option is the job's, and stands before the first.
 PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
 
@@ -102,6 +104,7 @@ def make_parser() -> Parser:
     _add_output(parser)
     _add_ending(parser)
     _add_ssh(parser)
+    _add_nodes(parser)
     _add_mpi(parser)
     _add_settings(parser)
     horovodrun.add_to(parser)
@@ -238,6 +241,33 @@ def _add_mpi(parser: Parser) -> None:
     group.add_argument(
         "--binding-args", metavar="ARGS", default="", help="the same, for options that bind ranks to cores"
     )
+
+
+def _add_nodes(parser: Parser) -> None:
+    add = parser.add_argument_group(
+        "several hosts without ssh", "polyhvdrun is started on each of them; all need one POLYHVD_SECRET"
+    ).add_argument
+    add("--nnodes", type=int, metavar="N", help="number of hosts")
+    add("--node-rank", type=int, metavar="K", help="number of this one, from 0")
+    add(
+        "--rdzv-endpoint",
+        metavar="HOST[:PORT]",
+        help=f"host 0, as the others reach it; port: {RENDEZVOUS_PORT}",
+    )
+    add("--nproc-per-node", type=int, metavar="N", help="ranks of this host; default: one a GPU, or 1")
+    add("--sagemaker", action="store_true", help="hosts and arguments are those of SageMaker's container")
+
+
+def is_one_of_several(options: argparse.Namespace) -> bool:
+    """Whether polyhvdrun is started on every host, and this is one of them."""
+    return options.sagemaker or any(
+        value is not None for value in (options.nnodes, options.node_rank, options.rdzv_endpoint)
+    )
+
+
+def interface_of(options: argparse.Namespace) -> str:
+    """What --network-interface names, as POLYHVD_GLOO_IFACE has it."""
+    return ",".join(options.network_interface or ())
 
 
 def _add_settings(parser: Parser) -> None:

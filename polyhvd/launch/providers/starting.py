@@ -74,8 +74,8 @@ class HostAgent(Protocol):
     def signal(self, number: int) -> None:
         """Send a signal to all its ranks that still run; SIGKILL to what they have started, too."""
 
-    def tell(self, kind: int) -> None:
-        """Send a frame without payload, such as BEAT, once it has answered; never waits."""
+    def tell(self, kind: int, payload: bytes = b"") -> None:
+        """Send a frame, such as BEAT, once it has answered; never waits."""
 
     def flush(self) -> bool:
         """Send what could not be sent at once; False when some of it is left."""

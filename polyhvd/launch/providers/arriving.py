@@ -1,0 +1,259 @@
+"""Hosts that come by themselves: each runs polyhvdrun, and the first one's starts the ranks of all.
+
+The others connect to it over TCP and prove the secret that all were given. What an agent says and is told
+then travels over that connection, which outlives the agent: every host waits for the result of the whole job.
+The secret of the ranks does not travel: both sides derive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyhvd.launch import agent
+from polyhvd.launch.agent_process import AgentStreams
+from polyhvd.launch.hosts import Host
+from polyhvd.launch.providers.starting import HostAgent
+from polyhvd.rendezvous.auth import Greeting, derive_secret
+from polyhvd.rendezvous.handshakes import Authenticated, Handshakes
+
+__all__ = ["PURPOSE", "Arrivals", "ArrivedAgent", "ArrivedAgents", "LateError", "ranks_secret"]
+
+#: Of the connections, in their greeting.
+PURPOSE = "agent"
+_BACKLOG = 1024
+_LOOK_S = 0.2
+_FAREWELL_S = 5.0
+
+
+class LateError(OSError):
+    """Not all hosts have come in time."""
+
+
+def ranks_secret(secret: bytes, nonce: str) -> str:
+    """The secret of a job's ranks, as POLYHVD_SECRET has it; the nonce may be known to all."""
+    return derive_secret(secret, f"ranks {nonce}").hex()
+
+
+class ArrivedAgent(AgentStreams):
+    """An agent on a host that has connected."""
+
+    program = "polyhvdrun there"
+
+    def __init__(self, connection: socket.socket, host: str, slots: int, nonce: str) -> None:
+        """Take over a connection that has proved its secret and said hello."""
+        self.slots = slots
+        # Of this host, as that one reaches it; a socket that takes both versions of IP tells it as IPv6.
+        self.address = str(connection.getsockname()[0]).removeprefix("::ffff:")
+        self._nonce = nonce
+        self._socket = connection
+        self._lost = False
+        self._status = 0
+        silent, nobody = os.pipe()  # what it has to complain about it prints where it is
+        os.close(nobody)
+        # A selector waits for each direction by itself.
+        stdin, stdout = (os.fdopen(os.dup(connection.fileno()), mode, 0) for mode in ("wb", "rb"))
+        super().__init__(host, stdin, stdout, os.fdopen(silent, "rb", 0))
+        self.ready = True
+
+    def start(self, job: dict[str, Any]) -> None:
+        """Have ranks started there, with a secret that is not sent."""
+        self.ranks += [rank for rank, _ in job["ranks"]]
+        env = {name: value for name, value in job["env"].items() if name != "POLYHVD_SECRET"}
+        self.tell(agent.JOB, json.dumps({**job, "env": env, "nonce": self._nonce}).encode())
+
+    def receive(self) -> list[tuple[int, int, bytes]]:
+        """Read what is there and return the frames of the agent; its end is one, too."""
+        frames = super().receive()
+        for kind, _, payload in frames:
+            if kind == agent.OVER:
+                self.ended, self.program = True, "its agent"
+                self._status = agent.parse_status(payload)[0]
+        self._lost = self._lost or self._at_end
+        return frames
+
+    def cut(self) -> None:
+        """Have the agent there end; the host still waits for the result."""
+        if not self.ended:
+            self.tell(agent.CUT)
+
+    def kill(self) -> None:
+        """Cut the connection: the host there ends its ranks."""
+        self._lost = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> int:
+        """Nothing to wait for; the agent's status, or 1 where the connection was lost."""
+        return int(self._lost) or self._status
+
+    def conclude(self, result: dict[str, Any]) -> None:
+        """Tell the host how the job has ended, and close the connection."""
+        self.tell(agent.RESULT, json.dumps(result).encode())
+        deadline = time.monotonic() + _FAREWELL_S
+        while not self._lost and not self.flush() and time.monotonic() < deadline:
+            select.select([], [self.stdin], [], _LOOK_S)
+        for stream in (self.stdin, self.stdout, self.stderr, self._socket):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+class ArrivedAgents:
+    """See :class:`polyhvd.launch.providers.starting.AgentProvider`."""
+
+    def __init__(self, arrived: ArrivedAgent) -> None:
+        self._arrived = arrived
+
+    def agent(self, host: Host) -> HostAgent:
+        """The one that is there."""
+        return self._arrived
+
+
+@dataclass
+class _Coming:
+    """A connection that has proved the secret, and has not said hello."""
+
+    number: int
+    inbox: bytearray
+
+
+class Arrivals:
+    """Where the first host waits for the others.
+
+    Args:
+        secret: that they prove.
+        names: of all hosts, for messages; the first is this one.
+        address: to listen on; empty: everywhere.
+        port: to listen on.
+        nonce: of this job, see :func:`ranks_secret`.
+        version: of polyhvd, which has to be the same everywhere.
+
+    Raises:
+        OSError: nobody can listen there.
+    """
+
+    def __init__(
+        self, secret: bytes, names: Sequence[str], address: str, port: int, *, nonce: str, version: str
+    ) -> None:
+        self._names = names
+        self._nonce = nonce
+        self._hello = {"hosts": len(names), "version": version}
+        self._called: set[int] = set()  # that have connected, and perhaps not proved anything
+        self.arrived: dict[int, ArrivedAgent] = {}
+        listener = _listener(address, port)
+        self._handshakes = Handshakes(secret, self._admit)
+        self._handshakes.listen(listener)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._handshakes, selectors.EVENT_READ)
+
+    def wait(self, deadline: float) -> list[ArrivedAgent]:
+        """All hosts but the first, in their order.
+
+        Raises:
+            LateError: some are not there by ``deadline`` (time.monotonic()); it names them.
+        """
+        while len(self.arrived) < len(self._names) - 1:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise LateError(self._who_is_late())
+            events = self._selector.select(min(left_s, _LOOK_S, self._handshakes.timer_s()))
+            for passed in self._handshakes.poll(0):
+                self._begin(passed)
+            for key, _ in events:
+                if isinstance(key.data, _Coming):
+                    self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+                elif key.data is not None:
+                    self._look_after(key.data)
+        return [self.arrived[number] for number in sorted(self.arrived)]
+
+    def close(self) -> None:
+        """Listen no more; those that have come stay."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Coming):
+                key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._handshakes.close()
+
+    def _admit(self, greeting: Greeting) -> bool:
+        wanted = greeting.purpose == PURPOSE and 0 < greeting.source < len(self._names)
+        if wanted:
+            self._called.add(greeting.source)
+        return wanted
+
+    def _begin(self, passed: Authenticated) -> None:
+        self._selector.register(
+            passed.connection, selectors.EVENT_READ, _Coming(passed.greeting.source, bytearray())
+        )
+
+    def _read(self, connection: socket.socket, coming: _Coming) -> None:
+        try:
+            data = connection.recv(65536)
+            coming.inbox += data
+            frames = agent.split_frames(coming.inbox)
+            said = [json.loads(payload) for kind, _, payload in frames if kind == agent.HELLO]
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data, said = b"", []
+        if data and not said:
+            return
+        self._selector.unregister(connection)
+        if not said:
+            connection.close()
+            return
+        self._enter(connection, coming.number, said[0])
+
+    def _enter(self, connection: socket.socket, number: int, said: dict[str, Any]) -> None:
+        differing = [name for name, value in self._hello.items() if said.get(name) != value]
+        reason = "; ".join(
+            f"{name}: it has {said.get(name)!r}, the first host {self._hello[name]!r}" for name in differing
+        )
+        if number in self.arrived:
+            reason = f"another process is number {number} already"
+        if reason:
+            with contextlib.suppress(OSError):
+                connection.send(agent.frame(agent.REFUSED, -1, reason.encode()))
+            connection.close()
+            return
+        arrived = ArrivedAgent(connection, str(said["name"]), int(said["slots"]), self._nonce)
+        self.arrived[number] = arrived
+        self._selector.register(arrived.stdout, selectors.EVENT_READ, arrived)
+
+    def _look_after(self, arrived: ArrivedAgent) -> None:
+        """One that has come says something, or goes again: it, or another in its place, may come back."""
+        arrived.put_aside()
+        with contextlib.suppress(ValueError):
+            arrived.receive()
+        if arrived.ended:
+            self._selector.unregister(arrived.stdout)
+            self.arrived = {number: other for number, other in self.arrived.items() if other is not arrived}
+            arrived.conclude({})
+
+    def _who_is_late(self) -> str:
+        late = []
+        for number in range(1, len(self._names)):
+            if number in self.arrived:
+                continue
+            called = " (it has called, and not proved the secret)" if number in self._called else ""
+            late.append(self._names[number] + called)
+        return f"{', '.join(late)}: did not come in time"
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+    return socket.create_server(("", port), backlog=_BACKLOG)

@@ -1,0 +1,200 @@
+"""What Amazon SageMaker tells a training container, and where it looks for what has become of it.
+
+Files below /opt/ml, and variables of its training toolkit where that has set them:
+https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyhvd.runtime import current
+
+__all__ = [
+    "FAILURE_CHARS_MAX",
+    "Container",
+    "arguments",
+    "checkpoint_dir",
+    "container",
+    "gpu_count",
+    "model_dir",
+    "variables",
+    "write_failure",
+]
+
+#: SageMaker shows no more of the file.
+FAILURE_CHARS_MAX = 1024
+_CUT = "\n...\n"
+
+
+@dataclass(frozen=True)
+class Container:
+    """The hosts of a training job, in the order of their ranks, and which of them this is."""
+
+    hosts: tuple[str, ...]
+    current: str
+    interface: str  # empty: not told
+    job: str  # its name; empty: not told
+
+    @property
+    def number(self) -> int:
+        """This host's place among the hosts; 0 leads, as in SageMaker's toolkit."""
+        return self.hosts.index(self.current)
+
+
+def _base() -> Path:
+    return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+
+
+def container() -> Container:
+    """Read input/config/resourceconfig.json; raises ValueError, with the file and what is wrong with it."""
+    path = _base() / "input/config/resourceconfig.json"
+    told = _object(path, f"{path}: {{}}; --sagemaker is for SageMaker's training containers")
+    hosts, here = told.get("hosts"), told.get("current_host")
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
+        raise ValueError(f"{path}: 'hosts' must be a list of names; found {json.dumps(hosts)}")
+    if not isinstance(here, str) or here not in hosts:
+        raise ValueError(f"{path}: 'current_host' must be one of {sorted(hosts)}; found {json.dumps(here)}")
+    interface = told.get("network_interface_name") or ""
+    if not isinstance(interface, str):
+        raise ValueError(f"{path}: 'network_interface_name' must be a name; found {json.dumps(interface)}")
+    return Container(tuple(sorted(set(hosts))), here, interface, os.environ.get("TRAINING_JOB_NAME", ""))
+
+
+def gpu_count() -> int:
+    """How many GPUs this container has: SM_NUM_GPUS, or the devices that are there."""
+    told = os.environ.get("SM_NUM_GPUS", "")
+    if told.isascii() and told.isdigit():
+        return int(told)
+    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def arguments() -> list[str]:
+    """The hyperparameters as words of a command line: SM_USER_ARGS, or ``--name value`` of each in the file.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    told = os.environ.get("SM_USER_ARGS", "")
+    if told:
+        words = _parsed(told)
+        if not isinstance(words, list):
+            raise ValueError(f"SM_USER_ARGS must be a list in JSON; found {told!r}")
+        return [str(word) for word in words]
+    words = []
+    for name, value in sorted(_hyperparameters().items()):
+        words += [f"--{name}" if len(name) > 1 else f"-{name}", _word(value)]
+    return words
+
+
+def variables(here: Container) -> dict[str, str]:
+    """Those of the toolkit's variables that scripts read, where nobody has set them."""
+    base = _base()
+    values = {
+        "SM_HOSTS": json.dumps(list(here.hosts)),
+        "SM_CURRENT_HOST": here.current,
+        "SM_NUM_GPUS": str(gpu_count()),
+        "SM_MODEL_DIR": str(base / "model"),
+        "SM_OUTPUT_DATA_DIR": str(base / "output/data"),
+        "SM_HPS": json.dumps(_hyperparameters()),
+    }
+    data = base / "input/data"
+    channels = sorted(path.name for path in data.iterdir() if path.is_dir()) if data.is_dir() else []
+    values |= {f"SM_CHANNEL_{name.upper()}": str(data / name) for name in channels}
+    if here.interface:
+        values["NCCL_SOCKET_IFNAME"] = here.interface
+    return {name: value for name, value in values.items() if name not in os.environ}
+
+
+def code_dir() -> Path:
+    """Where SageMaker's toolkit has the program of the user."""
+    return _base() / "code"
+
+
+def write_failure(text: str) -> None:
+    """Tell SageMaker why the job has failed: the beginning and, of what is too long, the end of ``text``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if len(text) > FAILURE_CHARS_MAX:
+        head, _, rest = text.partition("\n")
+        head = head[: FAILURE_CHARS_MAX // 2]
+        text = head + _CUT + rest[-(FAILURE_CHARS_MAX - len(head) - len(_CUT)) :]
+    path = _base() / "output/failure"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8", errors="replace")
+
+
+def model_dir() -> str | None:
+    """Where this rank saves the model: SageMaker's folder on rank 0, and None on all others.
+
+    SageMaker uploads what the hosts have in that folder as one archive, so only one rank may write there.
+
+    Returns:
+        SM_MODEL_DIR, or /opt/ml/model where that is not set; None on a rank other than 0.
+
+    Raises:
+        NotInitializedError: ``init()`` has not been called.
+
+    Example::
+
+        if folder := polyhvd.sagemaker.model_dir():
+            torch.save(model.state_dict(), f"{folder}/model.pt")
+    """
+    if current.world().placement.rank != 0:
+        return None
+    return os.environ.get("SM_MODEL_DIR") or str(_base() / "model")
+
+
+def checkpoint_dir() -> str:
+    """Where checkpoints go that SageMaker copies to S3 while the job runs, and back when it starts again.
+
+    It is there on every host when the estimator has a ``checkpoint_s3_uri``. Ranks that write there need
+    file names of their own, or let rank 0 alone do so.
+
+    Raises nothing.
+
+    Example::
+
+        path = f"{polyhvd.sagemaker.checkpoint_dir()}/last.pt"
+    """
+    return str(_base() / "checkpoints")
+
+
+def _hyperparameters() -> dict[str, Any]:
+    """The user's, each read as JSON where it is: estimators send texts."""
+    path = _base() / "input/config/hyperparameters.json"
+    if not path.exists():
+        return {}
+    told = _object(path, f"{path}: {{}}")
+    return {name: _parsed(value) for name, value in told.items() if not name.startswith("sagemaker_")}
+
+
+def _object(path: Path, complaint: str) -> dict[str, Any]:
+    try:
+        told = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(complaint.format(error.strerror)) from None
+    except ValueError as error:
+        raise ValueError(complaint.format(f"is not JSON: {error}")) from None
+    if not isinstance(told, dict):
+        raise ValueError(complaint.format("is no object in JSON"))
+    return told
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{name}={item}" for name, item in sorted(value.items()))
+    return str(value)
