@@ -13,9 +13,9 @@ __all__ = ["Foreign", "foreign_launch"]
 
 _BY_POLYHVDRUN = "start the ranks with `polyhvdrun -np {n} python ...`"
 _BY_MPI = "start the ranks with MPI's `mpirun -np {n} python ...`, whose library has to be found"
-_ON_ONE_HOST = (
-    "have one host alone start the ranks of all: `polyhvdrun -np {n} -H host1:1,host2:1 python ...`, or "
-    "mpirun"
+_IN_EVERY_CONTAINER = (
+    "start the program with `polyhvdrun --sagemaker train.py` in every container, or use the mpi or "
+    "torch_distributed distribution; docs/sagemaker.md has more"
 )
 
 
@@ -79,7 +79,7 @@ def _sagemaker(environ: Mapping[str, str]) -> Foreign | None:
     if not isinstance(hosts, list) or not hosts:
         return None
     seen = f"SM_HOSTS={environ['SM_HOSTS']}, SM_CURRENT_HOST={environ.get('SM_CURRENT_HOST', '')}"
-    return Foreign("SageMaker", seen, len(hosts), _ON_ONE_HOST.format(n=len(hosts)))
+    return Foreign("SageMaker", seen, len(hosts), _IN_EVERY_CONTAINER)
 
 
 def _mxnet(environ: Mapping[str, str]) -> Foreign | None:
