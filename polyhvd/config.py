@@ -7,8 +7,10 @@ of Horovod that have nothing to set here stand in the table as well, with the re
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -189,6 +191,13 @@ class Launched(_Table):
     secret_file: str = _row("SECRET_FILE", str, "", "A file that holds the secret instead.")
     restart_count: int = _row(
         "RESTART_COUNT", _count, 0, "How often polyhvdrun --max-restarts has started the job again."
+    )
+
+    report: str = _row(
+        "REPORT",
+        str,
+        "",
+        "Number and inode of a pipe on which a rank tells what others have caused; set by the launcher.",
     )
 
     @property
@@ -418,6 +427,16 @@ class Settings(_Table):
     def shares_gpus(self) -> bool:
         """Whether NCCL is told to have several ranks on one GPU, by a variable of its own."""
         return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() not in ("", "0")
+
+    @property
+    def report_descriptor(self) -> int:
+        """The pipe to the launcher, or -1. A wrapper may have closed it, and opened another file."""
+        descriptor, _, inode = Launched.from_environment().report.partition(":")
+        with contextlib.suppress(OSError, ValueError):
+            found = os.fstat(int(descriptor))
+            if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
+                return int(descriptor)
+        return -1
 
     @property
     def attaching(self) -> int:

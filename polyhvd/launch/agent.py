@@ -42,6 +42,7 @@ STARTED = 3  # payload: pid
 #: rank has written came before.
 EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
+REPORT = 7  # what a rank has suffered from others, each with a final zero; comes before EXITED
 # From a host that has come by itself, see polyhvd/launch/joining.py; an agent knows nothing of them
 HELLO = 8  # payload: JSON
 SIGNALLED = 9  # polyhvdrun there has got a signal; payload: number
@@ -155,6 +156,7 @@ class Agent:
         self._outbox = bytearray(MAGIC)
         self._ranks: dict[int, int] = {}  # pid -> rank, while it runs
         self._pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, kind
+        self._reports: dict[int, int] = {}  # rank -> descriptor
         self._started = False
         self._paused = False  # the launcher does not keep up; the ranks wait
         self._held = False  # it has said so
@@ -381,11 +383,17 @@ class Agent:
         threads = max(1, len(os.sched_getaffinity(0)) // len(job["ranks"]))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         for rank, its_environment in job["ranks"]:
+            report, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            its_environment["POLYHVD_REPORT"] = f"{pipe}:{os.fstat(pipe).st_ino}"
             try:
-                process = self._spawn(job, {**environment, **its_environment}, ignored)
+                process = self._spawn(job, {**environment, **its_environment}, ignored, pipe)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 self._send(FAILED, rank, _explain(error, job["argv"][0], job["cwd"]))
+                os.close(report)
                 continue
+            finally:
+                os.close(pipe)
+            self._reports[rank] = report
             for kind, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
                 descriptor = os.dup(pipe.fileno())
                 pipe.close()
@@ -397,7 +405,7 @@ class Agent:
             process.returncode = 0  # reaped here, not by subprocess
             self._send(STARTED, rank, _NUMBER.pack(process.pid))
 
-    def _spawn(self, job: dict[str, Any], environment: dict[str, str], ignored: set[int]) -> Any:
+    def _spawn(self, job: dict[str, Any], environment: dict[str, str], ignored: set[int], report: int) -> Any:
         agent = os.getpid()
 
         def leash() -> None:
@@ -417,6 +425,7 @@ class Agent:
             stderr=subprocess.PIPE,
             start_new_session=True,  # a group of its own, with its children
             preexec_fn=leash,
+            pass_fds=(report,),
         )
 
     def _relay(self, descriptor: int) -> bool:
@@ -456,8 +465,16 @@ class Agent:
                 continue  # an orphan of a rank
             for descriptor in [d for d, (owner, _) in self._pipes.items() if owner == rank]:
                 self._drain(descriptor)
+            self._send_report(rank)
             code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
             self._send(EXITED, rank, _NUMBER.pack(code) + self._given_up.encode())
+
+    def _send_report(self, rank: int) -> None:
+        report = self._reports.pop(rank)
+        with contextlib.suppress(BlockingIOError):
+            if data := os.read(report, _READ_BYTES):
+                self._send(REPORT, rank, data)
+        os.close(report)
 
     def _signal(self, number: int) -> None:
         if number == signal.SIGKILL:

@@ -11,10 +11,20 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["CONSEQUENCES", "Ending", "describe", "exit_status", "first_cause", "others", "traceback_lines"]
+__all__ = [
+    "CONSEQUENCES",
+    "Ending",
+    "describe",
+    "exit_status",
+    "first_cause",
+    "had_failed",
+    "others",
+    "traceback_lines",
+]
 
 _OTHERS_MAX = 8
 _ERROR_CHARACTERS_MAX = 300
+_ERROR_LINES_MAX = 3  # of one that ends a program, where nothing may follow it
 _TRACEBACK = b"Traceback (most recent call last)"
 #: Between the tracebacks of an exception and of what it has led to.
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
@@ -41,6 +51,8 @@ class Ending:
     status: int  # negative: the signal that killed it
     tail: Sequence[bytes] = field(default=())  # the last lines on its standard error
     reason: str = ""  # the launcher's own words, where there is no exit status
+    #: Errors that other ranks have caused on this one, as its engine has reported them by itself.
+    suffered: Sequence[bytes] = field(default=())
 
     @property
     def failed(self) -> bool:
@@ -57,12 +69,27 @@ class Ending:
         """0: killed from outside or crashed; 1: failed; 2: failed because it lost another rank."""
         if self.status < 0 or self.reason:
             return 0
-        return 2 if any(_VICTIM.search(line) for line in _last_error(self.tail)) else 1
+        if any(_VICTIM.search(line) for line in _last_error(self.tail)):
+            return 2
+        # A framework's class hides ours, and its text is around ours; but ours is in it.
+        words = b" ".join(b" ".join(traceback_lines(self.tail)).split())
+        return 2 if any(b" ".join(message.split()) in words for message in self.suffered) else 1
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending:
     """The failure that explains the others; among equals the earliest. ``endings`` in their order."""
     return min(endings, key=lambda ending: ending.certainty)
+
+
+def had_failed(ending: Ending) -> bool:
+    """Whether a rank that was told to end had failed before, of itself: its last words are a traceback.
+
+    It takes a while to end, with a framework to tear down, and those that lost it may be faster.
+    """
+    lines = [line for line in _of_the_end(ending.tail) if line]
+    starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    error = [line for line in lines[starts[-1] + 1 :] if line[:1] != b" "] if starts else []
+    return 0 < len(error) <= _ERROR_LINES_MAX and ending.certainty == 1
 
 
 def describe(ending: Ending) -> str:

@@ -18,7 +18,15 @@ from typing import IO, Any
 
 from polyhvd.config import Settings
 from polyhvd.launch import agent
-from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, others, traceback_lines
+from polyhvd.launch.blame import (
+    Ending,
+    describe,
+    exit_status,
+    first_cause,
+    had_failed,
+    others,
+    traceback_lines,
+)
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import FailurePolicy, StartReplacement, StopAtFirstFailure, StopOthers
@@ -84,6 +92,8 @@ class Job:
         self._lost = False  # an agent was silent for too long
         self._running = {placement.rank for placement in spec.placements}
         self._endings: list[Ending] = []
+        self._suffered: dict[int, list[bytes]] = {}  # what ranks have reported, see Ending
+        self._slow: list[Ending] = []  # of ranks that had failed when they were told to end
         self._later: list[Ending] = []  # of ranks that failed while they were to end anyway
         self._stopping = False  # ranks end because we told them to
         self._stop_at: float | None = None  # when to look for the cause, and stop the others
@@ -360,6 +370,8 @@ class Job:
             elif kind == agent.STARTED and self._spec.verbose:
                 pid, _ = agent.parse_status(payload)
                 self._output.say(f"rank {rank} is pid {pid} on {process.host}")
+            elif kind == agent.REPORT:
+                self._suffered[rank] = [item for item in payload.split(b"\0") if item]
             elif kind == agent.EXITED:
                 status, reason = agent.parse_status(payload)
                 ended = f"was ended by its agent: {reason}" if reason else ""
@@ -404,7 +416,7 @@ class Job:
             self._unfinished.append(rank)
         else:
             self._output.finish(rank)
-        ending = Ending(rank, process.host, status, self._output.tail(rank), reason)
+        ending = self._ending(rank, process, status, reason)
         if self._stopping:
             if status > 0:  # else it died of our signal
                 self._later.append(ending)
@@ -417,12 +429,19 @@ class Job:
         elif isinstance(decision, StartReplacement):
             raise NotImplementedError(f"rank {rank}: a job cannot replace its ranks yet")
 
+    def _ending(self, rank: int, process: HostAgent, status: int, reason: str = "") -> Ending:
+        tail, suffered = self._output.tail(rank), self._suffered.get(rank, [])
+        return Ending(rank, process.host, status, tail, reason, suffered)
+
     # Ending
 
     def _stop(self) -> None:
         """The policy has said so: end the other ranks."""
         self._stop_at = None
         self._stopping = True
+        for process in self._agents:
+            endings = [self._ending(rank, process, 1) for rank in process.ranks if rank in self._running]
+            self._slow += filter(had_failed, endings)
         self._end_gently(signal.SIGTERM, time.monotonic())
 
     def _end_gently(self, number: int, now: float) -> None:
@@ -514,12 +533,13 @@ class Job:
     def _conclude(self) -> int:
         self._catch_up()
         if self._endings:
-            self.cause = first_cause(self._endings)
+            self.cause = first_cause([*self._endings, *self._slow])
             return self._report(self.cause)
         return 128 + next(iter(self._signals)) if self._signals else 0
 
     def _report(self, ending: Ending) -> int:
-        for line in others([*self._endings, *self._later], ending):
+        later = [item for item in self._later if item.rank != ending.rank]
+        for line in others([*self._endings, *later], ending):
             self._output.say(line)
         self._output.say(describe(ending), alarm=True)
         self._output.quote(ending.rank, _trim(traceback_lines(ending.tail)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 from launching import RANK, Launcher
 
-from polyhvd.launch.blame import Ending, first_cause, others, traceback_lines
+from polyhvd.launch.blame import Ending, first_cause, had_failed, others, traceback_lines
 
 
 def closing(err: str) -> list[str]:
@@ -149,3 +150,62 @@ def test_python_with_a_script_runs(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     argv = [sys.executable, str(tmp_path / "train.py")]
     assert launcher.run("-np", "1", argv=argv) == (0, "[0] hello\n", "")
+
+
+#: The guilty rank takes longer to end than those that lost it.
+SLOW = "import atexit, os, time\nif os.environ['POLYHVD_RANK'] == '1': atexit.register(time.sleep, {})\n"
+STEPS = (
+    "hvd.init()\nfor step in range(3):\n  if hvd.rank() == 1 and step == 2: raise ValueError('bad data')\n"
+)
+#: A victim's exception is of its framework's class, or of the program's own.
+VICTIMS = {
+    "mxnet": (
+        "import polyhvd.mxnet as hvd, mxnet as mx\n"
+        f"{STEPS}"
+        "  try: hvd.allreduce(mx.nd.ones(4), name='x').asnumpy()\n"
+        "  except Exception as error: raise mx.base.MXNetError(str(error)) from None\n"
+    ),
+    "tensorflow": (
+        "import tensorflow as tf, polyhvd.tensorflow as hvd\n"
+        "reduce = tf.function(lambda x: hvd.allreduce(x, name='x'))\n"
+        f"{STEPS}"
+        "  reduce(tf.ones(4))\n"
+    ),
+    "torch": (
+        "import torch, polyhvd.torch as hvd\n"
+        f"{STEPS}"
+        "  try: hvd.allreduce(torch.ones(4), name='x')\n"
+        "  except Exception as error: raise RuntimeError('the step has failed') from error\n"
+    ),
+    "numpy": (f"import numpy as np, polyhvd.numpy as hvd\n{STEPS}  hvd.allreduce(np.ones(4), name='x')\n"),
+}
+
+
+@pytest.mark.parametrize("framework", VICTIMS)
+def test_rank_that_failed_first_is_blamed_whatever_its_victims_say(
+    launcher: Launcher, framework: str
+) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"needs {framework}")
+    status, _, err = launcher.run(
+        "-np", "2", source=SLOW.format(5 if framework == "numpy" else 0.5) + VICTIMS[framework]
+    )
+    assert status == 1
+    lines = closing(err)
+    assert "polyhvdrun: rank 1 on localhost exited with status 1" in lines
+    assert lines[-1] == "[1] ValueError: bad data"
+
+
+def test_error_of_its_own_after_one_that_was_handled_is_no_victim_s() -> None:
+    tail = [b"Traceback (most recent call last):", b"  raised", b"ValueError: 2"]
+    suffered = [b"allreduce 'x' needs rank 1, which has shut down"]
+    assert Ending(0, "a", 1, tail, suffered=suffered).certainty == 1
+    assert Ending(0, "a", 1, [*tail[:2], b"MXNetError: " + suffered[0]], suffered=suffered).certainty == 2
+
+
+def test_rank_that_was_told_to_end_had_failed_only_if_a_traceback_was_its_last_word() -> None:
+    tail = [b"Traceback (most recent call last):", b"  raised", b"ValueError: 2"]
+    assert had_failed(Ending(0, "a", 1, tail))
+    assert not had_failed(Ending(0, "a", 1, [b"working"]))
+    assert not had_failed(Ending(0, "a", 1, [*tail, b"caught", b"epoch 1", b"epoch 2"]))
+    assert not had_failed(Ending(0, "a", 1, [*tail[:2], b"PeerLostError: rank 1"]))

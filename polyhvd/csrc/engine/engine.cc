@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
@@ -18,6 +19,8 @@ constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kFlightInterval = std::chrono::seconds(1);
 constexpr auto kDozeTime = std::chrono::milliseconds(1000);
 constexpr int kIdleYields = 100;
+constexpr int kReportsMax = 64;
+constexpr std::size_t kReportBytesMax = 512;
 
 }  // namespace
 
@@ -29,6 +32,7 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       queue_(sets_, rank),
       timeline_(queue_.recorder(), rank, options_.log),
       flight_(queue_.recorder(), rank, options_.flights, options_.log),
+      report_(options_.report < 0 ? -1 : fcntl(options_.report, F_DUPFD_CLOEXEC, 0)),
       parking_(std::move(parking)),
       parts_(std::move(parts)),
       executor_(sets_, timeline_, *parking_, parts_.devices.get()),
@@ -312,6 +316,7 @@ void Engine::record_end(const Operation& operation, bool error) {
 
 void Engine::complete(const OperationPtr& operation, std::optional<Error> error) {
   record_end(*operation, error.has_value());
+  if (error) report(*error);
   if (!operation->stands_in) queue_.retire(operation);
   if (!error) stall_watch_->note_ran(operation->submission);
   operation->error = std::move(error);
@@ -321,6 +326,17 @@ void Engine::complete(const OperationPtr& operation, std::optional<Error> error)
   operation->finish();
   role_.notify();
   if (done) done(told ? &*told : nullptr);
+}
+
+// Tells the launcher what this rank suffers from another one. How a framework words the
+// exception that becomes of it nobody knows, but the message is in it.
+void Engine::report(const Error& error) noexcept {
+  if (!report_ || !kind_of(error.code).is_consequence || reports_ == kReportsMax) return;
+  ++reports_;
+  std::array<char, kReportBytesMax> line{};  // with its final zero
+  error.message.copy(line.data(), line.size() - 1);
+  // A full pipe, and one that nobody reads, are no reason to wait.
+  if (write(report_.get(), line.data(), std::strlen(line.data()) + 1) < 0) reports_ = kReportsMax;
 }
 
 // Ending ----------------------------------------------------------------------
@@ -346,6 +362,7 @@ void Engine::fail(const Error& error) noexcept {
   if (failed_) return;
   failed_ = true;
   executing_ = false;
+  report(error);
   // A farewell concerns whoever hears it: others may still run what was agreed.
   const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
   if (heard) {

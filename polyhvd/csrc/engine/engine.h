@@ -51,6 +51,7 @@ struct EngineOptions {
   int core = -1;                // that the engine's thread is bound to
   int steps_per_sample = 0;     // of the speed, posted to the mailbox of the root; 0: none
   DumpPlace flights;            // of flight dumps
+  int report = -1;  // a pipe to the launcher, for what other ranks have caused; -1: none
   std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
   std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
 };
@@ -129,6 +130,7 @@ class Engine {
   void on_slow();
   void check_health();
   void check_flight(Clock::time_point now);
+  void report(const Error& error) noexcept;
   void execute(Work& work);
   void connect(ProcessSetId set);
   void disconnect(ProcessSetId set);
@@ -160,6 +162,8 @@ class Engine {
   OpQueue queue_;
   Timeline timeline_;
   FlightDump flight_;
+  OwnedFd report_;
+  int reports_ = 0;  // with the driver's role
   std::unique_ptr<Parking> parking_;
   EngineParts parts_;  // const after construction; the objects are the driver's, but for devices
   Executor executor_;  // driver

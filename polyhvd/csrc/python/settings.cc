@@ -52,6 +52,7 @@ EngineOptions read_options(const py::object& settings, const py::object& placeme
   options.stalls.warn =
       Seconds(settings.attr("stall_check_disable").cast<bool>() ? 0.0 : number("stall_warn_s"));
   options.flights.root = path_of(settings.attr("flight_folder"));
+  options.report = settings.attr("report_descriptor").cast<int>();
   options.flights.job = settings.attr("flight_job")(job).cast<std::string>();
   options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
   options.mailbox = mailbox;
