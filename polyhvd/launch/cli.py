@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from polyhvd.config import Settings
 from polyhvd.launch.horovodrun import NO_ELASTIC
 from polyhvd.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
@@ -282,7 +281,10 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
                 f"--fusion-threshold-mb {given['FUSION_THRESHOLD']}: expected a number"
             ) from None
     env = {f"POLYHVD_{name}": value for name, value in given.items()}
-    Settings.from_environment(env)
+    if env:
+        from polyhvd.config import Settings  # takes long to import
+
+        Settings.from_environment(env)
     return env
 
 

@@ -94,6 +94,7 @@ def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
     if file is None:
         return descriptor
     try:
+        file.flush()  # what is printed before the job stands before its output
         return descriptor if file.fileno() == descriptor else file
     except (AttributeError, OSError, ValueError):  # ValueError: it is closed, or has none
         return file

@@ -223,10 +223,14 @@ class Output:
     def _write_text(self, stream: int, text: str) -> None:
         if stream in self._closed:
             return
+        file = self._texts[stream]
         try:
-            self._texts[stream].write(text)
-            self._texts[stream].flush()
-        except (OSError, ValueError):  # ValueError: it was closed, or cannot encode this
+            try:
+                file.write(text)
+            except UnicodeEncodeError as error:
+                file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            file.flush()
+        except (OSError, ValueError):  # ValueError: it was closed
             self._closed.add(stream)
 
 

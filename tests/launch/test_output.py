@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 from collections.abc import Iterator
@@ -192,3 +193,14 @@ def test_unfinished_line_is_cut_to_the_terminal_s_width(terminal: tuple[Sink, Ou
     sink, output = terminal
     output.write(0, STDERR, b"\r" + b"#" * 100)
     assert sink.printed().count(b"#") == 40 - 4 - 1
+
+
+def test_a_text_stream_gets_what_it_can_show_and_a_closed_one_ends_nothing() -> None:
+    raw = io.BytesIO()
+    narrow, closed = io.TextIOWrapper(raw, encoding="ascii"), io.StringIO()
+    output = Output(1, stdout=narrow, stderr=closed)
+    closed.close()
+    output.write(0, STDERR, b"lost\n")
+    output.write(0, STDOUT, "é\n".encode() + b"\xff\nplain\n")
+    output.close()
+    assert raw.getvalue() == b"[0] \\xe9\n[0] \\ufffd\n[0] plain\n"

@@ -107,6 +107,7 @@ def test_ctrl_c_ends_the_ranks_and_returns_control() -> None:
         "def wait():\n"
         "    os.write(1, b'pid %d\\n' % os.getpid())\n"
         "    time.sleep(600)\n"
+        "print('first')\n"
         "try:\n"
         "    polyhvd.run(wait, np=2)\n"
         "except KeyboardInterrupt:\n"
@@ -120,6 +121,7 @@ def test_ctrl_c_ends_the_ranks_and_returns_control() -> None:
         line = child.stdout.readline()
         assert line, child.communicate()
         seen += line
+    assert seen.startswith(b"first\n")
     child.send_signal(signal.SIGINT)
     rest, _ = child.communicate(timeout=30)
     assert rest.decode().splitlines()[-2:] == ["interrupted", "['again'] True"]
