@@ -255,7 +255,14 @@ def _ssh(options: argparse.Namespace) -> SshOptions:
 
 
 def _start_timeout_s(options: argparse.Namespace) -> float:
-    return 30.0 if options.start_timeout is None else float(options.start_timeout)
+    """As the option says, or else the variable, which ranks read as well; raises ConfigError."""
+    if options.start_timeout is not None:
+        return float(options.start_timeout)
+    if not os.environ.keys() & {"POLYHVD_START_TIMEOUT", "HOROVOD_START_TIMEOUT"}:
+        return 30.0
+    from polyhvd.config import Settings
+
+    return Settings.from_environment(os.environ).start_timeout_s or 30.0
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:

@@ -58,6 +58,7 @@ REMARKS = {
     "-hostfile": "Also lines `host` and `host:N`. Lines without a number that repeat a host add up.",
     "--slots-per-host": "Slots of hosts that `-H` or the file names without a number.",
     "--network-interface": "Also a network (10.0.0.0/16) or an address, of IPv4 or IPv6.",
+    "--start-timeout": "Or `HOROVOD_START_TIMEOUT`, or `POLYHVD_START_TIMEOUT`.",
     "--config-file": "Needs PyYAML. Unknown keys are an error. Every option of the command line comes before "
     "the file, not only those that stand after `--config-file`.",
     "-v": "`-v` of horovodrun is `--version`.",

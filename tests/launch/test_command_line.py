@@ -13,6 +13,7 @@ from launching import RANK, Launcher
 
 from polyhvd.launch import cli
 from polyhvd.launch.dry_run import hide_secrets
+from polyhvd.launch.options import make_parser, parse
 
 FAILING_ONCE = RANK + (
     "count = os.environ['POLYHVD_RESTART_COUNT']\n"
@@ -179,6 +180,13 @@ def test_secrets_of_a_command_are_hidden_and_nothing_else() -> None:
 def test_a_fixed_number_of_ranks_may_be_given_as_elastic_limits(launcher: Launcher) -> None:
     words = ["--min-np", "2", "--max-np", "2", "--reset-limit", "0", "echo", "x"]
     assert launcher.run(argv=words)[:2] == (0, "[0] x\n[1] x\n")
+
+
+def test_time_to_start_comes_from_the_option_or_horovods_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POLYHVD_START_TIMEOUT", raising=False)
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "77")
+    assert cli._spec(parse(make_parser(), ["true"])).start_timeout_s == 77
+    assert cli._spec(parse(make_parser(), ["--start-timeout", "5", "true"])).start_timeout_s == 5
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
