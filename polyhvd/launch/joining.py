@@ -280,6 +280,8 @@ class Follower:
         former_alarm = signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
         for number in former:
             signal.signal(number, _leave_to_the_loop)
+        # The first host alone can suspend the job: with this process stopped it would count as lost.
+        former[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
             yield
         finally:

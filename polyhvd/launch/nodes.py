@@ -11,10 +11,11 @@ import contextlib
 import importlib.metadata
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from polyhvd.config import ConfigError, Launched, Settings
@@ -73,17 +74,40 @@ def run(programs: list[argparse.Namespace], spec_of: Specify, output_of: Print) 
         spec = spec_of(programs)
         secret = _secret(nodes)
     except (ValueError, OSError) as error:
-        result = Result(USAGE_STATUS, f"polyhvdrun: {error}")
-        print(result.failure, file=sys.stderr)
+        result = _refused(str(error), USAGE_STATUS)
     else:
         part = _lead if nodes.number == 0 else _follow
-        result = part(nodes, spec, secret, options, output_of)
+        try:
+            with _told_by_sigterm():
+                result = part(nodes, spec, secret, options, output_of)
+        except _ToldToEnd:
+            result = Result(128 + signal.SIGTERM, "polyhvdrun was told to end before the job had begun")
     if options.sagemaker and result.status != 0:
         try:
             sagemaker.write_failure(result.failure or f"polyhvdrun ended with status {result.status}")
         except OSError as error:
             print(f"polyhvdrun: cannot write SageMaker's file of the failure: {error}", file=sys.stderr)
     return result.status
+
+
+class _ToldToEnd(BaseException):
+    """SIGTERM has come."""
+
+
+@contextlib.contextmanager
+def _told_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end waits for other hosts: the first process of a container is deaf to it by default."""
+
+    def tell(*_: object) -> None:
+        raise _ToldToEnd
+
+    former = signal.getsignal(signal.SIGTERM)
+    if former == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, tell)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _check(programs: list[argparse.Namespace]) -> None:
@@ -227,17 +251,20 @@ def _lead(
         )
         result = _run(spec, output_of(options, len(spec.placements)))
     except LateError as error:
-        result = Result(1, f"polyhvdrun: {error} ({_patience_s(options):g} s; --start-timeout sets it)")
-        print(result.failure, file=sys.stderr)
+        result = _refused(f"{error} ({_patience_s(options):g} s; --start-timeout sets it)")
     except (ValueError, OSError) as error:
-        result = Result(1, f"polyhvdrun: {_where(nodes)}{error}")
-        print(result.failure, file=sys.stderr)
+        result = _refused(f"{_where(nodes)}{error}")
     except KeyboardInterrupt:
         result = Result(_INTERRUPTED_STATUS, "polyhvdrun was interrupted")
     finally:
         for item in arrivals.arrived.values() if arrivals is not None else ():
             item.conclude({"status": result.status, "failure": result.failure})
     return result
+
+
+def _refused(reason: str, status: int = 1) -> Result:
+    print(f"polyhvdrun: {reason}", file=sys.stderr)
+    return Result(status, reason)
 
 
 def _where(nodes: Nodes) -> str:
