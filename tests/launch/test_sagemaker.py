@@ -19,6 +19,7 @@ from joining import ROOT, SECRET, WORK, environment, free_port
 from launching import DEADLINE_S, RANK, alive, assert_gone, below, pids, wait_until
 
 from polyhvd.launch.agent import HELLO, frame
+from polyhvd.launch.providers.arriving import ArrivedAgent, ranks_secret
 
 QUICK = ["--start-timeout", "20"]
 SAVING = RANK + (
@@ -216,6 +217,22 @@ def test_strangers_at_the_port_do_not_matter(containers: Callable[..., Container
     assert [status for status, _, _ in ended] == [0, 0], ended
     for stranger in strangers:
         stranger.close()
+
+
+def test_no_secret_is_sent_to_another_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    agent = ArrivedAgent(here, "a", 1, "nonce")
+    env = {"POLYHVD_SECRET": ranks_secret(b"shared", "nonce"), "POLYHVD_HOST_ID": "1"}
+    agent.start({"env": {**agent.environment, **env}, "ranks": [(1, {"POLYHVD_RANK": "1"})]})
+    sent = there.recv(1 << 16)
+    assert b"POLYHVD_RANK" in sent
+    assert b"nonce" in sent
+    assert b"SECRET" not in sent
+    assert env["POLYHVD_SECRET"].encode() not in sent
+    agent.conclude({})
+    there.close()
 
 
 def nodes(
