@@ -125,9 +125,9 @@ def write_failure(text: str) -> None:
         head, _, rest = text.partition("\n")
         head = head[: FAILURE_CHARS_MAX // 2]
         text = head + _CUT + rest[-(FAILURE_CHARS_MAX - len(head) - len(_CUT)) :]
-    path = _base() / "output/failure"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8", errors="replace")
+    folder = _base() / "output"
+    if folder.is_dir():  # else this is no container of SageMaker's
+        (folder / "failure").write_text(text, "utf-8", errors="replace")
 
 
 def model_dir() -> str | None:
