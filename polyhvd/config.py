@@ -102,18 +102,13 @@ def _switch(text: str) -> bool:
         raise ValueError("must be 0 or 1") from None
 
 
-def _attaching(text: str) -> str:
-    value = text.strip().lower()
-    if value not in _ATTACHING:
-        raise ValueError(f"must be one of {', '.join(_ATTACHING)}")
-    return value
+def _one_of(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if (value := text.strip().lower()) not in values:
+            raise ValueError(f"must be one of {', '.join(values)}")
+        return value
 
-
-def _log_level(text: str) -> str:
-    level = text.strip().lower()
-    if level not in _LOG_LEVELS:
-        raise ValueError(f"must be one of {', '.join(_LOG_LEVELS)}")
-    return level
+    return parse
 
 
 def _cores(text: str) -> tuple[int, ...]:
@@ -291,7 +286,7 @@ class Settings(_Table):
     )
     cma: str = _row(
         "CMA",
-        _attaching,
+        _one_of(*_ATTACHING),
         "auto",
         "Whether ranks of a host reduce in each other's memory (cross memory attach): auto: where that is "
         "allowed and was measured to be faster; 0: never, they hand tensors over in shared memory; 1: "
@@ -346,7 +341,10 @@ class Settings(_Table):
         "Core of the engine's own thread, for each local rank, separated by commas; empty: any core.",
     )
     log_level: str = _row(
-        "LOG_LEVEL", _log_level, "warning", f"What is logged at least: {', '.join(_LOG_LEVELS)}; in any case."
+        "LOG_LEVEL",
+        _one_of(*_LOG_LEVELS),
+        "warning",
+        f"What is logged at least: {', '.join(_LOG_LEVELS)}; in any case.",
     )
     log_hide_time: bool = _row("LOG_HIDE_TIME", _switch, False, "1: log lines do not begin with the time.")
     timeline: str = _row(
