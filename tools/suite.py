@@ -19,9 +19,11 @@ LOG = ROOT / "build" / "suite-others.log"
 #: Folders of the first process; the second has all the others.
 FRAMEWORKS = (
     "tests/parity",
-    "tests/torch",
-    "tests/tensorflow",
-    "tests/mxnet",
+    *sorted(
+        f"tests/{path.name}"
+        for path in (ROOT / "tests").iterdir()
+        if (ROOT / "frameworks" / path.name).is_dir()
+    ),
     "tests/surface",
     "tests/examples",
 )

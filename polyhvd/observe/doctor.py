@@ -44,7 +44,7 @@ _FRAMEWORKS = (
     ("MXNet", "mxnet", ("mxnet",), "pip install mxnet==1.9.1, which needs Python below 3.12"),
     ("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),
 )
-_ADAPTERS = {"cupy", "torch", "tensorflow", "mxnet", "keras", "numpy"}
+_ADAPTERS = {module for _, module, *_ in _FRAMEWORKS} - {"mpi4py"}
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         package = name.partition(".")[0]
-        if name.startswith(_ADAPTERS) or package == self._framework:
+        if name.startswith((*_ADAPTERS, f"polyhvd.{self._framework}")) or package == self._framework:
             return ModuleSpec(name, self, is_package=True)
         if package in _PACKAGES and is_installed(package):
             return ModuleSpec(name, self, is_package=True)

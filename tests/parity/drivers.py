@@ -96,6 +96,11 @@ class Driver(abc.ABC):
         """Of the sum of the results of ``function(*tensors)``, each weighted, by every tensor."""
         raise NotImplementedError(f"{self.name} has no gradients")
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the driver says how they are computed."""
+        return type(self).gradients is not Driver.gradients
+
     def parameter(self, array: Array) -> Any:
         """A trainable tensor, as models hold them."""
         return self.from_numpy(array)

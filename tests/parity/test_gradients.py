@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+import drivers
 import gradients
 import pytest
 from gradients import CASES, Situation
 from pool import Pools, PoolSpec
 from worlds import Ranks
 
-_everywhere = pytest.mark.drivers("torch", "mxnet", "tensorflow", "tensorflow-function")
+_NAMES = [driver.name for driver in drivers.DRIVERS if driver.has_gradients]
+_everywhere = pytest.mark.drivers(*_NAMES)
 _SCALED = [name for name, case in CASES.items() if case.verb in ("allgather", "broadcast", "reducescatter")]
 
 
@@ -129,7 +131,7 @@ def test_a_rank_that_joins_before_the_gradient_adds_nothing_to_it(ranks: Ranks, 
             _passes(ranks, case, situation, False)
 
 
-@pytest.mark.drivers("torch", "tensorflow", "tensorflow-function")
+@pytest.mark.drivers(*(name for name in _NAMES if name != "mxnet"))  # whose rows are known beforehand
 @pytest.mark.sizes(4)
 def test_gathered_rows_that_nobody_can_tell_apart_are_an_error_that_names_join(ranks: Ranks) -> None:
     situation = Situation(_all(ranks), joined_after=(0, 2))

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from pool import Pools, PoolSpec
+from pool import Pools
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))  # of the ranks, too
 
 import documentation  # noqa: E402
-from test_names import FRAMEWORKS, recorded  # noqa: E402
+from test_names import FRAMEWORKS, pool_of, recorded  # noqa: E402
 
 #: Its fields are the rows of docs/configuration.md.
 ELSEWHERE = {"Settings"}
@@ -20,7 +20,7 @@ ELSEWHERE = {"Settings"}
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_what_is_public_is_documented(name: str, pools: Pools) -> None:
-    pool = pools.get(PoolSpec(FRAMEWORKS[name], (1,)))
+    pool = pool_of(name, pools)
     lacking: dict[str, list[str]] = {}
     for module in recorded(name):
         if not module.endswith((".callbacks", ".errors", ".launch", ".runner")):
@@ -31,7 +31,7 @@ def test_what_is_public_is_documented(name: str, pools: Pools) -> None:
     assert not lacking
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch", "mxnet", "tensorflow"])
+@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if FRAMEWORKS[name] == name])
 def test_examples_of_collectives_run(name: str, pools: Pools) -> None:
-    pool = pools.get(PoolSpec(name, (1,)))
+    pool = pool_of(name, pools)
     assert pool.run(documentation.run_examples, f"polyhvd.{name}.verbs") == [[]]
