@@ -15,6 +15,7 @@ FRAMEWORKS = {
     "torch": ("PyTorch", "pip install torch"),
     "tensorflow": ("TensorFlow", "pip install tensorflow"),
     "mxnet": ("MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'"),
+    "jax": ("JAX 0.6", "pip install jax==0.6.2"),
     "cupy": ("CuPy", "pip install cupy-cuda12x"),
     "keras": ("Keras 3", "pip install keras tensorflow"),
     "lightning": ("Lightning 2", "pip install lightning"),

@@ -65,6 +65,13 @@ ENVIRONMENTS = (
         without_dependencies=("tf_keras==2.21.0",),
         settings=(("TF_USE_LEGACY_KERAS", "1"),),
     ),
+    Environment(
+        "jax",
+        ("numpy==1.26.4", "ml_dtypes==0.5.4", "jax==0.6.2"),
+        ("jax",),
+        extra_tests=("tests/jax", "tests/surface"),
+        also=("-k", "jax"),
+    ),
     *(
         Environment(
             name,

@@ -42,6 +42,7 @@ _FRAMEWORKS = (
     ),
     ("Keras", "keras", ("keras",), "pip install keras"),
     ("MXNet", "mxnet", ("mxnet",), "pip install mxnet==1.9.1, which needs Python below 3.12"),
+    ("JAX", "jax", ("jax",), "pip install jax==0.6.2"),
     ("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),
 )
 _ADAPTERS = {module for _, module, *_ in _FRAMEWORKS} - {"mpi4py"}
@@ -96,7 +97,7 @@ def _version(*packages: str) -> str:
 def _frameworks() -> Iterator[Finding]:
     for name, module, packages, remedy in _FRAMEWORKS:
         spec = importlib.util.find_spec(module)
-        if spec is None:
+        if spec is None or spec.origin is None:  # a folder that merely has the name has no file
             yield Finding(name, False, note=f"not installed in this Python; {remedy}")
             continue
         places = list(spec.submodule_search_locations or [])

@@ -342,6 +342,42 @@ class _TensorFlowFunction(_TensorFlow):
         return tf.function(function, autograph=False)(*tensors)
 
 
+class _Jax(Driver):
+    name = framework = package = "jax"
+
+    @property
+    def settings(self) -> tuple[tuple[str, str], ...]:
+        return (("JAX_ENABLE_X64", "1"),)
+
+    def from_numpy(self, array: Array) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.array(array)
+
+    def to_numpy(self, tensor: Any) -> Array:
+        import jax
+
+        assert isinstance(tensor, jax.Array), type(tensor)
+        return np.asarray(tensor)
+
+    def gradients(
+        self, function: Callable[..., Sequence[Any]], arrays: Sequence[Array], weights: Sequence[Array]
+    ) -> list[Array]:
+        import jax
+
+        _, backward = jax.vjp(lambda *tensors: self.call(function, *tensors), *map(self.from_numpy, arrays))
+        return [np.asarray(gradient) for gradient in backward([self.from_numpy(w) for w in weights])]
+
+    def broadcast_parameters(self, parameters: dict[str, Any], root: int) -> None:
+        parameters.update(self.hvd.broadcast_parameters(parameters, root_rank=root))
+
+    def unsupported(self) -> Sequence[Any]:
+        import jax
+        import jax.numpy as jnp
+
+        return [jnp.ones(4, "complex64"), jnp.ones(4, "float8_e4m3fn"), jax.random.split(jax.random.key(0))]
+
+
 class _Device(Driver):
     """Arrays on a GPU, for tests of the backends that serve it: no framework has a part in it."""
 
@@ -370,7 +406,10 @@ class _Device(Driver):
         return [self.from_numpy(np.zeros(4, "complex64"))]
 
 
-DRIVERS: Sequence[Driver] = (_NumPy(), _CuPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction())
+DRIVERS: Sequence[Driver] = (
+    *(_NumPy(), _CuPy(), _Torch(), _MXNet(), _TensorFlow(), _TensorFlowFunction()),
+    _Jax(),
+)
 _DEVICE = _Device()
 
 

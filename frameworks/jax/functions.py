@@ -1,0 +1,149 @@
+"""What the functions of polyhvd.jax do that those of other frameworks do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from polyhvd.jax import derivatives, traced
+from polyhvd.jax.adapter import JaxAdapter, check
+
+from polyhvd.collectives import membership
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.verbs import Arguments, CopyArguments, ReductionArguments, ScatterArguments
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.arrays import ArrayFunctions
+from polyhvd.training.compression import KeyedCompressor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Compression", "JaxFunctions", "functions", "is_traced"]
+
+
+def is_traced(tensors: Sequence[Any]) -> bool:
+    """Whether arrays are not there yet, or what is done with them is recorded."""
+    return any(isinstance(tensor, jax.core.Tracer) for tensor in tensors) or traced.is_staging()
+
+
+class JaxFunctions(ArrayFunctions[jax.Array]):
+    """See :class:`polyhvd.collectives.functions.Functions`."""
+
+    def __init__(self) -> None:
+        super().__init__(JaxAdapter(), jnp.asarray)
+
+    def checked(self, tensor: Any) -> jax.Array:
+        """The array itself; raises TypeError for what is none."""
+        return check(tensor)
+
+    def compressor(self, compression: Any, name: str | None) -> Any:
+        """One with state cannot be compiled: what it keeps would be what was recorded."""
+        if isinstance(compression, KeyedCompressor) and traced.is_staging():
+            raise InvalidArgumentError(
+                f"compression={type(compression).__name__} keeps state from call to call, which a compiled "
+                "function cannot; call it outside of jax.jit, or pass a compressor without state"
+            )
+        return super().compressor(compression, name)
+
+    def allreduce_one(
+        self,
+        tensor: jax.Array,
+        name: str | None,
+        op: int,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+        priority: int,
+    ) -> jax.Array:
+        """Differentiable, and compiled."""
+        factors = prescale_factor, postscale_factor
+        if not is_traced((tensor,)):
+            return super().allreduce_one(tensor, name, op, *factors, process_set, priority)
+        return derivatives.allreduce((tensor,), name, op, *factors, process_set, priority)[0]
+
+    def allreduce_group(
+        self, tensors: Sequence[jax.Array], *, op: int, **arguments: Unpack[ReductionArguments]
+    ) -> list[jax.Array]:
+        """Differentiable, and compiled."""
+        if not is_traced(tensors):
+            return super().allreduce_group(tensors, op=op, **arguments)
+        return derivatives.allreduce(
+            tensors,
+            arguments.get("name"),
+            op,
+            arguments.get("prescale_factor", 1.0),
+            arguments.get("postscale_factor", 1.0),
+            arguments.get("process_set", global_process_set),
+            arguments.get("priority", 0),
+        )
+
+    def allgather_group(
+        self, tensors: Sequence[jax.Array], **arguments: Unpack[CopyArguments]
+    ) -> list[jax.Array]:
+        """Differentiable, and compiled."""
+        if not is_traced(tensors):
+            return super().allgather_group(tensors, **arguments)
+        return derivatives.allgather(tensors, *_copied(arguments))
+
+    def broadcast_one(
+        self, tensor: jax.Array, root_rank: int, **arguments: Unpack[CopyArguments]
+    ) -> jax.Array:
+        """Differentiable, and compiled."""
+        if not is_traced((tensor,)):
+            return super().broadcast_one(tensor, root_rank, **arguments)
+        return derivatives.broadcast(tensor, root_rank, *_copied(arguments))
+
+    def exchange(self, tensor: jax.Array, splits: Any, **arguments: Unpack[Arguments]) -> Any:
+        """Differentiable, and compiled."""
+        if not is_traced((tensor,)):
+            return super().exchange(tensor, splits, **arguments)
+        name, process_set = arguments.get("name"), arguments.get("process_set", global_process_set)
+        received = derivatives.alltoall(tensor, splits, name, process_set)
+        return received[0] if splits is None else received
+
+    def reducescatter_group(
+        self, tensors: Sequence[jax.Array], *, op: int, **arguments: Unpack[ScatterArguments]
+    ) -> list[jax.Array]:
+        """Differentiable, and compiled."""
+        if not is_traced(tensors):
+            return super().reducescatter_group(tensors, op=op, **arguments)
+        return derivatives.reducescatter(
+            tensors,
+            arguments.get("name"),
+            op,
+            arguments.get("prescale_factor", 1.0),
+            arguments.get("postscale_factor", 1.0),
+            arguments.get("process_set", global_process_set),
+            arguments.get("exact_gradient"),
+        )
+
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """In its place among the collectives of a function that is compiled, too."""
+        if traced.is_staging():
+            traced.run(traced.Collective(OpKind.BARRIER, None, process_set, ()), ())
+            return
+        traced.settle()
+        membership.barrier(process_set)
+
+    def join(self) -> Any:
+        """In a function that is compiled, an array of int32."""
+        if traced.is_staging():
+            last = jax.ShapeDtypeStruct((), jnp.int32)
+            return traced.run(traced.Collective(OpKind.JOIN, None, global_process_set, (last,)), ())[0]
+        traced.settle()
+        return membership.join()
+
+
+def _copied(arguments: CopyArguments) -> tuple[str | None, ProcessSet, bool | None]:
+    return (
+        arguments.get("name"),
+        arguments.get("process_set", global_process_set),
+        arguments.get("exact_gradient"),
+    )
+
+
+functions = JaxFunctions()
+Compression = functions.Compression

@@ -1,0 +1,191 @@
+"""Gradients over the ranks: trees of arrays, outside of ``jax.jit`` and in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import jax
+from polyhvd.jax.functions import Compression, functions, is_traced
+
+from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.compression import AnyCompressor, KeyedCompressor
+from polyhvd.training.options import Options
+from polyhvd.training.reducer import Exchange, GradientReducer, Results
+
+__all__ = ["DistributedGradients", "grad", "value_and_grad"]
+
+Tree = TypeVar("Tree")
+
+
+class _JaxExchange(Exchange[jax.Array]):
+    """Arrays of a step as one operation unless there are groups; results are new arrays."""
+
+    whole_steps = True
+
+    def start(
+        self, tensors: Sequence[jax.Array], name: str, priority: int, request: Mapping[str, Any]
+    ) -> Results[jax.Array]:
+        """Reduce arrays into new ones."""
+        if is_traced(tensors):
+            reduced = functions.allreduce_group(tensors, name=name, **request)
+            return lambda: reduced
+        handle = self._collectives.grouped_allreduce_async(tensors, name=name, **request)
+        return lambda: self._collectives.synchronize(handle)
+
+    def dense(self, gradient: Any) -> jax.Array:
+        """The gradient, if it is an array."""
+        return functions.value(gradient)
+
+    def put(self, key: Any, gradient: jax.Array, reduced: jax.Array) -> jax.Array:
+        """The reduced gradient itself."""
+        return reduced
+
+
+class DistributedGradients:
+    """Reduces gradients over the ranks: call it with a tree of them, outside of ``jax.jit`` or in it.
+
+    It is what the other frameworks' distributed optimizers do before an update, and goes before that of any
+    library. Not thread-safe.
+
+    Args:
+        op: Average, Sum or Adasum.
+        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
+            own, or, outside of ``jax.jit``, a :class:`polyhvd.training.compression.KeyedCompressor`.
+        gradient_predivide_factor: splits the division of an average around the sum.
+        groups: into how many operations to split the gradients of a step; None: one for all.
+        process_set: the ranks that take part. Others keep their gradients as they are.
+        name: matches the calls of the ranks; two that are used at the same time have different ones.
+
+    Raises:
+        InvalidArgumentError: an argument that is not supported.
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        import polyhvd.jax as hvd
+        hvd.init()
+        reduced = hvd.DistributedGradients(compression=hvd.Compression.fp16)
+        gradients = reduced(jax.grad(lambda params: (params["w"] ** 2).sum())({"w": jnp.ones(3)}))
+    """
+
+    def __init__(
+        self,
+        op: int = ReduceOp.Average,
+        compression: AnyCompressor = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        groups: int | None = None,
+        process_set: ProcessSet = global_process_set,
+        name: str = "DistributedGradients",
+    ) -> None:
+        if groups is not None and not isinstance(groups, int):
+            raise InvalidArgumentError(
+                f"groups={groups!r}: expected the number of operations; JAX's arrays cannot be told apart"
+            )
+        self._reducer = GradientReducer(
+            _JaxExchange(functions.collectives), prefix=name, options=Options.of(locals())
+        )
+
+    def __call__(self, gradients: Tree) -> Tree:
+        """The reduced gradients, in a tree of the same structure.
+
+        Args:
+            gradients: a tree of arrays of the same shapes and dtypes on every rank.
+
+        Raises:
+            RankMismatchError: the ranks' gradients differ in shapes or dtypes.
+            HorovodInternalError: a rank was lost or has shut down; in ``jax.jit`` see
+                :func:`translated_errors`.
+        """
+        leaves, structure = jax.tree_util.tree_flatten(gradients)
+        # Of a parameter of integers there is none, in an array of type float0.
+        some = {i: leaf for i, leaf in enumerate(leaves) if getattr(leaf, "dtype", None) != jax.dtypes.float0}
+        if is_traced(list(some.values())):
+            self._check_stateless()
+        for i, leaf in self._reducer.reduce(some).items():
+            leaves[i] = leaf
+        tree: Tree = jax.tree_util.tree_unflatten(structure, leaves)
+        return tree
+
+    def _check_stateless(self) -> None:
+        given = self._reducer.options.compression
+        if isinstance(given, KeyedCompressor) or (
+            isinstance(given, type) and issubclass(given, KeyedCompressor)
+        ):
+            raise InvalidArgumentError(
+                f"compression={given!r} keeps state from step to step, which a compiled function cannot; "
+                "reduce the gradients outside of jax.jit, or pass a compressor without state"
+            )
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """As ``jax.value_and_grad``, with gradients that are reduced over the ranks; the value is this rank's.
+
+    Args:
+        fun: a loss of this rank's data, a scalar; with ``has_aux`` a pair of it and anything else.
+        argnums: positions of the arguments by which it is differentiated.
+        has_aux: whether ``fun`` returns such a pair.
+        options: as of :class:`DistributedGradients`.
+
+    Returns:
+        A function of the arguments of ``fun`` that returns the value and the gradients.
+
+    Raises:
+        InvalidArgumentError: an option that is not supported.
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        import polyhvd.jax as hvd
+        hvd.init()
+        step = jax.jit(hvd.value_and_grad(lambda w, x: ((w * x) ** 2).sum()))
+        loss, gradient = step(jnp.ones(3), jnp.full(3, hvd.rank() + 1.0))
+    """
+    derived = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+    reduced = DistributedGradients(**options)
+
+    @wraps(fun)
+    def value_and_reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        value, gradients = derived(*args, **kwargs)
+        return value, reduced(gradients)
+
+    return value_and_reduced
+
+
+def grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """As ``jax.grad``, with gradients that are reduced over the ranks.
+
+    Args:
+        fun, argnums, has_aux, options: as of :func:`value_and_grad`.
+
+    Returns:
+        A function of the arguments of ``fun`` that returns the gradients; with ``has_aux`` a pair of them and
+        what else ``fun`` returns.
+
+    Raises:
+        InvalidArgumentError: an option that is not supported.
+
+    Example::
+
+        import jax.numpy as jnp
+        import polyhvd.jax as hvd
+        hvd.init()
+        gradient = hvd.grad(lambda w: (w**2).sum(), op=hvd.Sum)(jnp.ones(3))
+    """
+    both = value_and_grad(fun, argnums=argnums, has_aux=has_aux, **options)
+
+    @wraps(fun)
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return reduced
