@@ -148,7 +148,9 @@ class Follower:
                 self._converse(key.events)
             elif self._local is not None and key.fileobj is self._local.stdout:
                 self._relay(self._local)
-            elif self._local is not None and not self._local.complain():
+            elif self._local is None or self._over:
+                continue  # its end was seen in this very turn
+            elif not self._local.complain():
                 self._selector.unregister(self._local.stderr)
         self._look_at_the_time(time.monotonic())
 
