@@ -7,13 +7,14 @@ import os
 from polyhvd.config import ConfigError
 from polyhvd.launch.providers import PROVIDERS
 from polyhvd.launch.providers.choice import explain, seen
-from polyhvd.observe import doctor as host
 
 __all__ = ["doctor", "report"]
 
 
 def report() -> list[str]:
     """What was found, as lines of text."""
+    from polyhvd.observe import doctor as host  # which takes a while to import
+
     try:
         lines = explain(seen(PROVIDERS, os.environ))
     except ConfigError as error:

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import logging
-import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from polyhvd import _core, log
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.config import ConfigError, Launched, Settings, mpi_launch
-from polyhvd.errors import HorovodInternalError, InvalidArgumentError
-from polyhvd.launch.providers import MPI, POLYHVDRUN, PROVIDERS
-from polyhvd.launch.providers.choice import choose, seen
-from polyhvd.launch.providers.foreign import foreign_launch
-from polyhvd.launch.providers.provider import Provider
-from polyhvd.observe import tracing
-from polyhvd.observe.autotune import Autotuner
-from polyhvd.rendezvous.store import Store
+from polyhvd import _core
+from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.config import Settings
+from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current, mpi
-from polyhvd.runtime.placement import Placement
-from polyhvd.runtime.world import World
 
 __all__ = ["init", "is_initialized", "shutdown"]
-
-_LOG = logging.getLogger("polyhvd")
-_generation = 0  # of the last world that this process was to be in; under current.lock
 
 
 def init(
@@ -65,6 +50,8 @@ def init(
         hvd.init(process_sets=[even])
         print(hvd.rank(), hvd.size())
     """
+    from polyhvd.launch.entry import enter  # all ways to meet take 15 ms to import
+
     if isinstance(comm, (list, tuple)) and comm and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
     listed = [] if process_sets == "dynamic" else list(process_sets or ())
@@ -77,7 +64,7 @@ def init(
         settings = Settings.from_environment()
         if reproducible is not None:
             settings = replace(settings, reproducible=bool(reproducible))
-        _enter(settings, comm, sets)
+        enter(settings, comm, sets)
 
 
 def shutdown() -> None:
@@ -106,134 +93,6 @@ def is_initialized() -> bool:
             hvd.init()
     """
     return current.find() is not None
-
-
-def _enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
-    """Meet the other ranks, and make the world with them the current one."""
-    global _generation
-    launched = Launched.from_environment()
-    log.configure(settings, launched.rank)
-    MPI.forget()  # what is left of an init() that failed: the others had to hear of it
-    is_first = _generation == 0
-    try:
-        placement, store = _meet(settings, comm)
-    except HorovodInternalError:
-        _generation += 1  # as on the ranks that came further, and fail later
-        raise
-    job = MPI.job
-    log.configure(settings, placement.rank)
-    if is_first and placement.rank == 0:
-        log.report_unknown()
-    try:
-        for item in sets:
-            bad = [rank for rank in item.ranks or [] if not 0 <= rank < placement.size]
-            if item is global_process_set or bad:
-                raise InvalidArgumentError(
-                    f"{item}: ranks are 0 to {placement.size - 1}; found {bad or 'all'}"
-                )
-        lists, numbers = _settle(job, sets)
-        _check_distinct(lists)
-        _generation = placement.generation
-        world = World.connect(settings, placement, store, lists, met_by_mpi=job)
-    finally:
-        if store is not None:
-            store.close()
-    try:
-        tracing.begin(world)
-        if settings.steps_per_sample(placement.rank, placement.size) > 0:
-            world.on_sample(Autotuner(settings, world.hosts, world.engine.tune).observe)
-    except BaseException:
-        world.close()
-        raise
-    for number, item in zip(numbers, sets, strict=True):
-        world.register(item, number)
-    current.enter(world)
-
-
-def _meet(settings: Settings, comm: object) -> tuple[Placement, Store | None]:
-    """This rank's place among those of its job, and where they meet, by the provider whose job it is."""
-    ranks = None if comm is None or mpi.is_communicator(comm) else mpi.checked_ranks(comm)
-    deadline = time.monotonic() + settings.start_timeout_s
-    asked = mpi.is_asked_for(settings, comm, launched=True)  # by the settings, or by comm
-    found = [] if asked else seen(_candidates(settings), os.environ)
-    chosen = choose(found)
-    by_mpi = asked or (
-        chosen is not None and chosen.provider is MPI and mpi.is_asked_for(settings, comm, launched=False)
-    )
-    if by_mpi:
-        MPI.world = (comm if ranks is None else None, ranks)
-        met = MPI.meet(MPI.detect(os.environ), settings, _generation, deadline)
-    elif ranks is not None:
-        raise InvalidArgumentError(
-            f"init(comm={comm!r}): a list of ranks needs a job that MPI has started; use a ProcessSet"
-        )
-    elif chosen is None or chosen.provider is MPI:
-        met = POLYHVDRUN.meet(None, settings, _generation, deadline)
-    else:
-        return chosen.provider.meet(chosen.claim, settings, _generation, deadline)
-    if comm is None and met[0].size == 1 and not settings.alone:
-        _refuse_to_be_alone(met_by_mpi=by_mpi)
-    return met
-
-
-def _candidates(settings: Settings) -> tuple[Provider, ...]:
-    """The providers that may start the ranks of this process's job, as the settings go."""
-    if settings.alone:
-        return (POLYHVDRUN, MPI)
-    return tuple(item for item in PROVIDERS if item is not MPI or settings.controller != "gloo")
-
-
-def _refuse_to_be_alone(*, met_by_mpi: bool) -> None:
-    """Raise ConfigError in a world of one whose process a launcher has started as one of several."""
-    launch = mpi_launch()
-    others = [] if launch is not None and launch.size else seen(PROVIDERS, os.environ)
-    for other in others:
-        if other.provider is not MPI and (other.claim.rank or (other.claim.size or 1) > 1):
-            raise ConfigError(
-                f"init(): this process is alone for MPI, but {other}. Leave out what asks for MPI "
-                "(POLYHVD_CONTROLLER, POLYHVD_BACKENDS), or set POLYHVD_ALONE=1 for a world of one rank"
-            )
-    foreign = foreign_launch(os.environ, met_by_mpi=met_by_mpi)
-    if foreign is None:
-        return
-    said = f"init(): {foreign}"
-    if not foreign.certain:
-        _LOG.warning("%s; it goes on as a world of one. If there are others, %s", said, foreign.cure)
-        return
-    raise ConfigError(
-        f"{said}, and polyhvd cannot join the others: it would train alone. Instead, {foreign.cure}. "
-        "For a world of one rank on purpose set POLYHVD_ALONE=1"
-    )
-
-
-def _settle(job: mpi.MpiJob | None, sets: list[ProcessSet]) -> tuple[list[list[int]], list[int]]:
-    """The ranks of all process sets that there will be, and for each of ``sets`` its number."""
-    named: list[list[list[int]]] = [[] for _ in sets]
-    mine = [None if item.members is None else mpi.ranks_in(job, item.members) for item in sets]
-    if job is not None:
-        named = job.resolve(mine)
-    for item, ranks in zip(sets, mine, strict=True):
-        item.ranks = item.ranks if ranks is None else ranks
-    lists: list[list[int]] = []
-    numbers = []
-    for item, choices in zip(sets, named, strict=True):
-        ranks = item.ranks or next(iter(choices), None)  # another's, where this rank is no member
-        if not ranks:
-            raise InvalidArgumentError(f"{item} has no members")
-        item.ranks = ranks
-        choices = choices if ranks in choices else [ranks]
-        numbers.append(1 + len(lists) + choices.index(ranks))
-        lists += choices
-    return lists, numbers
-
-
-def _check_distinct(lists: list[list[int]]) -> None:
-    """Raise for ranks that are named as two process sets: the second one could not be told from the first."""
-    twice = [ranks for i, ranks in enumerate(lists) if ranks in lists[:i]]
-    if twice:
-        raise InvalidArgumentError(
-            f"init(process_sets=[...]): ranks {twice[0]} are given as two process sets; use one for both"
-        )
 
 
 def _end_process() -> None:
