@@ -218,7 +218,7 @@ def test_log_that_cannot_be_written_is_an_error_of_init(tmp_path: Path) -> None:
 
         hvd.init()
 
-    with pytest.raises(RuntimeError, match=r"missing/log\.csv"):
+    with pytest.raises(FileNotFoundError, match=r"missing/log\.csv"):
         run(
             start,
             np=2,

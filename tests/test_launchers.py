@@ -67,7 +67,7 @@ MXNET = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
         (OPEN_MPI, "Open MPI", 4, "mpirun -np 4"),
         (HYDRA, "MPI's launcher", 3, "mpirun -np 3"),
         (JSRUN, "jsrun", 6, "mpirun -np 6"),
-        (SAGEMAKER, "SageMaker", 2, "polyhvdrun -np 2"),
+        (SAGEMAKER, "SageMaker", 2, "polyhvdrun --sagemaker"),
         (MXNET, "MXNet", 2, "polyhvdrun -np 2"),
         ({"PMIX_RANK": "3"}, "PMIx", 0, "mpirun -np N"),
     ],
@@ -121,7 +121,7 @@ def test_init_says_what_was_seen_and_how_to_start() -> None:
     error = result.stderr.splitlines()[-1]
     assert "ConfigError: init(): this process is one of 2 that SageMaker has started" in error
     assert 'SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-2' in error
-    assert "polyhvdrun -np 2" in error
+    assert "polyhvdrun --sagemaker" in error
     assert "POLYHVD_ALONE=1" in error
 
 

@@ -11,6 +11,7 @@ from polyhvd import _core
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.config import Settings
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.launch.entry import enter
 from polyhvd.runtime import current, mpi
 
 __all__ = ["init", "is_initialized", "shutdown"]
@@ -50,8 +51,6 @@ def init(
         hvd.init(process_sets=[even])
         print(hvd.rank(), hvd.size())
     """
-    from polyhvd.launch.entry import enter  # all ways to meet take 15 ms to import
-
     if isinstance(comm, (list, tuple)) and comm and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
     listed = [] if process_sets == "dynamic" else list(process_sets or ())

@@ -69,10 +69,12 @@ class Launcher:
         session: bool = False,
         before: Sequence[str] = (),
         python: str = sys.executable,
+        group: bool = False,
     ) -> Launcher:
         """Start polyhvdrun with options and, as its command, Python with `source` or else `argv`.
 
-        `before` are words of another command that runs polyhvdrun, with `python`.
+        `before` are words of another command that runs polyhvdrun, with `python`. With `group` it is a
+        process group of its own, as below a shell: one without a parent in its session ignores Ctrl-Z.
         """
         command = argv if argv is not None else [sys.executable, self.script(source)]
         self.process = subprocess.Popen(
@@ -83,6 +85,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=session,
+            preexec_fn=os.setpgrp if group else None,
         )
         return self
 

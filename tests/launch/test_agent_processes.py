@@ -108,6 +108,7 @@ def test_ranks_do_not_import_what_starts_them() -> None:
     providers = ("cluster", "foreign", "kubernetes", "local", "mpi", "slurm", "torchrun")
     joining = {
         "doctor",
+        "entry",
         "init",
         "nodelist",
         "providers",

@@ -118,7 +118,8 @@ def test_a_stopped_launcher_loses_its_ranks_which_say_why(launcher: Launcher, tm
 
 
 def test_ctrl_z_ends_nobody(launcher: Launcher) -> None:
-    launcher.start("-np", "1", *SHORT, source=RANK + "os.write(1, b'up\\n'); time.sleep(3.5); print('done')")
+    source = RANK + "os.write(1, b'up\\n'); time.sleep(3.5); print('done')"
+    launcher.start("-np", "1", *SHORT, source=source, group=True)
     launcher.wait_for("up", 1)
     assert launcher.process is not None
     stat = Path(f"/proc/{launcher.process.pid}/stat")
