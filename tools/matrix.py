@@ -69,7 +69,7 @@ ENVIRONMENTS = (
         "jax",
         ("numpy==1.26.4", "ml_dtypes==0.5.4", "jax==0.6.2"),
         ("jax",),
-        extra_tests=("tests/jax", "tests/surface"),
+        extra_tests=("tests/jax_arrays", "tests/surface"),
         also=("-k", "jax"),
     ),
     *(

@@ -22,7 +22,7 @@ FRAMEWORKS = (
     *sorted(
         f"tests/{path.name}"
         for path in (ROOT / "tests").iterdir()
-        if (ROOT / "frameworks" / path.name).is_dir()
+        if (ROOT / "frameworks" / path.name.partition("_")[0]).is_dir()
     ),
     "tests/surface",
     "tests/examples",
