@@ -16,6 +16,8 @@ from launching import DEADLINE_S, RANK, WAITING, Launcher, assert_gone, below, p
 from polyhvd.launch.agent import Heartbeat
 
 SHORT = ["--heartbeat-timeout-s", "1"]
+#: For those that nobody is to give up, though other tests may have the cores for a while.
+LONGER = ["--heartbeat-timeout-s", "2"]
 #: Saves a checkpoint when it is told to end, and says where it is.
 SAVING = RANK + (
     "def save(*_):\n"
@@ -118,14 +120,14 @@ def test_a_stopped_launcher_loses_its_ranks_which_say_why(launcher: Launcher, tm
 
 
 def test_ctrl_z_ends_nobody(launcher: Launcher) -> None:
-    source = RANK + "os.write(1, b'up\\n'); time.sleep(3.5); print('done')"
-    launcher.start("-np", "1", *SHORT, source=source, group=True)
+    source = RANK + "os.write(1, b'up\\n'); time.sleep(4.5); print('done')"
+    launcher.start("-np", "1", *LONGER, source=source, group=True)
     launcher.wait_for("up", 1)
     assert launcher.process is not None
     stat = Path(f"/proc/{launcher.process.pid}/stat")
     launcher.signal(signal.SIGTSTP)
     wait_until(lambda: stat.read_bytes().rpartition(b")")[2].split()[0] == b"T", "a stop")
-    time.sleep(2.5)  # the time of which the test is
+    time.sleep(3.5)  # the time of which the test is
     launcher.signal(signal.SIGCONT)
     status, out, err = launcher.finish()
     assert (status, out.splitlines()[-1]) == (0, "[0] done"), err
@@ -133,9 +135,9 @@ def test_ctrl_z_ends_nobody(launcher: Launcher) -> None:
 
 def test_output_that_nobody_reads_ends_nobody(launcher: Launcher) -> None:
     source = RANK + "os.write(1, b'up\\n')\nfor i in range(3000): print('x' * 1000)\n"
-    launcher.start("-np", "2", *SHORT, source=source)
+    launcher.start("-np", "2", *LONGER, source=source)
     launcher.wait_for("up", 2)
-    time.sleep(2.5)  # the time of which the test is
+    time.sleep(3.5)  # the time of which the test is
     status, out, err = launcher.finish()
     assert (status, out.count("x" * 1000)) == (0, 6000), err
 
