@@ -17,6 +17,7 @@ from polyhvd.launch import agent
 
 __all__ = ["AgentProcess", "AgentStreams"]
 
+_ENDS = (agent.EXITED, agent.FAILED)
 _NOISE_BYTES_MAX = 1 << 16  # printed by a login shell before the agent speaks
 
 
@@ -38,6 +39,7 @@ class AgentStreams:
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._at_end = False  # nothing more will be read
+        self._ends = 0  # of ranks, that receive() has returned
         # A persistent master of ssh may hold the far end for ever; and one that is stopped takes nothing.
         for stream in (stdin, stdout, stderr):
             os.set_blocking(stream.fileno(), False)
@@ -71,7 +73,16 @@ class AgentStreams:
         self.ended = self.ended or self._at_end
         if not self.ready and not self._greeted():
             return []
-        return agent.split_frames(self._inbox)
+        frames = agent.split_frames(self._inbox)
+        self._ends += sum(kind in _ENDS for kind, _, _ in frames)
+        return frames
+
+    def is_done(self) -> bool:
+        """Whether nothing more will come, and the end of every rank is in what has come."""
+        if not self._at_end:
+            return False
+        unread = agent.split_frames(bytearray(self._inbox))
+        return self._ends + sum(kind in _ENDS for kind, _, _ in unread) >= len(self.ranks)
 
     def complain(self) -> bool:
         """Read what is there of the agent's standard error; False when nothing is."""

@@ -315,6 +315,9 @@ class Job:
                     self._forward_signals(say=False)
                 now = time.monotonic()
                 self._take_steps(now)
+                for process in unheard:
+                    if process.is_done():  # and will be silent for as long as nobody reads
+                        self._hear(process)
                 for process in self._exchange_signs_of_life(now):
                     self._give_up(process)
                 if now >= hold_at and not self._holding:

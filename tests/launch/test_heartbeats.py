@@ -142,6 +142,15 @@ def test_output_that_nobody_reads_ends_nobody(launcher: Launcher) -> None:
     assert (status, out.count("x" * 1000)) == (0, 6000), err
 
 
+def test_output_that_is_read_after_the_end_of_the_ranks_is_whole(launcher: Launcher) -> None:
+    source = RANK + "os.write(1, b'up\\n')\nfor i in range(300): print('x' * 1000)\n"
+    launcher.start("-np", "1", *SHORT, source=source)
+    launcher.wait_for("up", 1)
+    time.sleep(2.5)  # the time of which the test is: the agent has ended long since
+    status, out, err = launcher.finish()
+    assert (status, out.count("x" * 1000)) == (0, 300), err
+
+
 def test_a_stopped_agent_is_reported_though_nobody_reads_and_leaves_no_rank(
     launcher: Launcher, tmp_path: Path
 ) -> None:

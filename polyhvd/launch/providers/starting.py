@@ -68,6 +68,9 @@ class HostAgent(Protocol):
             ValueError: this is no agent's.
         """
 
+    def is_done(self) -> bool:
+        """Whether nothing more will come, and the end of every rank is in what has come, received or not."""
+
     def complain(self) -> bool:
         """Take what has come for ``complaints``; False when there is nothing."""
 
