@@ -66,7 +66,7 @@ ENVIRONMENTS = (
         settings=(("TF_USE_LEGACY_KERAS", "1"),),
     ),
     Environment(
-        "jax",
+        "jax-0.6",  # tests run beside the folder of that name, which must not be taken for JAX
         ("numpy==1.26.4", "ml_dtypes==0.5.4", "jax==0.6.2"),
         ("jax",),
         extra_tests=("tests/jax_arrays", "tests/surface"),
