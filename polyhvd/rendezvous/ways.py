@@ -23,6 +23,7 @@ from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, OTHER_SECRET, Greeting, derive_secret, new_secret, parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.handshakes import Handshakes, Outgoing
+from polyhvd.rendezvous.lookup import Lookup
 from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import StoreError, job_name
 
@@ -33,6 +34,7 @@ _CANDIDATES = 4  # places that rank 0 may take, if others have the first ones
 #: Below the ports that systems give to outgoing connections, and above those of well-known services.
 _PORTS = range(15000, 32000)
 _LOOK_S = 0.3
+_LOOK_UP_S = 2.0  # of rank 0 for its own name, which is in /etc/hosts as a rule
 #: From the first peer with another secret on: the job's own rank 0 may listen at the next port.
 _OTHER_SECRET_S = 2.0
 _FLUSH_S = 2.0
@@ -211,13 +213,15 @@ class PortsWay(Way):
     def __init__(self, key: str, secret: bytes, host: str) -> None:
         super().__init__(key, derive_secret(secret, key))
         self._host = host
-        self._unresolved = ""
+        self._lookup = Lookup(host)
 
     @property
     def description(self) -> str:
         """Where rank 0 is looked for."""
         ports = ", ".join(map(str, self._ports()))
-        return f"rank 0 on {self._host} (ports {ports}){self._unresolved}"
+        problem = self._lookup.problem
+        unresolved = f", whose address is not known here ({problem})" if problem else ""
+        return f"rank 0 on {self._host} (ports {ports}){unresolved}"
 
     def _ports(self) -> list[int]:
         digest = hashlib.sha256(f"ports {self._key}".encode()).digest()
@@ -226,7 +230,7 @@ class PortsWay(Way):
 
     def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
         own = [*network.own_addresses(), network.loopback()]
-        named = [address for address in self._addresses() if address in own]
+        named = [address for address in self._lookup.look(_LOOK_UP_S) if address in own]
         # Where the name is not this host's own address here, the others may still reach it by that.
         address = named[0] if named and not network.is_loopback(named[0]) else ""
         for port in self._ports():
@@ -237,17 +241,8 @@ class PortsWay(Way):
         raise StoreError(f"this host has other listeners on the ports of {self.description}")
 
     def _places(self, generation: int) -> list[Place]:
-        addresses = self._addresses()
+        addresses = self._lookup.look(_LOOK_S)
         return [_place(address, port) for port in self._ports() for address in addresses]
-
-    def _addresses(self) -> list[str]:
-        try:
-            found = network.resolve(self._host)
-        except OSError as error:
-            self._unresolved = f", whose address is not known here: {error.strerror or error}"
-            return []
-        self._unresolved = ""
-        return found
 
 
 class SharedFileWay(Way):
