@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
-from polyhvd.config import Launched, Settings
+from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.launch.providers.meeting import MeetingProvider
 from polyhvd.launch.providers.provider import Claim, number, shown
 from polyhvd.rendezvous.store import Store
@@ -28,7 +28,6 @@ class KubernetesProvider(MeetingProvider):
     """Pods of an Indexed Job."""
 
     name = "Kubernetes"
-    secret_hint = "in the container's env, from a Secret"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Which pod this is, and of how many if the manifest says so."""
@@ -54,7 +53,34 @@ class KubernetesProvider(MeetingProvider):
         return super().meet(claim, settings, after, deadline)
 
     def way(self, claim: Claim, settings: Settings, secret: bytes) -> Way:
-        """A port of the pod with index 0, which has this pod's name but for the index."""
+        """A port of the pod with index 0, which has this pod's name but for the index.
+
+        Raises:
+            ConfigError: the pod is not named after its index, or there is no secret.
+        """
         host, dot, domain = socket.getfqdn().partition(".")
-        first = host.removesuffix(f"-{claim.rank}") + "-0"
-        return super().way(replace(claim, root=first + dot + domain), settings, secret)
+        name, dash, index = host.rpartition("-")
+        if not dash or index != str(claim.rank):
+            raise ConfigError(
+                f"init(): this pod is called {host!r}, and not after its index {claim.rank} ({claim.seen}), "
+                "so rank 0 cannot be found by its name (does the pod have hostNetwork?). Set in the "
+                f"container's env RANK={claim.rank}, by a fieldRef, WORLD_SIZE={claim.size} and MASTER_ADDR, "
+                "the address of rank 0, as docs/kubernetes.md shows"
+            )
+        root = f"{name}-0{dot}{domain}"  # HOSTNAME may be anything
+        return super().way(replace(claim, root=root, job_id=f"kubernetes {root}"), settings, secret)
+
+    def _unfound(self, claim: Claim) -> str:
+        return (
+            "; the pods need a headless service, with publishNotReadyAddresses, whose name is their "
+            "subdomain, and parallelism as high as completions"
+        )
+
+    def _secret_recipe(self) -> str:
+        return (
+            "Make a Secret with one:\n"
+            '    kubectl create secret generic polyhvd --from-literal=secret="$(openssl rand -hex 32)"\n'
+            "and add to the env of the container:\n"
+            "    {name: POLYHVD_SECRET, valueFrom: {secretKeyRef: {name: polyhvd, key: secret}}}\n"
+            "(or POLYHVD_SECRET_FILE: the name of a file with it; or POLYHVD_TRUST_NETWORK=1 to do without)"
+        )

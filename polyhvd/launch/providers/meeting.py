@@ -84,7 +84,7 @@ class MeetingProvider:
         except NobodyFoundError as error:
             raise PeerLostError(
                 f"rank {rank} waited {settings.start_timeout_s:g} s for {error}: it has not called init(); "
-                "POLYHVD_START_TIMEOUT sets the time"
+                f"POLYHVD_START_TIMEOUT sets the time{self._unfound(claim)}"
             ) from None
         except StoreError as error:
             raise HorovodInternalError(f"rank {rank}: {error}") from None
@@ -125,12 +125,22 @@ class MeetingProvider:
             return _NO_SECRET
         raise ConfigError(
             f"init(): the ranks that {self.name} has started ({claim.seen}) may be on several hosts, and "
-            "have no secret by which they could know each other. Make a file with one that all hosts see:\n"
+            f"have no secret by which they could know each other. {self._secret_recipe()}"
+        )
+
+    def _secret_recipe(self) -> str:
+        """How a user of such jobs makes a secret, and gives it to the ranks."""
+        return (
+            "Make a file with one that all hosts see:\n"
             "    (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > ~/polyhvd.secret)\n"
             f"and set, {self.secret_hint}:\n"
             "    export POLYHVD_SECRET_FILE=~/polyhvd.secret\n"
             "(or POLYHVD_SECRET to the secret itself; or POLYHVD_TRUST_NETWORK=1 to do without)"
         )
+
+    def _unfound(self, claim: Claim) -> str:
+        """What else may be the reason that rank 0 was not found, to end a sentence."""
+        return ""
 
 
 class _Placing:
