@@ -7,9 +7,8 @@ import sys
 import threading
 import time
 
-import netns
 import pytest
-from joining import DEADLINE_S, SECRET, WORK, Job, can_make_hosts, environment, free_port
+from joining import DEADLINE_S, SECRET, WORK, Job, environment, free_port
 
 from polyhvd.config import Settings
 from polyhvd.launch.providers.torchrun import TorchVariablesProvider
@@ -175,22 +174,3 @@ def test_the_doctor_says_whose_rank_this_is(hand: dict[str, str]) -> None:
     assert "init() joins: torchrun says rank 1 of 2 (RANK=1, WORLD_SIZE=2" in nested
     assert "not used: srun says rank 0 of 1" in nested
     assert "variables contradict each other" in contradiction
-
-
-@pytest.mark.skipif(not can_make_hosts(), reason="needs namespaces of network, host name and mounts")
-def test_pods_of_an_indexed_job_meet_by_the_name_of_the_first() -> None:
-    names = ["train-0", "train-1"]
-    with netns.two_hosts() as hosts, Job() as job:
-        listed = "".join(
-            f"{host.address} {name}.train.default.svc.cluster.local {name}\n"
-            for host, name in zip(hosts, names, strict=True)
-        )
-        for index, host in enumerate(hosts):
-            shell = (
-                f"hostname {names[index]} && printf '127.0.0.1 localhost\\n{listed}' > /tmp/hosts.$$ && "
-                'mount --bind /tmp/hosts.$$ /etc/hosts && rm /tmp/hosts.$$ 2>/dev/null; exec "$@"'
-            )
-            pod = host.command("unshare", "--uts", "--mount", "sh", "-c", shell, "sh")
-            told = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": names[index], "POLYHVD_SIZE": "2"}
-            job.rank(before=pod, **told, POLYHVD_SECRET=SECRET)
-        assert places(job.finish()) == ["place 0 2 0 1 0 2 sum 3.0", "place 1 2 0 1 1 2 sum 3.0"]
