@@ -33,7 +33,7 @@ $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: requirements/test.txt $(STAMPS)/demo
-	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind slurm-wlm munge
+	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind slurm-wlm munge dnsmasq-base
 	$(PY) -m pip install -q -r requirements/test.txt
 	$(PY) -m pip install -q --no-deps -r requirements/test-nodeps.txt
 	@mkdir -p $(STAMPS) && touch $@
@@ -201,6 +201,14 @@ control-plane: build/core/plain/control_plane
 ##@ matrix   the one wheel under other versions of every framework, each alone
 matrix: $(STAMPS)/test stand-ins
 	$(PY) tools/matrix.py
+
+IMAGE_BUILDER ?= $(firstword $(foreach name,docker podman buildah,$(shell $(name) info >/dev/null 2>&1 && echo $(name))))
+
+##@ image    the container image, by docker, podman or buildah; without IMAGE_BUILDER its steps in a folder, as root
+.PHONY: image
+image:
+	$(if $(IMAGE_BUILDER),,sh tools/apt.sh debootstrap)
+	$(or $(and $(IMAGE_BUILDER),$(IMAGE_BUILDER) build -t polyhvd .),$(PYTHON) tools/image.py)
 
 ##@ clean    remove what was built; .venv stays
 clean:
