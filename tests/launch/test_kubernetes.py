@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -259,6 +260,28 @@ def test_pods_in_the_network_of_their_nodes_meet_by_variables(tmp_path: Path) ->
             cluster.start(pod)
         assert cluster.finish() == [0, 0, 0], cluster.logs()
         assert cluster.places() == THREE
+
+
+def test_tasks_of_a_cluster_meet_by_names_that_come_late(tmp_path: Path) -> None:
+    """As Kubeflow's TFJob has it: TF_CONFIG, a name for each task, and an evaluator that is no rank."""
+    documents = controllers.read(EXAMPLES / "statefulset.yaml")
+    made = controllers.stateful_set(documents)
+    names = [f"{pod.name}.train.default.svc:2222" for pod in made]
+    kinds = {"chief": names[:1], "worker": names[1:2], "evaluator": names[2:]}
+    with Cluster(tmp_path, controllers.services(documents)) as cluster:
+        cluster.train(WORK)
+        for pod, kind in reversed(list(zip(made, kinds, strict=True))):
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                say(pod, name, None)
+            say(pod, "TF_CONFIG", json.dumps({"cluster": kinds, "task": {"type": kind, "index": 0}}))
+            cluster.start(pod)
+            time.sleep(0.5)
+        cluster.wait_for(lambda: len(cluster.places()) == 3)
+        assert cluster.places() == [
+            "place 0 1 0 1 0 1 sum 1.0",
+            "place 0 2 0 1 0 2 sum 3.0",
+            "place 1 2 0 1 1 2 sum 3.0",
+        ]
 
 
 @pytest.mark.parametrize("silent", [False, True])

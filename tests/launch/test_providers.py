@@ -138,6 +138,10 @@ def test_the_doctor_s_lines_say_what_was_seen_and_which_came_first() -> None:
         (cluster("worker", 2, worker=["a:1", "b:1"]), "is no rank of its cluster .TF_CONFIG: task worker 2"),
         (cluster("ps", worker=["a:1"], ps=["b:1"]), "is no rank of its cluster"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, "is no rank of its cluster"),
+        (
+            {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}'},
+            r"is no rank of its cluster \(TF_CONFIG: task worker \? of 2 of worker",
+        ),
         ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: .* is cut off"),
     ],
 )

@@ -46,18 +46,22 @@ class ClusterProvider(MeetingProvider):
             described = json.loads(text)
             cluster = {kind: _hosts(listed) for kind, listed in described.get("cluster", {}).items()}
             task = described.get("task") or {}
-            kind, index = str(task.get("type", "")), int(task.get("index") or 0)
+            kind, told = str(task.get("type", "")), task.get("index")
+            index = None if told is None else int(told)
         except (AttributeError, TypeError, ValueError):
             raise ConfigError(f"{self.name} is no description of a cluster in JSON: {text[:200]!r}") from None
         ranks = [(kind, number) for kind in _RANKS for number in range(len(cluster.get(kind, ())))]
         if not ranks:
             return None
         counts = ", ".join(f"{len(hosts)} of {kind}" for kind, hosts in cluster.items())
-        seen = f"{self.name}: task {kind or '?'} {index} of {counts}"
+        if index is None and len(cluster.get(kind, ())) == 1:
+            index = 0
+        seen = f"{self.name}: task {kind or '?'} {'?' if index is None else index} of {counts}"
         if kind in _EVALUATORS or (len(ranks) == 1 and not kind):
             return Claim(0, 1, seen=seen)
         if (kind, index) not in ranks:
             raise ConfigError(f"init(): this process is no rank of its cluster ({seen})")
+        assert index is not None
         hosts = [host for name in _RANKS for host in cluster.get(name, ())]
         return Claim(
             ranks.index((kind, index)),
