@@ -9,9 +9,9 @@ RUN python3 -m venv --system-site-packages /opt/polyhvd \
     && /opt/polyhvd/bin/pip uninstall -y setuptools pip
 
 FROM debian:bookworm-slim
-# Less what only builds and tests NumPy.
+# Less what only builds and tests NumPy, and a second copy of a module of it, which is never found.
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-numpy \
-    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* /usr/lib/python3.11/dist-packages/numpy \
     && find /usr/lib/python3* -depth -type d \( -name __pycache__ -o -path '*/numpy/*/tests' \
         -o -path '*/numpy/distutils' -o -path '*/numpy/f2py' \) -exec rm -rf {} +
 COPY --from=build /opt/polyhvd /opt/polyhvd
