@@ -21,6 +21,7 @@ from polyhvd.launch.providers.arriving import PURPOSE, ranks_secret
 from polyhvd.launch.providers.local_agents import LocalAgent
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, OTHER_SECRET, AuthError, Greeting, prove
+from polyhvd.rendezvous.lookup import Lookup
 
 __all__ = ["Follower", "JoinError", "Result", "reach"]
 
@@ -56,12 +57,18 @@ def reach(host: str, port: int, number: int, secret: bytes, deadline: float) -> 
         JoinError: nobody is there until then, or has another secret.
     """
     where = network.endpoint_text(host, port)
+    lookup, tries = Lookup(host), 0
     reason = "it was not tried"
     while (now := time.monotonic()) < deadline:
+        addresses = lookup.look(max(0.01, min(deadline - now, _TRY_S)))
         connection = None
         try:
+            if not addresses:
+                raise OSError(lookup.problem)
+            address = addresses[tries % len(addresses)]
+            tries += 1
             connection = socket.create_connection(
-                (host, port), timeout=max(0.01, min(deadline - now, _TRY_S))
+                (address, port), timeout=max(0.01, min(deadline - now, _TRY_S))
             )
             network.tune(connection)
             greeting = Greeting(PURPOSE, 0, number, NO_RANK)

@@ -21,6 +21,7 @@ from pods import Pod
 __all__ = ["indexed_job", "mpi_job", "read", "services", "stateful_set", "train_job"]
 
 Manifest = dict[str, Any]
+_HOME = "/root"  # of the images that the operator is for, and of the tests' containers
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
 
@@ -98,7 +99,7 @@ def mpi_job(documents: list[Manifest], folder: Path) -> tuple[list[Pod], list[Ma
         made.setdefault("restartPolicy", "Never")
         (container,) = made["containers"]
         mounts = container.setdefault("volumeMounts", [])
-        mounts.append({"name": "ssh-auth", "mountPath": spec.get("sshAuthMountPath", "/root/.ssh")})
+        mounts.append({"name": "ssh-auth", "mountPath": spec.get("sshAuthMountPath", f"{_HOME}/.ssh")})
         variables = {"K_MPI_JOB_ROLE": replica.lower()}
         if replica == "Launcher":
             mounts.append({"name": "mpi-job-config", "mountPath": "/etc/mpi"})

@@ -247,6 +247,16 @@ def test_a_pod_without_a_name_of_its_own_is_told_what_to_set(tmp_path: Path) -> 
         assert "is called 'node7', and not after its index 2" in error(running)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_pod_that_waits_for_the_others_is_deleted_at_once(tmp_path: Path, index: int) -> None:
+    made, services = several_ranks()
+    with Cluster(tmp_path, services) as cluster:
+        cluster.stop_dns()
+        running = cluster.start(made[index])
+        time.sleep(2.0)  # nothing tells that it waits
+        assert cluster.delete(running) < 10
+
+
 def test_pods_in_the_network_of_their_nodes_meet_by_variables(tmp_path: Path) -> None:
     made, services = one_rank()
     for index, pod in enumerate(made):
