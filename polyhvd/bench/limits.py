@@ -81,7 +81,7 @@ def _own_address() -> str:
     settings = current.world().settings
     if settings.interface:
         return network.address_of(settings.interface)
-    return network.address_towards(network.parse_endpoint(Launched.from_environment().rendezvous)[0])
+    return network.address_towards(network.parse_endpoints(Launched.from_environment().rendezvous)[0][0])
 
 
 def _accepted(listener: socket.socket, token: bytes) -> socket.socket:

@@ -29,7 +29,7 @@ import sys
 import time
 from typing import Any
 
-from polyhvd.launch.processes import kill_descendants, tell
+from polyhvd.launch.processes import kill_descendants, run_aside, tell
 
 MAGIC = b"\0polyhvd agent 1\n"
 FRAME = struct.Struct("!BiI")
@@ -43,6 +43,7 @@ STARTED = 3  # payload: pid
 EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
 REPORT = 7  # what a rank has suffered from others, each with a final zero; comes before EXITED
+FACTS = 11  # what the program of an EXAMINE has written; empty: it has ended
 # From a host that has come by itself, see polyhvd/launch/joining.py; an agent knows nothing of them
 HELLO = 8  # payload: JSON
 SIGNALLED = 9  # polyhvdrun there has got a signal; payload: number
@@ -56,6 +57,7 @@ JOB = 16  # payload: JSON
 SIGNAL = 17  # to all ranks that still run; payload: number
 SUSPENDED = 18  # nothing more will come until the launcher is continued
 HOLD, GO_ON = 19, 20  # nobody reads what ranks write, so they are to wait; somebody does
+EXAMINE = 21  # payload: a program in Python that looks at this host, before there are ranks or beside them
 # From both
 BEAT = 32  # a sign of life, where there is nothing else to send
 
@@ -80,6 +82,7 @@ _PARENT_GONE = signal.SIGRTMIN
 #: How long to see whether a signal was sent to every process here, so that ranks have it already.
 _SETTLE_S = 0.05
 _LAUNCHER = 0
+_NO_RANK = -1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -326,6 +329,8 @@ class Agent:
                 self._flush()
             elif kind == JOB:
                 self._start(json.loads(payload))
+            elif kind == EXAMINE:
+                self._watch_pipe(run_aside(payload), _NO_RANK, FACTS)
             elif kind == SIGNAL:
                 number = _NUMBER.unpack(payload)[0]
                 if number == signal.SIGKILL:
@@ -395,12 +400,8 @@ class Agent:
                 os.close(pipe)
             self._reports[rank] = report
             for kind, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
-                descriptor = os.dup(pipe.fileno())
+                self._watch_pipe(os.dup(pipe.fileno()), rank, kind)
                 pipe.close()
-                os.set_blocking(descriptor, False)
-                self._pipes[descriptor] = (rank, kind)
-                if not self._paused:
-                    self._selector.register(descriptor, selectors.EVENT_READ)
             self._ranks[process.pid] = rank
             process.returncode = 0  # reaped here, not by subprocess
             self._send(STARTED, rank, _NUMBER.pack(process.pid))
@@ -428,6 +429,12 @@ class Agent:
             pass_fds=(report,),
         )
 
+    def _watch_pipe(self, descriptor: int, rank: int, kind: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._pipes[descriptor] = (rank, kind)
+        if not self._paused:
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
     def _relay(self, descriptor: int) -> bool:
         """Pass on what a rank has written; False when there is nothing for now, or nothing more."""
         rank, kind = self._pipes[descriptor]
@@ -442,6 +449,8 @@ class Agent:
             if not self._paused:
                 self._selector.unregister(descriptor)
             os.close(descriptor)
+            if kind == FACTS:
+                self._send(FACTS, rank, b"")
             return False
         self._send(kind, rank, data)
         return True

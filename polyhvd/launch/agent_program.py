@@ -1,26 +1,38 @@
-"""The agent's program as one text, which goes to wherever an agent is to run.
+"""Programs as one text, which goes to wherever an agent is to run: the agent's own, and what looks at a host.
 
 polyhvd need not lie at the same place there, and other files of it are not needed.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from polyhvd.launch import agent, processes
 
-__all__ = ["agent_source", "reader"]
+__all__ = ["agent_source", "examination", "reader"]
 
 
 def agent_source() -> bytes:
     """What Python has to run: the modules of the agent, each under its own name."""
-    module = processes.__name__
-    return (
-        "import sys, types\n"
-        f"module = sys.modules[{module!r}] = types.ModuleType({module!r})\n"
-        f"exec(compile({_text(processes.__file__)!r}, 'polyhvd-processes', 'exec'), module.__dict__)\n"
-        f"exec(compile({_text(agent.__file__)!r}, 'polyhvd-agent', 'exec'), {{'__name__': '__main__'}})\n"
-    ).encode()
+    text = _text(agent)
+    run = f"exec(compile({text!r}, 'polyhvd-agent', 'exec'), {{'__name__': '__main__'}})\n"
+    return (_modules([processes]) + run).encode()
+
+
+def examination(modules: Sequence[ModuleType], request: dict[str, Any]) -> bytes:
+    """What an agent has to run for an EXAMINE: ``main(request)`` of the last of these modules.
+
+    Args:
+        modules: each after those that it imports. They use the standard library alone, of Python 3.8.
+        request: goes through JSON.
+    """
+    name = modules[-1].__name__
+    run = f"import json\nsys.modules[{name!r}].main(json.loads({json.dumps(request)!r}))\n"
+    return (_modules(modules) + run).encode()
 
 
 def reader(source_bytes: int) -> str:
@@ -28,5 +40,18 @@ def reader(source_bytes: int) -> str:
     return f"import sys;exec(compile(sys.stdin.buffer.read({source_bytes}),'polyhvd-program','exec'))"
 
 
-def _text(path: str) -> str:
-    return Path(path).read_text("utf-8")
+def _modules(modules: Sequence[ModuleType]) -> str:
+    """A program that has these modules imported."""
+    lines = ["import sys, types"]
+    for module in modules:
+        name = module.__name__
+        lines += [
+            f"module = sys.modules[{name!r}] = types.ModuleType({name!r})",
+            f"exec(compile({_text(module)!r}, {name!r}, 'exec'), module.__dict__)",
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _text(module: ModuleType) -> str:
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text("utf-8")

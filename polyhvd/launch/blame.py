@@ -20,6 +20,7 @@ __all__ = [
     "had_failed",
     "others",
     "traceback_lines",
+    "trim",
 ]
 
 _OTHERS_MAX = 8
@@ -176,3 +177,11 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def trim(lines: Sequence[bytes]) -> list[bytes]:
+    """Without empty lines at the end, so that the error itself is the last thing that is seen."""
+    kept = list(lines)
+    while kept and not kept[-1].strip():
+        kept.pop()
+    return kept

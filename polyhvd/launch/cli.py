@@ -189,6 +189,7 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
         interface=interface_of(options),
         remote=SshAgents(_ssh(options)),
         start_timeout_s=_start_timeout_s(options),
+        check_hosts=not options.no_host_checks,
         term_grace_s=options.term_grace_s,
         policy=LetOthersFinish() if options.keep_going else StopAtFirstFailure(),
         verbose=options.verbose,

@@ -98,6 +98,7 @@ FROM_ELSEWHERE = {
     "--term-grace-s": "new",
     "--ssh-option": "new",
     "--remote-python": "new",
+    "--no-host-checks": "new",
     "--reproducible": "new",
 }
 

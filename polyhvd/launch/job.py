@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from polyhvd.config import Settings
 from polyhvd.launch import agent
@@ -26,11 +26,12 @@ from polyhvd.launch.blame import (
     had_failed,
     others,
     traceback_lines,
+    trim,
 )
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import FailurePolicy, StartReplacement, StopAtFirstFailure, StopOthers
-from polyhvd.launch.programs import Program, argv_of
+from polyhvd.launch.programs import Program, argv_of, rank_environment
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.ssh import SshAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
@@ -38,6 +39,9 @@ from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement
+
+if TYPE_CHECKING:
+    from polyhvd.launch.host_checks import HostChecks
 
 __all__ = ["Job", "JobSpec"]
 
@@ -64,6 +68,7 @@ class JobSpec:
     secret: str = ""  # of the ranks; empty: a new one
     address: str = ""  # of the rendezvous; empty: one by which the hosts reach it
     start_timeout_s: float = 30.0
+    check_hosts: bool = True  # before anything starts, where some are not this one
     term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
     policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
     verbose: bool = False
@@ -83,6 +88,8 @@ class Job:
         self.rendezvous = Server(parse_secret(self.secret), self._address())
         self._selector = selectors.DefaultSelector()
         self._agents: list[HostAgent] = []
+        self._unstarted: list[tuple[HostAgent, list[Placement], Host]] = []
+        self._checks: HostChecks | None = None  # until all hosts have passed
         self._heartbeats: dict[HostAgent, agent.Heartbeat] = {}  # of those that have answered
         self._gone: set[HostAgent] = set()
         self._awaiting = False  # somebody who reads our output
@@ -133,10 +140,11 @@ class Job:
         return bool(self._signals)
 
     def run(self) -> int:
-        """Start the ranks and return the job's exit status, after everything has ended."""
+        """Start the ranks and return the job's exit status at the end; raises HostsUnfitError."""
         with self._forwarding_signals():
-            self._start()
+            self._start_agents()
             start_by = time.monotonic() + self._spec.start_timeout_s
+            self._start_ranks(self._check_hosts(start_by))
             while not all(process.ended for process in self._agents):
                 self._turn(start_by)
         return self._conclude()
@@ -151,31 +159,66 @@ class Job:
         others = [host.name for host, local in zip(self._spec.hosts, self._local, strict=True) if not local]
         return network.address_towards(others[0].rpartition("@")[2]) if others else network.loopback()
 
-    def _start(self) -> None:
+    def _start_agents(self) -> None:
         for number, host in enumerate(self._spec.hosts):
             placements = [item for item in self._spec.placements if item.host == str(number)]
             if not placements:
                 continue
             process = self._provider(number).agent(host)
             self._agents.append(process)
-            process.start(self._job(placements, host, process.environment))
+            self._unstarted.append((process, placements, host))
             self._selector.register(process.stdout, selectors.EVENT_READ, (process, process.receive))
             self._selector.register(process.stderr, selectors.EVENT_READ, (process, process.complain))
+
+    def _check_hosts(self, start_by: float) -> HostChecks | None:
+        """Have all hosts asked whether they can run the job, unless there is only this one."""
+        spec = self._spec
+        used = {int(item.host) for item in spec.placements}
+        if spec.agents is not None or not spec.check_hosts or all(self._local[number] for number in used):
+            return None
+        from polyhvd.launch.host_checks import HostChecks  # takes a while to import
+
+        chosen = bool(spec.interface or spec.address)
+        checks = self._checks = HostChecks(self.rendezvous, self.secret, spec.start_timeout_s, fixed=chosen)
+        for process, items, _ in self._unstarted:
+            env = {**process.environment, **spec.env}
+            checks.add(process, [self._argv([item.rank]) for item in items], env)
+        while checks.pending and not self._stopping:
+            self._turn(start_by)
+            for process in self._agents:
+                self._hear(process)  # it beats less often before it has a job
+            if time.monotonic() >= start_by:
+                checks.give_up()
+        self._checks = None
+        return checks
+
+    def _start_ranks(self, checks: HostChecks | None) -> None:
+        if self._stopping:  # somebody wants it to end before anything has begun
+            for process in self._agents:
+                (process.cut if process.ready else process.kill)()
+            return
+        if checks is not None:
+            checks.conclude()
+        for process, placements, host in self._unstarted:
+            endpoint = checks.endpoint(process) if checks else self.rendezvous.endpoint
+            process.start(self._job(placements, host, process.environment, endpoint))
         if self._spec.verbose:
             size, count = len(self._spec.placements), len(self._agents)
-            self._output.say(f"{size} ranks on {count} hosts; rendezvous at {self.rendezvous.endpoint}")
+            self._output.say(f"{size} ranks on {count} hosts; rendezvous at {endpoint}")
 
     def _provider(self, number: int) -> AgentProvider:
         if self._spec.agents is not None:
             return self._spec.agents[number]
         return LocalAgents() if self._local[number] else self._spec.remote
 
-    def _job(self, placements: list[Placement], host: Host, env: Mapping[str, str]) -> dict[str, Any]:
+    def _job(
+        self, placements: list[Placement], host: Host, env: Mapping[str, str], endpoint: str
+    ) -> dict[str, Any]:
         common = {
             **env,
             "PYTHONUNBUFFERED": "1",
             **self._spec.env,
-            "POLYHVD_RENDEZVOUS": self.rendezvous.endpoint,
+            "POLYHVD_RENDEZVOUS": endpoint,
             "POLYHVD_SECRET": self.secret,
             "POLYHVD_HOST_ID": placements[0].host,
         }
@@ -187,30 +230,19 @@ class Job:
             "heartbeat_timeout_s": self._silence_s,
             "ignored": self._ignored,
             "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
-            "ranks": [(item.rank, self._rank_environment(item, host)) for item in placements],
+            "ranks": [
+                (item.rank, rank_environment(self._spec.programs, item, host.name)) for item in placements
+            ],
         }
 
     def _argv(self, ranks: Sequence[int]) -> list[str]:
         return argv_of(self._spec.programs, ranks) if self._spec.programs else self._spec.argv
 
-    def _rank_environment(self, item: Placement, host: Host) -> dict[str, str]:
-        values = {
-            "RANK": item.rank,
-            "SIZE": item.size,
-            "LOCAL_RANK": item.local_rank,
-            "LOCAL_SIZE": item.local_size,
-            "CROSS_RANK": item.cross_rank,
-            "CROSS_SIZE": item.cross_size,
-            "HOSTNAME": host.name,
-        }
-        own = [program.env for program in self._spec.programs if item.rank in program.ranks]
-        ours = {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
-        return {**(own[0] if own else {}), **ours}
-
     # The loop
 
     def _turn(self, start_by: float) -> None:
-        starting = any(not process.ready and not process.ended for process in self._agents)
+        checking = self._checks is not None
+        starting = checking or any(not process.ready and not process.ended for process in self._agents)
         self._watch_outboxes()
         self._catch_up()
         for key, _ in self._selector.select(self._timer_s(start_by) if starting else self._timer_s()):
@@ -367,6 +399,8 @@ class Job:
             process.complaints.append(str(error))
             process.kill()
             return
+        if self._checks is not None:
+            self._checks.look(process)
         for kind, rank, payload in frames:
             if kind in (agent.STDOUT, agent.STDERR):
                 self._output.write(rank, kind, payload)
@@ -382,6 +416,8 @@ class Job:
             elif kind == agent.FAILED:
                 status, reason = agent.parse_status(payload)
                 self._exited(rank, process, status, f"was not started: {reason}")
+            elif kind == agent.FACTS and self._checks is not None:
+                self._checks.take(process, payload)
             elif kind == agent.SIGNALLED:
                 self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
         if process.ended:
@@ -396,7 +432,7 @@ class Job:
             self._full.remove(process.stdin)
             self._selector.unregister(process.stdin)
         lost = [rank for rank in process.ranks if rank in self._running]
-        if not lost:
+        if not lost and self._checks is None:
             return
         with contextlib.suppress(KeyError):  # read to the end already
             self._selector.unregister(process.stderr)
@@ -404,6 +440,8 @@ class Job:
                 pass
         what = "was lost" if process.ready else "was not started"
         status = process.close()
+        if self._checks is not None:
+            return self._checks.lost(process, status, reason)
         reason = reason or f"{what}: {process.program} ended with status {status}"
         process.end_strays()
         if process.complaints:
@@ -545,7 +583,7 @@ class Job:
         for line in others([*self._endings, *later], ending):
             self._output.say(line)
         self._output.say(describe(ending), alarm=True)
-        self._output.quote(ending.rank, _trim(traceback_lines(ending.tail)))
+        self._output.quote(ending.rank, trim(traceback_lines(ending.tail)))
         return exit_status(ending)
 
 
@@ -558,11 +596,3 @@ def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
 
 def _leave_to_the_loop(*_: object) -> None:
     """Python's C handler has written the signal's number into the pipe, each time it came."""
-
-
-def _trim(lines: Sequence[bytes]) -> list[bytes]:
-    """Without empty lines at the end, so that the error itself is the last thing that is seen."""
-    kept = list(lines)
-    while kept and not kept[-1].strip():
-        kept.pop()
-    return kept

@@ -223,6 +223,11 @@ def _add_ssh(parser: Parser) -> None:
         default=sys.executable,
         help="Python on the other hosts; default: the path of this one",
     )
+    add(
+        "--no-host-checks",
+        action="store_true",
+        help="do not look at other hosts before ranks are started (versions, clocks, room, the way back)",
+    )
 
 
 def _add_mpi(parser: Parser) -> None:

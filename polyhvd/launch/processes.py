@@ -6,16 +6,19 @@ A part of the agent's program, see :mod:`polyhvd.launch.agent_program`: the stan
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
+import sys
 import time
 
-__all__ = ["descendants", "kill_descendants", "tell"]
+__all__ = ["descendants", "kill_descendants", "run_aside", "tell"]
 
 #: Processes that tidy /dev/shm up once their clients are dead: of multiprocessing, and of PyTorch.
 _JANITOR = re.compile(rb"resource_tracker import main|torch_shm_manager")
 _JANITOR_S = 3.0
+_PR_SET_PDEATHSIG = 1
 
 
 def _children() -> dict[int, list[int]]:
@@ -93,3 +96,38 @@ def kill_descendants(wait_s: float = 5.0) -> None:
         if not living or now >= begin + wait_s:
             return
         time.sleep(0.005)
+
+
+def run_aside(program: bytes) -> int:
+    """Have a child of this process, which has one thread, run a program in Python.
+
+    It may hang, as file systems and networks do, while this process goes on; and it ends with this process.
+
+    Returns:
+        A descriptor from which comes what the program writes to descriptor 1. Who calls reaps the child.
+    """
+    parent = os.getpid()
+    found, told = os.pipe()
+    if os.fork() > 0:
+        os.close(told)
+        return found
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.dup2(told, 1)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # with the launcher's pipes among them
+            if descriptor > 2:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        if os.getppid() == parent:
+            exec(compile(program, "polyhvd-examination", "exec"), {"__name__": "__main__"})
+            status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from polyhvd.launch.hosts import Host, HostsError
 from polyhvd.runtime.placement import Placement, placements
 
-__all__ = ["Part", "Program", "argv_of", "lay_out"]
+__all__ = ["Part", "Program", "argv_of", "lay_out", "rank_environment"]
 
 
 @dataclass(frozen=True)
@@ -88,3 +88,25 @@ def argv_of(programs: Sequence[Program], ranks: Sequence[int]) -> list[str]:
         for program in here
     ]
     return ["/bin/sh", "-c", f'case "$POLYHVD_RANK" in {" ".join(cases)} esac', "polyhvdrun"]
+
+
+def rank_environment(programs: Sequence[Program], item: Placement, host: str) -> dict[str, str]:
+    """What a rank's own environment has besides that of all: its place, and what its program was given.
+
+    Args:
+        programs: of the job, where there are several.
+        item: the rank's place.
+        host: its host, as users name it.
+    """
+    values = {
+        "RANK": item.rank,
+        "SIZE": item.size,
+        "LOCAL_RANK": item.local_rank,
+        "LOCAL_SIZE": item.local_size,
+        "CROSS_RANK": item.cross_rank,
+        "CROSS_SIZE": item.cross_size,
+        "HOSTNAME": host,
+    }
+    own = [program.env for program in programs if item.rank in program.ranks]
+    ours = {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
+    return {**(own[0] if own else {}), **ours}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import time
@@ -14,6 +15,7 @@ from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, chec
 __all__ = ["Client", "ConnectedStore"]
 
 _PATIENCE_S = 10.0  # of one try to connect
+_PATIENCE_EACH_S = 3.0  # where there are several addresses
 
 
 class ConnectedStore(Store):
@@ -135,6 +137,15 @@ class ConnectedStore(Store):
 class Client(ConnectedStore):
     """A rank's connection to a server whose address it was told.
 
+    Args:
+        endpoint: ``host:port``; or several with commas, of which the first that answers is taken. Then not
+            all ranks share a network, and :attr:`further_addresses` are this host's others.
+        secret: the job's.
+        rank: this process's.
+        generation: of the world to be.
+        deadline: by ``time.monotonic()``.
+        server: what messages call the other end.
+
     Raises:
         StoreError: the server cannot be reached until ``deadline`` (``time.monotonic``), or refuses
             this rank.
@@ -152,19 +163,24 @@ class Client(ConnectedStore):
     ) -> None:
         greeting = Greeting("store", generation, rank, NO_RANK)
         connection = _connect(endpoint, secret, greeting, deadline)
-        super().__init__(connection, secret, job=job_name(endpoint, secret), server=server)
+        place = ",".join(sorted(endpoint.split(",")))  # each rank has its own order
+        super().__init__(connection, secret, job=job_name(place, secret), server=server)
+        if "," in endpoint:
+            own = network.own_addresses()
+            self.further_addresses = [address for address in own if address != self.address]
 
 
 def _connect(endpoint: str, secret: bytes, greeting: Greeting, deadline: float) -> socket.socket:
     """Connect and prove the secret, trying again until the deadline; a wrong secret ends it at once."""
     try:
-        address = network.parse_endpoint(endpoint)
+        addresses = network.parse_endpoints(endpoint)
     except ValueError as error:
         raise StoreError(f"POLYHVD_RENDEZVOUS: {error}") from None
-    while True:
+    patience_s = _PATIENCE_S if len(addresses) == 1 else _PATIENCE_EACH_S
+    for address in itertools.cycle(addresses):
         connection = None
         try:
-            patience = min(deadline, time.monotonic() + _PATIENCE_S)
+            patience = min(deadline, time.monotonic() + patience_s)
             connection = socket.create_connection(address, timeout=max(0.01, patience - time.monotonic()))
             network.tune(connection)
             prove(connection, secret, greeting, patience)
@@ -172,10 +188,11 @@ def _connect(endpoint: str, secret: bytes, greeting: Greeting, deadline: float) 
         except BaseException as error:
             if connection is not None:
                 connection.close()
-            if isinstance(error, AuthError):
+            if isinstance(error, AuthError) and len(addresses) == 1:
                 raise StoreError(f"the rendezvous at {endpoint} refused this rank: {error}") from None
             if not isinstance(error, OSError):
                 raise
             if time.monotonic() + 0.1 >= deadline:
                 raise StoreError(f"cannot reach the rendezvous at {endpoint}: {error}") from None
         time.sleep(0.05)
+    raise AssertionError("not reached")

@@ -13,7 +13,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class Outgoing:
     done: bool = False
     failed: bool = False  # for good
     error: str = "no answer yet"
+    others: list[tuple[int, Any]] = field(default_factory=list)  # families and addresses, to try in turn
     retry_at: float = 0.0
     retry_s: float = _RETRY_FIRST_S
 
@@ -97,9 +98,17 @@ class Handshakes:
         if not self._paused_until:
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def connect(self, family: int, address: Any, greeting: Greeting, *, persistent: bool = True) -> Outgoing:
-        """Start to connect. A persistent attempt is repeated until ``close``."""
-        outgoing = Outgoing(family, address, greeting, persistent)
+    def connect(
+        self,
+        family: int,
+        address: Any,
+        greeting: Greeting,
+        *,
+        persistent: bool = True,
+        others: Sequence[tuple[int, Any]] = (),
+    ) -> Outgoing:
+        """Start to connect. A persistent attempt is repeated until ``close``, with ``others`` in turn."""
+        outgoing = Outgoing(family, address, greeting, persistent, others=list(others))
         self._outgoing.append(outgoing)
         self._try(outgoing)
         return outgoing
@@ -214,7 +223,10 @@ class Handshakes:
 
     def _fail(self, outgoing: Outgoing, reason: str, *, final: bool) -> None:
         outgoing.error = reason
-        if final:
+        if outgoing.others:  # somebody else may have that address in this network
+            outgoing.others.append((outgoing.family, outgoing.address))
+            outgoing.family, outgoing.address = outgoing.others.pop(0)
+        elif final:
             outgoing.failed = True
             return
         outgoing.retry_at = time.monotonic() + outgoing.retry_s

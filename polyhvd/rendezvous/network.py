@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "is_local",
     "is_loopback",
     "loopback",
+    "nearest_first",
     "own_addresses",
     "parse_endpoint",
+    "parse_endpoints",
     "resolve",
     "tune",
 ]
@@ -53,6 +56,32 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit():
         raise ValueError(f"{text!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def parse_endpoints(text: str) -> list[tuple[str, int]]:
+    """The same of several with commas; raises ValueError."""
+    return [parse_endpoint(item) for item in text.split(",")]
+
+
+def nearest_first(addresses: Iterable[str], own: Iterable[str]) -> list[str]:
+    """Addresses of another host in the order in which to try them: those in networks of this one's first.
+
+    By how many leading bits they have in common with an own address. An own one itself comes last: the other
+    host has it as well, as that of a bridge for containers, say.
+
+    Example::
+
+        nearest_first(["10.1.0.2", "10.2.0.2"], ["10.2.0.1"])  # ["10.2.0.2", "10.1.0.2"]
+    """
+    mine = [ipaddress.ip_address(address) for address in own]
+
+    def apart(address: str) -> int:
+        it = ipaddress.ip_address(address)
+        bits = [(int(it) ^ int(other)).bit_length() for other in mine if other.version == it.version]
+        least = min(bits, default=it.max_prefixlen)
+        return 1000 if least == 0 else least
+
+    return sorted(addresses, key=apart)
 
 
 def endpoint_text(host: str, port: int) -> str:

@@ -12,6 +12,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, Greeting
@@ -41,7 +42,7 @@ class Server:
 
     Args:
         secret: that every peer has to prove.
-        address: to listen on.
+        address: to listen on. :meth:`listen` adds others.
         listener: a socket that listens already, in its place; it now belongs to the server, which has no
             ``endpoint`` then.
         generation: that peers have to be of; None: any.
@@ -58,12 +59,12 @@ class Server:
         self.endpoint = ""
         self._generation = generation
         if listener is None:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, 0), family=family, backlog=1024)
+            listener = _listener(address)
             self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._values = Values[_Peer]()
         self._handshakes = Handshakes(secret, self._admit)
         self._handshakes.listen(listener)
+        self._added: deque[socket.socket] = deque()  # for the thread; append and popleft are atomic
         self._wake_read, self._wake_write = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._handshakes, selectors.EVENT_READ, self._handshakes)
@@ -86,6 +87,14 @@ class Server:
         self._wake_write = -1
         self._thread.join()
 
+    def listen(self, address: str) -> str:
+        """Serve on a further address, and return its endpoint; raises OSError where it cannot be had."""
+        listener = _listener(address)
+        endpoint = network.endpoint_text(address, listener.getsockname()[1])
+        self._added.append(listener)
+        os.write(self._wake_write, b"+")
+        return endpoint
+
     def _admit(self, greeting: Greeting) -> bool:
         wanted = self._generation in (None, greeting.generation)
         return greeting.purpose == "store" and greeting.target == NO_RANK and wanted
@@ -97,6 +106,8 @@ class Server:
         finally:
             for peer in list(self._peers):
                 self._drop(peer)
+            for listener in self._added:
+                listener.close()
             self._handshakes.close()
             self._selector.close()
             os.close(self._wake_read)
@@ -109,7 +120,9 @@ class Server:
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         for key, mask in events:
             if key.data is None:
-                return False
+                if not os.read(self._wake_read, 1):
+                    return False
+                self._handshakes.listen(self._added.popleft())
             if isinstance(key.data, _Peer) and key.data in self._peers:
                 self._attend(key.data, mask)
         for waiter, missing in self._values.expired(time.monotonic()):
@@ -194,3 +207,8 @@ class Server:
         self._values.remove_peer(peer)
         for scope, index in peer.own:
             self._values.forget(scope, index, peer.rank)
+
+
+def _listener(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=1024)

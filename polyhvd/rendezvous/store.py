@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import select
+from collections.abc import Sequence
 from typing import TypeVar
 
 __all__ = [
@@ -63,6 +64,8 @@ class Store(abc.ABC):
     job: str
     #: Address of this host as those of the other ranks reach it; empty: not known.
     address: str = ""
+    #: Others of this host, where not every rank may reach that one.
+    further_addresses: Sequence[str] = ()
 
     def __enter__(self: _AnyStore) -> _AnyStore:
         return self

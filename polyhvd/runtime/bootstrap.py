@@ -13,7 +13,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,6 +91,7 @@ class _Card:
     port: int
     unix_name: str  # of its abstract socket; empty: no shared memory
     pid_space: str  # equal where process ids mean the same; empty: unknown
+    others: list[tuple[str, int]] = field(default_factory=list)  # further addresses and ports
     process_sets: list[list[int]] = field(default_factory=list)
     reproducible: bool = False
     data_checksums: bool = False
@@ -175,14 +176,13 @@ class _Meeting:
     def _introduce(self) -> _Card:
         """Open the listeners, and say where they are."""
         address = self._store.address or network.loopback()
+        further = list(self._store.further_addresses)
         if self._settings.interface:
             try:
-                address = network.address_of(self._settings.interface)
+                address, further = network.address_of(self._settings.interface), []
             except ValueError as error:
                 raise ConfigError(f"POLYHVD_GLOO_IFACE: {error}") from None
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-        self._handshakes.listen(listener)
+        port = self._listen(address)
         unix_name = ""
         if self._settings.shared_memory:
             unix_name = f"polyhvd-{secrets.token_hex(16)}"
@@ -198,7 +198,8 @@ class _Meeting:
             hostname=socket.gethostname(),
             host_id=self._placement.host,
             address=address,
-            port=listener.getsockname()[1],
+            port=port,
+            others=[(item, self._listen(item)) for item in further],
             unix_name=unix_name,
             pid_space=_pid_space(),
             process_sets=self._process_sets,
@@ -207,6 +208,13 @@ class _Meeting:
             hierarchical_allreduce=self._settings.hierarchical_allreduce,
             backends=list(self._settings.backends),
         )
+
+    def _listen(self, address: str) -> int:
+        """Listen on an address of this host; returns the port."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._handshakes.listen(listener)
+        return int(listener.getsockname()[1])
 
     def _compare(self) -> None:
         """Raise on every rank what the ranks do not agree on."""
@@ -304,11 +312,19 @@ class _Meeting:
         self._until(lambda: not self._absent(), self._absent_text)
 
     def _meet_by_tcp(self, purpose: str, peer: int) -> None:
-        card = self._cards[peer]
-        family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
-        self._meet(purpose, peer, family, (card.address, card.port))
+        """The first address that answers, where there are several."""
+        card, own = self._cards[peer], self._cards[self._rank]
+        ports = {card.address: card.port, **{address: port for address, port in card.others}}
+        order = network.nearest_first(ports, [own.address, *(address for address, _ in own.others)])
+        (first, *others) = [
+            (socket.AF_INET6 if ":" in address else socket.AF_INET, (address, ports[address]))
+            for address in (order if card.others else [card.address])
+        ]
+        self._meet(purpose, peer, *first, others)
 
-    def _meet(self, purpose: str, peer: int, family: int, address: Any) -> None:
+    def _meet(
+        self, purpose: str, peer: int, family: int, address: Any, others: Sequence[tuple[int, Any]] = ()
+    ) -> None:
         """The higher rank dials; the lower one notes whom to expect."""
         if peer == self._rank:
             return
@@ -317,7 +333,7 @@ class _Meeting:
         if peer < self._rank:
             persistent = family != socket.AF_UNIX  # who cannot be reached in here never will
             self._dials[purpose, peer] = self._handshakes.connect(
-                family, address, greeting, persistent=persistent
+                family, address, greeting, persistent=persistent, others=others
             )
         else:
             self._dials[purpose, peer] = Outgoing(family, address, greeting, persistent=True)

@@ -6,6 +6,7 @@ Needs root and iproute2; `available()` says whether they are there. Nothing in i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Namespace", "available", "host_without_ipv4", "two_hosts"]
+__all__ = ["Namespace", "available", "host_without_ipv4", "hosts", "pairwise_hosts", "two_hosts"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,50 @@ def two_hosts() -> Iterator[tuple[Namespace, Namespace]]:
 
 
 @contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Namespace]]:
+    """Make hosts on one switch, with addresses from 10.213.0.1 on; removed with all their processes."""
+    found = [Namespace(f"hvd{os.getpid()}h{i}", f"10.213.0.{i + 1}") for i in range(count)]
+    switch = Namespace(f"hvd{os.getpid()}sw", "")
+    try:
+        _ip("netns", "add", switch.name)
+        _ip("-n", switch.name, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch.name, "link", "set", "br0", "up")
+        for number, host in enumerate(found):
+            _ip("netns", "add", host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
+            _join(host, "eth0", switch, f"port{number}")
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", switch.name, "link", "set", f"port{number}", "master", "br0")
+        yield found
+    finally:
+        for host in (*found, switch):
+            _remove(host)
+
+
+@contextlib.contextmanager
+def pairwise_hosts(count: int) -> Iterator[list[Namespace]]:
+    """Make hosts of which every two have a network of their own, and no way into the others'.
+
+    Hosts i and j, from 0 on, have 10.213.ij.0/24, with i + 1 and j + 1 as the last bytes. The address of each
+    is that in its network with host 0; that of host 0 the one in its network with host 1.
+    """
+    found = [Namespace(f"hvd{os.getpid()}p{i}", f"10.213.{max(i, 1)}.{i + 1}") for i in range(count)]
+    try:
+        for host in found:
+            _ip("netns", "add", host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        for i, j in itertools.combinations(range(count), 2):
+            _join(found[i], f"to{j}", found[j], f"to{i}")
+            for here, there in ((i, j), (j, i)):
+                address = f"10.213.{10 * i + j}.{here + 1}/24"
+                _ip("-n", found[here].name, "addr", "add", address, "dev", f"to{there}")
+        yield found
+    finally:
+        for host in found:
+            _remove(host)
+
+
+@contextlib.contextmanager
 def host_without_ipv4() -> Iterator[Namespace]:
     """Make a namespace that has IPv6 alone: ::1, and an address on eth0; removed as in two_hosts()."""
     host = Namespace(f"hvd{os.getpid()}v6", "fd00:213::1")
@@ -98,6 +143,13 @@ def host_without_ipv4() -> Iterator[Namespace]:
         yield host
     finally:
         _remove(host)
+
+
+def _join(one: Namespace, interface: str, other: Namespace, port: str) -> None:
+    """Lay a cable between two hosts."""
+    _ip("link", "add", interface, "netns", one.name, "type", "veth", "peer", port, "netns", other.name)
+    for host, end in ((one, interface), (other, port)):
+        _ip("-n", host.name, "link", "set", end, "up")
 
 
 def _remove(host: Namespace) -> None:

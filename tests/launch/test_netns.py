@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import netns
 import pytest
-from launching import DEADLINE_S, ROOT
+import sshd
+from launching import DEADLINE_S, ROOT, Launcher
 
 pytestmark = pytest.mark.skipif(not netns.available(), reason="needs root and iproute2")
 
@@ -114,3 +116,50 @@ def test_listeners_are_bound_to_the_chosen_interface_alone(
     server.communicate()
     _, err = rank.communicate(timeout=DEADLINE_S)
     assert b"the launcher is gone" in err
+
+
+#: What ranks of a job print of their connections.
+CONNECTED = """
+import socket, time
+from polyhvd.config import Launched, Settings
+from polyhvd.launch.providers.local import meet_as
+from polyhvd.runtime import bootstrap
+bootstrap._segment_bytes = lambda ranks: 4096
+placement, store = meet_as(Launched.from_environment(), 0, time.monotonic() + 30)
+wiring = bootstrap.connect(Settings(), placement, store, [])
+for peer, descriptor in sorted(wiring.data_fds.items()):
+    print(peer, socket.socket(fileno=descriptor).getpeername()[0])
+"""
+
+
+@pytest.mark.skipif(not sshd.available(), reason="needs openssh-server")
+def test_hosts_without_a_common_network_meet_over_those_that_each_two_have(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    with netns.pairwise_hosts(3) as hosts, sshd.sshd_on(tmp_path, hosts[1:]) as options:
+        listed = f"localhost:1,{hosts[1].address}:1,{hosts[2].address}:1"
+        launcher.start(*options, "-H", listed, source=CONNECTED, before=hosts[0].command())
+        status, out, err = launcher.finish()
+    assert status == 0, err
+    assert sorted(out.splitlines()) == [
+        "[0] 1 10.213.1.2",
+        "[0] 2 10.213.2.3",
+        "[1] 0 10.213.1.1",
+        "[1] 2 10.213.12.3",
+        "[2] 0 10.213.2.1",
+        "[2] 1 10.213.12.2",
+    ]
+
+
+@pytest.mark.skipif(not sshd.available(), reason="needs openssh-server")
+def test_a_host_that_cannot_connect_back_is_told_with_the_addresses_that_it_has_tried(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    with netns.pairwise_hosts(3) as hosts, sshd.sshd_on(tmp_path, hosts[1:]) as options:
+        listed = f"{hosts[1].address}:1,{hosts[2].address}:1"
+        chosen = ["--network-interface", "10.213.1.0/24"]  # in which the second one is not
+        launcher.start(*options, *chosen, "-H", listed, source="pass", before=hosts[0].command())
+        status, _, err = launcher.finish()
+    assert status == 1
+    assert "1 of 2 hosts" in err
+    assert re.search(r"10.213.2.3  no way back  it cannot connect .*\(10.213.1.1: .*unreachable\)", err), err

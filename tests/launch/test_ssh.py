@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -115,23 +116,22 @@ def test_lost_connection_to_a_host_fails_the_job(launcher: Launcher, ssh: list[s
 def test_host_that_cannot_be_reached_is_explained(launcher: Launcher, ssh: list[str]) -> None:
     status, _, err = launcher.run("-H", "localhost:1,127.0.0.9:1", *ssh, source="import time; time.sleep(60)")
     assert status == 1
-    assert "rank 1 on 127.0.0.9 was not started: ssh ended with status 255" in err
-    assert "Connection refused" in err
+    assert err.startswith("polyhvdrun: 1 of 2 hosts cannot take part, and nothing was started:\n")
+    assert re.search("127.0.0.9  refused  .*Connection refused; is sshd running there", err)
 
 
 def test_unknown_host_key_is_not_trusted(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
     options = [*ssh[:-1], f"UserKnownHostsFile={tmp_path / 'empty'}"]
     status, _, err = launcher.run("-H", "127.0.0.2:1", *options, source="pass")
     assert status == 1
-    assert "Host key verification failed" in err
+    assert re.search("127.0.0.2  host key  Host key verification failed", err)
 
 
 def test_python_that_is_absent_on_the_host_is_explained(launcher: Launcher, ssh: list[str]) -> None:
     options = ["--remote-python", "/no/such/python"]
     status, _, err = launcher.run("-H", "127.0.0.2:1", *ssh, *options, source="pass")
     assert status == 1
-    assert "rank 0 on 127.0.0.2 was not started: ssh ended with status 127" in err
-    assert "/no/such/python" in err
+    assert re.search("127.0.0.2  no Python  .*/no/such/python: .*--remote-python", err)
 
 
 def test_host_that_does_not_answer_is_given_up(launcher: Launcher, ssh: list[str]) -> None:
@@ -140,7 +140,7 @@ def test_host_that_does_not_answer_is_given_up(launcher: Launcher, ssh: list[str
         options = ["-p", str(port), "--start-timeout", "1"]
         status, _, err = launcher.run("-H", "127.0.0.4:1", *options, argv=[sys.executable, "-c", "pass"])
     assert status == 1
-    assert "rank 0 on 127.0.0.4 was not started" in err
+    assert re.search("127.0.0.4  no answer  no answer within 1 s", err)
 
 
 def test_noise_of_a_login_shell_is_skipped(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
