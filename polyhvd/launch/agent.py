@@ -43,7 +43,7 @@ STARTED = 3  # payload: pid
 EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
 REPORT = 7  # what a rank has suffered from others, each with a final zero; comes before EXITED
-FACTS = 11  # what the program of an EXAMINE has written; empty: it has ended
+FACTS = 11  # what the program of the EXAMINE with this number has written; empty: it has ended
 # From a host that has come by itself, see polyhvd/launch/joining.py; an agent knows nothing of them
 HELLO = 8  # payload: JSON
 SIGNALLED = 9  # polyhvdrun there has got a signal; payload: number
@@ -57,7 +57,7 @@ JOB = 16  # payload: JSON
 SIGNAL = 17  # to all ranks that still run; payload: number
 SUSPENDED = 18  # nothing more will come until the launcher is continued
 HOLD, GO_ON = 19, 20  # nobody reads what ranks write, so they are to wait; somebody does
-EXAMINE = 21  # payload: a program in Python that looks at this host, before there are ranks or beside them
+EXAMINE = 21  # payload: a program in Python that looks at this host; in place of a rank a number below 0
 # From both
 BEAT = 32  # a sign of life, where there is nothing else to send
 
@@ -82,7 +82,6 @@ _PARENT_GONE = signal.SIGRTMIN
 #: How long to see whether a signal was sent to every process here, so that ranks have it already.
 _SETTLE_S = 0.05
 _LAUNCHER = 0
-_NO_RANK = -1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -322,7 +321,7 @@ class Agent:
             return
         self._inbox += data
         self._heartbeat.heard(time.monotonic())
-        for kind, _, payload in split_frames(self._inbox):
+        for kind, number, payload in split_frames(self._inbox):
             self._suspended = kind == SUSPENDED
             if kind in (HOLD, GO_ON):
                 self._held = kind == HOLD
@@ -330,13 +329,13 @@ class Agent:
             elif kind == JOB:
                 self._start(json.loads(payload))
             elif kind == EXAMINE:
-                self._watch_pipe(run_aside(payload), _NO_RANK, FACTS)
+                self._watch_pipe(run_aside(payload), number, FACTS)
             elif kind == SIGNAL:
-                number = _NUMBER.unpack(payload)[0]
-                if number == signal.SIGKILL:
-                    self._signal(number)
+                told = _NUMBER.unpack(payload)[0]
+                if told == signal.SIGKILL:
+                    self._signal(told)
                 else:
-                    self._pass_on(number, _LAUNCHER)
+                    self._pass_on(told, _LAUNCHER)
 
     def _send(self, kind: int, rank: int, payload: bytes) -> None:
         if self._given_up and kind in (STDOUT, STDERR) and len(self._outbox) > _OUTBOX_BYTES_MAX:

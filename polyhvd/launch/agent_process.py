@@ -97,10 +97,10 @@ class AgentStreams:
         """Send a signal to every rank of this agent that still runs."""
         self.tell(agent.SIGNAL, number.to_bytes(4, "big"))
 
-    def tell(self, kind: int, payload: bytes = b"") -> None:
+    def tell(self, kind: int, payload: bytes = b"", number: int = -1) -> None:
         """Send a frame, once it has answered; never waits."""
         if self.ready:
-            self._write(agent.frame(kind, -1, payload))
+            self._write(agent.frame(kind, number, payload))
 
     def flush(self) -> bool:
         """Send what could not be sent at once; False when some of it is left."""

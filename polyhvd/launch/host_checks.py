@@ -185,7 +185,8 @@ class _Host:
     request: dict[str, Any]
     endpoints: list[str] = field(default_factory=list)  # that it was asked to try
     asked: float = -1.0  # by the wall clock; below 0: not yet
-    said: bytearray = field(default_factory=bytearray)
+    number: int = 0  # of the last request, counted down
+    said: bytearray = field(default_factory=bytearray)  # in answer to it
     endpoint: str = ""  # of the rendezvous, by which the host reaches it
     problems: list[Problem] = field(default_factory=list)
     done: bool = False
@@ -235,11 +236,13 @@ class HostChecks:
         if process.ready and host.asked < 0:
             self._ask(host, [self._serve(self._address_towards(host)), *self._served.values()], "")
 
-    def take(self, process: HostAgent, payload: bytes) -> None:
-        """A part of what a host has said; empty: it says no more."""
+    def take(self, process: HostAgent, number: int, payload: bytes) -> None:
+        """A part of what a host has said in answer to a request; empty: it says no more."""
         host = self._hosts[process]
+        if host.done or number != host.number:
+            return
         host.said += payload
-        if host.done or (payload and b"\n" not in payload):
+        if payload and b"\n" not in payload:
             return
         if b"\n" not in host.said:
             last = "; ".join([*process.complaints][-_LINES_MAX:])
@@ -292,6 +295,7 @@ class HostChecks:
     def _ask(self, host: _Host, endpoints: Iterable[str], secret: str) -> None:
         host.endpoints = list(dict.fromkeys(endpoints))
         host.said.clear()
+        host.number -= 1
         host.asked = time.time()
         reach = {
             "endpoints": [network.parse_endpoint(endpoint) for endpoint in host.endpoints],
@@ -299,16 +303,14 @@ class HostChecks:
             "timeout_s": self._timeout_s,
         }
         modules = [auth, host_facts] if secret else [host_facts]
-        host.process.tell(agent.EXAMINE, examination(modules, {**host.request, **reach}))
+        program = examination(modules, {**host.request, **reach})
+        host.process.tell(agent.EXAMINE, program, host.number)
 
     def _address_towards(self, host: _Host) -> str:
         """The address of this host that the kernel would use to reach another one."""
-        if not self._fixed and not network.is_local(host.process.host):
-            try:
-                return network.address_towards(host.process.host.rpartition("@")[2])
-            except ValueError:
-                pass  # there is no route for now, and yet ssh got there
-        return next(iter(self._served))
+        if self._fixed or network.is_local(host.process.host):
+            return next(iter(self._served))
+        return network.address_for(host.process.host.rpartition("@")[2])
 
     def _serve(self, address: str) -> str:
         """Have the rendezvous listen on an address, too; where it cannot, the first one has to do."""

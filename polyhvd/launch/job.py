@@ -157,7 +157,7 @@ class Job:
         if self._spec.interface:
             return network.address_of(self._spec.interface)
         others = [host.name for host, local in zip(self._spec.hosts, self._local, strict=True) if not local]
-        return network.address_towards(others[0].rpartition("@")[2]) if others else network.loopback()
+        return network.address_for(others[0].rpartition("@")[2]) if others else network.loopback()
 
     def _start_agents(self) -> None:
         for number, host in enumerate(self._spec.hosts):
@@ -417,7 +417,7 @@ class Job:
                 status, reason = agent.parse_status(payload)
                 self._exited(rank, process, status, f"was not started: {reason}")
             elif kind == agent.FACTS and self._checks is not None:
-                self._checks.take(process, payload)
+                self._checks.take(process, rank, payload)
             elif kind == agent.SIGNALLED:
                 self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
         if process.ended:

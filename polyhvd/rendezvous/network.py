@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
+    "address_for",
     "address_of",
     "address_towards",
     "endpoint_text",
@@ -218,6 +219,14 @@ def address_towards(host: str) -> str:
     raise ValueError(
         f"this host has no route to {host}; name an interface with --network-interface or POLYHVD_GLOO_IFACE"
     )
+
+
+def address_for(host: str) -> str:
+    """The same, or where there is no such route any address of this host by which others may reach it."""
+    try:
+        return address_towards(host)
+    except ValueError:
+        return next(iter(own_addresses()), loopback())
 
 
 def is_local(host: str) -> bool:

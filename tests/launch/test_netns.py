@@ -163,3 +163,17 @@ def test_a_host_that_cannot_connect_back_is_told_with_the_addresses_that_it_has_
     assert status == 1
     assert "1 of 2 hosts" in err
     assert re.search(r"10.213.2.3  no way back  it cannot connect .*\(10.213.1.1: .*unreachable\)", err), err
+
+
+@pytest.mark.skipif(not sshd.available(), reason="needs openssh-server")
+def test_a_host_that_only_ssh_can_name_tries_all_addresses_of_the_launcher(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The name resolves to a host in another network, so that the first address does not lead back."""
+    with netns.pairwise_hosts(3) as hosts, sshd.sshd_on(tmp_path, hosts[1:]) as options:
+        alias = ["--ssh-option", f"HostName={hosts[1].address}", "--ssh-option", "StrictHostKeyChecking=no"]
+        listed = f"localhost:1,{hosts[2].address}:1"
+        launcher.start(*options, *alias, "-H", listed, source=CONNECTED, before=hosts[0].command())
+        status, out, err = launcher.finish()
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["[0] 1 10.213.1.2", "[1] 0 10.213.1.1"]

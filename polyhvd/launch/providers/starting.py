@@ -77,8 +77,11 @@ class HostAgent(Protocol):
     def signal(self, number: int) -> None:
         """Send a signal to all its ranks that still run; SIGKILL to what they have started, too."""
 
-    def tell(self, kind: int, payload: bytes = b"") -> None:
-        """Send a frame, such as BEAT, once it has answered; never waits."""
+    def tell(self, kind: int, payload: bytes = b"", number: int = -1) -> None:
+        """Send a frame, such as BEAT, once it has answered; never waits.
+
+        ``number`` stands where a rank would: that of an EXAMINE, below 0.
+        """
 
     def flush(self) -> bool:
         """Send what could not be sent at once; False when some of it is left."""
