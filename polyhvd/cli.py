@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyhvd.bench import command as bench
-from polyhvd.launch.doctor import report
+from polyhvd.launch import doctor
 from polyhvd.observe import autotune, flight, timeline
 
 __all__ = ["main"]
@@ -19,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["bench"]:  # runs as every rank of a job, and so has its own way to complain
         return bench.main(words[1:])
+    if words[:1] == ["doctor"]:  # whose status says what was found
+        return doctor.main(words[1:])
     parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -38,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the search as well")
     command.set_defaults(run=_autotune)
 
-    command = commands.add_parser("doctor", help="say what was found on this host, and what is missing")
-    command.set_defaults(run=lambda options: report())
-
+    commands.add_parser("doctor", help="say what is on this host or on several, what is wrong, what to do")
     commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
 
     options = parser.parse_args(words)

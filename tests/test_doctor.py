@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,5 +69,41 @@ def test_both_commands_print_what_the_function_prints(
 ) -> None:
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
     polyhvd.doctor()
-    assert done.stdout == capsys.readouterr().out
+    lines = [done.stdout.splitlines(), capsys.readouterr().out.splitlines()]
+    steady = [[line for line in told if " free" not in line] for told in lines]  # others use memory meanwhile
+    assert steady[0] == steady[1]
+    assert "No problems on this host." in done.stdout
     assert f"NumPy                {importlib.metadata.version('numpy')}" in done.stdout
+
+
+def run(*options: str, limit: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command, below a shell that sets a limit."""
+    command = [sys.executable, "-m", "polyhvd.cli", "doctor", *options]
+    shell = ["sh", "-c", f'{limit}\nexec "$@"', "sh", *command]
+    return subprocess.run(shell, capture_output=True, text=True, env={**os.environ, **variables})
+
+
+def test_a_limit_that_is_too_low_is_a_problem_with_its_cure() -> None:
+    done = run(limit="ulimit -n 256")
+    assert done.returncode == 1
+    assert re.search(r"open files  only 256 may be open; ulimit -n 1024 or more", done.stdout)
+    assert run().returncode == 0
+
+
+def test_variables_that_contradict_each_other_are_a_problem() -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7"}
+    done = run(**step, RANK="1", WORLD_SIZE="2", MASTER_ADDR="h")
+    assert done.returncode == 1
+    assert "launcher" in done.stdout.partition("Problems: 1")[2]
+
+
+def test_json_of_this_host_has_what_the_text_has() -> None:
+    done = run("--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["schema"], told["healthy"], told["problems"]) == (0, 1, True, [])
+    (host,) = told["hosts"]
+    assert host["python"]["path"] == sys.executable
+    assert host["packages"]["NumPy"] == np.__version__
+    assert host["cores"]["usable"] == len(os.sched_getaffinity(0))
+    assert {item["name"] for item in told["findings"]} >= {"NumPy", "MPI", "shared memory"}
+    assert told["launcher"]

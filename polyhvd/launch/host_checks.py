@@ -21,7 +21,17 @@ from polyhvd.launch.providers.starting import HostAgent
 from polyhvd.rendezvous import auth, network
 from polyhvd.rendezvous.server import Server
 
-__all__ = ["HostChecks", "HostsUnfitError", "Problem", "judge", "own_version", "table", "unreachable"]
+__all__ = [
+    "HostChecks",
+    "HostsUnfitError",
+    "Problem",
+    "WayBack",
+    "columns",
+    "judge",
+    "own_version",
+    "table",
+    "unreachable",
+]
 
 #: Clocks that differ by more make logs, certificates and files' times useless.
 CLOCK_OFFSET_MAX_S = 60.0
@@ -86,12 +96,19 @@ def table(problems: Iterable[Problem]) -> str:
 
         print(table([Problem("node3", "refused", "ssh: ... Connection refused", "is sshd running?")]))
     """
-    rows = [("host", "problem", "found, and what to do")]
-    rows += [(item.host, item.what, f"{item.found}; {item.cure}") for item in problems]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(
-        f"  {host:<{widths[0]}}  {what:<{widths[1]}}  {_printable(found)}" for host, what, found in rows
-    )
+    rows = [["host", "problem", "found, and what to do"]]
+    rows += [[item.host, item.what, f"{item.found}; {item.cure}"] for item in problems]
+    return "\n".join(columns(rows))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of equally many cells as aligned lines of text."""
+    cells = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        ("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in cells
+    ]
 
 
 def unreachable(
@@ -177,6 +194,15 @@ def _program_problems(host: str, program: Mapping[str, Any], version: str) -> li
     return []
 
 
+@dataclass(frozen=True)
+class WayBack:
+    """How a host has reached the rendezvous; empty: it has not."""
+
+    endpoint: str
+    own_address: str  # of the host, where its ranks will listen
+    failed: Sequence[Sequence[str]]  # addresses that it has tried before, and why they did not do
+
+
 @dataclass
 class _Host:
     """What is known of one."""
@@ -187,7 +213,7 @@ class _Host:
     asked: float = -1.0  # by the wall clock; below 0: not yet
     number: int = 0  # of the last request, counted down
     said: bytearray = field(default_factory=bytearray)  # in answer to it
-    endpoint: str = ""  # of the rendezvous, by which the host reaches it
+    way: WayBack = field(default_factory=lambda: WayBack("", "", []))
     problems: list[Problem] = field(default_factory=list)
     done: bool = False
 
@@ -256,7 +282,7 @@ class HostChecks:
         now = time.time()
         host.problems += judge(process.host, facts, host.asked, now, self._own_version(), host.request["cwd"])
         if facts["reached"] >= 0:
-            host.endpoint = host.endpoints[facts["reached"]]
+            host.way = WayBack(host.endpoints[facts["reached"]], facts["from"], facts["unreached"])
         else:
             host.problems.append(self._out_of_reach(process.host, facts["unreached"]))
 
@@ -282,14 +308,21 @@ class HostChecks:
 
     def conclude(self) -> None:
         """Raise HostsUnfitError where hosts cannot take part."""
-        problems = [problem for host in self._hosts.values() for problem in host.problems]
-        if problems:
+        if problems := self.problems():
             raise HostsUnfitError(problems, len(self._hosts))
+
+    def problems(self) -> list[Problem]:
+        """Why hosts cannot take part."""
+        return [problem for host in self._hosts.values() for problem in host.problems]
+
+    def way_back(self, process: HostAgent) -> WayBack:
+        """How a host has reached the rendezvous."""
+        return self._hosts[process].way
 
     def endpoint(self, process: HostAgent) -> str:
         """Where ranks of a host reach the rendezvous; after commas, other ways, if hosts differ."""
-        used = dict.fromkeys(host.endpoint for host in self._hosts.values())
-        own = self._hosts[process].endpoint
+        used = dict.fromkeys(host.way.endpoint for host in self._hosts.values())
+        own = self._hosts[process].way.endpoint
         return ",".join([own, *(other for other in used if other != own)])
 
     def _ask(self, host: _Host, endpoints: Iterable[str], secret: str) -> None:

@@ -45,7 +45,7 @@ def main(request: dict[str, Any]) -> None:
     facts["cwd"] = _folder(request["cwd"])
     facts["room"] = {path: room(path) for path in ("/dev/shm", os.environ.get("TMPDIR") or "/tmp")}
     facts["programs"] = [_program(argv, request["cwd"], request["env"]) for argv in request["programs"]]
-    facts["reached"], facts["unreached"] = reach_one(
+    facts["reached"], facts["from"], facts["unreached"] = reach_one(
         request["endpoints"], bytes.fromhex(request["secret"]), request["timeout_s"]
     )
     tell(facts)
@@ -146,8 +146,10 @@ def installed_version(python: str, folder: str, env: dict[str, str], cwd: str) -
     return {"polyhvd": said.group(1)}
 
 
-def reach_one(endpoints: list[list[Any]], secret: bytes, timeout_s: float) -> tuple[int, list[list[str]]]:
-    """Find the first address of several that leads to the launcher's rendezvous.
+def reach_one(
+    endpoints: list[list[Any]], secret: bytes, timeout_s: float, purpose: str = "store"
+) -> tuple[int, str, list[list[str]]]:
+    """Find the first address of several that leads to the launcher's rendezvous, or to another server.
 
     The first one is tried first, and the next when that fails or takes long.
 
@@ -156,9 +158,11 @@ def reach_one(endpoints: list[list[Any]], secret: bytes, timeout_s: float) -> tu
         secret: that both sides prove; empty: who listens there is taken for the launcher. Then nothing has
             to be imported for it, and it is quick.
         timeout_s: how long all of it may take.
+        purpose: of the connections, in their greeting.
 
     Returns:
-        Its number, -1 where none answers; and of those that have failed the address and why.
+        Its number, -1 where none answers; the address of this host towards it; and of those that have failed
+        the address and why.
     """
     deadline = time.monotonic() + timeout_s
     waiting = list(range(len(endpoints)))
@@ -178,16 +182,17 @@ def reach_one(endpoints: list[list[Any]], secret: bytes, timeout_s: float) -> tu
         pause_s = min([deadline, *([next_at] if waiting else [])]) - time.monotonic()
         for connection in select.select([], list(tries), [], max(0.0, pause_s))[1]:
             number = tries.pop(connection)
-            problem = _finish(connection, secret, min(deadline, time.monotonic() + 5.0))
+            own = str(connection.getsockname()[0])
+            problem = _finish(connection, secret, purpose, min(deadline, time.monotonic() + 5.0))
             if not problem:
                 for other in tries:
                     other.close()
-                return number, failed
+                return number, own, failed
             failed.append([endpoints[number][0], problem])
     failed += [[endpoints[number][0], f"no answer within {timeout_s:g} s"] for number in tries.values()]
     for connection in tries:
         connection.close()
-    return -1, failed
+    return -1, "", failed
 
 
 def _begin(endpoint: list[Any]) -> socket.socket | str:
@@ -204,7 +209,7 @@ def _begin(endpoint: list[Any]) -> socket.socket | str:
     return connection
 
 
-def _finish(connection: socket.socket, secret: bytes, deadline: float) -> str:
+def _finish(connection: socket.socket, secret: bytes, purpose: str, deadline: float) -> str:
     """Prove the secret on a connection that is there; what went wrong, or nothing."""
     with connection:
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -213,7 +218,7 @@ def _finish(connection: socket.socket, secret: bytes, deadline: float) -> str:
         from polyhvd.rendezvous.auth import NO_RANK, Greeting, prove  # is sent along where it is needed
 
         try:
-            prove(connection, secret, Greeting("store", 0, NO_RANK, NO_RANK), deadline)
+            prove(connection, secret, Greeting(purpose, 0, NO_RANK, NO_RANK), deadline)
         except OSError as error:
             return error.strerror or str(error)
     return ""

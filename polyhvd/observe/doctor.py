@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from polyhvd.rendezvous import network
 from polyhvd.rendezvous.segment import make_segment
 from polyhvd.runtime import gpu, mpi
 
-__all__ = ["Finding", "examine", "report"]
+__all__ = ["FRAMEWORKS", "Finding", "examine", "lines"]
 
 #: How each framework is imported, its packages on PyPI, and what polyhvd needs of it.
-_FRAMEWORKS = (
+FRAMEWORKS = (
     ("NumPy", "numpy", ("numpy",), ""),
     (
         "CuPy",
@@ -45,7 +45,7 @@ _FRAMEWORKS = (
     ("JAX", "jax", ("jax",), "pip install jax==0.6.2"),
     ("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),
 )
-_ADAPTERS = {module for _, module, *_ in _FRAMEWORKS} - {"mpi4py"}
+_ADAPTERS = {module for _, module, *_ in FRAMEWORKS} - {"mpi4py"}
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ def examine() -> dict[str, list[Finding]]:
     }
 
 
-def report() -> list[str]:
-    """The same as lines of text."""
+def lines(kinds: Mapping[str, Sequence[Finding]]) -> list[str]:
+    """What :func:`examine` has found as lines of text, below what this host is."""
     version = _version("polyhvd") or "(not installed)"
-    lines = [
+    told = [
         f"polyhvd {version}  {Path(_core.__file__).parent}",
         f"Python {platform.python_version()}  {sys.executable}",
         f"{platform.platform()}, {os.cpu_count()} cores, kernels for {_core.INSTRUCTION_SET}",
     ]
-    for kind, findings in examine().items():
-        lines += ["", f"{kind}:", *(f"  {finding}" for finding in findings)]
-    return lines
+    for kind, findings in kinds.items():
+        told += ["", f"{kind}:", *(f"  {finding}" for finding in findings)]
+    return told
 
 
 def _version(*packages: str) -> str:
@@ -95,7 +95,7 @@ def _version(*packages: str) -> str:
 
 
 def _frameworks() -> Iterator[Finding]:
-    for name, module, packages, remedy in _FRAMEWORKS:
+    for name, module, packages, remedy in FRAMEWORKS:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:  # a folder that merely has the name has no file
             yield Finding(name, False, note=f"not installed in this Python; {remedy}")

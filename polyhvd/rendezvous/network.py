@@ -18,6 +18,7 @@ __all__ = [
     "address_towards",
     "endpoint_text",
     "host_identity",
+    "interfaces",
     "is_local",
     "is_loopback",
     "loopback",
@@ -96,7 +97,7 @@ def address_of(interface: str) -> str:
     ``interface`` is a name (``eth0``), an address, a network (``10.0.0.0/16``), or several of them
     with commas, of which the first that exists here counts. Raises ValueError when none does.
     """
-    own = [*_addresses_v4(), *_addresses_v6()]
+    own = interfaces()
     for item in filter(None, (part.strip() for part in interface.split(","))):
         for name, address in own:
             if item == name:
@@ -123,7 +124,7 @@ def loopback() -> str:
 
 def own_addresses() -> list[str]:
     """The addresses of this host by which others may reach it."""
-    found = [address for _, address in (*_addresses_v4(), *_addresses_v6())]
+    found = [address for _, address in interfaces()]
     return [address for address in found if not is_loopback(address)]
 
 
@@ -133,6 +134,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """Names and addresses of this host's interfaces, with the loopback's."""
+    return [*_addresses_v4(), *_addresses_v6()]
 
 
 def resolve(host: str) -> list[str]:
