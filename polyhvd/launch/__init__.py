@@ -78,6 +78,7 @@ def run(
             pickled; the message names the rank and ends with its traceback.
         KeyboardInterrupt: Ctrl-C in the main thread, after the ranks have ended.
         ValueError: the hosts or their slots cannot be used, or an argument is refused.
+        OSError: hosts cannot take part, and nothing was started; the message is a table of them.
 
     Example::
 

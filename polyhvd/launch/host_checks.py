@@ -270,12 +270,13 @@ class HostChecks:
         host.said += payload
         if payload and b"\n" not in payload:
             return
-        if b"\n" not in host.said:
-            last = "; ".join([*process.complaints][-_LINES_MAX:])
-            host.problems.append(Problem(process.host, "no answer", last or "its agent failed", "tell us"))
+        try:
+            facts = json.loads(bytes(host.said))
+        except ValueError:  # the program has failed, and said on standard error why
+            last = "; ".join([*process.complaints][-_LINES_MAX:]) or "its agent cannot look around"
+            host.problems.append(Problem(process.host, "no answer", last, "does that Python work?"))
             host.done = True
             return
-        facts = json.loads(bytes(host.said))
         if facts["reached"] < 0 and self._serve_everywhere(host):
             return
         host.done = True

@@ -251,6 +251,8 @@ class Survey:
         wait_s = max(0.0, min(_TICK_S, deadline - time.monotonic()))
         for key, _ in self._selector.select(wait_s):
             process, what = key.data
+            if process.ended:  # in this very turn
+                continue
             if what == "complain":
                 if not process.complain():
                     self._selector.unregister(process.stderr)

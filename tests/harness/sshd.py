@@ -73,10 +73,14 @@ def sshd_on(folder: Path, hosts: Sequence[Namespace], port: int = 2222) -> Itera
         for host in hosts:
 
             def answers(address: str, port: int, host: Namespace = host) -> bool:
-                return f"{address}:{port} " in host.run("ss", "-Hltn", capture_output=True).stdout
+                return f"{_bracketed(address)}:{port} " in host.run("ss", "-Hltn", capture_output=True).stdout
 
             stack.enter_context(_serve(folder, [host.address], port, host.command(), answers))
         yield _options(folder, [address for host in hosts for address in (host.address, host.name)], port)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 def _make_keys(folder: Path) -> None:
@@ -107,7 +111,7 @@ def _serve(
     command = [*within, SSHD, "-D", "-e", "-f", str(folder / "sshd_config")]
     command += ["-o", f"PidFile={folder}/pid-{addresses[0]}"]
     for address in addresses:
-        command += ["-o", f"ListenAddress={address}:{port}"]
+        command += ["-o", f"ListenAddress={_bracketed(address)}:{port}"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
     try:
         deadline = time.monotonic() + 20

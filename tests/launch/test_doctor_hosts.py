@@ -176,6 +176,23 @@ def test_a_host_that_is_absent_and_a_cable_that_is_cut_are_rows_and_the_rest_goe
 
 
 @needs_hosts
+def test_where_no_host_can_be_examined_each_is_told_with_the_reason(
+    hosts: tuple[list[netns.Namespace], list[str]],
+) -> None:
+    (first, second, third), options = hosts
+    listed = f"{second.address},{third.address},no-such-host.invalid"
+    done = doctor(first, *options, "-H", listed, "--remote-python", "/no/such/python")
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Problems: 3"
+    assert [line.split()[:3] for line in lines[2:]] == [
+        [second.address, "no", "Python"],
+        [third.address, "no", "Python"],
+        ["no-such-host.invalid", "unknown", "name"],
+    ]
+
+
+@needs_hosts
 def test_other_versions_and_a_wrong_clock_are_found(
     hosts: tuple[list[netns.Namespace], list[str]], tmp_path: Path
 ) -> None:

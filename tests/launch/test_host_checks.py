@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import pytest
 import sshd
-from launching import ROOT, Launcher, alive, assert_gone, below
+from launching import DEADLINE_S, ROOT, Launcher, alive, assert_gone, below
 
+import polyhvd
+from polyhvd.launch import host_facts, host_links, host_survey
 from polyhvd.launch.host_checks import Problem, judge, table, unreachable
+from polyhvd.rendezvous import auth, network
 
 GOOD = {
     "clock": 1000.0,
@@ -201,40 +205,78 @@ def test_no_room_and_an_absent_folder_are_told(launcher: Launcher, tmp_path: Pat
     assert re.search(rf"127.0.0.2  folder   .*{folder}: No such file or directory", err), err
 
 
+def hanging(folder: Path) -> str:
+    """A Python that hangs when it is asked for polyhvd, and says so."""
+    python = folder / "python"
+    python.write_text(
+        f"#!/bin/sh\necho $$ > {folder}/asking\nmv {folder}/asking {folder}/asked\nexec sleep 600\n"
+    )
+    python.chmod(0o755)
+    return str(python)
+
+
+def wait_until_asked(folder: Path) -> int:
+    """Wait for that, and return the id of its process."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (folder / "asked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int((folder / "asked").read_text())
+
+
 def test_kill_9_of_the_launcher_during_the_checks_leaves_nothing(
     launcher: Launcher, ssh: list[str], tmp_path: Path
 ) -> None:
-    # This Python hangs when it is asked for polyhvd, and says so.
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/asked\nexec sleep 600\n")
-    python.chmod(0o755)
-    launcher.start(*ssh, "-H", "127.0.0.2:1,127.0.0.9:1", argv=[str(python), "x.py"])
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "asked").exists() or not (tmp_path / "asked").read_text().strip():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    launcher.start(*ssh, "-H", "127.0.0.2:1,127.0.0.9:1", argv=[hanging(tmp_path), "x.py"])
+    asked = wait_until_asked(tmp_path)
     assert launcher.process is not None
-    asked = int((tmp_path / "asked").read_text())
     everyone = [asked, *below(launcher.process.pid)]
-    assert all(alive(pid) for pid in everyone)
+    assert alive(asked)
     launcher.signal(signal.SIGKILL)
     assert_gone(everyone)
 
 
 def test_ctrl_c_during_the_checks_ends_at_once(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/asked\nexec sleep 600\n")
-    python.chmod(0o755)
-    launcher.start(*ssh, "-H", "127.0.0.2:1", argv=[str(python), "x.py"])
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "asked").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    launcher.start(*ssh, "-H", "127.0.0.2:1", argv=[hanging(tmp_path), "x.py"])
+    asked = wait_until_asked(tmp_path)
     launcher.signal(signal.SIGINT)
     begin = time.monotonic()
     status, out, _ = launcher.finish()
     assert (status, out) == (130, "")
-    assert time.monotonic() < begin + 10
+    assert time.monotonic() < begin + 10  # far from --term-grace-s
+    assert_gone([asked])
+
+
+def test_a_connection_that_is_lost_during_the_checks_is_told(
+    launcher: Launcher, ssh: list[str], tmp_path: Path
+) -> None:
+    launcher.start(*ssh, "-H", "127.0.0.2:1", argv=[hanging(tmp_path), "x.py"])
+    wait_until_asked(tmp_path)
+    assert launcher.process is not None
+    for pid in below(launcher.process.pid):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ssh\0"):
+            os.kill(pid, signal.SIGKILL)
+    status, out, err = launcher.finish()
+    assert (status, out) == (1, "")
+    assert re.search(r"127.0.0.2  no agent  ssh ended with status -9", err), err
+
+
+def test_a_host_that_hangs_is_given_up_in_time(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
+    options = [*ssh, "--start-timeout", "3", "-H", "127.0.0.2:1,127.0.0.3:1"]
+    status, out, err = launcher.run(*options, argv=[hanging(tmp_path), "x.py"])
+    assert (status, out) == (1, "")
+    assert len(re.findall(r"  no answer  its agent runs, and has not looked around within 3 s", err)) == 2
+
+
+def test_run_raises_the_table(ssh: list[str]) -> None:
+    with pytest.raises(OSError, match=r"1 of 1 host cannot take part.*\n.*\n  127.0.0.9  refused"):
+        polyhvd.run(os.getpid, hosts="127.0.0.9:1", ssh_port=int(ssh[1]), start_timeout=20)
+
+
+def test_programs_for_hosts_are_python_3_8() -> None:
+    for module in (host_facts, host_survey, host_links, auth, network):
+        assert module.__file__ is not None
+        ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
 
 
 def test_no_secret_is_on_a_command_line_during_the_checks(
