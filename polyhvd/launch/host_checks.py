@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from polyhvd.launch import agent, host_facts
@@ -237,7 +237,7 @@ class HostChecks:
         self._hosts: dict[HostAgent, _Host] = {}
         self._served = {network.parse_endpoint(rendezvous.endpoint)[0]: rendezvous.endpoint}
         self._all_served = fixed
-        self._version = ""
+        self._version = own_version()
 
     @property
     def pending(self) -> bool:
@@ -254,6 +254,7 @@ class HostChecks:
         """
         different = {argv[0]: list(argv) for argv in programs}
         request = {"cwd": os.getcwd(), "env": dict(env), "programs": list(different.values())}
+        request["version"] = self._version
         self._hosts[process] = _Host(process, request)
 
     def look(self, process: HostAgent) -> None:
@@ -281,7 +282,7 @@ class HostChecks:
             return
         host.done = True
         now = time.time()
-        host.problems += judge(process.host, facts, host.asked, now, self._own_version(), host.request["cwd"])
+        host.problems += judge(process.host, facts, host.asked, now, self._version, host.request["cwd"])
         if facts["reached"] >= 0:
             host.way = WayBack(host.endpoints[facts["reached"]], facts["from"], facts["unreached"])
         else:
@@ -375,17 +376,12 @@ class HostChecks:
             "open the firewall between them, or name their network with --network-interface",
         )
 
-    def _own_version(self) -> str:
-        if not self._version:
-            self._version = own_version()
-        return self._version
-
 
 def own_version() -> str:
     """The version of polyhvd that runs here, or "unknown"."""
-    beside = host_facts.versions_beside(sys.executable)
+    beside = list(Path(__file__).parents[2].glob("polyhvd-*.dist-info"))
     if len(beside) == 1:
-        return beside[0]
+        return beside[0].name[len("polyhvd-") : -len(".dist-info")]
     import importlib.metadata  # takes longer to import than all else here
 
     try:

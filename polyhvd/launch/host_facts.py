@@ -44,7 +44,9 @@ def main(request: dict[str, Any]) -> None:
     facts: dict[str, Any] = {"clock": time.time(), "python": ".".join(map(str, sys.version_info[:3]))}
     facts["cwd"] = _folder(request["cwd"])
     facts["room"] = {path: room(path) for path in ("/dev/shm", os.environ.get("TMPDIR") or "/tmp")}
-    facts["programs"] = [_program(argv, request["cwd"], request["env"]) for argv in request["programs"]]
+    facts["programs"] = [
+        _program(argv, request["cwd"], request["env"], request["version"]) for argv in request["programs"]
+    ]
     facts["reached"], facts["from"], facts["unreached"] = reach_one(
         request["endpoints"], bytes.fromhex(request["secret"]), request["timeout_s"]
     )
@@ -83,7 +85,7 @@ def _folder(path: str) -> str:
     return "" if os.access(path, os.X_OK) else os.strerror(13)
 
 
-def _program(argv: list[str], cwd: str, env: dict[str, str]) -> dict[str, str]:
+def _program(argv: list[str], cwd: str, env: dict[str, str], version: str) -> dict[str, str]:
     """Where a rank's program is on this host, and if it is a Python, which polyhvd that has."""
     environment = {**os.environ, **env}
     environment.pop("POLYHVD_SECRET", None)
@@ -98,7 +100,7 @@ def _program(argv: list[str], cwd: str, env: dict[str, str]) -> dict[str, str]:
         facts["is_python"] = "yes"
         script = next((word for word in argv[1:] if not word.startswith("-")), "")
         folder = os.path.dirname(os.path.join(cwd, script)) if argv[1:2] == [script] else cwd
-        facts.update(installed_version(path, folder, environment, cwd))
+        facts.update(installed_version(path, folder, environment, cwd, version))
     return facts
 
 
@@ -110,22 +112,25 @@ def versions_beside(python: str) -> list[str]:
     return [name[len("polyhvd-") : -len(".dist-info")] for name in found]
 
 
-def installed_version(python: str, folder: str, env: dict[str, str], cwd: str) -> dict[str, str]:
-    """Which polyhvd a Python would import: by its folders, or else by asking it, which takes longer.
+def installed_version(
+    python: str, folder: str, env: dict[str, str], cwd: str, expected: str
+) -> dict[str, str]:
+    """Which polyhvd a Python would import: by asking it, unless its folders show the expected one.
 
     Args:
         python: path of the interpreter.
         folder: of the script that it would run.
         env: its environment.
         cwd: its folder.
+        expected: version; folders are read within a millisecond, and an answer takes a hundred.
 
     Returns:
         ``polyhvd``: the version, empty where there is none, or "unknown"; ``problem``: why it cannot be told.
     """
     found = versions_beside(python)
     first = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), folder]
-    if len(found) == 1 and not any(os.path.isdir(os.path.join(cwd, path, "polyhvd")) for path in first):
-        return {"polyhvd": found[0]}
+    if found == [expected] and not any(os.path.isdir(os.path.join(cwd, path, "polyhvd")) for path in first):
+        return {"polyhvd": expected}
     try:
         asked = subprocess.run(
             [python, "-c", _QUESTION, folder],
