@@ -30,18 +30,18 @@ class Old:
         return getattr(library, name)
 
 library = native.{library}
-for told in (None, 5, 7):
+for told in (None, 6, 8):
     native.{library} = Old(told)
     try:
         hvd.init()
     except HorovodVersionMismatchError as error:
-        assert f"version {{told or 0}} of polyhvd's C interface, and the core version 6" in str(error), error
+        assert f"version {{told or 0}} of polyhvd's C interface, and the core version 7" in str(error), error
         assert "reinstall polyhvd" in str(error), error
     else:
         raise AssertionError("nothing was raised")
     assert not hvd.is_initialized()
 native.{library} = library
-assert library.polyhvd_{framework}_api_version() == 6
+assert library.polyhvd_{framework}_api_version() == 7
 older = (ctypes.c_uint32 * 32)(5, 48)  # a table that nobody asked the version of
 assert library.polyhvd_{framework}_set_engine(ctypes.byref(older)) == 0
 hvd.init()
@@ -61,7 +61,7 @@ def test_a_library_of_another_version_is_an_error(framework: str, library: str) 
 
 
 def test_the_test_knows_the_version() -> None:
-    assert re.search(r"#define POLYHVD_C_API_VERSION 6$", HEADER.read_text(), re.MULTILINE)
+    assert re.search(r"#define POLYHVD_C_API_VERSION 7$", HEADER.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("standard", ["c99", "c17"])

@@ -10,13 +10,14 @@ from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import native, reads
 from polyhvd.mxnet.derivatives import record
-from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError, as_mxnets
-from polyhvd.mxnet.names import derived, unnamed
+from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError
+from polyhvd.mxnet.names import unnamed
 from polyhvd.mxnet.native import Handle
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Operation, OpKind, ReduceOp
 from polyhvd.collectives.adapter import Handle as AnyHandle
+from polyhvd.collectives.adjoints import rows_kept
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives, process_set_id
 from polyhvd.runtime import current
@@ -75,6 +76,12 @@ def _check_members(about: str, world: World, number: int, root: int | None = Non
         )
 
 
+def _place(operation: Operation) -> tuple[int, int]:
+    """This rank's position in the process set, and how many members that has."""
+    ranks = operation.world.process_sets()[operation.process_set]
+    return ranks.index(operation.world.placement.rank), len(ranks)
+
+
 def _checked(operation: Operation, tensors: Sequence[NDArray]) -> None:
     """Raise for what MXNet's engine would find later, or never."""
     if operation.process_set or operation.kind == OpKind.BROADCAST:
@@ -118,35 +125,6 @@ def _checked_splits(operation: Operation, rows: int, members: int) -> Sequence[i
     return splits
 
 
-class _Members:
-    """The process set of an operation, as its members see it."""
-
-    def __init__(self, operation: Operation) -> None:
-        ranks = current.world().process_sets()[operation.process_set]
-        self.count = len(ranks)
-        self.position = ranks.index(current.world().placement.rank)
-
-    def tell(self, operation: Operation, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Every member's numbers by its position, but for those that have joined; waits for them."""
-        mine = np.array([[self.position, *numbers]], dtype=np.int64)
-        with as_mxnets():
-            handle = current.world().engine.submit(
-                OpKind.ALLGATHER,
-                derived(operation.name or "", "rows"),
-                (mine,),
-                None,
-                process_set=operation.process_set,
-                blocking=True,
-            )
-            handle.wait()
-        every = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(-1, mine.size)
-        return {row[0]: row[1:] for row in every.tolist()}
-
-    def rows_kept(self, rows: int) -> int:
-        """Of a reducescatter of so many rows."""
-        return rows // self.count + (self.position < rows % self.count)
-
-
 class MxnetAdapter:
     """See :class:`polyhvd.collectives.adapter.FrameworkAdapter`."""
 
@@ -182,8 +160,8 @@ class MxnetAdapter:
     ) -> Handle:
         """Give a collective to MXNet's engine, which runs it once the arrays are ready.
 
-        Waits for nothing, except that an allgather and an alltoall wait until all ranks have told their
-        sizes. Results in new arrays are known to autograd while it records.
+        Waits for nothing, except that an allgather and an alltoall wait until all ranks have agreed on
+        the sizes of their results. Results in new arrays are known to autograd while it records.
         """
         _checked(operation, tensors)
         if out is not None:
@@ -197,8 +175,8 @@ class MxnetAdapter:
             return self._exchange(operation, tensors[0])
         _count(operation)
         if operation.kind == OpKind.REDUCESCATTER:
-            members = _Members(operation)
-            out = [_with_rows(members.rows_kept(t.shape[0]), t) for t in tensors]
+            position, members = _place(operation)
+            out = [_with_rows(rows_kept(t.shape[0], members)[position], t) for t in tensors]
         else:
             out = [_empty(t.shape, t) for t in tensors]
         handle = native.push(operation, tensors, out)
@@ -207,29 +185,23 @@ class MxnetAdapter:
 
     @staticmethod
     def _gather(operation: Operation, tensors: Sequence[NDArray]) -> Handle:
-        members = _Members(operation)
+        position, _ = _place(operation)
         _count(operation)
-        told = members.tell(operation, [t.shape[0] for t in tensors])
-        totals = [sum(rows) for rows in zip(*told.values(), strict=True)]
-        before = [told[position] for position in range(members.position) if position in told]
-        out = [_with_rows(rows, t) for rows, t in zip(totals, tensors, strict=True)]
-        handle = native.push(operation, tensors, out)
-        rows_before = [sum(rows[i] for rows in before) for i in range(len(tensors))]
-        handle.result = record(operation, tensors, out, rows_before)
+        handle, rows = native.push_sized(operation, tensors)
+        count = len(tensors)
+        rows_before = [sum(rows[i : position * count : count]) for i in range(count)]
+        handle.result = record(operation, tensors, handle.result, rows_before)
         return handle
 
     @staticmethod
     def _exchange(operation: Operation, tensor: NDArray) -> Handle:
-        members = _Members(operation)
-        splits = _checked_splits(operation, tensor.shape[0], members.count)
+        _, members = _place(operation)
+        splits = _checked_splits(operation, tensor.shape[0], members)
         _count(operation)
-        told = members.tell(operation, splits)
-        nothing = [0] * members.count
-        received = [told.get(position, nothing)[members.position] for position in range(members.count)]
-        out = _with_rows(sum(received), tensor)
-        handle = native.push(operation, (tensor,), (out,))
-        rows = [(received[p], splits[p], p in told) for p in range(members.count)]
-        (out,) = record(operation, (tensor,), (out,), rows)
+        handle, told = native.push_sized(operation, (tensor,))
+        received = [max(rows, 0) for rows in told]  # below zero: the rank has joined
+        rows = [(received[p], splits[p], told[p] >= 0) for p in range(members)]
+        (out,) = record(operation, (tensor,), handle.result, rows)
         make = mx.np.array if isinstance(tensor, mx.np.ndarray) else mx.nd.array
         handle.result = [out, make(received, dtype="int32", ctx=tensor.ctx)]
         return handle

@@ -60,6 +60,12 @@ inline std::size_t item_bytes(DType dtype) {
 class Array {
  public:
   explicit Array(NDArrayHandle other) { check(g_mx.MXShallowCopyNDArray(other, &handle_)); }
+  // Of a handle that nobody else frees.
+  static Array owned(NDArrayHandle handle) noexcept {
+    Array array;
+    array.handle_ = handle;
+    return array;
+  }
   Array(Array&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
@@ -69,6 +75,8 @@ class Array {
   NDArrayHandle get() const noexcept { return handle_; }
 
  private:
+  Array() = default;
+
   NDArrayHandle handle_ = nullptr;
 };
 

@@ -51,6 +51,9 @@ using Deleter = void (*)(void* param);
     (AsyncFunction, void* param, Deleter, const Context*, void* read_variables, int read_count,    \
      void* written_variables, int write_count, const int* property, int priority,                  \
      const char* label, bool wait))                                                                \
+  X(MXNDArrayCreateEx64, int,                                                                      \
+    (const std::int64_t* shape, int ndim, int dev_type, int dev_id, int delay_alloc, int dtype,    \
+     NDArrayHandle* made))                                                                         \
   X(MXShallowCopyNDArray, int, (NDArrayHandle, NDArrayHandle * copy))                              \
   X(MXNDArrayFree, int, (NDArrayHandle))                                                           \
   X(MXNDArrayGetData, int, (NDArrayHandle, void** data))                                           \

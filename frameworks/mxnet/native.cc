@@ -20,6 +20,7 @@
 
 #include "api/c_api.h"
 #include "api/engine_slot.h"
+#include "arguments.h"
 #include "control/error.h"
 #include "control/types.h"
 #include "engine/adaptive_backoff.h"
@@ -71,9 +72,15 @@ thread_local bool t_ran = false;      // run() has been on this thread
 thread_local int t_failure_code = 0;  // of the last polyhvd_mxnet_push of the thread
 thread_local std::string t_failure;   // likewise
 
+// What the operation writes.
+const std::vector<Array>& written_by(const Op& op) {
+  if (op.sized) return op.sized->arrays();
+  return op.outputs.empty() ? op.inputs : op.outputs;
+}
+
 // Before MXNet hears of it, so that who reads next finds it.
 void note_failure(const Op& op) {
-  const std::vector<Array>& written = op.outputs.empty() ? op.inputs : op.outputs;
+  const std::vector<Array>& written = written_by(op);
   std::vector<Array> kept;
   kept.reserve(written.size());
   for (const Array& array : written) kept.emplace_back(array.get());
@@ -90,10 +97,26 @@ void note_skipped(Op& op) {
   op.error = is_told ? text : about(op) + kSkippedText + (code == 0 ? "." : ": " + text);
   op.was_skipped = true;
   op.error_code.store(code == 0 ? static_cast<int>(ErrorCode::kInternal) : code);
+  if (op.sized) return void(op.sized->settle(op.error_code, op.error));  // the call raises it
   note_failure(op);
 }
 
+// The inputs are free in any case. A failure is that of who reads the outputs, or of the call, if
+// it still waits for their sizes.
+void complete_sized(Op& op, int code, const char* message) {
+  if (code != 0) {
+    op.error = message;
+    op.error_code.store(code);
+  }
+  const bool is_taken = op.sized->settle(code, op.error);
+  if (code != 0 && (is_taken || ends_engine(static_cast<ErrorCode>(code)))) note_failure(op);
+  op.on_complete.callback(op.on_complete.engine, op.on_complete.param, nullptr);
+  if (code != 0) ExceptionsLock::arm();
+  op.sized->release();
+}
+
 void complete(Op& op, int code, const char* message) {
+  if (op.sized) return complete_sized(op, code, message);
   if (code == 0) {
     op.on_complete.callback(op.on_complete.engine, op.on_complete.param, nullptr);
     return;
@@ -116,18 +139,24 @@ void on_done(void* context, std::int32_t code, const char* message) {
   complete(op, static_cast<int>(ErrorCode::kInternal), text.c_str());
 }
 
-std::string to_string(const Shape& shape) {
-  std::string text = "[";
-  for (const std::int64_t dim : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
-  return text + "]";
+// From the core, before it asks for memory.
+void on_sized(void* context, const std::int64_t* rows, std::int32_t row_count) {
+  (*static_cast<OpPtr*>(context))->sized->tell(rows, row_count);
 }
 
-// From the core: memory for an output whose rows the ranks have agreed on. Those of an alltoall's
-// second output are known already: the ranks told them before.
+// From the core: memory for an output whose rows the ranks have agreed on. An alltoall's second
+// output says what on_sized() has told.
 void* allocate(void* context, std::int32_t index, const std::int64_t* dims, std::int32_t ndim) {
   Op& op = **static_cast<OpPtr*>(context);
   const Shape shape(dims, dims + ndim);
   const auto i = static_cast<std::size_t>(index);
+  if (op.sized && i < op.sized->count()) {
+    try {
+      return op.sized->make(dims, ndim, op.inputs[i].get());
+    } catch (const std::exception&) {
+      return nullptr;  // the core says that there is no memory
+    }
+  }
   const bool has_place = i < op.places.size();
   if (has_place && op.shapes[op.inputs.size() + i] == shape) return op.places[i];
   if (has_place) op.unexpected = to_string(shape);
@@ -160,7 +189,8 @@ int submit_to_engine(const OpPtr& op, std::int32_t* lends, char* message,
   outputs.reserve(op->outputs.size());
   op->places.reserve(op->outputs.size());
   for (std::size_t i = 0; i < count; ++i) {
-    inputs.push_back(tensor_of(op->inputs[i], op->shapes[i], op->dtypes[i], op->outputs.empty()));
+    const bool in_place = op->outputs.empty() && !op->sized;
+    inputs.push_back(tensor_of(op->inputs[i], op->shapes[i], op->dtypes[i], in_place));
   }
   for (std::size_t i = 0; i < op->outputs.size(); ++i) {
     outputs.push_back(tensor_of(op->outputs[i], op->shapes[count + i], op->dtypes[i], true));
@@ -172,6 +202,7 @@ int submit_to_engine(const OpPtr& op, std::int32_t* lends, char* message,
   if (has_own_rows(static_cast<OpKind>(s.kind))) {
     s.outputs = nullptr;
     s.allocate = &allocate;
+    if (op->sized) s.sized = &on_sized;
   }
   auto context = std::make_unique<OpPtr>(op);
   s.context = context.get();
@@ -240,85 +271,9 @@ void drop(void* param) {
   g_watch.in_flight.fetch_sub(1);
 }
 
-// A bad call that can be seen before MXNet's engine runs the operation.
-[[noreturn]] void refuse(const std::string& why) {
-  throw Failure(ErrorCode::kInvalidArgument, why);
-}
-
-Shape shape_of(NDArrayHandle array) {
-  int storage = -1;
-  check(g_mx.MXNDArrayGetStorageType(array, &storage));
-  if (storage < 0) refuse("the array has no shape yet; compute it, or initialize() first");
-  if (storage != kDefaultStorage) {
-    refuse("a sparse array is not possible here; use tostype('default')");
-  }
-  int dev_type = 0;
-  int dev_id = 0;
-  check(g_mx.MXNDArrayGetContext(array, &dev_type, &dev_id));
-  if (dev_type != kDevCpu && dev_type != kDevCpuPinned && dev_type != kDevCpuShared) {
-    refuse("the array lies on a GPU; use as_in_context(mx.cpu()) first");
-  }
-  int ndim = -1;
-  const std::int64_t* dims = nullptr;
-  check(g_mx.MXNDArrayGetShapeEx64(array, &ndim, &dims));
-  if (ndim < 0 || std::any_of(dims, dims + ndim, [](std::int64_t d) { return d < 0; })) {
-    refuse("the shape of the array is not known yet; initialize() it first");
-  }
-  return Shape(dims, dims + ndim);
-}
-
-void take_inputs(Op& op, std::span<const NDArrayHandle> inputs) {
-  const bool averages = reduces(static_cast<OpKind>(op.submission.kind)) &&
-                        static_cast<ReduceOp>(op.submission.op) == ReduceOp::kAverage;
-  op.shapes.reserve(inputs.size());
-  op.dtypes.reserve(inputs.size());
-  op.inputs.reserve(inputs.size());
-  for (const NDArrayHandle input : inputs) {
-    op.shapes.push_back(shape_of(input));
-    const int dtype = dtype_of(input);
-    if (dtype < 0) refuse("the element type is not supported; cast the array");
-    if (averages && static_cast<DType>(dtype) == DType::kBool) {
-      refuse("the average of bool is not defined; cast it, or use Min or Max");
-    }
-    op.dtypes.push_back(dtype);
-    op.inputs.emplace_back(input);
-  }
-}
-
-void take_outputs(Op& op, std::span<const NDArrayHandle> outputs) {
-  const auto kind = static_cast<OpKind>(op.submission.kind);
-  const bool keeps_shape = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    op.shapes.push_back(shape_of(outputs[i]));
-    if ((keeps_shape && op.shapes.back() != op.shapes[i]) || dtype_of(outputs[i]) != op.dtypes[i]) {
-      refuse("the output has shape " + to_string(op.shapes.back()) + ", the input " +
-             to_string(op.shapes[i]) + ", or their types differ");
-    }
-    op.outputs.emplace_back(outputs[i]);
-  }
-}
-
-// The arrays without those whose memory is in `others` or came before: MXNet
-// never runs an operation that names the same memory twice.
-std::vector<NDArrayHandle> distinct(const std::vector<Array>& arrays,
-                                    const std::vector<NDArrayHandle>& others) {
-  std::vector<const void*> seen;
-  std::vector<NDArrayHandle> kept;
-  seen.reserve(others.size() + arrays.size());
-  kept.reserve(arrays.size());
-  for (const NDArrayHandle other : others) seen.push_back(chunk_of(other));
-  for (const Array& array : arrays) {
-    const void* chunk = chunk_of(array.get());
-    if (std::find(seen.begin(), seen.end(), chunk) != seen.end()) continue;
-    seen.push_back(chunk);
-    kept.push_back(array.get());
-  }
-  return kept;
-}
-
 void push(const OpPtr& op) {
-  const std::vector<Array>& written = op->outputs.empty() ? op->inputs : op->outputs;
-  std::vector<NDArrayHandle> writes = distinct(written, {});
+  std::vector<NDArrayHandle> writes;
+  if (!op->sized) writes = distinct(written_by(*op), {});
   std::vector<NDArrayHandle> reads = distinct(op->inputs, writes);
   // What is written may be reordered when it is ours: see tensor_of().
   if (g_mx.reorder_async != nullptr) {
@@ -340,6 +295,30 @@ void push(const OpPtr& op) {
   check(status);
   if (inside) g_inside.note(t_ran);
   if (kind == Kind::kUnknown) g_kind.store(t_ran ? Kind::kNaive : Kind::kThreaded);
+}
+
+void run_writing(void*, void* on_complete, void* param) {
+  OnComplete complete{};
+  std::memcpy(&complete, on_complete, sizeof complete);
+  g_held.fetch_sub(1);
+  (*static_cast<OpPtr*>(param))->sized->write(complete);
+}
+
+void drop_writing(void* param) {
+  const std::unique_ptr<OpPtr> box(static_cast<OpPtr*>(param));
+  g_watch.in_flight.fetch_sub(1);
+}
+
+// Lets MXNet know that the arrays are written by the operation, which may be over by now.
+void push_writing(const OpPtr& op) {
+  static constexpr Context kCpu{kDevCpu, 0};
+  std::vector<NDArrayHandle> writes;
+  for (const Array& array : op->sized->arrays()) writes.push_back(array.get());
+  g_watch.in_flight.fetch_add(1);
+  g_held.fetch_add(1);
+  check(g_mx.MXEnginePushAsyncND(&run_writing, new OpPtr(op), &drop_writing, &kCpu, nullptr, 0,
+                                 writes.data(), static_cast<int>(writes.size()), &kAsync,
+                                 op->submission.priority, "polyhvd", false));
 }
 
 // Returns when what has waited for collectives that failed was skipped. Each array that was not
@@ -437,7 +416,8 @@ struct polyhvd_mxnet_manner {
 // reason in polyhvd_mxnet_failure(). `turn`: see c_api.h; a call without a name was counted
 // when the program made it, since the engine may run it much later. `outputs` that are `inputs`: in
 // place. With NaiveEngine the operation is over by then, and its failure is returned as well: that
-// engine tells nobody else.
+// engine tells nobody else. No `outputs`: they are made when the ranks have agreed on their sizes,
+// and had by polyhvd_mxnet_await_sizes() and polyhvd_mxnet_take().
 POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, const char* name,
                                         std::uint64_t turn, const char* where, int priority,
                                         int count, const NDArrayHandle* inputs,
@@ -474,7 +454,10 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
     s.queue_duplicates = 1;
     s.done = &on_done;
     take_inputs(*op, {inputs, static_cast<std::size_t>(count)});
-    if (outputs != inputs) take_outputs(*op, {outputs, static_cast<std::size_t>(count)});
+    if (outputs == nullptr) op->sized = std::make_unique<SizedOutputs>(op->inputs.size());
+    if (outputs != nullptr && outputs != inputs) {
+      take_outputs(*op, {outputs, static_cast<std::size_t>(count)});
+    }
     // MXNet's engine exists by now, and was chosen by whoever made the first array.
     static const bool guarded = WaitsGuard::install(g_library, &wait_for_variable);
     (void)guarded;  // else its own waits are as unsafe as MXNet makes them
@@ -496,6 +479,28 @@ POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, cons
   } catch (const std::exception& error) {
     return fail(static_cast<int>(ErrorCode::kInternal), about(manner->kind, name) + error.what());
   }
+}
+
+// Waits until the sizes of outputs are known, so long at most. 0: not yet; 1: they are; 2: the
+// operation has failed, see polyhvd_mxnet_error().
+POLYHVD_EXPORT int polyhvd_mxnet_await_sizes(const void* handle, double seconds) {
+  Op& op = **static_cast<const OpPtr*>(handle);
+  return static_cast<int>(op.sized->await(std::chrono::duration<double>(seconds)));
+}
+
+// The outputs, once their sizes are known, as handles that the caller frees; and what the core
+// has told of the sizes, see c_api.h, which lasts as long as `handle`. 0: the operation has
+// failed meanwhile, or MXNet has.
+POLYHVD_EXPORT int polyhvd_mxnet_take(const void* handle, NDArrayHandle* outputs,
+                                      const std::int64_t** rows) {
+  const OpPtr& op = *static_cast<const OpPtr*>(handle);
+  if (!op->sized->take()) return 0;
+  push_writing(op);
+  for (const Array& array : op->sized->arrays()) {
+    if (g_mx.MXShallowCopyNDArray(array.get(), outputs++) != 0) return 0;
+  }
+  *rows = op->sized->rows().data();
+  return 1;
 }
 
 // Why the last polyhvd_mxnet_push() of this thread returned null: an error code and its text,

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import mxnet as mx
-from mxnet.base import _LIB, MXNetError
+from mxnet.base import _LIB, MXNetError, NDArrayHandle
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet import errors
 from polyhvd.mxnet.names import turn_of
 
 from polyhvd import _core, shutdown
-from polyhvd.collectives.adapter import Operation
+from polyhvd.collectives.adapter import Operation, OpKind
 
 __all__ = [
     "Handle",
@@ -30,6 +30,7 @@ __all__ = [
     "lock",
     "push",
     "push_in_place",
+    "push_sized",
     "read",
     "set_engine",
     "settle",
@@ -65,6 +66,8 @@ def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
     library.polyhvd_mxnet_set_engine.argtypes = [ctypes.c_void_p]
     # No argtypes: bytes, pointers and numbers that fit an int are faster as they are.
     library.polyhvd_mxnet_push.restype = ctypes.c_void_p
+    library.polyhvd_mxnet_await_sizes.argtypes = [ctypes.c_void_p, ctypes.c_double]
+    library.polyhvd_mxnet_take.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     quick.polyhvd_mxnet_failure.argtypes = [ctypes.POINTER(ctypes.c_char_p)]
     quick.polyhvd_mxnet_finished.argtypes = [ctypes.c_void_p]
     quick.polyhvd_mxnet_succeeded.argtypes = [ctypes.c_void_p]
@@ -111,6 +114,8 @@ atexit.register(_finish)  # after MXNet has registered its own, so that it runs 
 
 
 _ERRORS = errors.by_code()
+_SIZES_KNOWN = 1
+_INTERRUPTIBLE_S = 0.1  # for Ctrl-C, which Python acts upon between calls
 _SKIPPED = 100  # added to codes of operations that were not done, as an array held the error of another
 _INTERNAL_ERROR = errors.HorovodInternalError
 
@@ -190,7 +195,7 @@ def _place(path: str, line: int) -> bytes:
 
 def _caller() -> bytes:
     """The line of the user's code that made the call, such as ``train.py:88``, for error messages."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
             return _place(frame.f_code.co_filename, frame.f_lineno)
@@ -213,9 +218,40 @@ def _pushed(native: int | None, arrays: Sequence[NDArray], result: Any) -> Handl
 
 def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray]) -> Handle:
     """Give a collective to MXNet's engine, which runs it once the arrays are ready."""
+    return _pushed(_push_native(operation, tensors, out), out, out)
+
+
+def push_sized(operation: Operation, tensors: Sequence[NDArray]) -> tuple[Handle, Sequence[int]]:
+    """:func:`push` for outputs whose sizes the ranks agree on; waits until these are known.
+
+    Returns:
+        The handle, whose result is the new arrays, which may not be written yet; and the rows that the core
+        tells, as ``sized`` in c_api.h has them.
+
+    Raises:
+        Exception: what the operation has failed with before the sizes were known.
+    """
+    handle = _pushed(_push_native(operation, tensors, None), (), None)
+    while not (state := _library.polyhvd_mxnet_await_sizes(handle._native, _INTERRUPTIBLE_S)):
+        pass
+    made = (ctypes.c_void_p * len(tensors))()
+    rows = ctypes.POINTER(ctypes.c_int64)()
+    if state != _SIZES_KNOWN or not _library.polyhvd_mxnet_take(handle._native, made, ctypes.byref(rows)):
+        raise handle.failure() or _INTERNAL_ERROR("MXNet has not taken the results of a collective")
+    arrays = [type(t)(NDArrayHandle(array)) for t, array in zip(tensors, made, strict=True)]
+    handle._arrays = handle.result = arrays
+    members = len(operation.world.process_sets()[operation.process_set])
+    return handle, rows[: members * (len(tensors) if operation.kind == OpKind.ALLGATHER else 1)]
+
+
+def _push_native(
+    operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray] | None
+) -> int | None:
     array_type = ctypes.c_void_p * len(tensors)
     inputs = array_type(*[t.handle.value for t in tensors])
-    outputs = inputs if out is tensors else array_type(*[t.handle.value for t in out])
+    outputs: Any = None
+    if out is not None:
+        outputs = inputs if out is tensors else array_type(*[t.handle.value for t in out])
     numbers = operation.numbers
     name = operation.name or ""  # never empty: the adapter has counted a call without one
     manner = _manner(
@@ -227,7 +263,7 @@ def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray
         float(operation.postscale),
         operation.generation or operation.world.placement.generation,
     )
-    native = _push(
+    native: int | None = _push(
         manner,
         name.encode(),
         turn_of(name),
@@ -239,7 +275,7 @@ def push(operation: Operation, tensors: Sequence[NDArray], out: Sequence[NDArray
         (ctypes.c_int64 * len(numbers))(*numbers) if numbers else None,
         len(numbers),
     )
-    return _pushed(native, out, out)
+    return native
 
 
 def push_in_place(

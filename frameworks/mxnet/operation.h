@@ -15,6 +15,7 @@
 #include "library.h"
 #include "mxnet_c_api.h"
 #include "program_order.h"
+#include "sized_outputs.h"
 
 namespace polyhvd::mxnet {
 
@@ -34,9 +35,10 @@ struct Op {
   ProgramOrder<std::shared_ptr<Op>>::Ticket ticket = 0;
 
   std::vector<Array> inputs;
-  std::vector<Array> outputs;  // empty: in place
-  std::vector<Shape> shapes;   // of the inputs, then of the outputs
-  std::vector<int> dtypes;     // of the inputs; the outputs have the same
+  std::vector<Array> outputs;           // empty: in place, or
+  std::unique_ptr<SizedOutputs> sized;  // made when the ranks have agreed
+  std::vector<Shape> shapes;            // of the inputs, then of the outputs
+  std::vector<int> dtypes;              // of the inputs; the outputs have the same
   std::vector<std::int64_t> numbers;
 
   // Of an allgather whose rows are those of so many ranks in turn, cut as a reducescatter cuts:

@@ -151,3 +151,72 @@ TEST_CASE("a submission of another generation fails as lost") {
   });
   world.shutdown();
 }
+
+namespace {
+
+// A call whose outputs are made when their sizes are known, and what it was told of these.
+struct SizedCall : Call {
+  SizedCall(OpKind kind, std::int64_t rows, const std::vector<std::int64_t>& splits)
+      : Call(1), numbers(splits) {
+    shape = rows;
+    submission.kind = static_cast<std::int32_t>(kind);
+    submission.op = 0;
+    submission.outputs = nullptr;
+    submission.numbers = numbers.empty() ? nullptr : numbers.data();
+    submission.number_count = static_cast<std::int32_t>(numbers.size());
+    submission.context = this;
+    submission.sized = [](void* self, const std::int64_t* told, std::int32_t count) {
+      static_cast<SizedCall*>(self)->told.emplace_back(told, told + count);
+    };
+    submission.allocate = [](void* self, std::int32_t index, const std::int64_t*, std::int32_t) {
+      auto& call = *static_cast<SizedCall*>(self);
+      CHECK(call.told.size() == 1);  // before memory is asked for
+      return static_cast<void*>(call.memory[static_cast<std::size_t>(index)].data());
+    };
+    submission.done = [](void* self, std::int32_t code, const char* message) {
+      static_cast<SizedCall*>(self)->done.set_value({code, message == nullptr ? "" : message});
+    };
+  }
+
+  std::vector<std::int64_t> numbers;
+  std::vector<std::vector<std::int64_t>> told;
+  std::array<std::array<float, 16>, 2> memory{};
+};
+
+// What ranks 0 and 1 of three are told in a call that rank 2 does not make, as it has joined.
+std::array<std::vector<std::int64_t>, 2> told_to_two(OpKind kind) {
+  std::array<std::vector<std::int64_t>, 2> told;
+  ThreadWorld world(one_host(3));
+  world.run([&](int rank, Engine& engine) {
+    if (rank < 2) {
+      const NativeApi api(engine, kGeneration);
+      const bool exchanges = kind == OpKind::kAlltoall;
+      SizedCall call(kind, rank + 1,
+                     exchanges ? std::vector<std::int64_t>{0, 1, 0} : std::vector<std::int64_t>{});
+      REQUIRE(call.submit(api).code == 0);
+      CHECK(call.wait().code == 0);
+      REQUIRE(call.told.size() == 1);
+      told[static_cast<std::size_t>(rank)] = call.told[0];
+    }
+    Submission join;
+    join.kind = OpKind::kJoin;
+    join.name = "join";
+    engine.wait(engine.submit(std::move(join), true));
+  });
+  world.shutdown();
+  return told;
+}
+
+}  // namespace
+
+TEST_CASE("an allgather tells every member's rows before it asks for memory") {
+  const auto told = told_to_two(OpKind::kAllgather);
+  CHECK(told[0] == std::vector<std::int64_t>{1, 2, 0});
+  CHECK(told[1] == told[0]);
+}
+
+TEST_CASE("an alltoall tells the rows that come from each member, and which one has joined") {
+  const auto told = told_to_two(OpKind::kAlltoall);
+  CHECK(told[0] == std::vector<std::int64_t>{0, 0, kNoRows});
+  CHECK(told[1] == std::vector<std::int64_t>{1, 1, kNoRows});
+}

@@ -69,7 +69,7 @@ class RankFailure(AssertionError):
 class PoolSpec:
     """What a pool is made of. Equal specs share a pool."""
 
-    framework: str
+    framework: str  # "torch+mxnet": of each rank its own
     hosts: tuple[int, ...]  # ranks on each
     settings: tuple[tuple[str, str], ...] = ()  # environment on top
     namespaces: tuple[Namespace, ...] = ()  # of the hosts, if they have their own network
@@ -79,6 +79,11 @@ class PoolSpec:
     def size(self) -> int:
         """Number of ranks."""
         return sum(self.hosts)
+
+    def framework_of(self, rank: int) -> str:
+        """What a rank imports."""
+        each = self.framework.split("+")
+        return each[rank] if len(each) > 1 else self.framework
 
     def __str__(self) -> str:
         settings = "".join(f" {name}={value}" for name, value in self.settings)
@@ -163,10 +168,12 @@ class Pool:
     def __init__(self, spec: PoolSpec, servers: ForkServers | None = None) -> None:
         """Start the ranks, in forks of the servers if there are some, and run hvd.init() on all of them."""
         self.spec = spec
-        self._python = [sys.executable]
-        if servers is not None and spec.framework in IMPORTS and not (spec.namespaces or spec.mpirun):
-            settings = {k: v for k, v in spec.settings if not k.startswith(_READ_LATER)}
-            self._python = servers.python(spec.size, IMPORTS[spec.framework], **settings)
+        self._python: dict[str, list[str]] = {}  # by framework
+        for framework in {spec.framework_of(rank) for rank in range(spec.size)}:
+            self._python[framework] = [sys.executable]
+            if servers is not None and framework in IMPORTS and not (spec.namespaces or spec.mpirun):
+                settings = {k: v for k, v in spec.settings if not k.startswith(_READ_LATER)}
+                self._python[framework] = servers.python(spec.size, IMPORTS[framework], **settings)
         self.mark = secrets.token_hex(8)
         self.usable = True
         self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-pool-")
@@ -360,10 +367,12 @@ class Pool:
             "FLIGHT_DIR": self._folder.name,
         }
         env = {**self._environment(), **{f"POLYHVD_{name}": str(value) for name, value in values.items()}}
-        env |= dict(self.spec.settings)
+        framework = self.spec.framework_of(placement.rank)
+        env |= {"POLYHVD_TEST_FRAMEWORK": framework, **dict(self.spec.settings)}
+        python = self._python[framework]
         command = self.spec.namespaces[int(placement.host)].command() if self.spec.namespaces else []
-        parent = os.getpid() if self._python == [sys.executable] else 0  # a fork lives as its server does
-        return _Rank(placement.rank, [*command, *self._python], parent, env, Path(self._folder.name))
+        parent = os.getpid() if python == [sys.executable] else 0  # a fork lives as its server does
+        return _Rank(placement.rank, [*command, *python], parent, env, Path(self._folder.name))
 
     def _start_below(self, launcher: Sequence[str]) -> list[_Rank]:
         """All ranks as MPI's launcher starts them, which knows nothing of pools: it closes descriptors."""
@@ -403,7 +412,6 @@ class Pool:
             **_THREADS,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             MARK: self.mark,
-            "POLYHVD_TEST_FRAMEWORK": self.spec.framework,
         }
 
     def _gather(self, deadline_s: float, what: str) -> list[Any]:

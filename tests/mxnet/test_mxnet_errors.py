@@ -63,11 +63,12 @@ def test_disagreement_shows_at_the_next_read_on_every_rank(hvd, mx, np):
         "data types": lambda: hvd.allreduce_(mx.nd.ones(3, dtype=("float32", "float16")[rank]), name="w"),
         "root": lambda: hvd.broadcast(mx.nd.ones(3), rank, name="w"),
         "reduction": lambda: hvd.allreduce(mx.nd.ones(3), name="w", op=(hvd.Sum, hvd.Max)[rank]),
-        "tensor": lambda: hvd.allgather(mx.nd.ones((2, 3 + rank)), name="w"),
+        "tensor": lambda: hvd.allgather(mx.nd.ones((2, 3 + rank)), name="w"),  # which waits for sizes
     }
     for what, call in calls.items():
-        result = call()
         with pytest.raises(mx.base.MXNetError) as caught:
+            result = call()
+            assert what != "tensor", "the call has waited for the sizes, and has not raised"
             result.asnumpy()
         text = str(caught.value)
         assert what in text.lower(), text

@@ -16,6 +16,7 @@ import gpu
 import ml_dtypes
 import numpy as np
 
+import polyhvd
 from polyhvd.collectives.adapter import Capability
 
 __all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "counters", "few_elements", "get"]
@@ -419,8 +420,47 @@ def few_elements(dtype: np.dtype[Any], shape: Sequence[int]) -> bool:
 
 
 def get(name: str) -> Driver:
-    """The driver of this name."""
-    return next(driver for driver in (*DRIVERS, _DEVICE) if driver.name == name)
+    """The driver of this name; of "torch+mxnet", on a rank, its own one."""
+    if "+" not in name:
+        return next(driver for driver in (*DRIVERS, _DEVICE) if driver.name == name)
+    each = [get(part) for part in name.split("+")]
+    return _among_others(each[polyhvd.rank()]) if polyhvd.is_initialized() else _Mixed(name, each)
+
+
+#: What ranks of any frameworks have in common, and of the element types one of each kind.
+_COMMON_CAPABILITIES = frozenset({Capability.ASYNC, Capability.EMPTY})
+_COMMON_DTYPES = ("int32", "float16", "float32", "float64", "bool")
+
+
+def _among_others(driver: Driver) -> Driver:
+    """A driver that declares what all frameworks can."""
+    attributes = {
+        "capabilities": _COMMON_CAPABILITIES,
+        "dtypes": [np.dtype(name) for name in _COMMON_DTYPES],
+    }
+    mixed: Driver = type("Mixed", (type(driver),), attributes)()
+    return mixed
+
+
+class _Mixed(Driver):
+    """For the tests' process: a world each of whose ranks has another driver."""
+
+    def __init__(self, name: str, each: Sequence[Driver]) -> None:
+        self.name, self.framework = name, "+".join(driver.framework for driver in each)
+        self.sizes, self._each = (len(each),), each
+        self.package = " or ".join(driver.package for driver in each if not driver.is_installed())
+
+    def is_installed(self) -> bool:
+        return all(driver.is_installed() for driver in self._each)
+
+    def from_numpy(self, array: Array) -> Any:
+        raise TypeError("a rank's driver makes tensors")
+
+    def to_numpy(self, tensor: Any) -> Array:
+        raise TypeError("a rank's driver reads tensors")
+
+    def unsupported(self) -> Sequence[Any]:
+        raise TypeError("a rank's driver knows what it cannot")
 
 
 def capabilities(name: str) -> frozenset[Capability]:

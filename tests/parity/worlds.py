@@ -29,10 +29,14 @@ class World:
     @property
     def order(self) -> tuple[object, ...]:
         """Sorts tests so that those of one pool follow each other."""
+        if "+" in self.driver:
+            return ("parity", len(_FRAMEWORKS), False, self.size, self.driver)
         framework = drivers.get(self.driver).framework
         return ("parity", _FRAMEWORKS.index(framework), self.by_mpi, self.size, _NAMES.index(self.driver))
 
     def __str__(self) -> str:
+        if "+" in self.driver:
+            return self.driver
         return f"{self.driver}-by-mpi-{self.size}" if self.by_mpi else f"{self.driver}-{self.size}"
 
 

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define POLYHVD_C_API_VERSION 6
+#define POLYHVD_C_API_VERSION 7
 
 // A dense row-major tensor; dtype, device_kind, kind and op are the values of control/types.h.
 typedef struct polyhvd_tensor {
@@ -73,6 +73,11 @@ typedef struct polyhvd_submission {
   void* event;
 
   void* context;
+  // Null, or called once for an allgather and an alltoall, when all ranks have agreed, before
+  // allocate() and before data moves, on any thread, with no lock held; `rows` lasts for the call.
+  // allgather: rows[m * count + i] are those that member m has of tensor i, 0 if it has joined.
+  // alltoall: rows[m] come from member m, -1 if it has joined.
+  void (*sized)(void* context, const int64_t* rows, int32_t row_count);
   // Memory for output `index` of the given shape, or null on failure. Called
   // once the size is agreed, on any thread, with no lock held. Outputs have their
   // inputs' dtype and device; an alltoall has a second one, the rows received from each member,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -84,6 +85,11 @@ Submission submission_of(const polyhvd_submission& in) {
   if (in.outputs == nullptr && in.allocate != nullptr) {
     s.allocate = [context, allocate = in.allocate](int index, const Shape& shape) {
       return allocate(context, index, shape.data(), static_cast<std::int32_t>(shape.size()));
+    };
+  }
+  if (in.sized != nullptr) {
+    s.sized = [context, sized = in.sized](std::span<const std::int64_t> rows) {
+      sized(context, rows.data(), static_cast<std::int32_t>(rows.size()));
     };
   }
   s.done = [context, done = in.done](const Error* error) {

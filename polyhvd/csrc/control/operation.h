@@ -8,6 +8,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,11 @@ struct Submission {
   std::vector<TensorView> outputs;
   // alltoall: rows for each member, or none for equal parts. add_process_set: ranks.
   std::vector<std::int64_t> numbers;
+  // Of an allgather and an alltoall: told once, when all ranks have agreed, before memory for any
+  // output is asked for and before data moves. allgather: rows[m * inputs + i] are member m's of
+  // input i, none of one that has joined. alltoall: rows[m] come from member m, kNoRows if it
+  // has joined.
+  std::function<void(std::span<const std::int64_t> rows)> sized;
   std::function<void*(int index, const Shape& shape)> allocate;
   // Exactly once, with no lock held, on any thread; null error on success.
   std::function<void(const Error* error)> done;
@@ -49,6 +55,8 @@ struct Submission {
 };
 
 inline constexpr Turn kNextTurn = ~Turn{0};
+// What `sized` is told of a member that takes no part in an alltoall.
+inline constexpr std::int64_t kNoRows = -1;
 
 // Makes it a call without a name; its kind is known. Until it has its turn it is called by
 // what all of its kind have in common.

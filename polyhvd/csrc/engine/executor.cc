@@ -212,6 +212,7 @@ void Executor::allgather(const Work& work, Communicator& communicator, Deadline 
   counts_.assign(members, 0);
   for (const OperationPtr& operation : work.operations) {
     const std::vector<TensorView>& inputs = operation->submission.inputs;
+    if (operation->submission.sized) operation->submission.sized(operation->rows);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       Shape shape = inputs[i].shape;
       shape[0] = 1;
@@ -292,6 +293,7 @@ void Executor::alltoall(Operation& operation, Communicator& communicator, Commun
   std::vector<std::int64_t> splits = s.numbers;
   splits.resize(members,
                 s.numbers.empty() ? input.shape[0] / static_cast<std::int64_t>(members) : 0);
+  if (operation.stands_in) splits.assign(members, kNoRows);
   const TransferTimer timer(timeline_, parking_, transfer_);
   std::vector<std::int64_t> rows(members * members);
   const std::vector<std::size_t> row_of_table(members, members * sizeof(std::int64_t));
@@ -303,13 +305,17 @@ void Executor::alltoall(Operation& operation, Communicator& communicator, Commun
   const std::size_t row_bytes = bytes_of(shape, input.dtype);
   std::vector<std::size_t> counts(rows.size());
   std::vector<std::int32_t> received(members);
+  std::vector<std::int64_t> told(s.sized ? members : 0);
   shape[0] = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    counts[i] = static_cast<std::size_t>(rows[i]) * row_bytes;
+    const std::int64_t count = std::max<std::int64_t>(rows[i], 0);  // of kNoRows, too
+    counts[i] = static_cast<std::size_t>(count) * row_bytes;
     if (i % members != self) continue;
-    received[i / members] = static_cast<std::int32_t>(rows[i]);
-    shape[0] += rows[i];
+    received[i / members] = static_cast<std::int32_t>(count);
+    if (s.sized) told[i / members] = rows[i];
+    shape[0] += count;
   }
+  if (s.sized) s.sized(told);
   const Segment out = segment_of(allocate(operation, 0, shape, input.dtype, input.device));
   const Segment in = segment_of(input);
   communicator.alltoall({in.data, in.bytes}, {out.data, out.bytes}, counts, deadline);
