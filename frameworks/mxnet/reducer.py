@@ -83,7 +83,15 @@ class MxnetExchange(Exchange[NDArray]):
         priority: int,
         request: Mapping[str, Any],
     ) -> Results[NDArray]:
-        """Begin to reduce the rows that any rank has; waits until all have told which these are."""
+        """Begin to reduce arrays of rows; with operations other than sums, waits for the ranks' indices."""
+        if request["op"] in sparse.SUMS:
+            sums = [
+                sparse.start_sum(
+                    gradient, name=f"{prefix}.{key}", priority=priority, compression=compression, **request
+                )
+                for key, gradient in gradients.items()
+            ]
+            return lambda: [collectives.synchronize(handle) for handle in sums]
         names = {f"{prefix}.{key}": gradient for key, gradient in gradients.items()}
         parts = sparse.spread(names, request["process_set"])
         packed = [compression.compress(values) for _, values in parts]

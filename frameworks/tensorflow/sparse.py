@@ -1,4 +1,7 @@
-"""Reduction of tf.IndexedSlices, the gradients of embeddings, in time and bytes that follow their rows."""
+"""Reduction of tf.IndexedSlices, the gradients of embeddings, in time and bytes that follow their rows.
+
+They travel as polyhvd.collectives.sparse says.
+"""
 
 from __future__ import annotations
 
@@ -66,17 +69,41 @@ def allreduce(
         for each, is_exact in zip(slices, exact, strict=True)
     ]
     pairs = [compression.compress(each.values) for each in parts]
-    sent = [*(values for values, _ in pairs), *(each.indices for each in parts)]
+    sent = []
+    for each, (sent_values, _) in zip(parts, pairs, strict=True):
+        sent += [tf.cast(each.indices, tf.int64)[:, None], sent_values, _shape(each)]
     # A reduction, whose gradient is never scaled like an allgather's.
     gathered = ops.allgather(sent, name=name, process_set=process_set, exact_gradient=True)
     results = []
     for i, each in enumerate(slices):
-        values: Any = compression.decompress(gathered[i], pairs[i][1])
-        result = tf.IndexedSlices(values, gathered[len(slices) + i], each.dense_shape)
+        indices, numbers, shapes = gathered[3 * i : 3 * i + 3]
+        with tf.control_dependencies([_alike(shapes, name)]):
+            values: Any = tf.identity(compression.decompress(numbers, pairs[i][1]))
+        result = tf.IndexedSlices(values, tf.cast(indices[:, 0], each.indices.dtype), each.dense_shape)
         factor = post if exact[i] else prescale_factor * post
         result = merged(result) if exact[i] else result
         results.append(_with_values(result, partial(_scaled, factor=factor)))
     return results
+
+
+def _shape(slices: tf.IndexedSlices) -> tf.Tensor:
+    """What is told of the shape: one sparse dimension, then all of them; -1 for one that is not known."""
+    if slices.dense_shape is not None:
+        shape = tf.cast(slices.dense_shape, tf.int64)
+    else:
+        shape = tf.concat([[-1], tf.shape(slices.values, out_type=tf.int64)[1:]], axis=0)
+    return tf.concat([[1], shape], axis=0)[None]
+
+
+def _alike(shapes: tf.Tensor, name: str | None) -> tf.Operation:
+    """What fails where the ranks' slices belong to tensors of different shapes."""
+    most = tf.reduce_max(shapes, axis=0)
+    agree = tf.reduce_all((shapes == most) | (shapes < 0))
+    text = (
+        f"Mismatched sparse_allreduce tensor shapes: {name!r} is, in order of rank, as follows, with the "
+        "number of sparse dimensions before each; reduce tensors of one shape"
+    )
+    return tf.debugging.Assert(agree, [text, shapes], summarize=64)
 
 
 def _with_values(slices: tf.IndexedSlices, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.IndexedSlices:

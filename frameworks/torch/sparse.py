@@ -1,4 +1,7 @@
-"""Allreduce of sparse (COO) tensors: the nonzeros of all ranks are gathered, and duplicates merged."""
+"""Allreduce of sparse (COO) tensors: the nonzeros of all ranks are gathered, and duplicates merged.
+
+They travel as polyhvd.collectives.sparse says.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from polyhvd.torch.base import Compression, collectives, synchronize
 
 from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.sparse import check_shapes
 from polyhvd.collectives.verbs import resolve_op
-from polyhvd.errors import RankMismatchError, UnsupportedError
+from polyhvd.errors import UnsupportedError
 from polyhvd.training.compression import Compressor
 
 __all__ = ["check_sparse_op", "sparse_allreduce_async", "start_sparse_allreduce"]
@@ -115,21 +119,11 @@ def start_sparse_allreduce(
 
     def merge(gathered: list[Tensor]) -> Tensor:
         indices, values, shapes = gathered
-        _check_shapes(gathering.name, shapes, shape)
+        check_shapes(gathering.name, shapes.tolist())
         values = compression.decompress(values, context)
         return _merged(indices.t(), values, own.shape, divisor)
 
     return _SparseHandle(gathering, merge)
-
-
-def _check_shapes(name: str, shapes: Tensor, own: Tensor) -> None:
-    if bool((shapes == own).all()):
-        return
-    sides = ", ".join(str(side[1:]) for side in shapes.tolist())
-    raise RankMismatchError(
-        f"Mismatched sparse_allreduce tensor shapes: {name!r} is, in order of rank, {sides}; "
-        "reduce tensors of one shape"
-    )
 
 
 def _merged(indices: Tensor, values: Tensor, shape: torch.Size, divisor: int) -> Tensor:

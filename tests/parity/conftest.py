@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" not in metafunc.fixturenames:
         return
     names, sizes = [driver.name for driver in drivers.DRIVERS], None
-    for mark in metafunc.definition.iter_markers():
+    for mark in reversed(list(metafunc.definition.iter_markers())):  # a test's own come after its module's
         sizes = list(mark.args) if mark.name == "sizes" else sizes
         names = list(mark.args) if mark.name == "drivers" else names
     worlds = worlds_of(names, sizes)

@@ -10,7 +10,7 @@ import oracle
 
 import polyhvd
 
-__all__ = ["disagreement", "objects", "unnamed"]
+__all__ = ["disagreement", "objects", "sparse", "unnamed"]
 
 Array = np.ndarray[Any, Any]
 
@@ -61,3 +61,62 @@ def disagreement(name: str) -> None:
         assert part in str(error), error
     gathered = driver.to_numpy(hvd.allgather(driver.from_numpy(np.ones((1, 2), np.float32)), name="w"))
     oracle.check("after a disagreement", gathered, np.ones((size, 2), np.float32))
+
+
+def _rows(rank: int, step: int) -> list[int]:
+    """Of a sparse tensor of 50 rows: some in common, some twice, none on one rank in one step."""
+    return [] if (rank + step) % 4 == 3 else [7, rank, 10 + 3 * rank + step, 7]
+
+
+def _sparse(framework: str, indices: list[int], values: Array) -> Any:
+    """A sparse tensor of 50 rows; of indices that come twice the values are added up."""
+    dense = np.zeros((50, *values.shape[1:]), values.dtype)
+    np.add.at(dense, indices, values)
+    if framework == "torch":
+        import torch
+
+        places = torch.tensor([indices], dtype=torch.int64)
+        return torch.sparse_coo_tensor(places, torch.from_numpy(values), dense.shape, check_invariants=True)
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        return tf.IndexedSlices(tf.constant(values), tf.constant(indices, tf.int32), tf.constant(dense.shape))
+    import mxnet as mx
+
+    rows = sorted(set(indices))
+    if not rows:
+        return mx.nd.sparse.zeros("row_sparse", dense.shape, dtype=values.dtype)
+    return mx.nd.sparse.row_sparse_array((dense[rows], rows), shape=dense.shape, dtype=values.dtype)
+
+
+def _dense(framework: str, tensor: Any) -> Array:
+    if framework == "torch":
+        return np.asarray(tensor.to_dense().numpy())
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        return np.asarray(tf.convert_to_tensor(tensor).numpy())
+    return np.asarray(tensor.asnumpy())
+
+
+def sparse(name: str) -> None:
+    """Sums and averages of sparse tensors, each in its framework's form."""
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        for step in range(4):
+            expected = np.zeros((50, 3), dtype)
+            values = {}
+            for r in range(size):
+                values[r] = oracle.contribution(dtype, (len(_rows(r, step)), 3), r, step)
+                np.add.at(expected, _rows(r, step), values[r])
+            mine = _sparse(driver.framework, _rows(rank, step), values[rank].copy())
+            for op, divisor in (("Sum", 1), ("Average", size)):
+                what = f"sparse {op} {dtype.name}"
+                if driver.framework == "torch":
+                    result = hvd.synchronize(hvd.sparse_allreduce_async(mine, what, getattr(hvd, op)))
+                else:
+                    result = hvd.allreduce(mine, name=what, op=getattr(hvd, op))
+                actual = _dense(driver.framework, result)
+                np.testing.assert_allclose(actual, expected / divisor, rtol=1e-5, atol=1e-6, err_msg=what)

@@ -12,6 +12,7 @@ from worlds import Ranks
 
 FRAMEWORKS = ("numpy", "torch", "mxnet", "tensorflow")
 PAIRS = ["+".join(pair) for pair in permutations(FRAMEWORKS, 2)]
+SPARSE = [*permutations(FRAMEWORKS[1:], 2), FRAMEWORKS[1:]]  # NumPy has no sparse arrays
 ALL = ["+".join(FRAMEWORKS), "+".join(reversed(FRAMEWORKS))]
 
 pytestmark = [pytest.mark.drivers(*PAIRS, *ALL), pytest.mark.not_by_mpi]
@@ -62,6 +63,11 @@ def test_calls_without_a_name_match_by_their_order(ranks: Ranks) -> None:
 
 def test_objects_travel_between_frameworks(ranks: Ranks) -> None:
     ranks.run(mixed.objects)
+
+
+@pytest.mark.drivers(*["+".join(each) for each in SPARSE])
+def test_sparse_tensors_are_summed_in_each_frameworks_form(ranks: Ranks) -> None:
+    ranks.run(mixed.sparse)
 
 
 def test_all_ranks_hear_of_a_disagreement(ranks: Ranks) -> None:
