@@ -137,6 +137,7 @@ LAYERS = (
     ("runtime",),
     ("capabilities", "collectives"),
     ("observe", "training"),
+    ("parity",),
     ("launch",),
     ("shared",),
     ("__init__",),
@@ -149,7 +150,7 @@ FLAT_FILES_MAX = 10
 FILES_OF_ALL = ("adapter", "dialect", "functions", "state", "verbs")
 FILES_OF_MANY = (
     *("base", "batch_norm", "compression", "derivatives", "errors", "names", "native", "optimizer"),
-    *("passes", "reducer", "sparse"),
+    *("parity", "passes", "reducer", "sparse"),
 )
 
 

@@ -57,6 +57,7 @@ def DistributedOptimizer(
     average_aggregated_gradients: bool = False,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    mapping: _Any = None,
 ) -> _Any:
     """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
 
@@ -74,6 +75,7 @@ def DistributedOptimizer(
         average_aggregated_gradients: divide their sum by that number.
         process_set: the ranks that take part. On others, the optimizer works by itself.
         scale_local_gradients: divide gradients of ``register_local_var()`` by the number of ranks.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: an argument that cannot be used.

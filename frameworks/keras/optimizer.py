@@ -63,6 +63,14 @@ class _Exchange(Exchange[Tensor]):
         self._seen.add(storage)
         return dense
 
+    def zeros(self, source: Any) -> Tensor:
+        """Like a variable of Keras."""
+        return torch.zeros_like(source.value, requires_grad=False)
+
+    def transposed(self, tensor: Tensor, axes: Sequence[int]) -> Tensor:
+        """In memory of its own: it is reduced there."""
+        return tensor.permute(*axes).contiguous()
+
     def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:
         """The reduced gradient itself."""
         return reduced
@@ -159,6 +167,7 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    mapping: Any = None,
 ) -> Any:
     """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
 
@@ -180,6 +189,7 @@ def DistributedOptimizer(
         num_groups, groups: into how many operations gradients are split, or a list of lists of variables.
         process_set: the ranks that take part. On others, the optimizer works by itself.
         scale_local_gradients: divide gradients that stay local by the number of ranks.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: an argument that cannot be used.
@@ -219,6 +229,7 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
+    mapping: Any = None,
 ) -> Any:
     """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
@@ -238,6 +249,7 @@ def PartialDistributedOptimizer(
         backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
             call reduces and applies the sum. The others change no variable, nor ``iterations``.
         average_aggregated_gradients: divide the sum of several calls by their number.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: as :func:`DistributedOptimizer`, or ``local_layers`` are no layers.

@@ -13,7 +13,7 @@ from mxnet.gluon import Parameter
 from mxnet.gluon.parameter import ParameterDict
 from polyhvd.mxnet import reads
 from polyhvd.mxnet.base import Compression
-from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
+from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError, as_mxnets
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill
 from polyhvd.mxnet.reducer import MxnetExchange
@@ -76,6 +76,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         average_aggregated_gradients: divide them by the number of passes.
         scale_local_gradients: divide the gradients of :meth:`register_local_var` by the number of ranks,
             where the others are averaged.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: sparse parameters, several devices in a process, groups that overlap or
@@ -107,6 +108,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         backward_passes_per_step: int = 1,
         average_aggregated_gradients: bool = False,
         scale_local_gradients: bool = True,
+        mapping: Any = None,
     ) -> None:
         with as_mxnets():
             options = Options.of(locals())
@@ -138,7 +140,9 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
                 prefix=f"{self._prefix}.gradient",
                 options=options,
                 groups=KeyGroups(parameter_groups(self._in_order, trained, options.grouping)),
+                sources={position: self._in_order[position] for position in trained},
             )
+        self._is_mapped = options.mapping is not None
 
     def register_local_var(self, var: Parameter) -> None:
         """Let the gradient of a parameter stay on its rank; on every rank alike.
@@ -162,13 +166,21 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             batch_size: of this rank.
             ignore_stale_grad: leave alone what no rank has used since the last step; alike on every rank.
         """
-        self._ignores_stale = ignore_stale_grad
+        self._ignore_stale(ignore_stale_grad)
         super().step(batch_size, ignore_stale_grad)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Reduce the gradients, for an ``update()`` that follows with the same ``ignore_stale_grad``."""
-        self._ignores_stale = ignore_stale_grad
+        self._ignore_stale(ignore_stale_grad)
         super().allreduce_grads()
+
+    def _ignore_stale(self, ignored: bool) -> None:
+        if ignored and self._is_mapped:
+            raise UnsupportedError(
+                "ignore_stale_grad=True: ranks of other frameworks know no stale gradients; with a mapping "
+                "every rank uses all parameters in each step"
+            )
+        self._ignores_stale = ignored
 
     def _allreduce_grads(self) -> None:
         with reads.updates:

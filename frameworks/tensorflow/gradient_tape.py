@@ -95,6 +95,7 @@ def DistributedGradientTape(
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    mapping: Any = None,
 ) -> Any:
     """Wrap a ``tf.GradientTape`` so that ``gradient()`` returns gradients reduced over the ranks.
 
@@ -113,6 +114,7 @@ def DistributedGradientTape(
         num_groups: the same as a number for ``groups``.
         process_set: the ranks that take part. Others keep their gradients as they are.
         scale_local_gradients: divide those of :meth:`register_local_source` by the number of ranks.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: an argument that is not supported.
@@ -141,6 +143,7 @@ def PartialDistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    mapping: Any = None,
 ) -> Any:
     """A :func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
 
@@ -161,6 +164,7 @@ def PartialDistributedGradientTape(
         local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
             be built yet.
         scale_local_gradients: divide their gradients by the number of ranks.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: an argument that is not supported.

@@ -213,6 +213,7 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    mapping: Any = None,
 ) -> Any:
     """Wrap an optimizer so that it applies gradients reduced over the ranks.
 
@@ -241,6 +242,7 @@ def DistributedOptimizer(
         num_groups: the same as a number for ``groups``.
         process_set: the ranks that take part. Others keep their gradients as they are.
         scale_local_gradients: divide gradients that stay local by the number of ranks.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: an argument that is not supported, or later, in a function that XLA
@@ -271,6 +273,7 @@ def PartialDistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    mapping: Any = None,
 ) -> Any:
     """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
@@ -301,6 +304,7 @@ def PartialDistributedOptimizer(
         local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
             be built yet.
         scale_local_gradients: divide their gradients by the number of ranks.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: as :func:`DistributedOptimizer`, or ``local_layers`` are no layers.

@@ -52,8 +52,9 @@ class TensorflowExchange(Exchange[Any]):
         request: Mapping[str, Any],
     ) -> Results[Any]:
         """Gather the slices of all ranks; the results have each index once."""
+        key = next(iter(gradients)) if len(gradients) == 1 else "sparse"
         reduced = sparse.allreduce(
-            list(gradients.values()), name=f"{prefix}.sparse", compression=compression, **request
+            list(gradients.values()), name=f"{prefix}.{key}", compression=compression, **request
         )
         return lambda: [sparse.merged(slices) for slices in reduced]
 
@@ -71,6 +72,18 @@ class TensorflowExchange(Exchange[Any]):
             return reduced
         with self._state.after_writes():
             return tf.nest.map_structure(tf.identity, reduced, expand_composites=True)
+
+    def zeros(self, source: Any) -> tf.Tensor:
+        """Like a variable of TensorFlow or Keras."""
+        return tf.zeros(source.shape, source.dtype)
+
+    def transposed(self, tensor: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+        """A new tensor."""
+        return tf.transpose(tensor, axes)
+
+    def reshaped(self, tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+        """A new tensor."""
+        return tf.reshape(tensor, shape)
 
     def divided(self, gradient: Any, divisor: int) -> Any:
         """A tensor or slices, divided."""

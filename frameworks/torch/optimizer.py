@@ -10,6 +10,7 @@ import torch
 from polyhvd.torch.adasum import AdasumOptimizer, Steps
 from polyhvd.torch.backward import Gradients
 from polyhvd.torch.base import Compression
+from polyhvd.torch.mapped import MappedGradients, MappedOptimizer
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -203,6 +204,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     scale_local_gradients: bool = True,
+    mapping: Any = None,
 ) -> Any:
     """Make an optimizer reduce gradients over the ranks; returns it, now of a subclass of its class.
 
@@ -234,6 +236,8 @@ def DistributedOptimizer(
         process_set: the ranks that take part. On others, the optimizer works by itself.
         scale_local_gradients: divide gradients of parameters given to ``register_local_var()`` by the number
             of ranks, as averages are.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks: then
+            gradients are reduced in ``step()``, or in ``synchronize()`` before, if they are to be clipped.
 
     Raises:
         InvalidArgumentError: an argument cannot be used.
@@ -246,13 +250,15 @@ def DistributedOptimizer(
     current.world()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):
+    if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer, MappedOptimizer)):
         raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
     options = Options.of(locals(), ops=tuple(ReduceOp))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
     names = _checked_names(named_parameters, parameters)
     members = parameter_groups(parameters, trainable, options.grouping)
+    if options.mapping is not None:
+        return _in_class(optimizer, MappedOptimizer, "_mapped", MappedGradients(parameters, options))
     if options.op == ReduceOp.Adasum:
         return _in_class(optimizer, AdasumOptimizer, "_steps", Steps(options, members))
     gradients = Gradients(parameters, names, options, members)

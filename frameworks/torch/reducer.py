@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,10 @@ class TorchExchange(Exchange[Tensor]):
             for key, gradient in gradients.items()
         ]
         return lambda: [collectives.synchronize(handle) for handle in handles]
+
+    def transposed(self, tensor: Tensor, axes: Sequence[int]) -> Tensor:
+        """In memory of its own: it is reduced there."""
+        return tensor.permute(*axes).contiguous()
 
     def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:
         """Write a dense gradient in place; hand its parameter a sparse one."""

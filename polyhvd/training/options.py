@@ -17,6 +17,7 @@ from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.compression import NO_COMPRESSION, AnyCompressor
+from polyhvd.training.mapping import checked_mapping
 
 __all__ = ["GRADIENT_OPS", "Options", "passes_per_step"]
 
@@ -45,6 +46,8 @@ class Options:
         sparse_as_dense: whether to reduce sparse gradients as dense ones.
         process_set: the ranks that take part.
         scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
+        mapping: what :func:`polyhvd.parity.mapping` returns, where ranks have different frameworks; None:
+            all have the same. Excludes groups, and Adasum.
         ops: the reductions that the optimizer can do. No option of users.
 
     Raises:
@@ -66,6 +69,7 @@ class Options:
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
+    mapping: Any = None
     ops: InitVar[Sequence[ReduceOp]] = GRADIENT_OPS
 
     def __post_init__(self, ops: Sequence[ReduceOp]) -> None:
@@ -79,6 +83,12 @@ class Options:
             "groups": _groups(self.groups),
             "process_set": _process_set(self.process_set),
         }
+        excluded = {
+            "num_groups": checked["num_groups"],
+            "groups": checked["groups"],
+            "op=Adasum": op == ReduceOp.Adasum,
+        }
+        checked["mapping"] = checked_mapping(self.mapping, excluded)
         if checked["groups"] is not None and checked["num_groups"]:
             raise InvalidArgumentError(
                 f"num_groups={self.num_groups} and groups exclude each other; pass groups alone"

@@ -5,14 +5,14 @@ A framework says in an :class:`Exchange` how its tensors travel. All else is dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Generic, TypeVar, cast
 
 from polyhvd.collectives.adapter import Handle, ReduceOp
 from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.collectives.verbs import Collectives
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.runtime import current
 from polyhvd.training.compression import (
     NO_COMPRESSION,
@@ -22,6 +22,8 @@ from polyhvd.training.compression import (
     compressor_of,
 )
 from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.layouts import Layout
+from polyhvd.training.mapping import Mapped, WeightMapping
 from polyhvd.training.options import Options
 
 __all__ = ["Exchange", "GradientReducer", "Results", "keras_layers"]
@@ -29,7 +31,8 @@ __all__ = ["Exchange", "GradientReducer", "Results", "keras_layers"]
 T = TypeVar("T")
 #: Of operations that have been started: waits, if anybody has to, and returns the tensors in order.
 Results = Callable[[], Sequence[T]]
-_Packed = tuple[Any, T, T, Any]  # key, gradient, what is sent of it, the compressor's context
+#: Key, gradient, what is sent of it, the compressor's context, and how the gradient lies.
+_Packed = tuple[Any, T, T, Any, Layout | None]
 
 
 class Exchange(Generic[T]):
@@ -111,6 +114,18 @@ class Exchange(Generic[T]):
         quotient: T = tensor / divisor
         return quotient
 
+    def zeros(self, source: Any) -> T:
+        """A dense gradient of nothing but zeros, for a variable that this rank has not used."""
+        raise NotImplementedError
+
+    def transposed(self, tensor: T, axes: Sequence[int]) -> T:
+        """A dense tensor with its axes permuted, for ranks whose frameworks have other layouts."""
+        return cast(T, cast(Any, tensor).transpose(axes))
+
+    def reshaped(self, tensor: T, shape: Sequence[int]) -> T:
+        """A dense tensor in another shape, row by row."""
+        return cast(T, cast(Any, tensor).reshape(shape))
+
     def identity(self, source: Any) -> Any:
         """What tells variables apart, the same for a variable and what wraps it."""
         return id(source)
@@ -127,7 +142,9 @@ class GradientReducer(Generic[T]):
     gradients of a step come at once, to :meth:`reduce`, or one by one to :meth:`start`, and :meth:`finish`
     has them.
 
-    On the wire a gradient is ``prefix.key``, a group ``prefix.group.number``, or with its first key where
+    With a mapping, ranks may have different frameworks: a gradient travels by itself, in common form, as
+    the mapping calls it, and one that this rank does not have is zero. Else, on the wire, a gradient is
+    ``prefix.key``, a group ``prefix.group.number``, or with its first key where
     not all of a group need come together; a whole step is ``prefix``.
 
     Args:
@@ -137,9 +154,11 @@ class GradientReducer(Generic[T]):
         groups: of keys; None: of sources, as the options list them.
         local_layers: layers of Keras whose gradients stay on their rank; they need not be built yet.
         shares_compressor: whether a :class:`KeyedCompressor` outlives this and may be used by others.
+        sources: the parameters, by key, where :meth:`reduce` is not told of them.
 
     Raises:
-        InvalidArgumentError: a source is in two groups, or a keyed compressor cannot be used here.
+        InvalidArgumentError: a source is in two groups, a keyed compressor cannot be used here, or the
+            mapping lacks a source.
     """
 
     def __init__(
@@ -151,6 +170,7 @@ class GradientReducer(Generic[T]):
         groups: KeyGroups | None = None,
         local_layers: Sequence[Any] = (),
         shares_compressor: bool = False,
+        sources: Mapping[Any, Any] | None = None,
     ) -> None:
         self.exchange = exchange
         self.prefix = prefix
@@ -171,6 +191,14 @@ class GradientReducer(Generic[T]):
         self._take_compressor(shares_compressor)
         self._is_compressed = self._keyed is not None or self._stateless is not NO_COMPRESSION
         self._generation = 0  # of the world that the compressor's state is of
+        self._mapping: WeightMapping | None = options.mapping
+        self._mapped: dict[Any, Mapped] = (
+            {} if self._mapping is None else self._mapping.by_source(exchange.identity)
+        )
+        self._sources = dict(sources or {})
+        if self._mapping is not None:
+            for key, source in self._sources.items():
+                self._of_source(key, source)
         self._numbers: dict[Any, int] = {}  # of sources, in order of appearance
         self._pending: list[tuple[Results[T], list[_Packed[T]], bool]] = []
         self._alone: list[tuple[Any, Any, T]] = []  # handle, key, gradient
@@ -239,6 +267,8 @@ class GradientReducer(Generic[T]):
         if not self.takes_part():
             return dict(gradients)
         self.exchange.begin()
+        if self._mapping is not None:
+            return self._reduce_mapped(self._mapping, gradients, sources)
         prefix = prefix or self.prefix
         local = self._local_among(gradients, sources)
         results = {key: self.scaled_local(gradients[key]) for key in local}
@@ -253,12 +283,19 @@ class GradientReducer(Generic[T]):
             (name, [self._packed(key, names, dense[key]) for key in keys])
             for name, keys in self._operations(list(dense), sources)
         ]
-        try:
+        with self._whole():
             for name, packed in operations:
                 # The first layers are needed first in the next forward pass.
                 self._send(f"{prefix}{name}", packed, self._urgency(packed[0][0]))
             if sparse:
                 self._send_sparse(sparse, prefix, self._urgency(next(iter(sparse))))
+        return results | self.finish()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Let go of what was started when the rest cannot be."""
+        try:
+            yield
         except Exception:
             with suppress(Exception):
                 self.finish()
@@ -266,7 +303,57 @@ class GradientReducer(Generic[T]):
         except BaseException:
             self.drop()
             raise
+
+    # Over frameworks --------------------------------------------------------------
+
+    def _of_source(self, key: Any, source: Any) -> Mapped:
+        """What the mapping knows of the gradient of a source."""
+        found = self._mapped.get(self.exchange.identity(source))
+        if found is None:
+            raise InvalidArgumentError(
+                f"mapping: it knows no weight that is trained for the one at {key} of the optimizer; make it "
+                "of the model whose weights the optimizer has, when all of them are made and it is "
+                "settled which are frozen"
+            )
+        return found
+
+    def _reduce_mapped(
+        self, mapping: WeightMapping, gradients: Mapping[Any, T], sources: Sequence[Any] | None
+    ) -> dict[Any, T]:
+        """Each gradient by itself, in the order of the mapping's numbers; see the class."""
+        known = self._sources if sources is None else dict(enumerate(sources))
+        if not known:
+            raise InvalidArgumentError(
+                "mapping: the call does not tell the variables of the gradients; pass both"
+            )
+        stay = dict(zip(known, self.are_local(list(known.values())), strict=True))
+        results: dict[Any, T] = {}
+        chosen: list[tuple[Mapped, Any, T]] = []
+        for key, source in known.items():
+            if not stay[key] and key not in self.local:
+                gradient = gradients[key] if key in gradients else self.exchange.zeros(source)
+                chosen.append((self._of_source(key, source), key, gradient))
+            elif key in gradients:
+                results[key] = self.scaled_local(gradients[key])
+        names = self._key_names(gradients, sources)
+        with self._whole():
+            for mapped, key, gradient in sorted(chosen, key=lambda each: each[0].number):
+                self._send_mapped(mapping.prefix, mapped, key, gradient, names)
         return results | self.finish()
+
+    def _send_mapped(
+        self, prefix: str, mapped: Mapped, key: Any, gradient: T, names: Mapping[Any, str]
+    ) -> None:
+        if not self.exchange.is_sparse(gradient) or self.options.sparse_as_dense:
+            packed = self._packed(key, names, gradient, mapped.layout)
+            self._send(f"{prefix}.{mapped.number}", [packed], -mapped.number)
+        elif mapped.layout.is_common:
+            self._send_sparse({key: gradient}, prefix, -mapped.number, number=mapped.number)
+        else:
+            raise UnsupportedError(
+                f"mapping: the gradient at {key} is sparse, and the weight lies in another layout than on "
+                "other ranks; pass sparse_as_dense=True"
+            )
 
     def _local_among(self, gradients: Mapping[Any, T], sources: Sequence[Any] | None) -> set[Any]:
         if not self.local and not self.local_layers:
@@ -342,8 +429,12 @@ class GradientReducer(Generic[T]):
                 first_error = first_error or error
         for results, packed, is_compressed in pending:
             try:
-                for (key, gradient, _, context), result in zip(packed, results(), strict=True):
+                for (key, gradient, _, context, layout), result in zip(packed, results(), strict=True):
                     restored = self._restored(result, context) if is_compressed else result
+                    if layout is not None:
+                        restored = layout.from_common(
+                            restored, self.exchange.transposed, self.exchange.reshaped
+                        )
                     finished[key] = self.exchange.put(key, gradient, restored)
             except Exception as error:
                 first_error = first_error or error
@@ -357,9 +448,15 @@ class GradientReducer(Generic[T]):
         results = self.exchange.start([part[2] for part in packed], name, priority, self._request)
         self._pending.append((results, packed, self._is_compressed))
 
-    def _send_sparse(self, gradients: Mapping[Any, T], prefix: str, priority: int) -> None:
-        results = self.exchange.start_sparse(gradients, prefix, self._stateless, priority, self._request)
-        packed = [(key, gradient, gradient, None) for key, gradient in gradients.items()]
+    def _send_sparse(
+        self, gradients: Mapping[Any, T], prefix: str, priority: int, *, number: int | None = None
+    ) -> None:
+        """``number``: what the mapping calls the only one."""
+        sent = gradients if number is None else dict.fromkeys([number], *gradients.values())
+        results = self.exchange.start_sparse(sent, prefix, self._stateless, priority, self._request)
+        packed: list[_Packed[T]] = [
+            (key, gradient, gradient, None, None) for key, gradient in gradients.items()
+        ]
         self._pending.append((results, packed, False))
 
     def _key_names(self, keys: Mapping[Any, T], sources: Sequence[Any] | None) -> dict[Any, str]:
@@ -372,16 +469,23 @@ class GradientReducer(Generic[T]):
             self._numbers.setdefault(self.exchange.identity(source), len(self._numbers))
         return {key: f"{self.prefix}.{self._numbers[self.exchange.identity(sources[key])]}" for key in keys}
 
-    def _packed(self, key: Any, names: Mapping[Any, str], gradient: T) -> _Packed[T]:
+    def _packed(
+        self, key: Any, names: Mapping[Any, str], gradient: T, layout: Layout | None = None
+    ) -> _Packed[T]:
+        """``layout``: of the gradient, if it is to be sent in common form."""
         tensor = self.exchange.dense(gradient)
+        if layout is not None and layout.is_common:
+            layout = None
+        if layout is not None:
+            tensor = layout.to_common(tensor, self.exchange.transposed, self.exchange.reshaped)
         if self._keyed is not None:
             self._begin_in_this_world(self._keyed)
             name = names[key]
             sent, context = self._keyed.compress(tensor, name)
-            return key, gradient, sent, (name, context)
+            return key, gradient, sent, (name, context), layout
         if not self._is_compressed:
-            return key, gradient, tensor, None
-        return key, gradient, *self._stateless.compress(tensor)
+            return key, gradient, tensor, None, layout
+        return key, gradient, *self._stateless.compress(tensor), layout
 
     def _restored(self, result: T, context: Any) -> T:
         restored: T

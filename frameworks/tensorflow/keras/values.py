@@ -39,6 +39,7 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    mapping: Any = None,
 ) -> Any:
     """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
 
@@ -63,6 +64,7 @@ def DistributedOptimizer(
             variables and one for each variable in none; None: one for all.
         process_set: the ranks that take part. Others keep their gradients as they are.
         scale_local_gradients: divide gradients that stay local by the number of ranks.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: an argument that cannot be used.
@@ -90,6 +92,7 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
+    mapping: Any = None,
 ) -> Any:
     """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
@@ -115,6 +118,7 @@ def PartialDistributedOptimizer(
             own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their
             product is the number of calls in a step.
         average_aggregated_gradients: divide the sum of several calls by their number.
+        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
 
     Raises:
         InvalidArgumentError: an argument that cannot be used, or ``local_layers`` are no layers.

@@ -1,0 +1,103 @@
+"""Models of Gluon, for jobs and comparisons with other frameworks: their weights, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mxnet as mx
+from mxnet.gluon import Block, Parameter, nn
+
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.layouts import Layout
+from polyhvd.training.mapping import Weight
+
+__all__ = ["weights_of"]
+
+_ROLES = {
+    "weight": "kernel",
+    "bias": "bias",
+    "gamma": "scale",
+    "beta": "offset",
+    "running_mean": "mean",
+    "running_var": "variance",
+    "i2h_weight": "input kernel",
+    "h2h_weight": "state kernel",
+    "i2h_bias": "input bias",
+    "h2h_bias": "state bias",
+}
+
+
+def weights_of(model: Any) -> list[Weight]:
+    """The weights of a block, layer by layer in the order in which they were made; or a list of parameters.
+
+    Args:
+        model: a ``gluon.Block``, or parameters in an order that is the same on every rank.
+
+    Raises:
+        InvalidArgumentError: a parameter is not initialized, or there are none.
+    """
+    found: list[Weight] = []
+    seen: set[int] = set()
+    for block, key, parameter in _parameters(model):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if parameter._data is None:
+            raise InvalidArgumentError(
+                f"{parameter.name} has no values yet; initialize() the model and run it once before its "
+                "mapping"
+            )
+        found.append(_weight(block, key, parameter))
+    if not found:
+        raise InvalidArgumentError(f"{type(model).__name__} has no weights; pass the model that is trained")
+    return found
+
+
+def _parameters(model: Any) -> Iterator[tuple[Block | None, str, Parameter]]:
+    if not isinstance(model, Block):
+        values = model.values() if hasattr(model, "values") else model
+        yield from ((None, "", parameter) for parameter in values)
+        return
+    for key, parameter in model._reg_params.items():
+        if not (key == "gamma" and getattr(model, "_kwargs", {}).get("fix_gamma")):  # a constant one
+            yield model, key, parameter
+    for child in model._children.values():
+        yield from _parameters(child() if callable(child) and not isinstance(child, Block) else child)
+
+
+def _role(block: Block | None, key: str) -> str:
+    if isinstance(block, nn.Embedding):
+        return "table"
+    if key[:1] in "lr" and "_" in key:  # "l0_i2h_weight": of the first layer, from left to right
+        key = key.partition("_")[2] if key[1:2].isdigit() else key
+    return _ROLES.get(key, "")
+
+
+def _layout(block: Block | None, role: str, shape: tuple[int, ...]) -> Layout:
+    layout = getattr(block, "_kwargs", {}).get("layout", "")
+    if role == "kernel" and layout.endswith("C") and len(shape) > 2:  # [units, height, width, inputs]
+        return Layout(shape, axes=(0, len(shape) - 1, *range(1, len(shape) - 1)))
+    return Layout(shape)
+
+
+def _weight(block: Block | None, key: str, parameter: Parameter) -> Weight:
+    role = _role(block, key)
+    array = parameter.data(parameter.list_ctx()[0])
+
+    def read() -> Any:
+        return parameter.data(parameter.list_ctx()[0]).asnumpy()
+
+    def write(values: Any) -> None:
+        parameter.set_data(mx.nd.array(values, dtype=values.dtype))
+
+    return Weight(
+        name=parameter.name,
+        role=role,
+        source=parameter,
+        layout=_layout(block, role, tuple(array.shape)),
+        dtype=str(array.asnumpy().dtype.name),
+        trainable=parameter.grad_req != "null",
+        read=read,
+        write=write,
+    )

@@ -1,0 +1,112 @@
+"""DistributedOptimizer in jobs whose other ranks have other frameworks: gradients are reduced in the step.
+
+Ranks of PyTorch agree during backward on which gradients there are (rounds.py); other frameworks do not, so
+here every trained parameter is reduced in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from polyhvd.torch.reducer import TorchExchange
+
+from polyhvd.errors import UnsupportedError
+from polyhvd.training.gradient_groups import KeyGroups
+from polyhvd.training.options import Options
+from polyhvd.training.reducer import GradientReducer
+
+__all__ = ["MappedGradients", "MappedOptimizer"]
+
+Tensor = torch.Tensor
+
+
+class MappedGradients:
+    """The gradients of one optimizer, by position of the parameter.
+
+    Args:
+        parameters: of the optimizer.
+        options: of the optimizer, with a mapping.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], options: Options) -> None:
+        self._parameters = list(parameters)
+        self._trained = {i: p for i, p in enumerate(self._parameters) if p.requires_grad}
+        self._reducer = GradientReducer(
+            TorchExchange(self._parameters, kept=set()),
+            prefix=options.mapping.prefix,
+            options=options,
+            groups=KeyGroups(),
+            sources=self._trained,
+        )
+        self._are_reduced = False
+        #: ``step()`` reduces gradients, unless the program has done so.
+        self.awaited_in_step = True
+
+    def synchronize(self) -> None:
+        """Reduce the gradients, unless that was done since the last step."""
+        if self._are_reduced or not self._reducer.takes_part():
+            return
+        gradients = {}
+        for position, parameter in self._trained.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            gradients[position] = parameter.grad
+        self._reducer.reduce(gradients)
+        self._are_reduced = True
+
+    def begin_anew(self) -> None:
+        """The gradients were used, or set to zero."""
+        self._are_reduced = False
+
+
+class MappedOptimizer(torch.optim.Optimizer):
+    """What :func:`polyhvd.torch.DistributedOptimizer` puts before the user's class if there is a mapping."""
+
+    _mapped: MappedGradients
+
+    def synchronize(self) -> None:
+        """Reduce the gradients now, to look at them or to clip them before ``step()``.
+
+        Raises:
+            HorovodInternalError: a reduction failed.
+        """
+        self._mapped.synchronize()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` use the gradients as they are, after an explicit ``synchronize()``."""
+        self._mapped.awaited_in_step = False
+        try:
+            yield
+        finally:
+            self._mapped.awaited_in_step = True
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As of the optimizer."""
+        super().zero_grad(*args, **kwargs)
+        self._mapped.begin_anew()
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Reduce the gradients, and update the parameters.
+
+        Raises:
+            UnsupportedError: there is a closure, which ranks of other frameworks cannot call in step.
+            HorovodInternalError: a reduction failed.
+        """
+        if closure is not None:
+            raise UnsupportedError(
+                "step(closure) with a mapping: ranks of other frameworks do not compute gradients again "
+                "within a step; call backward() before step()"
+            )
+        if self._mapped.awaited_in_step:
+            self._mapped.synchronize()
+        result = super().step(*args, **kwargs)
+        self._mapped.begin_anew()
+        return result
+
+    # As in DistributedOptimizer: torch's own wrapper would run hooks twice.
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

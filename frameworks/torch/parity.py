@@ -1,0 +1,110 @@
+"""Models of PyTorch, for jobs and comparisons with other frameworks: their weights, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.layouts import Layout
+from polyhvd.training.mapping import Weight
+
+__all__ = ["weights_of"]
+
+Tensor = torch.Tensor
+_NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
+_OF_NORMS = {"weight": "scale", "bias": "offset", "running_mean": "mean", "running_var": "variance"}
+_OF_CELLS = {
+    "weight_ih": "input kernel",
+    "weight_hh": "state kernel",
+    "bias_ih": "input bias",
+    "bias_hh": "state bias",
+}
+
+
+def weights_of(model: Any) -> list[Weight]:
+    """The weights of a module, layer by layer in the order in which they were made; or a list of tensors.
+
+    Args:
+        model: a ``torch.nn.Module``, or tensors in an order that is the same on every rank.
+
+    Raises:
+        InvalidArgumentError: a lazy layer has no weights yet, or it has none at all.
+    """
+    found: list[Weight] = []
+    seen: set[int] = set()
+    for name, role, tensor in _named(model):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if torch.nn.parameter.is_lazy(tensor):
+            raise InvalidArgumentError(f"{name} has no shape yet; run the model once before its mapping")
+        found.append(_weight(name, role, tensor))
+    if not found:
+        raise InvalidArgumentError(f"{type(model).__name__} has no weights; pass the model that is trained")
+    return found
+
+
+def _named(model: Any) -> Iterator[tuple[str, str, Tensor]]:
+    if not isinstance(model, torch.nn.Module):
+        yield from ((str(position), "", tensor) for position, tensor in enumerate(model))
+        return
+    for path, module in model.named_modules():
+        roles = _roles(module)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            is_weight = tensor is not None and (key in module._parameters or key in roles)
+            if is_weight:
+                role = roles.get(key, roles.get(key.partition("_l")[0], ""))
+                yield f"{path}.{key}" if path else key, role, tensor
+
+
+def _roles(module: torch.nn.Module) -> dict[str, str]:
+    """What the parameters of a layer are, by name; of others nothing is known."""
+    if isinstance(module, _NORMS):
+        return _OF_NORMS
+    if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
+        return _OF_CELLS
+    if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+        return {"weight": "table"}
+    if isinstance(module, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)):
+        return {"weight": "kernel", "bias": "bias"}
+    return {}
+
+
+def _weight(name: str, role: str, tensor: Tensor) -> Weight:
+    def read() -> Any:
+        return _to_numpy(tensor.detach())
+
+    def write(array: Any) -> None:
+        with torch.no_grad():
+            tensor.copy_(_from_numpy(array))
+
+    return Weight(
+        name=name,
+        role=role,
+        source=tensor,
+        layout=Layout(tuple(tensor.shape)),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        trainable=tensor.requires_grad,
+        read=read,
+        write=write,
+    )
+
+
+def _to_numpy(tensor: Tensor) -> Any:
+    tensor = tensor.cpu()
+    if tensor.dtype == torch.bfloat16:  # which NumPy knows by ml_dtypes
+        import ml_dtypes
+
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+    return tensor.numpy().copy()
+
+
+def _from_numpy(array: Any) -> Tensor:
+    if array.dtype.name == "bfloat16":
+        import numpy as np
+
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

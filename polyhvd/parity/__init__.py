@@ -1,0 +1,19 @@
+"""One model in several frameworks: jobs in which they train together, and proof that they agree.
+
+Imports no framework: what it is given says which one it needs.
+
+Example::
+
+    from polyhvd import parity
+    mapping = parity.mapping(net)  # on every rank, of its own model
+    mapping.broadcast(root_rank=0)
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, mapping=mapping)
+"""
+
+from __future__ import annotations
+
+from polyhvd.parity.models import mapping
+from polyhvd.training.layouts import Layout
+from polyhvd.training.mapping import Weight, WeightMapping
+
+__all__ = ["Layout", "Weight", "WeightMapping", "mapping"]

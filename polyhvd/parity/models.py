@@ -1,0 +1,126 @@
+"""Which framework a model belongs to, and the weights that it finds in it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
+from polyhvd.training.layouts import Layout
+from polyhvd.training.mapping import Weight, WeightMapping
+
+__all__ = ["framework_of", "mapping", "weights_of"]
+
+#: Packages of models and tensors, with what knows the weights of each. Keras comes first: its models are
+#: modules of its backend, too.
+_PACKAGES = {
+    "keras": ("keras", "polyhvd.training.keras.weights"),
+    "tf_keras": ("keras", "polyhvd.training.keras.weights"),
+    "mxnet": ("mxnet", "polyhvd.mxnet.parity"),
+    "torch": ("torch", "polyhvd.torch.parity"),
+    "tensorflow": ("tensorflow", "polyhvd.tensorflow.parity"),
+    "numpy": ("numpy", "polyhvd.numpy.parity"),
+}
+
+
+def framework_of(value: Any) -> str | None:
+    """The name of the framework that a model, a tensor or a list of these belongs to; None: of none.
+
+    Args:
+        value: a model; a tensor; or a list or dict of tensors, of which the first one counts.
+    """
+    package = _package_of(value)
+    return None if package is None else _PACKAGES[package][0]
+
+
+def _package_of(value: Any) -> str | None:
+    roots = {cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+    for package in _PACKAGES:
+        if package in roots:
+            return package
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and value:
+        return _package_of(value[0])
+    return None
+
+
+def weights_of(model: Any) -> list[Weight]:
+    """The weights of a model of any framework, in the order of its layers.
+
+    Args:
+        model: a ``torch.nn.Module``, a ``gluon.Block``, a model of Keras, a ``tf.Module``, or a list or dict
+            of parameters, variables or arrays.
+
+    Raises:
+        InvalidArgumentError: it is something else, or its weights are not made yet.
+    """
+    package = _package_of(model)
+    if package is None:
+        raise InvalidArgumentError(
+            "expected a model of PyTorch, Gluon or Keras, or a list or dict of parameters, found "
+            f"{type(model).__name__}"
+        )
+    found: list[Weight] = importlib.import_module(_PACKAGES[package][1]).weights_of(model)
+    return found
+
+
+def mapping(
+    model: Any,
+    *,
+    prefix: str = "parity",
+    layouts: Mapping[str, Layout] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> WeightMapping:
+    """Give the weights of a model names and a form that ranks of all frameworks share.
+
+    Every rank calls it with its own framework's model: the same layers in the same order, built, and the same
+    ones frozen. Optimizers then take the result as ``mapping``, and gradients are averaged between
+    frameworks. Weights are numbered in the order of the layers; kernels of Keras travel transposed, and so do
+    those behind a ``Flatten`` of images with channels last, whose columns the other frameworks order
+    otherwise.
+
+    Args:
+        model: a ``torch.nn.Module``, a ``gluon.Block``, a model of Keras, a ``tf.Module``, or a list or dict
+            of parameters, variables or arrays.
+        prefix: begins the names on the wire; of several models of one job each has its own.
+        layouts: how weights lie that are not known by their layers, by their names in the model.
+        process_set: the ranks that have the model.
+
+    Raises:
+        InvalidArgumentError: weights are not made yet, or ``layouts`` names one that there is not.
+        RankMismatchError: the ranks' models are not alike; on every rank, with the first weight that differs.
+        NotInitializedError: before ``init()``.
+
+    Example::
+
+        mapping = parity.mapping(model, prefix="generator")
+        mapping.broadcast(root_rank=0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mapping=mapping)
+    """
+    current.world()
+    if not isinstance(prefix, str) or not prefix:
+        raise InvalidArgumentError(f"parity.mapping: prefix={prefix!r}: expected a name, such as 'generator'")
+    weights = _laid_out(weights_of(model), layouts or {})
+    return WeightMapping(framework_of(model) or "", weights, prefix, process_set)
+
+
+def _laid_out(weights: list[Weight], layouts: Mapping[str, Layout]) -> list[Weight]:
+    unknown = sorted(layouts.keys() - {weight.name for weight in weights})
+    if unknown:
+        raise InvalidArgumentError(
+            f"parity.mapping: layouts: the model has no weight {unknown[0]!r}; it has "
+            f"{', '.join(repr(weight.name) for weight in weights)}"
+        )
+    for weight in weights:
+        layout = layouts.get(weight.name)
+        if layout is not None and layout.shape != weight.layout.shape:
+            raise InvalidArgumentError(
+                f"parity.mapping: layouts[{weight.name!r}] is of shape {list(layout.shape)}, and the weight "
+                f"of {list(weight.layout.shape)}"
+            )
+    return [replace(weight, layout=layouts.get(weight.name, weight.layout)) for weight in weights]

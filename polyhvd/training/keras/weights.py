@@ -1,0 +1,134 @@
+"""The weights of models of Keras 3 and Keras 2, on any backend, with how they lie. Imports no Keras."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.layouts import Layout
+from polyhvd.training.mapping import Weight
+
+__all__ = ["weights_of"]
+
+#: What the last part of a variable's name means in a layer.
+_ROLES = {
+    "kernel": "kernel",
+    "depthwise_kernel": "kernel",
+    "recurrent_kernel": "state kernel",
+    "bias": "bias",
+    "gamma": "scale",
+    "beta": "offset",
+    "moving_mean": "mean",
+    "moving_variance": "variance",
+    "embeddings": "table",
+}
+
+
+def weights_of(model: Any) -> list[Weight]:
+    """The weights of a model, layer by layer in the order in which they were made.
+
+    Args:
+        model: of Keras, built, or a layer.
+
+    Raises:
+        InvalidArgumentError: it has no weights, as it is not built.
+    """
+    found: list[Weight] = []
+    seen: set[int] = set()
+    flattened: tuple[int, ...] | None = None  # height, width, channels of an image that lies as a row
+    for layer in _layers(model):
+        flattened = _flattened_by(layer) or flattened
+        for variable in _own_variables(layer):
+            if id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            found.append(_weight(layer, variable, flattened))
+        if _is(layer, "Dense"):
+            flattened = None
+    if not found:
+        raise InvalidArgumentError(
+            f"{type(model).__name__} has no weights yet; build() it, or call it once, before its mapping"
+        )
+    return found
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """A layer and all within it, those with weights of their own before what is in them."""
+    yield from model._flatten_layers(include_self=True, recursive=True)
+
+
+def _own_variables(layer: Any) -> list[Any]:
+    for trained, other in (
+        ("_trainable_variables", "_non_trainable_variables"),  # Keras 3
+        ("_trainable_weights", "_non_trainable_weights"),
+    ):
+        if hasattr(layer, trained):
+            return [*getattr(layer, trained), *getattr(layer, other)]
+    return []
+
+
+def _is(layer: Any, *names: str) -> bool:
+    return any(cls.__name__ in names for cls in type(layer).__mro__)
+
+
+def _flattened_by(layer: Any) -> tuple[int, ...] | None:
+    """The shape of what a Flatten makes rows of, if the other frameworks would order them otherwise."""
+    if not _is(layer, "Flatten") or getattr(layer, "data_format", "channels_last") != "channels_last":
+        return None
+    try:
+        shape = tuple(layer.input.shape)[1:]
+    except AttributeError:  # in a model that is a class of its own
+        return None
+    return shape if len(shape) > 2 and math.prod(shape[:-1]) > 1 else None
+
+
+def _weight(layer: Any, variable: Any, flattened: tuple[int, ...] | None) -> Weight:
+    path = getattr(variable, "path", variable.name)
+    last = path.rpartition("/")[2].partition(":")[0]
+    dtype = variable.dtype if isinstance(variable.dtype, str) else variable.dtype.name
+    return Weight(
+        name=path,
+        role=_ROLES.get(last, ""),
+        source=variable,
+        layout=_layout(layer, _ROLES.get(last, ""), tuple(variable.shape), flattened),
+        dtype=dtype,
+        trainable=bool(variable.trainable),
+        read=lambda: _read(variable),
+        write=lambda array: _write(variable, array),
+    )
+
+
+def _read(variable: Any) -> Any:
+    """A copy as an array."""
+    value = variable.numpy() if hasattr(variable, "numpy") else variable
+    return np.array(value)
+
+
+def _write(variable: Any, array: Any) -> None:
+    variable.assign(array)
+
+
+def _layout(layer: Any, role: str, shape: tuple[int, ...], flattened: tuple[int, ...] | None) -> Layout:
+    if role == "kernel" and _is(layer, "BaseDepthwiseConv", "DepthwiseConv", "DepthwiseConv2D"):
+        spatial = len(shape) - 2
+        axes = (spatial, spatial + 1, *range(spatial))
+        return Layout(shape, axes=axes, common=(shape[-2] * shape[-1], 1, *shape[:-2]))
+    if role == "kernel" and _is(layer, "BaseConv", "Conv", "BaseConvTranspose"):
+        spatial = len(shape) - 2
+        return Layout(shape, axes=(spatial + 1, spatial, *range(spatial)))
+    if role == "kernel" and _is(layer, "Dense"):
+        if flattened and math.prod(flattened) == shape[0]:
+            rank = len(flattened)
+            axes = (rank, rank - 1, *range(rank - 1))
+            return Layout(shape, view=(*flattened, shape[1]), axes=axes, common=shape[::-1])
+        return Layout(shape, axes=(1, 0))
+    if role in ("kernel", "state kernel") and len(shape) == 2:  # of recurrent cells
+        return Layout(shape, axes=(1, 0))
+    if flattened and shape == (math.prod(flattened),):  # of a normalization between the two
+        rank = len(flattened)
+        return Layout(shape, view=flattened, axes=(rank - 1, *range(rank - 1)), common=shape)
+    return Layout(shape)

@@ -1,0 +1,109 @@
+"""How a framework lays out a weight, and how all of them do when they meet. Knows no tensors of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+__all__ = ["Layout"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way from a weight as it lies in its framework to the common form, and back.
+
+    The tensor is reshaped to ``view``, its axes are permuted, and the result is reshaped to ``common``. The
+    common form is what PyTorch and Gluon have: OIHW for convolutions, [units, inputs] for dense layers, and
+    channels before height and width where an image was flattened.
+
+    Args:
+        shape: as the weight lies.
+        view: of the same number of elements; None: as it lies.
+        axes: of the view, in the order in which the common form has them; None: as they are.
+        common: the shape in common; None: that of the permuted view.
+
+    Example::
+
+        kernel = Layout((3, 3, 16, 32), axes=(3, 2, 0, 1))  # of a convolution of Keras, HWIO
+        assert kernel.common_shape == (32, 16, 3, 3)
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None
+    common: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        viewed = self.viewed_shape
+        axes = self.axes
+        if axes is not None and sorted(axes) != list(range(len(viewed))):
+            raise ValueError(f"axes={axes} are no permutation of the {len(viewed)} axes of {viewed}")
+        for other in (viewed, self.common_shape):
+            if math.prod(other) != math.prod(self.shape):
+                raise ValueError(f"a weight of shape {self.shape} cannot be seen as {other}")
+
+    @property
+    def viewed_shape(self) -> tuple[int, ...]:
+        """Before axes are permuted."""
+        return self.shape if self.view is None else self.view
+
+    @property
+    def permuted_shape(self) -> tuple[int, ...]:
+        """After axes were permuted."""
+        viewed = self.viewed_shape
+        return viewed if self.axes is None else tuple(viewed[axis] for axis in self.axes)
+
+    @property
+    def common_shape(self) -> tuple[int, ...]:
+        """Of the weight in common form."""
+        return self.permuted_shape if self.common is None else self.common
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the weight lies in common form."""
+        return self.axes is None and self.common_shape == self.shape
+
+    def to_common(
+        self, tensor: T, transpose: Callable[[T, Sequence[int]], T], reshape: Callable[[T, Sequence[int]], T]
+    ) -> T:
+        """A tensor that is laid out as the weight, in common form.
+
+        Args:
+            tensor: of :attr:`shape`.
+            transpose, reshape: of its framework; they are given the tensor, and the axes or the new shape.
+        """
+        if self.view is not None:
+            tensor = reshape(tensor, self.view)
+        if self.axes is not None:
+            tensor = transpose(tensor, self.axes)
+        return tensor if self.common is None else reshape(tensor, self.common)
+
+    def from_common(
+        self, tensor: T, transpose: Callable[[T, Sequence[int]], T], reshape: Callable[[T, Sequence[int]], T]
+    ) -> T:
+        """The inverse of :meth:`to_common`."""
+        if self.common is not None:
+            tensor = reshape(tensor, self.permuted_shape)
+        if self.axes is not None:
+            tensor = transpose(tensor, [self.axes.index(axis) for axis in range(len(self.axes))])
+        return tensor if self.view is None else reshape(tensor, self.shape)
+
+    def array_to_common(self, array: Any) -> Any:
+        """:meth:`to_common` of a NumPy array."""
+        return self.to_common(array, _transpose, _reshape)
+
+    def array_from_common(self, array: Any) -> Any:
+        """:meth:`from_common` of a NumPy array."""
+        return self.from_common(array, _transpose, _reshape)
+
+
+def _transpose(array: Any, axes: Sequence[int]) -> Any:
+    return array.transpose(axes)
+
+
+def _reshape(array: Any, shape: Sequence[int]) -> Any:
+    return array.reshape(shape)

@@ -1,0 +1,46 @@
+"""Training jobs whose ranks have different frameworks."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import mixed_training
+import numpy as np
+import pytest
+from worlds import Ranks
+
+PAIRS = ["+".join(pair) for pair in permutations(mixed_training.TRAINED, 2)]
+ALL = "+".join(mixed_training.TRAINED)
+SOME = (PAIRS[0], ALL)
+
+pytestmark = [pytest.mark.drivers(*PAIRS, ALL), pytest.mark.not_by_mpi]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 2.0}], ids=["plain", "predivided"])
+def test_weights_stay_equal_while_each_rank_trains_in_its_framework(
+    ranks: Ranks, options: dict[str, Any]
+) -> None:
+    first, *others = ranks.run(mixed_training.train, options)
+    for other in others:
+        for (form, mine), (their_form, theirs) in zip(first, other, strict=True):
+            assert form == their_form
+            if form[0] not in ("mean", "variance"):  # those are of each rank's own batches
+                np.testing.assert_allclose(theirs, mine, rtol=1e-5, atol=1e-6, err_msg=str(form))
+
+
+def test_a_job_of_several_frameworks_trains_as_each_does_alone(ranks: Ranks) -> None:
+    ranks.run(mixed_training.alone)
+
+
+@pytest.mark.drivers(*SOME)
+def test_weights_that_are_frozen_everywhere_stay(ranks: Ranks) -> None:
+    ranks.run(mixed_training.frozen)
+
+
+@pytest.mark.drivers(*SOME)
+def test_models_that_are_not_alike_are_refused_on_every_rank(ranks: Ranks) -> None:
+    texts = ranks.run(mixed_training.mismatch)
+    assert len(set(texts)) == 1
+    for part in ("rank 0 (torch)", "kernel float32 [10, 12]", "rank 1 (mxnet)", "[11, 12]", "same layers"):
+        assert part in texts[0]
