@@ -8,10 +8,10 @@ __all__ = ["DIALECT"]
 
 _GRADIENT = "Sums and averages have a gradient, where every rank runs the same backward."
 _SPARSE = (
-    "Of a row_sparse array only the rows that a rank has are sent, and the call waits until all ranks have "
-    "told theirs."
+    "Of a row_sparse array only the rows that a rank has are sent; the call waits until it is computed, and "
+    "for Min, Max and Product until all ranks have told their rows."
 )
-_WAITS = "The call waits until all ranks have told their first dimensions, not for the data."
+_WAITS = "The call waits until all ranks' arrays are computed and the size of the result is known."
 
 DIALECT = Dialect(
     title="MXNet",

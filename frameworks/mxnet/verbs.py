@@ -61,8 +61,9 @@ def allreduce(
 
     All ranks get the same result, bit by bit.
 
-    Of a row_sparse array only the rows that a rank has are sent, and the call waits until all ranks have told
-    theirs. Sums and averages have a gradient, where every rank runs the same backward.
+    Of a row_sparse array only the rows that a rank has are sent; the call waits until it is computed, and for
+    Min, Max and Product until all ranks have told their rows. Sums and averages have a gradient, where every
+    rank runs the same backward.
 
     Returns at once: MXNet's engine runs it once the arrays are ready, and reads of the results wait for it.
     What fails after the call has returned is raised by these reads.
@@ -128,8 +129,8 @@ def allreduce_(
 
     All ranks get the same result, bit by bit.
 
-    Of a row_sparse array only the rows that a rank has are sent, and the call waits until all ranks have told
-    theirs. The result is unknown to autograd.
+    Of a row_sparse array only the rows that a rank has are sent; the call waits until it is computed, and for
+    Min, Max and Product until all ranks have told their rows. The result is unknown to autograd.
 
     Returns at once: MXNet's engine runs it once the arrays are ready, and reads of the results wait for it.
     What fails after the call has returned is raised by these reads.
@@ -565,7 +566,7 @@ def allgather(
 
     The first dimension may differ from rank to rank, and be 0; the result's is the sum of all.
 
-    The call waits until all ranks have told their first dimensions, not for the data. The result has a
+    The call waits until all ranks' arrays are computed and the size of the result is known. The result has a
     gradient, where every rank runs the same backward.
 
     Returns at once: MXNet's engine runs it once the arrays are ready, and reads of the results wait for it.
@@ -674,7 +675,7 @@ def grouped_allgather(
 
     The first dimension may differ from rank to rank, and be 0; the result's is the sum of all.
 
-    The call waits until all ranks have told their first dimensions, not for the data. The result has a
+    The call waits until all ranks' arrays are computed and the size of the result is known. The result has a
     gradient, where every rank runs the same backward.
 
     Returns at once: MXNet's engine runs it once the arrays are ready, and reads of the results wait for it.

@@ -18,6 +18,8 @@ from stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name != "common.py")
+#: Those of one job, each on a rank.
+MIXED = ("mixed_gluon.py", "mixed_torch.py")
 TIMEOUT_S = 120.0
 LAST_LINE = re.compile(r"\[0\] test accuracy ([\d.]+), (\d+) ranks?, (\d+) images/s")
 FRAMEWORKS = {"lightning": "torch", "mxnet": "mxnet", "pytorch": "torch", "tensorflow": "tensorflow"}
@@ -79,7 +81,7 @@ def test_there_are_examples_for_every_framework() -> None:
     ("example", "ranks"),
     # Worlds of other sizes stand in each framework's own tests.
     [
-        *((example, 2) for example in EXAMPLES),
+        *((example, 2) for example in EXAMPLES if example not in MIXED),
         *(("numpy_logistic.py", ranks) for ranks in (1, 4)),
         ("pytorch_digits.py", 1),
         ("mxnet_gluon_digits.py", 4),
@@ -97,6 +99,29 @@ def test_example_trains_on_any_number_of_ranks(run: Run, example: str, ranks: in
     assert images_per_s > 0
     assert all(line.startswith("[0] ") for line in lines), "only rank 0 prints"
     assert sum("epoch" in line for line in lines) == len(lines) - 1, "a line per epoch and the last one"
+
+
+def test_two_frameworks_train_one_model_in_one_job() -> None:
+    for package in ("mxnet", "torch"):
+        if not is_installed(package):
+            pytest.skip(f"{package} is not installed")
+    command = [sys.executable, "-m", "polyhvd.launch"]
+    for position, example in enumerate(MIXED):
+        command += [":"] if position else []
+        command += ["-np", "1", sys.executable, str(ROOT / "examples" / example)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **SETTINGS},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    accuracy, ranks, _ = result(done.stdout.splitlines())
+    assert accuracy > 0.95
+    assert ranks == 2
 
 
 def test_plot_is_a_png(run: Run, tmp_path: Path) -> None:
