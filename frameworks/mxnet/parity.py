@@ -12,7 +12,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["weights_of"]
+__all__ = ["to_numpy", "weights_of"]
 
 _ROLES = {
     "weight": "kernel",
@@ -52,6 +52,16 @@ def weights_of(model: Any) -> list[Weight]:
     if not found:
         raise InvalidArgumentError(f"{type(model).__name__} has no weights; pass the model that is trained")
     return found
+
+
+def to_numpy(tensor: Any) -> Any:
+    """The values of an array, when they are there; of a row_sparse one with all rows."""
+    values = tensor.asnumpy()
+    if values.dtype.names:  # as MXNet spells bfloat16
+        import ml_dtypes
+
+        return values.view(ml_dtypes.bfloat16)
+    return values
 
 
 def _parameters(model: Any) -> Iterator[tuple[Block | None, str, Parameter]]:

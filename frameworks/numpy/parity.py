@@ -11,7 +11,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["weights_of"]
+__all__ = ["to_numpy", "weights_of"]
 
 
 def weights_of(model: Any) -> list[Weight]:
@@ -28,6 +28,11 @@ def weights_of(model: Any) -> list[Weight]:
     if not found:
         raise InvalidArgumentError("the model has no arrays; pass those that are trained")
     return found
+
+
+def to_numpy(tensor: Any) -> Any:
+    """The array, or number, itself."""
+    return np.asarray(tensor)
 
 
 def _weight(name: str, array: Any) -> Weight:

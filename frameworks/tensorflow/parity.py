@@ -14,7 +14,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["weights_of"]
+__all__ = ["to_numpy", "weights_of"]
 
 
 def weights_of(model: Any) -> list[Weight]:
@@ -31,6 +31,22 @@ def weights_of(model: Any) -> list[Weight]:
     if not found:
         raise InvalidArgumentError(f"{type(model).__name__} has no variables; pass the model that is trained")
     return found
+
+
+def to_numpy(tensor: Any) -> Any:
+    """A copy of the values of an eager tensor, of slices with all rows.
+
+    Raises:
+        InvalidArgumentError: the tensor is one of a graph, and has no values yet.
+    """
+    if isinstance(tensor, tf.IndexedSlices):
+        tensor = tf.convert_to_tensor(tensor)
+    if not hasattr(tensor, "numpy"):
+        raise InvalidArgumentError(
+            f"{tensor.name} has no values while its function is traced; compare tensors outside of "
+            "tf.function, or in a model that is compiled with run_eagerly=True"
+        )
+    return tensor.numpy().copy()
 
 
 def _weight(variable: tf.Variable) -> Weight:

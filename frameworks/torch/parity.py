@@ -11,7 +11,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["weights_of"]
+__all__ = ["to_numpy", "weights_of"]
 
 Tensor = torch.Tensor
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
@@ -75,7 +75,7 @@ def _roles(module: torch.nn.Module) -> dict[str, str]:
 
 def _weight(name: str, role: str, tensor: Tensor) -> Weight:
     def read() -> Any:
-        return _to_numpy(tensor.detach())
+        return to_numpy(tensor)
 
     def write(array: Any) -> None:
         with torch.no_grad():
@@ -93,8 +93,11 @@ def _weight(name: str, role: str, tensor: Tensor) -> Weight:
     )
 
 
-def _to_numpy(tensor: Tensor) -> Any:
-    tensor = tensor.cpu()
+def to_numpy(tensor: Tensor) -> Any:
+    """A copy of the values, sparse ones made dense."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     if tensor.dtype == torch.bfloat16:  # which NumPy knows by ml_dtypes
         import ml_dtypes
 

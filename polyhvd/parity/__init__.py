@@ -12,8 +12,22 @@ Example::
 
 from __future__ import annotations
 
+from polyhvd.parity.comparing import Comparison, Difference, ParityError, compare
+from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
 from polyhvd.parity.models import mapping
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight, WeightMapping
 
-__all__ = ["Layout", "Weight", "WeightMapping", "mapping"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Fingerprint",
+    "Layout",
+    "ParityError",
+    "Tolerance",
+    "Weight",
+    "WeightMapping",
+    "compare",
+    "mapping",
+    "tolerance_of",
+]

@@ -13,7 +13,7 @@ from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight, WeightMapping
 
-__all__ = ["framework_of", "mapping", "weights_of"]
+__all__ = ["framework_of", "mapping", "module_of", "weights_of"]
 
 #: Packages of models and tensors, with what knows the weights of each. Keras comes first: its models are
 #: modules of its backend, too.
@@ -49,6 +49,21 @@ def _package_of(value: Any) -> str | None:
     return None
 
 
+def module_of(value: Any) -> str:
+    """The full name of the module that reads models and tensors like this one.
+
+    Raises:
+        InvalidArgumentError: it belongs to no framework.
+    """
+    package = _package_of(value)
+    if package is None:
+        raise InvalidArgumentError(
+            "expected a model of PyTorch, Gluon or Keras, or a list or dict of parameters, found "
+            f"{type(value).__name__}"
+        )
+    return _PACKAGES[package][1]
+
+
 def weights_of(model: Any) -> list[Weight]:
     """The weights of a model of any framework, in the order of its layers.
 
@@ -59,13 +74,7 @@ def weights_of(model: Any) -> list[Weight]:
     Raises:
         InvalidArgumentError: it is something else, or its weights are not made yet.
     """
-    package = _package_of(model)
-    if package is None:
-        raise InvalidArgumentError(
-            "expected a model of PyTorch, Gluon or Keras, or a list or dict of parameters, found "
-            f"{type(model).__name__}"
-        )
-    found: list[Weight] = importlib.import_module(_PACKAGES[package][1]).weights_of(model)
+    found: list[Weight] = importlib.import_module(module_of(model)).weights_of(model)
     return found
 
 

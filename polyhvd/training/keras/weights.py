@@ -12,7 +12,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["weights_of"]
+__all__ = ["to_numpy", "weights_of"]
 
 #: What the last part of a variable's name means in a layer.
 _ROLES = {
@@ -97,13 +97,13 @@ def _weight(layer: Any, variable: Any, flattened: tuple[int, ...] | None) -> Wei
         layout=_layout(layer, _ROLES.get(last, ""), tuple(variable.shape), flattened),
         dtype=dtype,
         trainable=bool(variable.trainable),
-        read=lambda: _read(variable),
+        read=lambda: to_numpy(variable),
         write=lambda array: _write(variable, array),
     )
 
 
-def _read(variable: Any) -> Any:
-    """A copy as an array."""
+def to_numpy(variable: Any) -> Any:
+    """A copy of a variable's values."""
     value = variable.numpy() if hasattr(variable, "numpy") else variable
     return np.array(value)
 

@@ -1,0 +1,247 @@
+"""Comparing one tensor between ranks: fingerprints first, the tensors themselves only where these differ."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from polyhvd import _core
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.objects import allgather_object
+from polyhvd.collectives.operation import process_set_id
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.parity.axes import layout_of
+from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
+from polyhvd.parity.models import framework_of, module_of
+from polyhvd.runtime import current
+from polyhvd.training.layouts import Layout
+
+__all__ = ["Comparison", "Difference", "ParityError", "array_of", "compare"]
+
+Array = np.ndarray[Any, Any]
+
+
+class ParityError(AssertionError):
+    """Ranks have different values where they should have the same; raised on all of them.
+
+    Args:
+        comparison: what was found.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__(str(comparison))
+        self.comparison = comparison
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How the tensor of one rank differs from the reference, the first rank's.
+
+    Args:
+        rank: world rank.
+        kind: "shape", "dtype", "not finite" or "values".
+        count: elements beyond the tolerance.
+        at: the worst of them, as an index in common form.
+        value, reference: that element on this rank, and on the first one.
+        relative: the norm of the difference over that of the reference.
+    """
+
+    rank: int
+    kind: str
+    count: int = 0
+    at: tuple[int, ...] = ()
+    value: float = 0.0
+    reference: float = 0.0
+    relative: float = 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` has found, the same on every rank.
+
+    Args:
+        name: of the comparison.
+        ranks: world ranks that took part; the first is the reference.
+        frameworks: of each rank.
+        fingerprints: of each rank's tensor.
+        tolerance: for elements.
+        differences: one for each rank that differs; empty: all agree.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    frameworks: tuple[str, ...]
+    fingerprints: tuple[Fingerprint, ...]
+    tolerance: Tolerance
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def agree(self) -> bool:
+        """Whether all ranks have the same values, within the tolerance."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.agree:
+            return f"parity.compare {self.name!r}: ranks {list(self.ranks)} agree"
+        told = "\n  ".join(self._side(difference) for difference in self.differences)
+        return f"parity.compare {self.name!r}: ranks differ\n  {told}"
+
+    def _side(self, difference: Difference) -> str:
+        place = self.ranks.index(difference.rank)
+        sides = " and ".join(
+            f"rank {self.ranks[i]} ({self.frameworks[i]}) has {self.fingerprints[i]}" for i in (place, 0)
+        )
+        if difference.kind in ("shape", "dtype"):
+            return f"in {difference.kind}: {sides}"
+        size = int(np.prod(self.fingerprints[0].shape))
+        worst = f"{difference.value:.7g} instead of {difference.reference:.7g} at {list(difference.at)}"
+        beyond = f"rtol={self.tolerance.rtol:.2g}, atol={self.tolerance.atol:.2g}"
+        return (
+            f"in {difference.kind}: {difference.count} of {size} elements beyond {beyond}, the worst {worst}, "
+            f"in norm {difference.relative:.2g}: {sides}"
+        )
+
+
+def array_of(tensor: Any, layout: Layout | str | None = None) -> tuple[str, Array]:
+    """The framework of a tensor, and its values in common form.
+
+    Args:
+        tensor: of any framework; waited for.
+        layout: how it lies; see :func:`compare`.
+
+    Raises:
+        InvalidArgumentError: it is no tensor, or the layout does not fit.
+    """
+    framework = framework_of(tensor)
+    if framework is None:
+        if not isinstance(tensor, (bool, int, float)):
+            raise InvalidArgumentError(
+                f"parity.compare: expected a tensor of a framework, or a number, found {type(tensor).__name__}"
+            )
+        return "python", np.asarray(tensor)
+    array = importlib.import_module(module_of(tensor)).to_numpy(tensor)
+    return framework, np.ascontiguousarray(layout_of(layout, tuple(array.shape)).array_to_common(array))
+
+
+def compare(
+    name: str,
+    tensor: Any,
+    rtol: float | None = None,
+    atol: float | None = None,
+    layout: Layout | str | None = None,
+    *,
+    terms: int | None = None,
+    raises: bool = True,
+    process_set: ProcessSet = global_process_set,
+) -> Comparison:
+    """Compare a tensor between ranks, each of which may have another framework.
+
+    Every rank calls it with its own tensor under the same name. Fingerprints are exchanged first. If these
+    show that the bits are the same, or that shape or dtype are not, nothing else is sent. Otherwise the first
+    rank's tensor travels to the others, each of which compares it with its own.
+
+    Args:
+        name: of the comparison; matches the calls of the ranks.
+        tensor: of any framework, or a number.
+        rtol, atol: elements may differ by ``atol + rtol * abs(reference)``; None: by dtype and ``terms``, as
+            docs/parity.md says.
+        layout: how the tensor lies on this rank: letters such as "NHWC" or "HWIO", or a :class:`Layout`;
+            None: in common form, NCHW and OIHW.
+        terms: products that are added up for one element, at most; None: 4096.
+        raises: whether a difference is an error. Else it is in what is returned.
+        process_set: the ranks that take part.
+
+    Returns:
+        what was found, the same on every rank.
+
+    Raises:
+        ParityError: ranks differ; on all of them.
+        InvalidArgumentError: no tensor, a layout that does not fit, a tolerance below zero.
+        HorovodInternalError: a rank was lost.
+
+    Example::
+
+        logits = model(x)
+        parity.compare("logits", logits, terms=512)
+        parity.compare("features", features, layout="NHWC")  # in Keras; a rank of PyTorch leaves it out
+    """
+    for what, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise InvalidArgumentError(f"parity.compare {name!r}: {what}={value}: expected 0 or more")
+    framework, array = array_of(tensor, layout)
+    mine = (framework, Fingerprint.of(array), (rtol, atol, terms))
+    told = allgather_object(mine, name=f"parity.{name}", process_set=process_set)
+    ranks = tuple(process_set.ranks or range(len(told)))
+    reference: Fingerprint = told[0][1]
+    rtol, atol, terms = told[0][2]
+    usual = tolerance_of(reference.dtype, terms, reference.scale)
+    tolerance = Tolerance(usual.rtol if rtol is None else rtol, usual.atol if atol is None else atol)
+    found = Comparison(
+        name, ranks, tuple(side[0] for side in told), tuple(side[1] for side in told), tolerance
+    )
+    found = replace(found, differences=_differences(found, array, process_set))
+    if raises and not found.agree:
+        raise ParityError(found)
+    return found
+
+
+def _differences(found: Comparison, mine: Array, process_set: ProcessSet) -> tuple[Difference, ...]:
+    reference = found.fingerprints[0]
+    unlike = []
+    for rank, fingerprint in zip(found.ranks, found.fingerprints, strict=True):
+        for kind in ("shape", "dtype"):
+            if getattr(fingerprint, kind) != getattr(reference, kind):
+                unlike.append(Difference(rank, kind))
+                break
+    if unlike or all(each.digest == reference.digest for each in found.fingerprints):
+        return tuple(unlike)
+    whole = _broadcast(found.name, mine, found.ranks[0], process_set)
+    rank = current.world().placement.rank
+    own = _difference(rank, mine, whole, found.tolerance)
+    told = allgather_object(own, name=f"parity.{found.name}.differences", process_set=process_set)
+    return tuple(each for each in told if each is not None)
+
+
+def _broadcast(name: str, mine: Array, root: int, process_set: ProcessSet) -> Array:
+    whole = np.array(mine, order="C")
+    flat = whole.reshape(-1)
+    tensor = _core.TensorRef(flat.ctypes.data, flat.shape, whole.dtype.name, flat)
+    current.world().engine.submit(
+        OpKind.BROADCAST,
+        f"parity.{name}.whole",
+        (tensor,),
+        (tensor,),
+        root=root,
+        process_set=process_set_id(process_set),
+        blocking=True,
+    ).wait()
+    return whole
+
+
+def _difference(rank: int, mine: Array, reference: Array, tolerance: Tolerance) -> Difference | None:
+    """Of two arrays of one shape and dtype; None: none beyond the tolerance."""
+    a, b = mine.astype(np.float64), reference.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        finite = np.isfinite(a) & np.isfinite(b)
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        error = np.where(same | ~finite, 0.0, np.abs(a - b))
+        beyond = np.where(finite, error > tolerance.atol + tolerance.rtol * np.abs(b), ~same)
+    if not beyond.any():
+        return None
+    odd = beyond & ~finite
+    worst = np.argmax(odd) if odd.any() else np.argmax(np.where(beyond, error, -1.0))
+    at = np.unravel_index(int(worst), a.shape)
+    norm = float(np.sqrt(np.square(b[finite]).sum()))
+    return Difference(
+        rank=rank,
+        kind="not finite" if odd.any() else "values",
+        count=int(beyond.sum()),
+        at=tuple(int(i) for i in at),
+        value=float(a[at]),
+        reference=float(b[at]),
+        relative=float(np.sqrt(np.square(error).sum())) / norm if norm else float("inf"),
+    )

@@ -1,0 +1,58 @@
+"""polyhvd.parity.compare: the same tensor on ranks of different frameworks."""
+
+from __future__ import annotations
+
+import mixed_comparing
+import numpy as np
+import pytest
+from worlds import Ranks
+
+from polyhvd.parity.fingerprints import Fingerprint, tolerance_of
+
+#: As `parity.compare` reads tensors by framework, and sends arrays of NumPy, these meet each framework once.
+_WORLDS = ("torch+mxnet", "tensorflow+numpy", "numpy+torch+mxnet+tensorflow")
+_FINGERPRINT_BYTES_MAX = 20_000
+
+pytestmark = [pytest.mark.drivers(*_WORLDS), pytest.mark.not_by_mpi]
+
+
+def test_equal_tensors_move_fingerprints_only(ranks: Ranks) -> None:
+    assert 0 < max(ranks.run(mixed_comparing.equal)) < _FINGERPRINT_BYTES_MAX
+
+
+def test_rounding_is_tolerated_by_the_number_of_terms(ranks: Ranks) -> None:
+    ranks.run(mixed_comparing.near)
+
+
+def test_a_difference_is_told_to_all_ranks_with_its_place(ranks: Ranks) -> None:
+    ranks.run(mixed_comparing.far)
+
+
+def test_what_is_not_finite_agrees_with_itself_alone(ranks: Ranks) -> None:
+    ranks.run(mixed_comparing.not_finite)
+
+
+def test_shapes_and_types_that_differ_cost_no_tensor(ranks: Ranks) -> None:
+    assert 0 < max(ranks.run(mixed_comparing.unlike)) < _FINGERPRINT_BYTES_MAX
+
+
+def test_layouts_are_mapped(ranks: Ranks) -> None:
+    ranks.run(mixed_comparing.by_layout)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_sums_in_any_order_are_within_the_tolerance_and_one_wrong_term_is_not(dtype: str) -> None:
+    random = np.random.default_rng(0)
+    for terms in (1, 16, 1024, 16384):
+        a = random.standard_normal((50, terms)).astype(dtype)
+        forward = np.add.accumulate(a, axis=1)[:, -1]
+        backward = np.add.accumulate(a[:, ::-1], axis=1)[:, -1]
+        tolerance = tolerance_of(dtype, terms, Fingerprint.of(forward).scale)
+        allowed = tolerance.atol + tolerance.rtol * np.abs(forward)
+        assert (np.abs(forward - backward) <= allowed).all()
+        assert (np.abs(forward - (forward - a[:, 0])) > allowed).mean() > 0.9
+
+
+def test_integers_have_no_tolerance() -> None:
+    assert tolerance_of("int64") == tolerance_of("bool") == tolerance_of("int64", 1, 5.0)
+    assert tolerance_of("int64").rtol == tolerance_of("int64").atol == 0
