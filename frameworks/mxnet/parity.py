@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, nn
+from mxnet.ndarray import NDArray
 
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
@@ -32,11 +33,14 @@ def weights_of(model: Any) -> list[Weight]:
     """The weights of a block, layer by layer in the order in which they were made; or a list of parameters.
 
     Args:
-        model: a ``gluon.Block``, or parameters in an order that is the same on every rank.
+        model: a ``gluon.Block``; or parameters in an order that is the same on every rank; or arrays by name,
+            as ``mx.nd.load()`` returns them.
 
     Raises:
         InvalidArgumentError: a parameter is not initialized, or there are none.
     """
+    if isinstance(model, Mapping) and any(isinstance(value, NDArray) for value in model.values()):
+        return [_stored(name, array) for name, array in model.items()]
     found: list[Weight] = []
     seen: set[int] = set()
     for block, key, parameter in _parameters(model):
@@ -91,12 +95,30 @@ def _layout(block: Block | None, role: str, shape: tuple[int, ...]) -> Layout:
     return Layout(shape)
 
 
+def _stored(name: str, array: NDArray) -> Weight:
+    """Of a file."""
+
+    def write(values: Any) -> None:
+        array[:] = mx.nd.array(values, dtype=values.dtype)
+
+    return Weight(
+        name=name,
+        role="",
+        source=array,
+        layout=Layout(tuple(array.shape)),
+        dtype=str(to_numpy(array).dtype.name),
+        trainable=True,
+        read=lambda: to_numpy(array),
+        write=write,
+    )
+
+
 def _weight(block: Block | None, key: str, parameter: Parameter) -> Weight:
     role = _role(block, key)
     array = parameter.data(parameter.list_ctx()[0])
 
     def read() -> Any:
-        return parameter.data(parameter.list_ctx()[0]).asnumpy()
+        return to_numpy(parameter.data(parameter.list_ctx()[0]))
 
     def write(values: Any) -> None:
         parameter.set_data(mx.nd.array(values, dtype=values.dtype))
@@ -106,7 +128,7 @@ def _weight(block: Block | None, key: str, parameter: Parameter) -> Weight:
         role=role,
         source=parameter,
         layout=_layout(block, role, tuple(array.shape)),
-        dtype=str(array.asnumpy().dtype.name),
+        dtype=str(to_numpy(array).dtype.name),
         trainable=parameter.grad_req != "null",
         read=read,
         write=write,

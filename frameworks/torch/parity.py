@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ def weights_of(model: Any) -> list[Weight]:
     """The weights of a module, layer by layer in the order in which they were made; or a list of tensors.
 
     Args:
-        model: a ``torch.nn.Module``, or tensors in an order that is the same on every rank.
+        model: a ``torch.nn.Module``; or tensors in an order that is the same on every rank, also by name, as
+            ``state_dict()`` has them, whose counters are left out.
 
     Raises:
         InvalidArgumentError: a lazy layer has no weights yet, or it has none at all.
@@ -49,7 +50,8 @@ def weights_of(model: Any) -> list[Weight]:
 
 def _named(model: Any) -> Iterator[tuple[str, str, Tensor]]:
     if not isinstance(model, torch.nn.Module):
-        yield from ((str(position), "", tensor) for position, tensor in enumerate(model))
+        items = model.items() if isinstance(model, Mapping) else enumerate(model)
+        yield from ((str(name), "", tensor) for name, tensor in items if tensor.is_floating_point())
         return
     for path, module in model.named_modules():
         roles = _roles(module)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from polyhvd.parity.comparing import Comparison, Difference, ParityError, compare
 from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
+from polyhvd.parity.loading import Loaded, load
 from polyhvd.parity.models import mapping
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight, WeightMapping
@@ -23,11 +24,13 @@ __all__ = [
     "Difference",
     "Fingerprint",
     "Layout",
+    "Loaded",
     "ParityError",
     "Tolerance",
     "Weight",
     "WeightMapping",
     "compare",
+    "load",
     "mapping",
     "tolerance_of",
 ]

@@ -38,10 +38,10 @@ def layout_of(layout: Layout | str | None, shape: tuple[int, ...]) -> Layout:
         if set(layout) <= set(order) and len(set(layout)) == len(layout):
             if len(layout) != len(shape):
                 raise InvalidArgumentError(
-                    f"layout={layout!r} has {len(layout)} axes, and the tensor {len(shape)}: {list(shape)}"
+                    f"layout={layout!r} has {len(layout)} axes, and the tensor is {list(shape)}"
                 )
             return Layout(shape, axes=tuple(layout.index(letter) for letter in order if letter in layout))
     raise InvalidArgumentError(
-        f"layout={layout!r}: expected each axis once, of activations N, C, D, H, W and T, or of weights O, I, "
-        "D, H and W"
+        f"layout={layout!r}: expected each axis once, of activations N, T, C, D, H and W, or of weights "
+        "O, I, D, H and W"
     )

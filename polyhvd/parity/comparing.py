@@ -101,8 +101,8 @@ class Comparison:
         worst = f"{difference.value:.7g} instead of {difference.reference:.7g} at {list(difference.at)}"
         beyond = f"rtol={self.tolerance.rtol:.2g}, atol={self.tolerance.atol:.2g}"
         return (
-            f"in {difference.kind}: {difference.count} of {size} elements beyond {beyond}, the worst {worst}, "
-            f"in norm {difference.relative:.2g}: {sides}"
+            f"in {difference.kind}: {difference.count} of {size} elements beyond {beyond}, the worst {worst},"
+            f" in norm {difference.relative:.2g}: {sides}"
         )
 
 
@@ -120,7 +120,8 @@ def array_of(tensor: Any, layout: Layout | str | None = None) -> tuple[str, Arra
     if framework is None:
         if not isinstance(tensor, (bool, int, float)):
             raise InvalidArgumentError(
-                f"parity.compare: expected a tensor of a framework, or a number, found {type(tensor).__name__}"
+                "parity.compare: expected a tensor of a framework, or a number, found "
+                f"{type(tensor).__name__}"
             )
         return "python", np.asarray(tensor)
     array = importlib.import_module(module_of(tensor)).to_numpy(tensor)

@@ -34,10 +34,11 @@ class Tolerance:
 def tolerance_of(dtype: str, terms: int | None = None, scale: float = 1.0) -> Tolerance:
     """How far two frameworks may differ in one element that both have computed rightly.
 
-    The rounding errors of a sum of n products in any order are below ``n * u`` times the sum of their absolute
-    values, and with a probability near 1 below a small multiple of ``sqrt(n) * u`` (Higham and Mary, "A new
-    approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). Where terms cancel,
-    that is large beside the sum, so that the same fraction of the tensor's root mean square is granted, too.
+    The rounding error of a sum of n products in any order is below ``n * u`` times the sum of their absolute
+    values, and with a probability near 1 below a small multiple of ``sqrt(n) * u`` times it (Higham and Mary,
+    "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). Where terms
+    cancel, that is large beside the sum, so that the same fraction of the tensor's root mean square is
+    granted, too.
 
     Args:
         dtype: of the tensor, NumPy's name. Integers and bools have no tolerance.
@@ -101,4 +102,5 @@ class Fingerprint:
 
     def __str__(self) -> str:
         odd = f", {self.not_finite} not finite" if self.not_finite else ""
-        return f"{self.dtype} {list(self.shape)}, norm {self.norm:.6g}, from {self.least:.6g} to {self.most:.6g}{odd}"
+        extremes = f"from {self.least:.6g} to {self.most:.6g}"
+        return f"{self.dtype} {list(self.shape)}, norm {self.norm:.6g}, {extremes}{odd}"

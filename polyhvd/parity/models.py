@@ -13,7 +13,7 @@ from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight, WeightMapping
 
-__all__ = ["framework_of", "mapping", "module_of", "weights_of"]
+__all__ = ["framework_of", "laid_out", "mapping", "module_of", "weights_of"]
 
 #: Packages of models and tensors, with what knows the weights of each. Keras comes first: its models are
 #: modules of its backend, too.
@@ -114,22 +114,32 @@ def mapping(
     current.world()
     if not isinstance(prefix, str) or not prefix:
         raise InvalidArgumentError(f"parity.mapping: prefix={prefix!r}: expected a name, such as 'generator'")
-    weights = _laid_out(weights_of(model), layouts or {})
+    weights = laid_out(weights_of(model), layouts or {}, "layouts")
     return WeightMapping(framework_of(model) or "", weights, prefix, process_set)
 
 
-def _laid_out(weights: list[Weight], layouts: Mapping[str, Layout]) -> list[Weight]:
+def laid_out(weights: list[Weight], layouts: Mapping[str, Layout], what: str) -> list[Weight]:
+    """The weights with these layouts instead of those that were found, by name.
+
+    Args:
+        weights: of a model.
+        layouts: of some of them.
+        what: what the caller calls these.
+
+    Raises:
+        InvalidArgumentError: there is no such weight, or it has another shape.
+    """
     unknown = sorted(layouts.keys() - {weight.name for weight in weights})
     if unknown:
         raise InvalidArgumentError(
-            f"parity.mapping: layouts: the model has no weight {unknown[0]!r}; it has "
+            f"{what}: the model has no weight {unknown[0]!r}; it has "
             f"{', '.join(repr(weight.name) for weight in weights)}"
         )
     for weight in weights:
         layout = layouts.get(weight.name)
         if layout is not None and layout.shape != weight.layout.shape:
             raise InvalidArgumentError(
-                f"parity.mapping: layouts[{weight.name!r}] is of shape {list(layout.shape)}, and the weight "
+                f"{what}[{weight.name!r}] is of shape {list(layout.shape)}, and the weight "
                 f"of {list(weight.layout.shape)}"
             )
     return [replace(weight, layout=layouts.get(weight.name, weight.layout)) for weight in weights]

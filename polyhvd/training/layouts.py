@@ -16,7 +16,8 @@ T = TypeVar("T")
 class Layout:
     """The way from a weight as it lies in its framework to the common form, and back.
 
-    The tensor is reshaped to ``view``, its axes are permuted, and the result is reshaped to ``common``. The
+    The tensor is reshaped to ``view``, its axes are permuted, the result is reshaped to ``common``, and
+    blocks of its first axis change places. The
     common form is what PyTorch and Gluon have: OIHW for convolutions, [units, inputs] for dense layers, and
     channels before height and width where an image was flattened.
 
@@ -25,6 +26,8 @@ class Layout:
         view: of the same number of elements; None: as it lies.
         axes: of the view, in the order in which the common form has them; None: as they are.
         common: the shape in common; None: that of the permuted view.
+        blocks: of as many equal parts of the first axis, such as the gates of a cell, which one of these the
+            common form has in each place; None: none change places.
 
     Example::
 
@@ -36,6 +39,7 @@ class Layout:
     view: tuple[int, ...] | None = None
     axes: tuple[int, ...] | None = None
     common: tuple[int, ...] | None = None
+    blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         viewed = self.viewed_shape
@@ -65,12 +69,12 @@ class Layout:
     @property
     def is_common(self) -> bool:
         """Whether the weight lies in common form."""
-        return self.axes is None and self.common_shape == self.shape
+        return self.axes is None and self.blocks is None and self.common_shape == self.shape
 
     def to_common(
         self, tensor: T, transpose: Callable[[T, Sequence[int]], T], reshape: Callable[[T, Sequence[int]], T]
     ) -> T:
-        """A tensor that is laid out as the weight, in common form.
+        """A tensor that is laid out as the weight, in common form but for its blocks.
 
         Args:
             tensor: of :attr:`shape`.
@@ -93,16 +97,24 @@ class Layout:
         return tensor if self.view is None else reshape(tensor, self.shape)
 
     def array_to_common(self, array: Any) -> Any:
-        """:meth:`to_common` of a NumPy array."""
-        return self.to_common(array, _transpose, _reshape)
+        """:meth:`to_common` of a NumPy array, with its blocks."""
+        whole = self.to_common(array, _transpose, _reshape)
+        return whole if self.blocks is None else _with_blocks(whole, self.blocks)
 
     def array_from_common(self, array: Any) -> Any:
-        """:meth:`from_common` of a NumPy array."""
+        """The inverse of :meth:`array_to_common`."""
+        if self.blocks is not None:
+            array = _with_blocks(array, [self.blocks.index(block) for block in range(len(self.blocks))])
         return self.from_common(array, _transpose, _reshape)
 
 
 def _transpose(array: Any, axes: Sequence[int]) -> Any:
     return array.transpose(axes)
+
+
+def _with_blocks(array: Any, order: Sequence[int]) -> Any:
+    parts = array.reshape(len(order), -1, *array.shape[1:])
+    return parts[list(order)].reshape(array.shape)
 
 
 def _reshape(array: Any, shape: Sequence[int]) -> Any:

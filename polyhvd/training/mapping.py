@@ -13,7 +13,7 @@ from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.errors import InvalidArgumentError, RankMismatchError
+from polyhvd.errors import InvalidArgumentError, RankMismatchError, UnsupportedError
 from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
 
@@ -36,6 +36,8 @@ class Weight:
         trainable: whether it has gradients.
         read: a copy of it, as an array.
         write: overwrites it with an array of its shape.
+        is_whole: whether the source is this weight and no other. Else, and where blocks change places, it can
+            be loaded, but its gradients do not meet those of other frameworks.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Weight:
     trainable: bool
     read: Callable[[], Array]
     write: Callable[[Array], None]
+    is_whole: bool = True
 
     @property
     def form(self) -> tuple[str, tuple[int, ...], str, bool]:
@@ -71,6 +74,7 @@ class WeightMapping:
         process_set: the ranks that have the model.
 
     Raises:
+        UnsupportedError: a weight cannot meet those of other frameworks.
         RankMismatchError: the ranks' models are not alike; on every rank.
     """
 
@@ -81,6 +85,13 @@ class WeightMapping:
         self.weights = list(weights)
         self.prefix = prefix
         self.process_set = process_set
+        for weight in self.weights:
+            if not weight.is_whole or weight.layout.blocks is not None:
+                raise UnsupportedError(
+                    f"parity.mapping {prefix!r}: {weight.name!r} is of a recurrent cell, whose gates or "
+                    f"biases {framework} has in a way of its own: its gradients cannot be averaged with those "
+                    "of other frameworks; train it on ranks of one framework"
+                )
         self._agree()
 
     def _agree(self) -> None:

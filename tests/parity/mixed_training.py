@@ -12,7 +12,7 @@ import pytest
 
 from polyhvd import parity
 
-__all__ = ["TRAINED", "alone", "frozen", "mismatch", "train"]
+__all__ = ["TRAINED", "Net", "alone", "frozen", "mismatch", "net_of", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -34,6 +34,10 @@ class Net(abc.ABC):
     @abc.abstractmethod
     def step(self, images: Array, labels: Array) -> None:
         """Of images as [batch, channels, height, width]."""
+
+    @abc.abstractmethod
+    def scores(self, images: Array) -> Any:
+        """Of images, as in use: the statistics of batch normalization count."""
 
     @abc.abstractmethod
     def freeze_first(self) -> None:
@@ -71,6 +75,11 @@ class _Torch(Net):
         loss = torch.nn.functional.cross_entropy(self.model(torch.tensor(images)), torch.tensor(labels))
         loss.backward()
         self.optimizer.step()
+
+    def scores(self, images: Array) -> Any:
+        import torch
+
+        return self.model.eval()(torch.tensor(images))
 
     def freeze_first(self) -> None:
         for parameter in self.model[0].parameters():
@@ -112,6 +121,11 @@ class _Gluon(Net):
         loss.backward()
         self.optimizer.step(1)
 
+    def scores(self, images: Array) -> Any:
+        import mxnet as mx
+
+        return self.model(mx.nd.array(images))
+
     def freeze_first(self) -> None:
         self.model[0].collect_params().setattr("grad_req", "null")
 
@@ -147,11 +161,20 @@ class _Keras(Net):
     def step(self, images: Array, labels: Array) -> None:
         self.model.train_on_batch(images.transpose(0, 2, 3, 1), labels)
 
+    def scores(self, images: Array) -> Any:
+        return self.model(images.transpose(0, 2, 3, 1), training=False)
+
     def freeze_first(self) -> None:
         self.model.layers[0].trainable = False
 
 
 _NETS = {"torch": _Torch, "mxnet": _Gluon, "tensorflow": _Keras}
+
+
+def net_of(framework: str, units: int = 10) -> Net:
+    """A new network."""
+    net: Net = _NETS[framework](units)
+    return net
 
 
 def _batch(ranks: Sequence[int], step: int) -> tuple[Array, Array]:

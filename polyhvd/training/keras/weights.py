@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
@@ -46,7 +47,10 @@ def weights_of(model: Any) -> list[Weight]:
             if id(variable) in seen:
                 continue
             seen.add(id(variable))
-            found.append(_weight(layer, variable, flattened))
+            if _is(layer, *_CELLS):
+                found += _of_cell(layer, variable)
+            else:
+                found.append(_weight(layer, variable, flattened))
         if _is(layer, "Dense"):
             flattened = None
     if not found:
@@ -84,6 +88,54 @@ def _flattened_by(layer: Any) -> tuple[int, ...] | None:
     except AttributeError:  # in a model that is a class of its own
         return None
     return shape if len(shape) > 2 and math.prod(shape[:-1]) > 1 else None
+
+
+#: Order of gates in Keras by that of PyTorch and Gluon: update, reset, new there; reset, update, new here.
+_CELLS = {"LSTMCell": None, "GRUCell": (1, 0, 2), "SimpleRNNCell": None}
+
+
+def _of_cell(cell: Any, variable: Any) -> list[Weight]:
+    """A variable of a recurrent cell, as the weights that other frameworks have: they have two biases."""
+    weight = _weight(cell, variable, None)
+    gates = next(order for name, order in _CELLS.items() if _is(cell, name))
+    shape = tuple(variable.shape)
+    if weight.role != "bias":
+        role = "state kernel" if weight.role == "state kernel" else "input kernel"
+        return [replace(weight, role=role, layout=Layout(shape, axes=(1, 0), blocks=gates))]
+    if len(shape) == 2:  # the two of a GRU
+
+        def part(row: int) -> Weight:
+            def write(array: Any) -> None:
+                values = to_numpy(variable)
+                values[row] = array
+                variable.assign(values)
+
+            role = ("input bias", "state bias")[row]
+            layout = Layout(shape[1:], blocks=gates)
+            return replace(
+                weight,
+                role=role,
+                layout=layout,
+                read=lambda: to_numpy(variable)[row],
+                write=write,
+                is_whole=False,
+            )
+
+        return [part(0), part(1)]
+    if _is(cell, "GRUCell"):
+        raise UnsupportedError(
+            f"{weight.name}: a GRU with reset_after=False computes something else than those of PyTorch and "
+            "Gluon; make it with reset_after=True"
+        )
+    # The cell adds one bias where others add two: their sum.
+    state = replace(
+        weight,
+        role="state bias",
+        read=lambda: np.zeros(shape, weight.dtype),
+        write=lambda array: variable.assign(to_numpy(variable) + array),
+        is_whole=False,
+    )
+    return [replace(weight, role="input bias", is_whole=False), state]
 
 
 def _weight(layer: Any, variable: Any, flattened: tuple[int, ...] | None) -> Weight:
@@ -125,8 +177,6 @@ def _layout(layer: Any, role: str, shape: tuple[int, ...], flattened: tuple[int,
             rank = len(flattened)
             axes = (rank, rank - 1, *range(rank - 1))
             return Layout(shape, view=(*flattened, shape[1]), axes=axes, common=shape[::-1])
-        return Layout(shape, axes=(1, 0))
-    if role in ("kernel", "state kernel") and len(shape) == 2:  # of recurrent cells
         return Layout(shape, axes=(1, 0))
     if flattened and shape == (math.prod(flattened),):  # of a normalization between the two
         rank = len(flattened)

@@ -1,0 +1,26 @@
+"""polyhvd.parity.load: weights go from a model of one framework into the same one of another."""
+
+from __future__ import annotations
+
+import mixed_loading
+import mixed_training
+import pytest
+from worlds import Ranks
+
+pytestmark = [pytest.mark.drivers("+".join(mixed_training.TRAINED)), pytest.mark.not_by_mpi]
+
+
+def test_recurrent_cells_compute_the_same_with_the_weights_of_any_framework(ranks: Ranks) -> None:
+    ranks.run(mixed_loading.recurrent)
+
+
+def test_convolutions_compute_the_same_with_the_weights_of_another_framework(ranks: Ranks) -> None:
+    ranks.run(mixed_loading.convolutions)
+
+
+def test_weights_of_a_file_are_found_by_rules_for_names(ranks: Ranks) -> None:
+    ranks.run(mixed_loading.by_name)
+
+
+def test_what_does_not_match_is_refused_and_nothing_is_written(ranks: Ranks) -> None:
+    ranks.run(mixed_loading.refused)
