@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mxnet as mx
@@ -13,7 +14,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["to_numpy", "weights_of"]
+__all__ = ["on_input", "on_output", "on_step", "to_numpy", "weights_of"]
 
 _ROLES = {
     "weight": "kernel",
@@ -132,4 +133,44 @@ def _weight(block: Block | None, key: str, parameter: Parameter) -> Weight:
         trainable=parameter.grad_req != "null",
         read=read,
         write=write,
+        layer=block,
+        channels_last=_is_channels_last(block),
     )
+
+
+def _is_channels_last(block: Block | None) -> bool:
+    kwargs = getattr(block, "_kwargs", {})
+    return kwargs.get("layout", "").endswith("C") or kwargs.get("axis", 1) == -1
+
+
+def on_input(layer: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``tell`` called with what a layer is given; returns what ends that. Not in hybridized blocks."""
+    return layer.register_forward_pre_hook(lambda _, given: tell(given[0])).detach
+
+
+def on_output(model: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``tell`` called with what a model returns; returns what ends that."""
+    return model.register_forward_hook(lambda _, given, made: tell(made)).detach
+
+
+def on_step(
+    optimizer: Any, before: Callable[[Callable[[Any], Any]], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step.
+
+    Gluon divides gradients by the batch size in the step; they are told so divided.
+    """
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def step(batch_size: int, *args: Any, **kwargs: Any) -> None:
+        factor = optimizer._scale / batch_size
+        before(lambda source: source.list_grad()[0] * factor)
+        original(batch_size, *args, **kwargs)
+        after()
+
+    def end() -> None:
+        del optimizer.step
+
+    optimizer.step = step
+    return end

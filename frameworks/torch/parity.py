@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["to_numpy", "weights_of"]
+__all__ = ["on_input", "on_output", "on_step", "to_numpy", "weights_of"]
 
 Tensor = torch.Tensor
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
@@ -36,22 +37,22 @@ def weights_of(model: Any) -> list[Weight]:
     """
     found: list[Weight] = []
     seen: set[int] = set()
-    for name, role, tensor in _named(model):
+    for name, role, tensor, layer in _named(model):
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         if torch.nn.parameter.is_lazy(tensor):
             raise InvalidArgumentError(f"{name} has no shape yet; run the model once before its mapping")
-        found.append(_weight(name, role, tensor))
+        found.append(_weight(name, role, tensor, layer))
     if not found:
         raise InvalidArgumentError(f"{type(model).__name__} has no weights; pass the model that is trained")
     return found
 
 
-def _named(model: Any) -> Iterator[tuple[str, str, Tensor]]:
+def _named(model: Any) -> Iterator[tuple[str, str, Tensor, torch.nn.Module | None]]:
     if not isinstance(model, torch.nn.Module):
         items = model.items() if isinstance(model, Mapping) else enumerate(model)
-        yield from ((str(name), "", tensor) for name, tensor in items if tensor.is_floating_point())
+        yield from ((str(name), "", tensor, None) for name, tensor in items if tensor.is_floating_point())
         return
     for path, module in model.named_modules():
         roles = _roles(module)
@@ -59,7 +60,7 @@ def _named(model: Any) -> Iterator[tuple[str, str, Tensor]]:
             is_weight = tensor is not None and (key in module._parameters or key in roles)
             if is_weight:
                 role = roles.get(key, roles.get(key.partition("_l")[0], ""))
-                yield f"{path}.{key}" if path else key, role, tensor
+                yield f"{path}.{key}" if path else key, role, tensor, module
 
 
 def _roles(module: torch.nn.Module) -> dict[str, str]:
@@ -75,7 +76,7 @@ def _roles(module: torch.nn.Module) -> dict[str, str]:
     return {}
 
 
-def _weight(name: str, role: str, tensor: Tensor) -> Weight:
+def _weight(name: str, role: str, tensor: Tensor, layer: torch.nn.Module | None) -> Weight:
     def read() -> Any:
         return to_numpy(tensor)
 
@@ -92,7 +93,38 @@ def _weight(name: str, role: str, tensor: Tensor) -> Weight:
         trainable=tensor.requires_grad,
         read=read,
         write=write,
+        layer=layer,
     )
+
+
+def on_input(layer: torch.nn.Module, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``tell`` called with what a layer is given; returns what ends that."""
+    return layer.register_forward_pre_hook(lambda _, given: tell(given[0])).remove
+
+
+def on_output(model: torch.nn.Module, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``tell`` called with what a model returns; returns what ends that."""
+    return model.register_forward_hook(lambda _, given, made: tell(made)).remove
+
+
+def on_step(
+    optimizer: Any, before: Callable[[Callable[[Any], Any]], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step."""
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before(lambda source: source.grad)
+        result = original(*args, **kwargs)
+        after()
+        return result
+
+    def end() -> None:
+        optimizer.step = original
+
+    optimizer.step = step
+    return end
 
 
 def to_numpy(tensor: Tensor) -> Any:

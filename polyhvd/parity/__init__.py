@@ -16,21 +16,25 @@ from polyhvd.parity.comparing import Comparison, Difference, ParityError, compar
 from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
 from polyhvd.parity.loading import Loaded, load
 from polyhvd.parity.models import mapping
+from polyhvd.parity.watching import Divergence, Watch, watch
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight, WeightMapping
 
 __all__ = [
     "Comparison",
     "Difference",
+    "Divergence",
     "Fingerprint",
     "Layout",
     "Loaded",
     "ParityError",
     "Tolerance",
+    "Watch",
     "Weight",
     "WeightMapping",
     "compare",
     "load",
     "mapping",
     "tolerance_of",
+    "watch",
 ]

@@ -38,6 +38,8 @@ class Weight:
         write: overwrites it with an array of its shape.
         is_whole: whether the source is this weight and no other. Else, and where blocks change places, it can
             be loaded, but its gradients do not meet those of other frameworks.
+        layer: that has it; None: not known.
+        channels_last: whether the layer takes images, or rows of them, whose channels come last.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Weight:
     read: Callable[[], Array]
     write: Callable[[Array], None]
     is_whole: bool = True
+    layer: Any = None
+    channels_last: bool = False
 
     @property
     def form(self) -> tuple[str, tuple[int, ...], str, bool]:
@@ -89,8 +93,8 @@ class WeightMapping:
             if not weight.is_whole or weight.layout.blocks is not None:
                 raise UnsupportedError(
                     f"parity.mapping {prefix!r}: {weight.name!r} is of a recurrent cell, whose gates or "
-                    f"biases {framework} has in a way of its own: its gradients cannot be averaged with those "
-                    "of other frameworks; train it on ranks of one framework"
+                    f"biases {framework} has in a way of its own: its gradients cannot be averaged with "
+                    "those of other frameworks; train it on ranks of one framework"
                 )
         self._agree()
 

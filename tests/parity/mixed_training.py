@@ -12,7 +12,7 @@ import pytest
 
 from polyhvd import parity
 
-__all__ = ["TRAINED", "Net", "alone", "frozen", "mismatch", "net_of", "train"]
+__all__ = ["TRAINED", "Net", "alone", "batch_of", "frozen", "mismatch", "net_of", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -26,14 +26,16 @@ class Net(abc.ABC):
 
     model: Any
     optimizer: Any
+    rate = RATE
+    runs_eagerly = False  # Keras
 
     @abc.abstractmethod
     def prepare(self, mapping: Any, **options: Any) -> None:
         """Make the optimizer; a plain one without a mapping."""
 
     @abc.abstractmethod
-    def step(self, images: Array, labels: Array) -> None:
-        """Of images as [batch, channels, height, width]."""
+    def step(self, images: Array, labels: Array, scale: float = 1.0) -> None:
+        """Of images as [batch, channels, height, width]; the loss is multiplied by ``scale``."""
 
     @abc.abstractmethod
     def scores(self, images: Array) -> Any:
@@ -63,17 +65,17 @@ class _Torch(Net):
         import polyhvd.torch as hvd
         import torch
 
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=self.rate, momentum=MOMENTUM)
         self.optimizer = (
             hvd.DistributedOptimizer(optimizer, mapping=mapping, **options) if mapping else optimizer
         )
 
-    def step(self, images: Array, labels: Array) -> None:
+    def step(self, images: Array, labels: Array, scale: float = 1.0) -> None:
         import torch
 
         self.optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self.model(torch.tensor(images)), torch.tensor(labels))
-        loss.backward()
+        (loss * scale).backward()
         self.optimizer.step()
 
     def scores(self, images: Array) -> Any:
@@ -107,17 +109,20 @@ class _Gluon(Net):
         import mxnet as mx
         import polyhvd.mxnet as hvd
 
-        parameters, arguments = self.model.collect_params(), {"learning_rate": RATE, "momentum": MOMENTUM}
+        parameters, arguments = (
+            self.model.collect_params(),
+            {"learning_rate": self.rate, "momentum": MOMENTUM},
+        )
         if mapping:
             self.optimizer = hvd.DistributedTrainer(parameters, "sgd", arguments, mapping=mapping, **options)
         else:
             self.optimizer = mx.gluon.Trainer(parameters, "sgd", arguments, kvstore=None)
 
-    def step(self, images: Array, labels: Array) -> None:
+    def step(self, images: Array, labels: Array, scale: float = 1.0) -> None:
         import mxnet as mx
 
         with mx.autograd.record():
-            loss = self._loss(self.model(mx.nd.array(images)), mx.nd.array(labels)).mean()
+            loss = self._loss(self.model(mx.nd.array(images)), mx.nd.array(labels)).mean() * scale
         loss.backward()
         self.optimizer.step(1)
 
@@ -152,14 +157,16 @@ class _Keras(Net):
         import keras
         import polyhvd.tensorflow.keras as hvd
 
-        optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+        optimizer = keras.optimizers.SGD(self.rate, momentum=MOMENTUM)
         if mapping:
             optimizer = hvd.DistributedOptimizer(optimizer, mapping=mapping, **options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self.model.compile(optimizer, loss, jit_compile=False)
+        self.optimizer = optimizer
+        self.model.compile(optimizer, loss, jit_compile=False, run_eagerly=self.runs_eagerly)
 
-    def step(self, images: Array, labels: Array) -> None:
-        self.model.train_on_batch(images.transpose(0, 2, 3, 1), labels)
+    def step(self, images: Array, labels: Array, scale: float = 1.0) -> None:
+        weights = np.full(len(images), scale, np.float32)
+        self.model.train_on_batch(images.transpose(0, 2, 3, 1), labels, sample_weight=weights)
 
     def scores(self, images: Array) -> Any:
         return self.model(images.transpose(0, 2, 3, 1), training=False)
@@ -177,7 +184,7 @@ def net_of(framework: str, units: int = 10) -> Net:
     return net
 
 
-def _batch(ranks: Sequence[int], step: int) -> tuple[Array, Array]:
+def batch_of(ranks: Sequence[int], step: int) -> tuple[Array, Array]:
     """The joined batch of some ranks; labels are those of their images."""
     parts = [np.random.default_rng([rank, step]) for rank in ranks]
     images = np.concatenate([part.standard_normal((BATCH, 2, 8, 8), np.float32) for part in parts])
@@ -194,7 +201,7 @@ def train(name: str, options: dict[str, Any]) -> list[tuple[tuple[str, tuple[int
     started = [array.copy() for array in mapping.arrays().values()]
     net.prepare(mapping, **options)
     for step in range(STEPS):
-        net.step(*_batch([rank], step))
+        net.step(*batch_of([rank], step))
     ended = list(mapping.arrays().values())
     for before, after, weight in zip(started, ended, mapping.weights, strict=True):
         moved = float(np.abs(after - before).max())
@@ -215,7 +222,7 @@ def alone(name: str) -> None:
     nets[1].prepare(None)
     for step in range(STEPS):
         for net in nets:
-            net.step(*_batch([0], step))
+            net.step(*batch_of([0], step))
     for mine, theirs in zip(mapping.weights, other, strict=True):
         np.testing.assert_allclose(mine.read(), theirs.read(), rtol=1e-4, atol=2e-6, err_msg=mine.name)
 
@@ -229,7 +236,7 @@ def frozen(name: str) -> None:
     mapping.broadcast()
     before = list(mapping.arrays().values())
     net.prepare(mapping)
-    net.step(*_batch([driver.hvd.rank()], 0))
+    net.step(*batch_of([driver.hvd.rank()], 0))
     after = list(mapping.arrays().values())
     assert [np.array_equal(a, b) for a, b in zip(after, before, strict=True)][:4] == [
         True,

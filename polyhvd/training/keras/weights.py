@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["to_numpy", "weights_of"]
+__all__ = ["on_input", "on_output", "on_step", "to_numpy", "weights_of"]
 
 #: What the last part of a variable's name means in a layer.
 _ROLES = {
@@ -151,7 +152,63 @@ def _weight(layer: Any, variable: Any, flattened: tuple[int, ...] | None) -> Wei
         trainable=bool(variable.trainable),
         read=lambda: to_numpy(variable),
         write=lambda array: _write(variable, array),
+        layer=layer,
+        channels_last=_is_channels_last(layer),
     )
+
+
+def _is_channels_last(layer: Any) -> bool:
+    if _is(layer, "BatchNormalization"):
+        return bool(layer.axis in (-1, [-1]) or layer.axis != 1)
+    return getattr(layer, "data_format", None) == "channels_last"
+
+
+def on_input(layer: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``tell`` called with what a layer is given; returns what ends that."""
+    return _around(layer, "call", lambda given, _: tell(given))
+
+
+def on_output(model: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``tell`` called with what a model returns; returns what ends that."""
+    return _around(model, "call", lambda _, made: tell(made), is_after=True)
+
+
+def _around(
+    owner: Any, name: str, tell: Callable[[Any, Any], None], *, is_after: bool = False
+) -> Callable[[], None]:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_after:
+            tell(first, None)
+        result = original(first, *args, **kwargs)
+        if is_after:
+            tell(first, result)
+        return result
+
+    object.__setattr__(owner, name, method)  # Keras keeps track of attributes of its own
+    return lambda: object.__delattr__(owner, name)
+
+
+def on_step(
+    optimizer: Any, before: Callable[[Callable[[Any], Any]], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step."""
+    original = optimizer.apply
+
+    @functools.wraps(original)
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        given = list(grads)
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        by_source = {id(variable): gradient for variable, gradient in zip(variables, given, strict=True)}
+        before(lambda source: by_source.get(id(source)))
+        result = original(given, trainable_variables)
+        after()
+        return result
+
+    object.__setattr__(optimizer, "apply", apply)
+    return lambda: object.__delattr__(optimizer, "apply")
 
 
 def to_numpy(variable: Any) -> Any:
