@@ -237,6 +237,9 @@ def push_sized(operation: Operation, tensors: Sequence[NDArray]) -> tuple[Handle
     made = (ctypes.c_void_p * len(tensors))()
     rows = ctypes.POINTER(ctypes.c_int64)()
     if state != _SIZES_KNOWN or not _library.polyhvd_mxnet_take(handle._native, made, ctypes.byref(rows)):
+        if handle._was_skipped():
+            for tensor in tensors:  # raises the error, and takes it from what else has it, as any reader does
+                tensor.wait_to_read()
         raise handle.failure() or _INTERNAL_ERROR("MXNet has not taken the results of a collective")
     arrays = [type(t)(NDArrayHandle(array)) for t, array in zip(tensors, made, strict=True)]
     handle._arrays = handle.result = arrays

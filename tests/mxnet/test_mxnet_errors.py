@@ -106,6 +106,11 @@ def test_an_error_of_an_operator_passes_through_a_collective(hvd, mx, np):
         hvd.synchronize(handle)
     assert hvd.poll(handle)
     assert hvd.allreduce(mx.nd.ones(2), name="x").asnumpy().tolist() == [1.0, 1.0]
+    x = mx.nd.random.normal(0, -1, (2, 2))
+    with pytest.raises(mx.base.MXNetError, match="scale parameter"):  # by the call, which waits for sizes
+        hvd.allgather(x, name="x")
+    for i in range(8):  # the error is gone from all that the operator has used
+        assert hvd.allgather(mx.nd.ones(2) * i, name="x").asnumpy().tolist() == [i] * 4
 
 
 @pytest.mark.ranks(2)
