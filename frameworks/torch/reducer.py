@@ -53,14 +53,24 @@ class TorchExchange(Exchange[Tensor]):
         ]
         return lambda: [collectives.synchronize(handle) for handle in handles]
 
+    def is_sparse(self, gradient: Tensor) -> bool:
+        """Whether it is no dense one."""
+        return gradient.layout is not torch.strided
+
+    def dense(self, gradient: Tensor) -> Tensor:
+        """The gradient itself, or a dense copy of a sparse one."""
+        return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
     def transposed(self, tensor: Tensor, axes: Sequence[int]) -> Tensor:
         """In memory of its own: it is reduced there."""
         return tensor.permute(*axes).contiguous()
 
     def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:
-        """Write a dense gradient in place; hand its parameter a sparse one."""
-        if reduced.layout is torch.strided:
+        """Write a dense gradient in place; hand its parameter a sparse one, also what travelled as dense."""
+        if gradient.layout is torch.strided and reduced.layout is torch.strided:
             return super().put(key, gradient, reduced)
+        if reduced.layout is torch.strided:
+            reduced = reduced.to_sparse(gradient.sparse_dim())
         if key not in self._kept:
             self._parameters[key].grad = reduced
         return reduced

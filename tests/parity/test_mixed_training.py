@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any
 
+import mixed_embedding
 import mixed_training
 import numpy as np
 import pytest
@@ -44,3 +45,17 @@ def test_models_that_are_not_alike_are_refused_on_every_rank(ranks: Ranks) -> No
     assert len(set(texts)) == 1
     for part in ("rank 0 (torch)", "kernel float32 [10, 12]", "rank 1 (mxnet)", "[11, 12]", "same layers"):
         assert part in texts[0]
+
+
+@pytest.mark.drivers(ALL)
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_an_embedding_is_trained_with_sparse_gradients(ranks: Ranks, sparse_as_dense: bool) -> None:
+    first, *others = ranks.run(mixed_embedding.embedding, sparse_as_dense)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            np.testing.assert_allclose(theirs, mine, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.drivers("torch+tensorflow", "tensorflow+torch")
+def test_a_weight_that_a_rank_has_not_used_has_no_effect_there(ranks: Ranks) -> None:
+    ranks.run(mixed_embedding.unused)
