@@ -42,6 +42,7 @@ def _gluon(options: dict[str, Any]) -> Any:
     import mxnet as mx
     import polyhvd.mxnet as hvd
 
+    mx.util.set_np_shape(False)  # as Gluon has it; other tests of this process change it
     net = mx.gluon.nn.Sequential()
     net.add(
         mx.gluon.nn.Embedding(_WORDS, _UNITS, sparse_grad=True),

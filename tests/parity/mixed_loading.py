@@ -46,6 +46,7 @@ def _gluon() -> tuple[Any, Callable[[Array], Any]]:
     import mxnet as mx
     from mxnet.gluon import nn, rnn
 
+    mx.util.set_np_shape(False)  # as Gluon has it; other tests of this process change it
     net = nn.Sequential()
     net.add(
         nn.Embedding(_WORDS, _INPUTS),
