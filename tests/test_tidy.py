@@ -135,7 +135,7 @@ LAYERS = (
     ("errors", "config", "installed"),
     ("log", "rendezvous"),
     ("runtime",),
-    ("capabilities", "collectives"),
+    ("capabilities", "collectives", "data"),
     ("observe", "training"),
     ("parity",),
     ("launch",),
@@ -150,7 +150,7 @@ FLAT_FILES_MAX = 10
 FILES_OF_ALL = ("adapter", "dialect", "functions", "state", "verbs")
 FILES_OF_MANY = (
     *("base", "batch_norm", "compression", "derivatives", "errors", "names", "native", "optimizer"),
-    *("parity", "passes", "reducer", "sparse"),
+    *("parity", "passes", "reducer", "samplers", "sparse"),
 )
 
 

@@ -1,0 +1,34 @@
+"""The data of a job: every sample of an epoch once over all ranks, through any changes of their number.
+
+It imports no framework.
+
+Example::
+
+    from polyhvd.data import ArrayLoader
+    loader = ArrayLoader([images, labels], batch_size=32)
+    for batch in loader:
+        train(*batch, weight=batch.weight)
+"""
+
+from __future__ import annotations
+
+from polyhvd.data.arrays import ArrayLoader, Batch
+from polyhvd.data.batch_sampler import DistributedBatchSampler
+from polyhvd.data.elastic_sampler import ElasticSampler
+from polyhvd.data.order import Order, Run, Step
+from polyhvd.data.position import Position
+
+__all__ = [
+    "ArrayLoader",
+    "Batch",
+    "DistributedBatchSampler",
+    "ElasticSampler",
+    "Order",
+    "Position",
+    "Run",
+    "Step",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

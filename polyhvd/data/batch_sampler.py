@@ -1,0 +1,128 @@
+"""A batch sampler for the data loaders of frameworks, which read ahead of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+from polyhvd.data.position import Position
+
+__all__ = ["DistributedBatchSampler"]
+
+
+class DistributedBatchSampler(Position):
+    """Samples batches for a data loader: every row of an epoch once over all ranks, however their number
+    changes.
+
+    It goes to the argument ``batch_sampler`` of PyTorch's or Gluon's ``DataLoader``, with or without
+    workers. Loaders ask for batches ahead of the steps, so the position moves by :meth:`advance` alone. All
+    ranks have equally many steps. When the world has changed, or a state was loaded, begin a new iteration
+    over the loader: what it has read ahead was cut for other ranks, and an error says so if it is used.
+
+    Args:
+        data: the data set, or its number of rows.
+        batch_size: rows of a step for each rank. With more ranks a step has more rows.
+        global_batch_size: rows of a step over all ranks, whatever their number. One of the two is given.
+        shuffle: whether each epoch has an order of its own.
+        seed: of the order, an integer of at least 0, the same on every rank.
+        last: "even", "short" or "drop", as of :class:`polyhvd.data.ArrayLoader`.
+        streams: into how many streams an epoch is cut; None: 64 if rows are shuffled, else 1, which keeps
+            their order.
+        placement: returns rank and size; None: those of the current world.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example::
+
+        sampler = DistributedBatchSampler(dataset, batch_size=32, seed=1)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        for x, y in loader:
+            (sampler.weight * loss(model(x), y)).backward()
+            optimizer.step()
+            sampler.advance()
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        last: str = "even",
+        streams: int | None = None,
+        placement: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(
+            len(data) if isinstance(data, Sized) else data,
+            batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            last=last,
+            streams=streams,
+            placement=placement,
+        )
+
+    @property
+    def weight(self) -> float:
+        """What to multiply the loss of the step under way with, so that the average over ranks is the mean
+        over rows.
+
+        It is 1.0 in steps whose rows are dealt equally, and where no step is under way.
+        """
+        if not self._under_way:
+            return 1.0
+        step, place = self._under_way[0]
+        return step.weight(place.rank)
+
+    def advance(self) -> None:
+        """Say that the oldest step that was sampled is done: its rows are in the weights.
+
+        Call it once for each batch, after the update of the weights and before a commit.
+
+        Raises:
+            RuntimeError: no step is under way, or it was cut for another world.
+
+        Example::
+
+            optimizer.step()
+            sampler.advance()
+            state.commit()
+        """
+        if self._under_way:
+            self._require(self._under_way[0][1])
+        super().advance()
+
+    def _require(self, place: Any) -> None:
+        now = self._place()
+        if now != place:
+            raise RuntimeError(
+                f"batches were sampled for rank {place.rank} of {place.size}, but this is rank {now.rank} of "
+                f"{now.size} now: begin a new iteration over the data loader"
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of this rank's batches in the steps that are left in this epoch."""
+        return self._iterate(self._begin())
+
+    def _iterate(self, own: int) -> Iterator[list[int]]:
+        place = self._place()
+        cursor, moves = self._cursor, self._moves
+        while True:
+            if (self._iteration, self._moves) != (own, moves):
+                raise RuntimeError(
+                    "the sampler's position was changed, or a second iteration over it has begun: begin a "
+                    "new iteration over the data loader"
+                )
+            self._require(place)
+            step = self._next(cursor, place)
+            if step is None:
+                self._used |= not self._under_way and cursor == self._cursor
+                return
+            cursor = step.after
+            indices, _ = self._rows_of(step, place)
+            self._under_way.append((step, place))
+            yield indices.tolist()

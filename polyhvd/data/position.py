@@ -1,0 +1,233 @@
+"""Where a job is in its data: the epoch, and how many of its rows the finished steps have used.
+
+The position moves when a step is done and not before, whatever was read ahead, and it is the same on every
+rank. Its
+state is therefore what belongs to the weights of the same moment: it is saved, restored and broadcast with
+them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from polyhvd.data.order import LAST, Indices, Order, Step, at_least
+from polyhvd.runtime import current
+
+__all__ = ["Place", "Position", "current_place"]
+
+
+class Place(NamedTuple):
+    """Which rank of how many."""
+
+    rank: int
+    size: int
+
+
+def current_place() -> Place:
+    """That of this process in the current world.
+
+    Raises:
+        NotInitializedError: before ``init()``, so that no rank of a job takes itself for a world of one.
+    """
+    placement = current.world().placement
+    return Place(placement.rank, placement.size)
+
+
+class Position:
+    """What the loader of arrays and the batch sampler have in common; users see it through these.
+
+    Args:
+        rows: the number of rows of the data.
+        batch_size: rows of a step for each rank. With more ranks a step has more rows.
+        global_batch_size: rows of a step over all ranks, whatever their number. One of the two is given.
+        shuffle: whether each epoch has an order of its own.
+        seed: an integer of at least 0.
+        last: what becomes of the rows that fill no step, as in :meth:`polyhvd.data.Order.step`.
+        streams: as of :class:`polyhvd.data.Order`; None: 64 if rows are shuffled, else 1, which keeps their
+            order.
+        placement: returns rank and size; None: those of the current world. It is called before each step.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example::
+
+        isinstance(ArrayLoader([images, labels], batch_size=32), Position)
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        last: str = "even",
+        streams: int | None = None,
+        placement: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        if (batch_size is None) == (global_batch_size is None):
+            raise ValueError(
+                "give either batch_size, the rows of a step for each rank, or global_batch_size, those of all"
+            )
+        if last not in LAST:
+            raise ValueError(f"last is {last!r}; it has to be one of {', '.join(map(repr, LAST))}")
+        self._batch_size = None if batch_size is None else at_least(1, "batch_size", batch_size)
+        self._global_batch_size = at_least(1, "global_batch_size", global_batch_size or batch_size or 0)
+        self._last = last
+        self._placement = placement or current_place
+        if streams is None:
+            streams = 64 if shuffle else 1
+        self._order = Order.of_rows(at_least(0, "rows", rows), seed=seed, streams=streams, shuffle=shuffle)
+        self._epoch = 0
+        self._cursor = 0
+        self._used = (
+            False  # this process itself has gone on in this epoch, and did not merely restore a position
+        )
+        #: Steps that were handed out and are not done, oldest first, with the places for which they were cut.
+        self._under_way: deque[tuple[Step, Place]] = deque()
+        self._iteration = 0  # number of the latest iteration, the only one that may go on
+        self._moves = 0  # how often the position was set, which makes what was sampled ahead invalid
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return self._epoch
+
+    @property
+    def cursor(self) -> int:
+        """How many rows of the epoch the steps that are done have used, over all ranks."""
+        return self._cursor
+
+    def __len__(self) -> int:
+        """The number of steps that are left in this epoch, if the world stays as it is."""
+        place = self._place()
+        return self._order.steps(self._cursor, self._rows(place), place.size, self._last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; if it is the current one, stay where it is.
+
+        Call it before each epoch, as for the samplers of other libraries. After a restart or a recovery in
+        the middle of an epoch the same call leaves the restored position alone.
+
+        Args:
+            epoch: its number, from 0; it selects the order of the rows.
+
+        Raises:
+            ValueError: it is no integer of at least 0.
+
+        Example::
+
+            for epoch in range(10):
+                loader.set_epoch(epoch)
+        """
+        at_least(0, "epoch", epoch)
+        if epoch != self._epoch:
+            self._move(epoch, 0)
+        self._used = False
+
+    def advance(self) -> None:
+        """Say that the step under way is done: its rows are in the weights, and the position moves past them.
+
+        Call it after the update of the weights and before a commit.
+
+        Raises:
+            RuntimeError: no step is under way.
+
+        Example::
+
+            optimizer.step()
+            loader.advance()
+            state.commit()
+        """
+        if not self._under_way:
+            raise RuntimeError("advance() was called, but no step is under way: each is advanced once")
+        step, _ = self._under_way.popleft()
+        self._cursor = step.after
+        self._used = True
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, as plain numbers that are the same on every rank.
+
+        They are ``seed``, ``epoch``, ``cursor`` and ``streams``, and ``rows`` to recognise other data.
+        Raises nothing.
+
+        Example::
+
+            torch.save({"model": model.state_dict(), "data": loader.state_dict()}, path)
+        """
+        return {
+            "seed": self._order.seed,
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "streams": self._order.streams,
+            "rows": self._order.total,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position. A step that is under way does not count, and an iteration over a sampler has to
+        begin anew.
+
+        The number of ranks may be another than when it was saved.
+
+        Args:
+            state: what :meth:`state_dict` returned, here or on another rank.
+
+        Raises:
+            ValueError: it is no such state, or that of data with another number of rows. Nothing has
+                changed then.
+
+        Example::
+
+            loader.load_state_dict(torch.load(path)["data"])
+        """
+        names = tuple(self.state_dict())
+        if missing := [name for name in names if name not in state]:
+            raise ValueError(
+                f"the state of the data's position lacks {', '.join(missing)}; it has {sorted(state)}"
+            )
+        seed, epoch, cursor, streams, rows = (at_least(0, name, state[name]) for name in names)
+        if rows != self._order.total:
+            raise ValueError(
+                f"the state is that of data with {rows} rows, but these have {self._order.total}: load the "
+                "state of the same data"
+            )
+        if cursor > rows:
+            raise ValueError(f"cursor is {cursor}, but the data has {rows} rows")
+        if (seed, streams) != (self._order.seed, self._order.streams):
+            self._order = Order.of_rows(rows, seed=seed, streams=streams, shuffle=self._order.shuffle)
+        self._move(epoch, cursor)
+
+    def _move(self, epoch: int, cursor: int) -> None:
+        self._epoch, self._cursor = epoch, cursor
+        self._used = False
+        self._under_way.clear()
+        self._moves += 1
+
+    def _begin(self) -> int:
+        """Begin an iteration at the position, or in the next epoch if this one has ended; its number."""
+        if self._used and self._next(self._cursor, self._place()) is None:
+            self._move(self._epoch + 1, 0)
+        self._under_way.clear()
+        self._iteration += 1
+        return self._iteration
+
+    def _place(self) -> Place:
+        return Place(*self._placement())
+
+    def _rows(self, place: Place) -> int:
+        """Rows of a full step of all ranks."""
+        return self._global_batch_size if self._batch_size is None else self._batch_size * place.size
+
+    def _next(self, cursor: int, place: Place) -> Step | None:
+        return self._order.step(cursor, self._rows(place), place.size, self._last)
+
+    def _rows_of(self, step: Step, place: Place) -> tuple[Indices, float]:
+        """A rank's rows of a step and their weight; if it has none, one row of weight 0, for means."""
+        weight = step.weight(place.rank)
+        runs = self._order.runs(step, place.rank if weight else 0)
+        rows = self._order.rows(self._epoch, runs)
+        return (rows if weight else rows[:1]), weight
