@@ -145,6 +145,10 @@ class ElasticSampler:
 
             sampler.load_state_dict(saved)
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"the sampler's state is {state_dict!r}; it has to be what state_dict() returned"
+            )
         if missing := [name for name in self.state_dict() if name not in state_dict]:
             raise ValueError(f"the sampler's state lacks {', '.join(missing)}; it has {sorted(state_dict)}")
         epoch = at_least(0, "epoch", state_dict["epoch"])

@@ -20,6 +20,7 @@ __all__ = ["LAST", "Indices", "Order", "Run", "Step", "at_least", "permutation"]
 
 Indices = npt.NDArray[np.int64]
 
+_ROWS_MAX = 1 << 62
 #: What becomes of the rows that do not fill a step at the end of an epoch.
 LAST = ("even", "drop", "short")
 
@@ -165,11 +166,16 @@ class Order:
         self.streams = at_least(1, "streams", streams)
         self.window = None if window is None else at_least(1, "window", window)
         self.shuffle = shuffle
-        self._sizes: Indices = sizes.astype(np.int64)
-        self._full = np.flatnonzero(self._sizes)  # the groups that have rows
-        self._offsets = np.cumsum(self._sizes) - self._sizes  # the first row of each group
-        self._single = bool(self._full.size == 0 or self._sizes.max() == 1)
+        if sizes.size and float(sizes.sum(dtype=np.float64)) > _ROWS_MAX:
+            raise ValueError(f"groups has more than {_ROWS_MAX} rows in all")
+        self._sizes: Indices = sizes.astype(np.int64, copy=False)
         self.total = int(self._sizes.sum())
+        #: Every group is one row: neither the groups nor where they begin have to be kept.
+        self._rows_alone = bool(sizes.size == 0 or sizes.min() == sizes.max() == 1)
+        self._single = bool(sizes.size == 0 or sizes.max() <= 1)
+        if not self._rows_alone:
+            self._full = np.flatnonzero(self._sizes)  # the groups that have rows
+            self._offsets = np.cumsum(self._sizes) - self._sizes  # the first row of each group
         even, more = divmod(self.total, self.streams)
         numbers = np.arange(self.streams, dtype=np.int64)
         self._starts = numbers * even + np.minimum(numbers, more)  # of each stream, in the sequence of rows
@@ -184,7 +190,7 @@ class Order:
 
         The arguments are those of the class.
         """
-        return cls(np.ones(rows, np.int64), seed=seed, streams=streams, shuffle=shuffle)
+        return cls(np.broadcast_to(np.int64(1), (rows,)), seed=seed, streams=streams, shuffle=shuffle)
 
     def length(self, stream: int) -> int:
         """The number of rows of a stream; those of two streams differ by at most one."""
@@ -257,7 +263,7 @@ class Order:
     def rows(self, epoch: int, runs: Sequence[Run]) -> Indices:
         """The numbers of the rows of runs, counted over all groups in the order in which these were given."""
         groups, within = self.locate(epoch, runs)
-        return self._offsets[groups] + within
+        return groups if self._rows_alone else self._offsets[groups] + within
 
     def locate(self, epoch: int, runs: Sequence[Run]) -> tuple[Indices, Indices]:
         """For each row of runs its row group, and which row of the group it is.
@@ -291,11 +297,14 @@ class Order:
         """The groups that have rows, as an epoch orders them, and where each begins among the rows."""
         cached = self._layout
         if cached is None or cached[0] != epoch:
-            groups = self._full
-            if self.shuffle:
-                groups = groups[permutation(len(groups), self.seed, epoch)]
-            sizes = self._sizes[groups]
-            starts = np.empty(0, np.int64) if self._single else np.cumsum(sizes) - sizes
+            count = self.total if self._rows_alone else len(self._full)
+            groups = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
+            starts = np.empty(0, np.int64)
+            if not self._rows_alone:
+                groups = self._full[groups]
+            if not self._single:
+                sizes = self._sizes[groups]
+                starts = np.cumsum(sizes) - sizes
             cached = self._layout = (epoch, groups, starts)
         return cached[1], cached[2]
 

@@ -78,6 +78,10 @@ class Position:
         self._batch_size = None if batch_size is None else at_least(1, "batch_size", batch_size)
         self._global_batch_size = at_least(1, "global_batch_size", global_batch_size or batch_size or 0)
         self._last = last
+        if placement is not None and not callable(placement):
+            raise ValueError(
+                f"placement is {placement!r}; it has to be a function that returns rank and size"
+            )
         self._placement = placement or current_place
         if streams is None:
             streams = 64 if shuffle else 1
@@ -184,6 +188,10 @@ class Position:
 
             loader.load_state_dict(torch.load(path)["data"])
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"the state of the data's position is {state!r}; it has to be what state_dict() returned"
+            )
         names = tuple(self.state_dict())
         if missing := [name for name in names if name not in state]:
             raise ValueError(

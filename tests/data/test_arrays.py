@@ -66,6 +66,7 @@ def test_every_row_is_used_once_over_changes_and_failed_steps(
         failed = failures >> (number % 30) & 1 and number < 30
         shares = [len(batch.indices) if batch.weight else 0 for batch in dealt]
         assert max(shares) - min(shares) <= 1
+        assert all(len(batch.indices) == 1 for batch in dealt if not batch.weight), "a mean needs a row"
         mean = sum(batch.weight * batch[0].mean() for batch in dealt) / size
         rows_of_all = [row for batch in dealt if batch.weight for row in batch.indices]
         assert mean == pytest.approx(np.mean(world.x[rows_of_all]))
@@ -207,6 +208,7 @@ def test_no_rank_takes_itself_for_a_world_of_one() -> None:
         ([np.arange(3), np.arange(4)], {"batch_size": 1}, "3, 4 rows"),
         ([np.float32(3)], {"batch_size": 1}, "each of them rows"),
         ([], {"batch_size": 1}, "at least one array"),
+        ([np.arange(3)], {"batch_size": 1, "placement": (0, 1)}, "has to be a function"),
         (np.arange(3), {"batch_size": 1}, r"put it into a list"),
     ],
 )
@@ -232,6 +234,8 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(
     before = loader.state_dict()
     with pytest.raises(ValueError, match=message):
         loader.load_state_dict({**before, **change})
+    with pytest.raises(ValueError, match="what state_dict"):
+        loader.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lacks cursor"):
         loader.load_state_dict({name: value for name, value in before.items() if name != "cursor"})
     assert loader.state_dict() == before

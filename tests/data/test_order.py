@@ -250,6 +250,7 @@ def test_a_window_bounds_how_far_rows_move() -> None:
         ({"groups": [-1]}, "groups"),
         ({"groups": [1.5]}, "groups"),
         ({"groups": [[1]]}, "groups"),
+        ({"groups": [2**62, 2**62, 2**62]}, "more than"),
         ({"streams": 0}, "streams is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": "1"}, "seed is '1'"),
@@ -277,3 +278,12 @@ def test_bad_steps_are_refused() -> None:
         order.runs(Step(8, 4, 2), 0)
     with pytest.raises(ValueError, match="leaves the rows"):
         order.rows(0, [Run(0, 0, 5)])
+
+
+def test_epochs_may_be_read_in_any_order() -> None:
+    order = Order([10] * 20, seed=3, streams=4, window=20)
+    runs = [Run(2, 5, 30)]
+    first, second = order.rows(0, runs).tolist(), order.rows(1, runs).tolist()
+    assert first != second
+    assert order.rows(0, runs).tolist() == first
+    assert Order([10] * 20, seed=3, streams=4, window=20).rows(1, runs).tolist() == second

@@ -257,4 +257,6 @@ def test_bad_states_are_refused_and_change_nothing(placed: Placed, state: dict[s
     sampler = ElasticSampler(range(10))
     with pytest.raises(ValueError, match=r"lacks processed_num|has to be an integer"):
         sampler.load_state_dict(state)
+    with pytest.raises(ValueError, match="what state_dict"):
+        sampler.load_state_dict(None)  # type: ignore[arg-type]
     assert sampler.state_dict() == {"epoch": 0, "processed_num": 0}
