@@ -236,6 +236,5 @@ class Position:
     def _rows_of(self, step: Step, place: Place) -> tuple[Indices, float]:
         """A rank's rows of a step and their weight; if it has none, one row of weight 0, for means."""
         weight = step.weight(place.rank)
-        runs = self._order.runs(step, place.rank if weight else 0)
-        rows = self._order.rows(self._epoch, runs)
-        return (rows if weight else rows[:1]), weight
+        runs = self._order.runs(step, place.rank if weight else 0)  # rank 0 then has a single one
+        return self._order.rows(self._epoch, runs), weight

@@ -1,4 +1,4 @@
-"""Jobs that are killed with kill -9 within an epoch, and go on with another number of ranks from the last position."""
+"""Jobs that are killed within an epoch, and go on with another number of ranks from the last position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ path, doomed, at_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 hvd.init()
 x = np.arange(101, dtype=np.float64) ** 2
 loader = ArrayLoader([x], batch_size=3, seed=4)
-saved = json.loads(path.read_text()) if path.exists() else {"used": [], "sum": 0.0, "data": loader.state_dict()}
+saved = {"used": [], "sum": 0.0, "data": loader.state_dict()}
+if path.exists():
+    saved = json.loads(path.read_text())
 loader.load_state_dict(saved["data"])
 loader.set_epoch(7)
 for step, batch in enumerate(loader):
