@@ -66,7 +66,6 @@ MXNET = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
     [
         (OPEN_MPI, "Open MPI", 4, "mpirun -np 4"),
         (HYDRA, "MPI's launcher", 3, "mpirun -np 3"),
-        (JSRUN, "jsrun", 6, "mpirun -np 6"),
         (SAGEMAKER, "SageMaker", 2, "polyhvdrun --sagemaker"),
         (MXNET, "MXNet", 2, "polyhvdrun -np 2"),
         ({"PMIX_RANK": "3"}, "PMIx", 0, "mpirun -np N"),

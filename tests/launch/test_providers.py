@@ -152,8 +152,9 @@ def test_variables_that_cannot_be_read_are_an_error(environ: dict[str, str], mes
 
 def test_ranks_of_a_cluster_are_numbered_as_tf_distribute_does() -> None:
     hosts = {"worker": ["w0:1", "w1:1"], "ps": ["p:1"], "chief": ["c:1"], "evaluator": ["e:1"]}
+    cluster_provider = next(provider for provider in PROVIDERS if provider.name == "TF_CONFIG")
     places = [("chief", 0), ("worker", 0), ("worker", 1)]
-    claims = [PROVIDERS[5].detect(cluster(kind, index, **hosts)) for kind, index in places]
+    claims = [cluster_provider.detect(cluster(kind, index, **hosts)) for kind, index in places]
     assert [(claim.rank, claim.size, claim.root) for claim in claims if claim] == [
         (rank, 3, "c") for rank in range(3)
     ]

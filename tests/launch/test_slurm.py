@@ -34,7 +34,7 @@ def run(argv: list[str], env: dict[str, str]) -> tuple[int, str, str]:
         return job.finish()[0]
 
 
-@pytest.mark.parametrize("pmi", ["none", "pmi2"])
+@pytest.mark.parametrize("pmi", ["none", "pmi2", "pmix"])
 def test_tasks_of_two_hosts_meet_without_a_secret_of_the_user_s(srun: dict[str, str], pmi: str) -> None:
     found = run(["srun", f"--mpi={pmi}", "-N2", "-n4", sys.executable, "-c", WORK], srun)
     assert places(*found) == [f"place {rank} 4 {rank % 2} 2 {rank // 2} 2 sum 10.0" for rank in range(4)]

@@ -7,6 +7,7 @@ launcher alone.
 from __future__ import annotations
 
 from polyhvd.launch.providers.cluster import ClusterProvider
+from polyhvd.launch.providers.jsrun import JsrunProvider
 from polyhvd.launch.providers.kubernetes import KubernetesProvider
 from polyhvd.launch.providers.local import PolyhvdrunProvider
 from polyhvd.launch.providers.mpi import MpiProvider
@@ -25,6 +26,7 @@ MPI = MpiProvider()
 PROVIDERS: tuple[Provider, ...] = (
     POLYHVDRUN,
     TorchrunProvider(),
+    JsrunProvider(),  # whose tasks have MPI's variables, too
     MPI,
     TorchVariablesProvider(),
     SlurmProvider(),

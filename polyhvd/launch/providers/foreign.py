@@ -96,13 +96,12 @@ def _json(text: str) -> object:
         return None
 
 
-#: The nearest first. Variables: Open MPI's and Hydra's manuals, PMIx's standard; jsrun(1); ps-lite;
+#: The nearest first. Variables: Open MPI's and Hydra's manuals, PMIx's standard; ps-lite;
 #: SageMaker's training toolkit.
 _LAUNCHERS: tuple[_Look, ...] = (
     _by_rank_and_size("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _BY_MPI),
     _by_rank_and_size("MPI's launcher", "PMI_RANK", "PMI_SIZE", _BY_MPI),
     _by_rank_and_size("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", _BY_MPI),
-    _by_rank_and_size("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", _BY_MPI),
     _by_rank_and_size("a launcher that speaks PMIx", "PMIX_RANK", "", _BY_MPI),
     _mxnet,
     _sagemaker,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import select
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, job_name
-from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, Way
+from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
 from polyhvd.runtime.placement import Placement, placements
 
 __all__ = ["MeetingProvider", "given_secret"]
@@ -101,6 +102,13 @@ class MeetingProvider:
         if not claim.root:
             raise ConfigError(f"init(): {self.name} does not say where rank 0 is ({claim.seen})")
         return PortsWay(claim.job_id, secret or self._without_secret(claim, settings), claim.root)
+
+    @staticmethod
+    def shared_file(claim: Claim, settings: Settings) -> Way:
+        """By a file of mode 0600 in a folder that all hosts see, with a secret that rank 0 makes."""
+        folder = Path(settings.shared_dir or "~/.polyhvd").expanduser()
+        name = re.sub(r"[^\w.-]", "_", f"{claim.job_id}.{claim.restart}")
+        return SharedFileWay(f"{claim.job_id} {claim.restart}", folder / name, settings.interface)
 
     def _checked(self, claim: Claim) -> tuple[int, int]:
         if claim.size is None:

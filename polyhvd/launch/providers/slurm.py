@@ -8,15 +8,13 @@ job's secret, which nobody then has to make. With a secret of the user's no shar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from polyhvd.config import ConfigError, Settings
 from polyhvd.launch.nodelist import expand
 from polyhvd.launch.providers.meeting import MeetingProvider
 from polyhvd.launch.providers.provider import Claim, number, shown
-from polyhvd.rendezvous.ways import SharedFileWay, Way
+from polyhvd.rendezvous.ways import Way
 
 __all__ = ["SlurmProvider"]
 
@@ -54,6 +52,4 @@ class SlurmProvider(MeetingProvider):
         """On one host a Unix socket; else the user's secret and a port, or a file that all hosts see."""
         if claim.one_host or secret or settings.trust_network:
             return super().way(claim, settings, secret)
-        folder = Path(settings.shared_dir or "~/.polyhvd").expanduser()
-        name = re.sub(r"[^\w.-]", "_", f"{claim.job_id}.{claim.restart}")
-        return SharedFileWay(f"{claim.job_id} {claim.restart}", folder / name, settings.interface)
+        return self.shared_file(claim, settings)

@@ -29,7 +29,9 @@ class TorchrunProvider(MeetingProvider):
     """
 
     name = "torchrun"
-    within = frozenset(("CLUSTER_SPEC", "Kubernetes", "MPI", "TF_CONFIG", "srun", "torch.distributed"))
+    within = frozenset(
+        ("CLUSTER_SPEC", "Kubernetes", "MPI", "TF_CONFIG", "jsrun", "srun", "torch.distributed")
+    )
     secret_hint = "before torchrun, on every host"
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
