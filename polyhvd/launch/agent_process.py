@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from polyhvd.launch import agent
@@ -128,16 +128,20 @@ class AgentStreams:
 class AgentProcess(AgentStreams):
     """An agent as a process of this host, its own or ssh's, and its three pipes."""
 
-    def __init__(self, host: str, command: Sequence[str], source: bytes = b"") -> None:
+    def __init__(
+        self, host: str, command: Sequence[str], source: bytes = b"", env: Mapping[str, str] | None = None
+    ) -> None:
         """Start it.
 
         Args:
             host: as users name it.
             command: runs the agent on that host, its standard streams being this process's pipes.
             source: the agent's program, where the command reads it from standard input.
+            env: of the command; None: this process's.
         """
         self._process = subprocess.Popen(
             list(command),
+            env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

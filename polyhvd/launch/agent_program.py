@@ -13,7 +13,10 @@ from typing import Any
 
 from polyhvd.launch import agent, processes
 
-__all__ = ["agent_source", "examination", "reader"]
+__all__ = ["READER", "agent_source", "examination", "reader"]
+
+#: What :func:`reader` does, as a file, whose arguments no shell would change.
+READER = Path(__file__).with_name("agent_reader.py")
 
 
 def agent_source() -> bytes:

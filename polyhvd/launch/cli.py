@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from polyhvd.launch.horovodrun import NO_ELASTIC
 from polyhvd.launch.hosts import Host, parse_hostfile, parse_hosts, place
@@ -27,6 +28,9 @@ from polyhvd.launch.output import STDERR, STDOUT, Output
 from polyhvd.launch.policy import LetOthersFinish, StopAtFirstFailure
 from polyhvd.launch.programs import Part, Program, lay_out
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
+
+if TYPE_CHECKING:
+    from polyhvd.launch.providers.allocation import Allocation
 
 __all__ = ["main"]
 
@@ -59,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = _spec(programs)
         if options.mpi:
             return _become_mpirun(spec, options)
+        if options.jsrun:
+            return _become_jsrun(spec, options)
         for name, given in (("--mpi-args", options.mpi_args), ("--binding-args", options.binding_args)):
             if given:
                 print(f"polyhvdrun: {name} has no effect without --mpi", file=sys.stderr, flush=True)
@@ -86,9 +92,9 @@ def _output(options: argparse.Namespace, size: int) -> Output:
 
 def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
     """Run the job, and again when it has failed, and nobody has asked it to end."""
-    restarts = 0
+    restarts, before = 0, int(spec.env.get("POLYHVD_RESTART_COUNT", "0"))  # by the batch system
     while True:
-        env = {**spec.env, "POLYHVD_RESTART_COUNT": str(restarts)} if restarts_max else spec.env
+        env = {**spec.env, "POLYHVD_RESTART_COUNT": str(before + restarts)} if restarts_max else spec.env
         try:
             with Job(replace(spec, env=env), output) as job:
                 status = job.run()
@@ -151,6 +157,24 @@ def _become_mpirun(spec: JobSpec, options: argparse.Namespace) -> int:
     os.execve(words[0], words, env)
 
 
+def _become_jsrun(spec: JobSpec, options: argparse.Namespace) -> int:
+    """Run jsrun in this process's place."""
+    from polyhvd.launch.providers.lsf_agents import jsrun_command, jsrun_path
+
+    if spec.programs:
+        raise ValueError("':' is not for --jsrun; it takes several programs from a rankfile, --erf_input")
+    env = {**spec.env, **_variables(options)}
+    words = jsrun_command(spec.argv, spec.placements, env, shlex.split(options.binding_args))
+    if options.dry_run:
+        from polyhvd.launch.dry_run import hide_secrets
+
+        print(shlex.join(hide_secrets(words)))
+        return 0
+    if options.verbose:
+        print(f"polyhvdrun: {shlex.join(words)}", file=sys.stderr, flush=True)
+    os.execv(jsrun_path(), words)
+
+
 def _take_config_file(options: argparse.Namespace) -> None:
     """Have the file say what the command line does not."""
     if options.config_file is None:
@@ -168,7 +192,13 @@ def _take_config_file(options: argparse.Namespace) -> None:
 def _spec(programs: list[argparse.Namespace]) -> JobSpec:
     options = programs[0]
     _check(options)
-    size, hosts = _size(programs), _hosts(options, options.slots_per_host)
+    size, hosts, allocation = _size(programs), _hosts(options, options.slots_per_host), _allocation(programs)
+    if options.jsrun:
+        from polyhvd.launch.providers.lsf_agents import hosts_of_jsrun
+
+        hosts = hosts_of_jsrun(allocation, size, options.slots_per_host)
+    elif allocation is not None:
+        hosts = allocation.sized(size, options.slots_per_host)
     if len(programs) == 1:
         hosts = hosts or [Host("localhost", options.slots_per_host or size or 1)]
         placements, variables = place(hosts, size), _variables(options)
@@ -178,9 +208,10 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
             Part(_argv(part), part.num_proc, _hosts(part, options.slots_per_host), _variables(part))
             for part in programs
         ]
+        parts[0] = replace(parts[0], hosts=hosts)
         hosts, placements, laid_out = lay_out(parts)
         variables = {}
-    return JobSpec(
+    spec = JobSpec(
         argv=_argv(options),
         hosts=hosts,
         placements=placements,
@@ -193,6 +224,37 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
         term_grace_s=options.term_grace_s,
         policy=LetOthersFinish() if options.keep_going else StopAtFirstFailure(),
         verbose=options.verbose,
+    )
+    return spec if allocation is None else _within(allocation, spec, options)
+
+
+def _allocation(programs: list[argparse.Namespace]) -> Allocation | None:
+    """What a batch system has given this job, where nobody has named hosts; raises ConfigError."""
+    named = any(part.hosts is not None or part.hostfile is not None for part in programs)
+    if named or is_one_of_several(programs[0]):
+        return None
+    if "SLURM_JOB_ID" not in os.environ and not os.environ.keys() & {"LSB_JOBID", "PBS_JOBID"}:
+        return None  # without a look at files that a job elsewhere does not need
+    from polyhvd.launch.providers import allocation
+
+    return allocation.find(os.environ)
+
+
+def _within(allocation: Allocation, spec: JobSpec, options: argparse.Namespace) -> JobSpec:
+    """The job, with the way in which the batch system starts agents."""
+    if allocation.restarts:
+        spec = replace(spec, env={**spec.env, "POLYHVD_RESTART_COUNT": str(allocation.restarts)})
+    if options.mpi or options.jsrun:
+        return spec
+    used = sorted({int(item.host) for item in spec.placements})
+    reach = allocation.allocator.reach(allocation, [spec.hosts[number].name for number in used], options)
+    return replace(
+        spec,
+        remote=reach.remote or spec.remote,
+        agents=[reach.everywhere] * len(spec.hosts) if reach.everywhere is not None else None,
+        address="" if spec.interface else reach.address,
+        found=str(allocation),
+        way=reach.program,
     )
 
 

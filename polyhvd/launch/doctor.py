@@ -99,7 +99,7 @@ def _examine_here(*, as_json: bool = False) -> tuple[list[str], bool]:
     ]
     try:
         joinable = seen(PROVIDERS, os.environ)
-        launcher = explain(joinable)
+        launcher = [*explain(joinable), *_allocation()]
         choose(joinable)
     except ConfigError as error:
         launcher = [str(error)]
@@ -117,6 +117,17 @@ def _examine_here(*, as_json: bool = False) -> tuple[list[str], bool]:
     lines = [*host.lines(kinds), "", "Limits:", *diagnosis.resources_of(found)]
     lines += ["", "Launcher:", *(f"  {line}" for line in launcher)]
     return [*lines, "", *diagnosis.problem_lines(problems, 1)], not problems
+
+
+def _allocation() -> list[str]:
+    """Where polyhvdrun would start ranks, in a job of a batch system."""
+    from polyhvd.launch.providers.allocation import find  # which ranks do not need
+
+    try:
+        found = find(os.environ)
+    except ValueError as error:
+        return [f"polyhvdrun, without -H: {error}"]
+    return [] if found is None else [f"polyhvdrun, without -H, starts ranks in {found}"]
 
 
 def _examine_hosts(options: argparse.Namespace) -> tuple[list[str], bool]:

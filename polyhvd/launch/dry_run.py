@@ -28,10 +28,12 @@ def plan(spec: JobSpec) -> list[str]:
     """
     used = sorted({int(item.host) for item in spec.placements})
     lines = [f"{_count(len(spec.placements), 'rank')} on {_count(len(used), 'host')}"]
+    lines += [spec.found] if spec.found else []
     for number in used:
         host = spec.hosts[number]
         ranks = [item.rank for item in spec.placements if item.host == str(number)]
-        way = "here" if network.is_local(host.name) else "by ssh"
+        here = spec.agents is None and network.is_local(host.name)
+        way = "here" if here else f"by {spec.way or 'ssh'}"
         lines.append(f"host {host.name} ({way}): {_ranks(ranks)}")
     programs = list(spec.programs) or [Program(spec.argv, range(len(spec.placements)))]
     for program in programs:

@@ -45,7 +45,6 @@ WITHOUT_EFFECT = {
 NO_ELASTIC = "there are no elastic jobs yet"
 #: Options that are refused: how many words follow each, and why.
 REFUSED = {
-    "--jsrun": (0, "start the job with jsrun itself and MPI, or with polyhvdrun -H"),
     "--host-discovery-script": (1, NO_ELASTIC),
     "--elastic-timeout": (1, NO_ELASTIC),
     "--blacklist-cooldown-range": (2, NO_ELASTIC),
@@ -69,6 +68,7 @@ REMARKS = {
     "--mpi-args": "With `--mpi`. Without it a line says that it has no effect.",
     "--gloo": "It is what happens without `--mpi`. No Gloo is used.",
     "--binding-args": "With `--mpi`. Without it ranks are not bound to cores, and a line says so.",
+    "--jsrun": "See [launcher.md](launcher.md#lsf).",
     "--hierarchical-allreduce": "For tensors on GPUs; on CPUs always so.",
     "--timeline-filename": "A file for each rank.",
     "--gloo-timeout-seconds": "The longest time of an agreed transfer.",

@@ -71,6 +71,8 @@ class JobSpec:
     check_hosts: bool = True  # before anything starts, where some are not this one
     term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
     policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
+    found: str = ""  # for messages: the allocation that has the hosts, where nobody has named them
+    way: str = ""  # for messages: the program that starts agents; empty: none, and ssh for other hosts
     verbose: bool = False
 
 
@@ -203,6 +205,8 @@ class Job:
             endpoint = checks.endpoint(process) if checks else self.rendezvous.endpoint
             process.start(self._job(placements, host, process.environment, endpoint))
         if self._spec.verbose:
+            if self._spec.found:
+                self._output.say(self._spec.found)
             size, count = len(self._spec.placements), len(self._agents)
             self._output.say(f"{size} ranks on {count} hosts; rendezvous at {endpoint}")
 

@@ -1,6 +1,7 @@
-"""Slurm's short form for names of hosts: ``node[01-04,7],gpu3``. Pure.
+"""Slurm's short forms: names of hosts, ``node[01-04,7],gpu3``, and numbers for each, ``2(x3),1``. Pure.
 
-https://slurm.schedmd.com/scontrol.html, "show hostnames".
+https://slurm.schedmd.com/scontrol.html, "show hostnames"; https://slurm.schedmd.com/sbatch.html,
+SLURM_TASKS_PER_NODE.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import itertools
 import re
 from collections.abc import Iterator
 
-__all__ = ["expand"]
+__all__ = ["counts", "expand"]
 
 _HOSTS_MAX = 1 << 16
 _PART = re.compile(r"\[([^][]*)\]|([^][,\s]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def expand(text: str) -> list[str]:
@@ -33,6 +35,28 @@ def expand(text: str) -> list[str]:
             if len(names) > _HOSTS_MAX:
                 raise ValueError(f"{text!r} stands for more than {_HOSTS_MAX} hosts")
     return names
+
+
+def counts(text: str) -> list[int]:
+    """The numbers that a list stands for, one for each host, in its order.
+
+    Raises:
+        ValueError: the text is no such list, perhaps cut off, or is for more than 65536 hosts.
+
+    Example::
+
+        counts("2(x3),1")  # [2, 2, 2, 1]
+    """
+    numbers: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None or not int(match[1]) or (match[2] and not int(match[2])):
+            raise ValueError(f"{text!r}: {item!r} is no number from 1 on, and no N(xHOSTS)")
+        repeats = int(match[2] or 1)
+        if len(numbers) + repeats > _HOSTS_MAX:
+            raise ValueError(f"{text!r} is for more than {_HOSTS_MAX} hosts")
+        numbers += [int(match[1])] * repeats
+    return numbers
 
 
 def _items(text: str) -> Iterator[str]:

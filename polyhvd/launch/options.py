@@ -239,6 +239,7 @@ def _add_mpi(parser: Parser) -> None:
         action="store_true",
         help="let MPI's launcher, mpirun or mpiexec, start the ranks",
     )
+    controllers.add_argument("--jsrun", action="store_true", help="let LSF's jsrun start the ranks")
     controllers.add_argument("--gloo", "--use-gloo", action="store_true", help=argparse.SUPPRESS)
     group.add_argument(
         "--mpi-args", metavar="ARGS", default="", help="more options of MPI's launcher, as one word"
