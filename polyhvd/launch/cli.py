@@ -252,7 +252,7 @@ def _within(allocation: Allocation, spec: JobSpec, options: argparse.Namespace) 
         spec,
         remote=reach.remote or spec.remote,
         agents=[reach.everywhere] * len(spec.hosts) if reach.everywhere is not None else None,
-        address="" if spec.interface else reach.address,
+        address=reach.address,
         found=str(allocation),
         way=reach.program,
     )

@@ -7,6 +7,7 @@ the tmpfs in a namespace of mounts. Nothing in it reaches outside.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from joining import can_make_hosts
 __all__ = ["available", "cluster"]
 
 _UP_S = 60.0
+_LETTERS = itertools.cycle("abcd")
 _CONF = """ClusterName=test
 SlurmctldHost=ctl(10.214.0.1)
 SlurmUser=root
@@ -55,7 +57,8 @@ def available() -> str:
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
     """Start it, and end it with all that runs there; gives what srun needs in its environment."""
-    mark = f"hs{os.getpid() % 100000}"
+    # The kernel takes its time to remove the last one's interfaces.
+    mark = f"hs{os.getpid() % 100000}{next(_LETTERS)}"
     with contextlib.ExitStack() as stack:
         _make_hosts(mark, stack)
         for name in ("state", "spool-n1", "spool-n2", "munge"):

@@ -12,7 +12,7 @@ from polyhvd.launch.hosts import Host, HostsError, parse_hosts
 from polyhvd.launch.nodelist import counts
 from polyhvd.launch.providers.allocation import Allocation, find
 from polyhvd.launch.providers.lsf_agents import hosts_of_jsrun
-from polyhvd.launch.providers.slurm_agents import srun_command, srun_environment
+from polyhvd.launch.providers.slurm_agents import gpus_of_hosts, srun_command, srun_environment
 
 SLURM = {
     "SLURM_JOB_ID": "17",
@@ -160,3 +160,14 @@ def test_an_agent_s_step_is_what_its_options_say_alone() -> None:
     command = srun_command("n2", "17", "/usr/bin/python3", 10)
     assert "--nodelist=n2" in command
     assert command[command.index("--") + 1] == "/usr/bin/python3"
+    assert not any("gpus" in word for word in command)
+
+
+def test_an_agent_s_step_has_the_gpus_of_all_its_ranks() -> None:
+    hosts = [Host("n1", 4), Host("n2", 1)]
+    assert gpus_of_hosts({"SLURM_GPUS_PER_TASK": "2"}, hosts) == {"n1": "8", "n2": "2"}
+    assert gpus_of_hosts({"SLURM_GPUS_PER_TASK": "a100:1"}, hosts) == {"n1": "a100:4", "n2": "a100:1"}
+    assert gpus_of_hosts({"SLURM_GPUS_PER_TASK": "a:1,v:2"}, hosts) == {"n1": "a:4,v:8", "n2": "a:1,v:2"}
+    for environ in ({}, {"SLURM_GPUS_PER_TASK": "many"}, {"SLURM_GPUS_PER_NODE": "4"}):
+        assert gpus_of_hosts(environ, hosts) == {}
+    assert "--gpus-per-node=8" in srun_command("n1", "17", "python", 10, "8")

@@ -34,16 +34,17 @@ def run(argv: list[str], env: dict[str, str]) -> tuple[int, str, str]:
         return job.finish()[0]
 
 
-@pytest.mark.parametrize("pmi", ["none", "pmi2", "pmix"])
+@pytest.mark.parametrize("pmi", ["none", "pmi2"])
 def test_tasks_of_two_hosts_meet_without_a_secret_of_the_user_s(srun: dict[str, str], pmi: str) -> None:
     found = run(["srun", f"--mpi={pmi}", "-N2", "-n4", sys.executable, "-c", WORK], srun)
     assert places(*found) == [f"place {rank} 4 {rank % 2} 2 {rank // 2} 2 sum 10.0" for rank in range(4)]
     assert os.listdir(srun["POLYHVD_SHARED_DIR"]) == []
 
 
-def test_tasks_of_one_host_need_no_folder(srun: dict[str, str]) -> None:
+@pytest.mark.parametrize("pmi", ["none", "pmix"])  # two of PMIx's servers do not start on one machine at once
+def test_tasks_of_one_host_need_no_folder(srun: dict[str, str], pmi: str) -> None:
     env = {**srun, "POLYHVD_SHARED_DIR": "/proc/nowhere"}
-    found = run(["srun", "-N1", "-n2", sys.executable, "-c", WORK], env)
+    found = run(["srun", f"--mpi={pmi}", "-N1", "-n2", sys.executable, "-c", WORK], env)
     assert places(*found) == ["place 0 2 0 2 0 1 sum 3.0", "place 1 2 1 2 0 1 sum 3.0"]
 
 

@@ -27,7 +27,7 @@ class Reach:
     remote: AgentProvider | None = None
     #: For all hosts, this one included; None: agents of this host are started directly.
     everywhere: AgentProvider | None = None
-    #: Of the rendezvous; empty: one towards the first other host.
+    #: Of the rendezvous; empty: of the interface that the user names, or one towards the first other host.
     address: str = ""
 
 

@@ -13,7 +13,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from polyhvd.config import ConfigError
@@ -25,7 +24,7 @@ from polyhvd.launch.providers.allocation import Allocation, Reach
 from polyhvd.launch.providers.provider import number, shown
 from polyhvd.rendezvous import network
 
-__all__ = ["Slurm", "SrunAgent", "SrunAgents", "srun_command", "srun_environment"]
+__all__ = ["Slurm", "SrunAgent", "SrunAgents", "gpus_of_hosts", "srun_command", "srun_environment"]
 
 _SCONTROL_TIMEOUT_S = 20.0
 #: What is said of the job, and how Slurm is found. All other variables of Slurm's say what a step is to be
@@ -81,19 +80,24 @@ class Slurm:
                 f"{allocation}: srun, which starts the ranks, is not on PATH; -H {used[0]}:N,... uses ssh"
             )
         others = [name for name in used if name != allocation.here]
-        address = _address_towards(others[0]) if others else network.loopback()
-        return Reach("srun", everywhere=SrunAgents(allocation.job, options.remote_python), address=address)
+        address = ""
+        if not options.network_interface:
+            address = _address_towards(others[0]) if others else network.loopback()
+        gpus = gpus_of_hosts(os.environ, allocation.hosts)
+        agents = SrunAgents(allocation.job, options.remote_python, gpus)
+        return Reach("srun", everywhere=agents, address=address)
 
 
 class SrunAgents:
     """See :class:`polyhvd.launch.providers.starting.AgentProvider`."""
 
-    def __init__(self, job: str, python: str = sys.executable) -> None:
-        self._job, self._python = job, python
+    def __init__(self, job: str, python: str, gpus: Mapping[str, str]) -> None:
+        """``gpus``: those of a host's step, where Slurm would give it fewer than the job has there."""
+        self._job, self._python, self._gpus = job, python, gpus
 
     def agent(self, host: Host) -> SrunAgent:
         """Start srun, and through it an agent."""
-        return SrunAgent(host.name, self._job, self._python)
+        return SrunAgent(host.name, self._job, self._python, self._gpus.get(host.name, ""))
 
 
 class SrunAgent(AgentProcess):
@@ -101,13 +105,13 @@ class SrunAgent(AgentProcess):
 
     program = "srun"
 
-    def __init__(self, host: str, job: str, python: str) -> None:
+    def __init__(self, host: str, job: str, python: str, gpus: str) -> None:
         source = agent_source()
-        command = srun_command(host, job, python, len(source))
+        command = srun_command(host, job, python, len(source), gpus)
         super().__init__(host, command, source, srun_environment(os.environ))
 
 
-def srun_command(host: str, job: str, python: str, source_bytes: int) -> list[str]:
+def srun_command(host: str, job: str, python: str, source_bytes: int, gpus: str = "") -> list[str]:
     """The command of an agent on one host of a job, which reads its program from standard input."""
     return [
         "srun",
@@ -124,6 +128,7 @@ def srun_command(host: str, job: str, python: str, source_bytes: int) -> list[st
         "--chdir=/",  # agents enter the folder, and say it where they cannot
         "--unbuffered",  # frames have no ends of lines
         "--kill-on-bad-exit=0",
+        *([f"--gpus-per-node={gpus}"] if gpus else []),
         "--",
         python,
         *("-I", "-S", "-c", _RAW + reader(source_bytes)),
@@ -136,6 +141,21 @@ def srun_environment(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if _KEPT.fullmatch(name) or not _OF_SLURM.fullmatch(name)
+    }
+
+
+def gpus_of_hosts(environ: Mapping[str, str], hosts: Sequence[Host]) -> dict[str, str]:
+    """What ``--gpus-per-node`` says for an agent, where the job was asked for with ``--gpus-per-task``.
+
+    The step of one task would otherwise have the GPUs of one rank. Asked for in other ways, all GPUs that the
+    job has on a host are its step's.
+    """
+    items = [item.rpartition(":") for item in environ.get("SLURM_GPUS_PER_TASK", "").split(",")]
+    if "SLURM_STEP_ID" in environ or not all(count.isascii() and count.isdigit() for _, _, count in items):
+        return {}
+    return {
+        host.name: ",".join(f"{kind}{colon}{int(count) * host.slots}" for kind, colon, count in items)
+        for host in hosts
     }
 
 
@@ -196,7 +216,13 @@ def _address_towards(node: str) -> str:
         socket.getaddrinfo(node, None)
     except OSError:
         node = _slurm_address(node) or node
-    return network.address_towards(node)
+    try:
+        return network.address_towards(node)
+    except ValueError:
+        raise ValueError(
+            f"no way to {node}, a host of the allocation: does `scontrol show node {node}` tell its address? "
+            "--network-interface names the interface to use instead"
+        ) from None
 
 
 def _slurm_address(node: str) -> str:
