@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from polyhvd.config import Settings
@@ -29,11 +28,11 @@ from polyhvd.launch.blame import (
     trim,
 )
 from polyhvd.launch.hosts import Host
+from polyhvd.launch.job_spec import JobSpec
 from polyhvd.launch.output import Output, await_reader
-from polyhvd.launch.policy import FailurePolicy, StartReplacement, StopAtFirstFailure, StopOthers
-from polyhvd.launch.programs import Program, argv_of, rank_environment
+from polyhvd.launch.policy import StartReplacement, StopOthers
+from polyhvd.launch.programs import argv_of, rank_environment
 from polyhvd.launch.providers.local_agents import LocalAgents
-from polyhvd.launch.providers.ssh import SshAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
@@ -51,29 +50,6 @@ _STUCK_OUTPUT_S = 2.0
 #: While nobody reads our output: how long agents go on, and how much of what one says is kept until then.
 _HOLD_AFTER_S = 0.5
 _ASIDE_BYTES_MAX = 4 << 20
-
-
-@dataclass
-class JobSpec:
-    """What to run and where."""
-
-    argv: list[str]
-    hosts: list[Host]
-    placements: list[Placement]  # as of polyhvd.launch.hosts.place
-    programs: Sequence[Program] = ()  # where ranks run several; then there is one for each rank
-    env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's own
-    interface: str = ""
-    remote: AgentProvider = field(default_factory=SshAgents)  # for other hosts
-    agents: Sequence[AgentProvider] | None = None  # one a host; None: local ones, and ``remote``
-    secret: str = ""  # of the ranks; empty: a new one
-    address: str = ""  # of the rendezvous; empty: one by which the hosts reach it
-    start_timeout_s: float = 30.0
-    check_hosts: bool = True  # before anything starts, where some are not this one
-    term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
-    policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
-    found: str = ""  # for messages: the allocation that has the hosts, where nobody has named them
-    way: str = ""  # for messages: the program that starts agents; empty: none, and ssh for other hosts
-    verbose: bool = False
 
 
 class Job:
