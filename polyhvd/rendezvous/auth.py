@@ -1,9 +1,9 @@
 """The mutual challenge that opens every connection of a job.
 
 Both sides prove that they know the job's secret before any other byte is parsed. The messages have
-fixed sizes and carry no length, so an unauthenticated peer can make nobody allocate anything. What
-follows the handshake is neither encrypted nor signed: it keeps strangers out, not whoever can
-rewrite packets on the way.
+fixed sizes and carry no length, so an unauthenticated peer can make nobody allocate anything. Nothing is
+encrypted. From the handshake both sides have the keys of a session, one for each direction, that no
+other connection has; with them they sign what follows, see :mod:`polyhvd.rendezvous.signed_stream`.
 
 ::
 
@@ -23,7 +23,7 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "NO_RANK",
@@ -32,6 +32,7 @@ __all__ = [
     "AuthError",
     "Caller",
     "Greeting",
+    "SessionKeys",
     "derive_secret",
     "new_secret",
     "parse_secret",
@@ -43,12 +44,14 @@ NO_RANK = -1
 #: What an AuthError says of a peer that speaks this protocol, and does not know the secret.
 OTHER_SECRET = "the peer does not know this job's secret"
 
-_MAGIC = b"polyhvd\x01"  # the last byte is the version of this protocol
+_NAME = b"polyhvd"
+_MAGIC = _NAME + b"\x02"  # the last byte is the version of this protocol
 _SECRET_BYTES_MIN = 16
 _GREETING = struct.Struct("!16sQii")
 _HELLO = struct.Struct(f"!8s{_GREETING.size}s32s")
 _ANSWER = struct.Struct("!8s32s32s")
 _PROOF_BYTES = 32
+_SIDES = (b"caller", b"answerer")
 
 
 class AuthError(OSError):
@@ -79,6 +82,14 @@ class Greeting:
         return cls(text, generation, source, target)
 
 
+@dataclass(frozen=True)
+class SessionKeys:
+    """With what one side of a connection signs, and with what it checks what the other side has signed."""
+
+    send: bytes = field(repr=False)
+    receive: bytes = field(repr=False)
+
+
 def new_secret() -> str:
     """A fresh secret for one job, in hexadecimal."""
     return secrets.token_hex(32)
@@ -104,6 +115,20 @@ def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret, role + hello + nonce, hashlib.sha256).digest()
 
 
+def _session_key(secret: bytes, direction: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return _proof(secret, b"session key of what the " + direction + b" sends", hello, nonce)
+
+
+def _check_magic(magic: bytes) -> None:
+    if magic == _MAGIC:
+        return
+    if magic.startswith(_NAME):
+        raise AuthError(
+            "the peer speaks another version of polyhvd's protocol; install one version everywhere"
+        )
+    raise AuthError("the peer speaks another protocol")
+
+
 class Caller:
     """The connecting side. Send ``hello``, then feed ``receive`` with exactly ``wanted`` bytes."""
 
@@ -112,16 +137,24 @@ class Caller:
         self.wanted = _ANSWER.size
         self.hello = _HELLO.pack(_MAGIC, greeting.pack(), secrets.token_bytes(32))
         self._secret = secret
+        self._nonce = b""  # the answerer's
 
     def receive(self, data: bytes) -> bytes:
         """Check the answer and return what to send; ``wanted`` is 0 afterwards."""
         magic, nonce, proof = _ANSWER.unpack(data)
-        if magic != _MAGIC:
-            raise AuthError("the peer speaks another protocol")
+        _check_magic(magic)
         if not hmac.compare_digest(proof, _proof(self._secret, b"answer", self.hello, nonce)):
             raise AuthError(OTHER_SECRET)
         self.wanted = 0
+        self._nonce = nonce
         return _proof(self._secret, b"call", self.hello, nonce)
+
+    def keys(self) -> SessionKeys:
+        """The session's, once ``wanted`` is 0."""
+        if self.wanted:
+            raise RuntimeError("the handshake is not over")
+        own, other = (_session_key(self._secret, side, self.hello, self._nonce) for side in _SIDES)
+        return SessionKeys(send=own, receive=other)
 
 
 class Answerer:
@@ -147,20 +180,27 @@ class Answerer:
         self.wanted = 0
         return b""
 
+    def keys(self) -> SessionKeys:
+        """The session's, once ``wanted`` is 0."""
+        if self.wanted:
+            raise RuntimeError("the handshake is not over")
+        other, own = (_session_key(self._secret, side, self._hello, self._nonce) for side in _SIDES)
+        return SessionKeys(send=own, receive=other)
+
     def _greet(self, data: bytes) -> bytes:
         magic, greeting, _ = _HELLO.unpack(data)
-        if magic != _MAGIC:
-            raise AuthError("the peer speaks another protocol")
+        _check_magic(magic)
         self.greeting = Greeting.unpack(greeting)
         self._hello = data
         self.wanted = _PROOF_BYTES
         return _ANSWER.pack(_MAGIC, self._nonce, _proof(self._secret, b"answer", data, self._nonce))
 
 
-def prove(connection: socket.socket, secret: bytes, greeting: Greeting, deadline: float) -> None:
+def prove(connection: socket.socket, secret: bytes, greeting: Greeting, deadline: float) -> SessionKeys:
     """Run the caller's side on a connected socket, until ``deadline`` (time.monotonic) at most.
 
-    Raises AuthError for a peer of another job, and another OSError where a new try may help.
+    Returns the keys with which what follows is to be signed. Raises AuthError for a peer of another job, and
+    another OSError where a new try may help.
     """
     caller = Caller(secret, greeting)
     _set_deadline(connection, deadline)
@@ -173,6 +213,7 @@ def prove(connection: socket.socket, secret: bytes, greeting: Greeting, deadline
             raise ConnectionError("the peer closed the connection: another job, generation or protocol")
         answer += part
     connection.sendall(caller.receive(answer))
+    return caller.keys()
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:

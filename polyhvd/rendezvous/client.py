@@ -8,8 +8,9 @@ import socket
 import time
 
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, prove
-from polyhvd.rendezvous.frames import READ_BYTES, FrameReader, Header, pack_frame
+from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, SessionKeys, prove
+from polyhvd.rendezvous.frames import READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
+from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, check_count, check_value, job_name
 
 __all__ = ["Client", "ConnectedStore"]
@@ -23,13 +24,17 @@ class ConnectedStore(Store):
 
     Args:
         connection: a TCP or Unix socket, which now belongs to this object.
+        keys: of its session.
         secret: the job's.
         job: as :func:`polyhvd.rendezvous.store.job_name` makes it.
         server: what messages call the other end: "the launcher", "rank 0".
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, job: str, server: str) -> None:
+    def __init__(
+        self, connection: socket.socket, keys: SessionKeys, secret: bytes, *, job: str, server: str
+    ) -> None:
         self._socket = connection
+        self._signed = SignedStream(keys)
         self._inbox = FrameReader()
         self._replies: dict[int, tuple[Header, bytes]] = {}
         self._next = 0
@@ -64,7 +69,7 @@ class ConnectedStore(Store):
         """Return when something has arrived; raises StoreError where nothing will."""
         self._check_open()
         if self._lost:
-            raise StoreError(f"{self._server} is gone: {self._lost}")
+            raise StoreError(self._lost)
         super().pause()
 
     def put(self, scope: str, index: int, value: bytes, *, own: bool = False) -> None:
@@ -96,7 +101,7 @@ class ConnectedStore(Store):
         reply = self._replies.pop(request, None)
         if reply is None:
             if self._lost and not self._replies:  # what came before the end still counts
-                raise StoreError(f"{self._server} is gone: {self._lost}")
+                raise StoreError(self._lost)
             return None
         header, body = reply
         if "missing" in header:
@@ -115,23 +120,32 @@ class ConnectedStore(Store):
         self._check_open()
         try:
             self._socket.setblocking(True)
-            self._socket.sendall(pack_frame(header, body))
+            self._socket.sendall(self._signed.seal(pack_frame(header, body)))
         except OSError as error:
-            raise StoreError(f"{self._server} is gone: {error}") from error
+            self._receive()  # the server may have said why
+            raise StoreError(self._lost or f"{self._server} is gone: {error}") from error
 
     def _receive(self) -> None:
         try:
             self._socket.setblocking(False)
             while data := self._socket.recv(READ_BYTES):
-                self._inbox.feed(data)
+                self._inbox.feed(self._signed.unseal(data))
         except BlockingIOError:
             pass
+        except TamperedError as error:
+            self._lost = tampered(self._server, "this process", error)
         except OSError as error:
-            self._lost = str(error)
+            self._lose(str(error))
         else:
-            self._lost = "it closed the connection"
+            self._lose("it closed the connection")
         while frame := self._inbox.take():
-            self._replies[int(frame[0]["id"])] = frame
+            if REFUSED in frame[0]:
+                self._lost = str(frame[0][REFUSED])
+            else:
+                self._replies[int(frame[0]["id"])] = frame
+
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or f"{self._server} is gone: {reason}"
 
 
 class Client(ConnectedStore):
@@ -162,15 +176,17 @@ class Client(ConnectedStore):
         server: str = "the launcher",
     ) -> None:
         greeting = Greeting("store", generation, rank, NO_RANK)
-        connection = _connect(endpoint, secret, greeting, deadline)
+        connection, keys = _connect(endpoint, secret, greeting, deadline)
         place = ",".join(sorted(endpoint.split(",")))  # each rank has its own order
-        super().__init__(connection, secret, job=job_name(place, secret), server=server)
+        super().__init__(connection, keys, secret, job=job_name(place, secret), server=server)
         if "," in endpoint:
             own = network.own_addresses()
             self.further_addresses = [address for address in own if address != self.address]
 
 
-def _connect(endpoint: str, secret: bytes, greeting: Greeting, deadline: float) -> socket.socket:
+def _connect(
+    endpoint: str, secret: bytes, greeting: Greeting, deadline: float
+) -> tuple[socket.socket, SessionKeys]:
     """Connect and prove the secret, trying again until the deadline; a wrong secret ends it at once."""
     try:
         addresses = network.parse_endpoints(endpoint)
@@ -183,8 +199,7 @@ def _connect(endpoint: str, secret: bytes, greeting: Greeting, deadline: float) 
             patience = min(deadline, time.monotonic() + patience_s)
             connection = socket.create_connection(address, timeout=max(0.01, patience - time.monotonic()))
             network.tune(connection)
-            prove(connection, secret, greeting, patience)
-            return connection
+            return connection, prove(connection, secret, greeting, patience)
         except BaseException as error:
             if connection is not None:
                 connection.close()

@@ -1,4 +1,4 @@
-"""Frames of the store's protocol: a header in JSON and a raw body, both bounded."""
+"""Frames of the store's protocol: a header in JSON and a raw body, both bounded. They travel signed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 from polyhvd.rendezvous.store import VALUE_BYTES_MAX, StoreError
 
-__all__ = ["READ_BYTES", "FrameReader", "Header", "pack_frame"]
+__all__ = ["READ_BYTES", "REFUSED", "FrameReader", "Header", "pack_frame", "tampered"]
 
 #: How much of a stream is worth reading at once.
 READ_BYTES = 1 << 18
+
+#: In the header of the server's last frame to a client: why it closes the connection.
+REFUSED = "refused"
 
 _FRAME = struct.Struct("!II")
 _HEADER_BYTES_MAX = 1 << 20
@@ -26,6 +29,14 @@ def pack_frame(header: Header, body: bytes = b"") -> bytes:
     if len(text) > _HEADER_BYTES_MAX or len(body) > _BODY_BYTES_MAX:
         raise ValueError(f"too large for the rendezvous: {len(text)} + {len(body)} bytes")
     return _FRAME.pack(len(text), len(body)) + text + body
+
+
+def tampered(sender: str, receiver: str, error: OSError) -> str:
+    """What is said of a connection whose bytes were tampered with."""
+    return (
+        f"what {sender} sent to {receiver} was changed, replayed or lost on its way: {error}; look at the "
+        "network between them"
+    )
 
 
 class FrameReader:

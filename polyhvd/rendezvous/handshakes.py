@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Greeting
+from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Greeting, SessionKeys
 
 __all__ = ["Authenticated", "Handshakes", "Outgoing"]
 
@@ -37,6 +37,7 @@ class Authenticated:
     greeting: Greeting
     connection: socket.socket
     incoming: bool
+    keys: SessionKeys
 
 
 @dataclass
@@ -321,7 +322,8 @@ class Handshakes:
         if pending.outgoing is not None:
             pending.outgoing.done = True
             self._outgoing.remove(pending.outgoing)
-        self._passed.append(Authenticated(greeting, pending.connection, pending.outgoing is None))
+        incoming, keys = pending.outgoing is None, pending.machine.keys()
+        self._passed.append(Authenticated(greeting, pending.connection, incoming, keys))
 
 
 def same_user(connection: socket.socket) -> bool:

@@ -2,7 +2,7 @@
 
 An *own* value lives as long as the connection that wrote it, so nothing is left of ranks that have
 met, failed or died. A *gather* answers all its waiters at once. One thread serves everything; peers
-are authenticated first, then speak in frames.
+are authenticated first, then speak in signed frames.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import time
 from collections import deque
 
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import NO_RANK, Greeting
-from polyhvd.rendezvous.frames import READ_BYTES, FrameReader, Header, pack_frame
+from polyhvd.rendezvous.auth import NO_RANK, Greeting, SessionKeys
+from polyhvd.rendezvous.frames import READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
 from polyhvd.rendezvous.handshakes import Handshakes
+from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 from polyhvd.rendezvous.store import COUNT_MAX, StoreError
 from polyhvd.rendezvous.values import Values, Waiter
 
@@ -27,8 +28,9 @@ __all__ = ["Server"]
 class _Peer:
     """An authenticated connection, on the server's side."""
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, connection: socket.socket, keys: SessionKeys, rank: int) -> None:
         self.connection = connection
+        self.signed = SignedStream(keys)
         self.rank = rank
         self.inbox = FrameReader()
         self.outbox = bytearray()
@@ -115,7 +117,7 @@ class Server:
     def _turn(self) -> bool:
         events = self._selector.select(self._timer_s())
         for passed in self._handshakes.poll(0):
-            peer = _Peer(passed.connection, passed.greeting.source)
+            peer = _Peer(passed.connection, passed.keys, passed.greeting.source)
             self._peers.add(peer)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         for key, mask in events:
@@ -142,11 +144,15 @@ class Server:
                 data = peer.connection.recv(READ_BYTES)
                 if not data:
                     raise StoreError("closed")
-                peer.inbox.feed(data)
+                peer.inbox.feed(peer.signed.unseal(data))
                 while peer in self._peers and (frame := peer.inbox.take()):
                     self._perform(peer, *frame)
         except BlockingIOError:
             pass
+        except TamperedError as error:
+            sender = "the launcher" if peer.rank == NO_RANK else f"rank {peer.rank}"
+            self._send(peer, {REFUSED: tampered(sender, "the rendezvous", error)})
+            self._drop(peer)
         except (OSError, KeyError, TypeError, ValueError, ArithmeticError):
             self._drop(peer)  # gone, or it does not speak our language
 
@@ -180,10 +186,12 @@ class Server:
 
     def _answer(self, waiter: Waiter[_Peer], header: Header, body: bytes = b"") -> None:
         peer = waiter.peer
-        if peer not in self._peers:
-            return
+        if peer in self._peers:
+            self._send(peer, {"id": waiter.request, **header}, body)
+
+    def _send(self, peer: _Peer, header: Header, body: bytes = b"") -> None:
         try:
-            peer.outbox += pack_frame({"id": waiter.request, **header}, body)
+            peer.outbox += peer.signed.seal(pack_frame(header, body))
             self._flush(peer)
         except BlockingIOError:
             pass

@@ -22,7 +22,7 @@ from typing import Any
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, OTHER_SECRET, Greeting, derive_secret, new_secret, parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
-from polyhvd.rendezvous.handshakes import Handshakes, Outgoing
+from polyhvd.rendezvous.handshakes import Authenticated, Handshakes, Outgoing
 from polyhvd.rendezvous.lookup import Lookup
 from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import StoreError, job_name
@@ -54,13 +54,13 @@ class HostedStore(ConnectedStore):
     def __init__(
         self,
         server: Server,
-        connection: socket.socket,
+        passed: Authenticated,
         secret: bytes,
         *,
         job: str,
         at_end: Callable[[], None],
     ) -> None:
-        super().__init__(connection, secret, job=job, server="the store of this process")
+        super().__init__(passed.connection, passed.keys, secret, job=job, server="the store of this process")
         self._hosted = server
         self._at_end = at_end
 
@@ -112,29 +112,30 @@ class Way(abc.ABC):
         greeting = Greeting("store", generation, rank, NO_RANK)
         job = job_name(self._key, hashlib.sha256(self._key.encode()).digest())
         if rank > 0:
-            connection = self._reach(lambda: self._places(generation), greeting, deadline)
-            return self._agreed(ConnectedStore(connection, self._secret, job=job, server="rank 0"), deadline)
+            passed = self._reach(lambda: self._places(generation), greeting, deadline)
+            store = ConnectedStore(passed.connection, passed.keys, self._secret, job=job, server="rank 0")
+            return self._agreed(store, deadline)
         listener, places = self._listen(generation)
         server = Server(self._secret, listener=listener, generation=generation)
         try:
-            connection = self._reach(lambda: places, greeting, deadline)
-            store = HostedStore(
-                server, connection, self._secret, job=job, at_end=lambda: self._forget(generation)
+            passed = self._reach(lambda: places, greeting, deadline)
+            hosted = HostedStore(
+                server, passed, self._secret, job=job, at_end=lambda: self._forget(generation)
             )
-            return self._agreed(store, deadline)
+            return self._agreed(hosted, deadline)
         except BaseException:
             server.close()
             self._forget(generation)
             raise
 
-    def _reach(self, look: Callable[[], list[Place]], greeting: Greeting, deadline: float) -> socket.socket:
+    def _reach(self, look: Callable[[], list[Place]], greeting: Greeting, deadline: float) -> Authenticated:
         """The first connection that proves the secret, at any of the places that ``look`` tells."""
         dials = _Dials(greeting)
         try:
             while (now := time.monotonic()) < deadline:
                 dials.try_all(look(), self._secret)
-                if (connection := dials.wait(min(deadline, now + _LOOK_S))) is not None:
-                    return connection
+                if (passed := dials.wait(min(deadline, now + _LOOK_S))) is not None:
+                    return passed
                 if dials.refused_for_good:
                     raise StoreError(
                         f"{self.description}: {OTHER_SECRET}; POLYHVD_SECRET (or the file that "
@@ -375,7 +376,7 @@ class _Dials:
             if former is not None and former.error == OTHER_SECRET:
                 self._other_since = self._other_since or time.monotonic()
 
-    def wait(self, until: float) -> socket.socket | None:
+    def wait(self, until: float) -> Authenticated | None:
         """Go on until one place has proved itself, or the time is over."""
         while (left_s := until - time.monotonic()) > 0:
             if self._handshakes is None:
@@ -385,7 +386,7 @@ class _Dials:
             for other in passed[1:]:
                 other.connection.close()
             if passed:
-                return passed[0].connection
+                return passed[0]
         return None
 
     def close(self) -> None:

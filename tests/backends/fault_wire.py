@@ -73,7 +73,7 @@ class Crowd:
 
     def _words(self) -> bytes:
         chance = self._chance
-        hello = _HELLO.pack(b"polyhvd\x01", b"data", 1, chance.randrange(4), chance.randrange(4)) + bytes(32)
+        hello = _HELLO.pack(b"polyhvd\x02", b"data", 1, chance.randrange(4), chance.randrange(4)) + bytes(32)
         return chance.choice(
             [b"", chance.randbytes(chance.randint(1, 2000)), hello, hello[: chance.randint(1, 60)]]
         )

@@ -68,6 +68,30 @@ def test_an_answer_cannot_be_reflected_as_the_caller_s_proof() -> None:
         answerer.receive(answer[-32:])
 
 
+def test_both_sides_have_the_keys_of_a_session_that_no_other_has() -> None:
+    keys = set()
+    for _ in range(2):
+        caller, answerer = Caller(SECRET, GREETING), Answerer(SECRET)
+        with pytest.raises(RuntimeError):
+            answerer.keys()
+        handshake(caller, answerer)
+        assert caller.keys().send == answerer.keys().receive
+        assert caller.keys().receive == answerer.keys().send
+        keys |= {caller.keys().send, caller.keys().receive}
+    assert len(keys) == 4
+    assert all(len(key) == 32 and key.hex() not in repr(caller.keys()) for key in keys)
+
+
+def test_a_peer_of_another_version_is_told_from_a_stranger() -> None:
+    older = b"polyhvd\x01" + Caller(SECRET, GREETING).hello[8:]
+    with pytest.raises(AuthError, match="speaks another version of polyhvd's protocol"):
+        Answerer(SECRET).receive(older)
+    with pytest.raises(AuthError, match="speaks another version of polyhvd's protocol"):
+        Caller(SECRET, GREETING).receive(older)
+    with pytest.raises(AuthError, match="speaks another protocol"):
+        Answerer(SECRET).receive(b"HTTP/1.1" + older[8:])
+
+
 def test_a_recorded_handshake_cannot_be_replayed() -> None:
     caller, first, second = Caller(SECRET, GREETING), Answerer(SECRET), Answerer(SECRET)
     proof = caller.receive(first.receive(caller.hello))
@@ -203,7 +227,7 @@ def test_garbage_is_dropped_at_once(handshakes: Handshakes, listener: socket.soc
         assert time.monotonic() - began < 1.5, "garbage was treated like silence"
 
 
-@pytest.mark.parametrize("word", [b"", b"polyhvd\x01", b"x"])
+@pytest.mark.parametrize("word", [b"", b"polyhvd\x02", b"x"])
 def test_hundreds_of_half_open_strangers_do_not_keep_a_rank_out(
     handshakes: Handshakes, listener: socket.socket, word: bytes
 ) -> None:

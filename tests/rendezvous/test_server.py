@@ -143,8 +143,20 @@ def test_only_the_given_address_is_listened_on(server: Server) -> None:
 def test_malformed_frames_cost_a_rank_its_connection_and_nobody_else(server: Server, frame: bytes) -> None:
     with client(server) as bad, client(server) as good:
         bad._socket.setblocking(True)
-        bad._socket.sendall(frame + bytes(8))
+        bad._socket.sendall(bad._signed.seal(frame + bytes(8)))
         assert bad._socket.recv(100) == b""
+        good.put("a", 0, b"fine")
+        assert good.gather("a", 1, 10) == [b"fine"]
+
+
+def test_bytes_that_are_not_signed_cost_a_rank_its_connection_and_say_why(server: Server) -> None:
+    with client(server, 3) as bad, client(server) as good:
+        bad._socket.setblocking(True)
+        bad._socket.sendall(frames.pack_frame({"scope": "a", "index": 0, "own": False}, b"evil"))
+        with pytest.raises(
+            StoreError, match="what rank 3 sent to the rendezvous was changed, replayed or lost"
+        ):
+            bad.gather("a", 1, 10)
         good.put("a", 0, b"fine")
         assert good.gather("a", 1, 10) == [b"fine"]
 
