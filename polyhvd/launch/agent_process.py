@@ -36,6 +36,7 @@ class AgentStreams:
         self.ended = False
         #: The last lines of the agent's own standard error, and those of what has started it.
         self.complaints: deque[str] = deque(maxlen=20)
+        self.fault = ""
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._at_end = False  # nothing more will be read
@@ -63,9 +64,9 @@ class AgentStreams:
         except OSError as error:  # of a connection
             self.complaints.append(error.strerror or str(error))
             data = b""
-        self._inbox += data
         self._at_end = not data
-        return bool(data)
+        self._inbox += self._unpacked(data)
+        return not self._at_end
 
     def receive(self) -> list[tuple[int, int, bytes]]:
         """Read what is there and return the frames; sets ``ended`` at the end of the stream."""
@@ -119,6 +120,10 @@ class AgentStreams:
     def _greeted(self) -> bool:
         """Whether it has said that it is an agent."""
         return True
+
+    def _unpacked(self, data: bytes) -> bytes:
+        """What the agent has sent, of bytes as they have come."""
+        return data
 
     def _write(self, data: bytes) -> None:
         self._outbox += data

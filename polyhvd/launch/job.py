@@ -422,7 +422,7 @@ class Job:
         status = process.close()
         if self._checks is not None:
             return self._checks.lost(process, status, reason)
-        reason = reason or f"{what}: {process.program} ended with status {status}"
+        reason = reason or f"{what}: {process.fault or f'{process.program} ended with status {status}'}"
         process.end_strays()
         if process.complaints:
             reason += ": " + "; ".join(process.complaints)

@@ -20,8 +20,10 @@ from polyhvd.launch import agent
 from polyhvd.launch.providers.arriving import PURPOSE, ranks_secret
 from polyhvd.launch.providers.local_agents import LocalAgent
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import NO_RANK, OTHER_SECRET, AuthError, Greeting, prove
+from polyhvd.rendezvous.auth import NO_RANK, OTHER_SECRET, AuthError, Greeting, SessionKeys, prove
+from polyhvd.rendezvous.frames import tampered
 from polyhvd.rendezvous.lookup import Lookup
+from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 
 __all__ = ["Follower", "JoinError", "Result", "reach"]
 
@@ -43,8 +45,10 @@ class Result:
     failure: str = ""  # what to tell of it, if it has failed
 
 
-def reach(host: str, port: int, number: int, secret: bytes, deadline: float) -> socket.socket:
-    """A connection to the first host's polyhvdrun, which has proved the secret to this one.
+def reach(
+    host: str, port: int, number: int, secret: bytes, deadline: float
+) -> tuple[socket.socket, SessionKeys]:
+    """A connection to the first host's polyhvdrun, which has proved the secret to this one, and its keys.
 
     Args:
         host: its name or address.
@@ -72,8 +76,7 @@ def reach(host: str, port: int, number: int, secret: bytes, deadline: float) -> 
             )
             network.tune(connection)
             greeting = Greeting(PURPOSE, 0, number, NO_RANK)
-            prove(connection, secret, greeting, min(deadline, time.monotonic() + _TRY_S))
-            return connection
+            return connection, prove(connection, secret, greeting, min(deadline, time.monotonic() + _TRY_S))
         except OSError as error:
             if connection is not None:
                 connection.close()
@@ -92,6 +95,7 @@ class Follower:
 
     Args:
         connection: of :func:`reach`; it now belongs to this object.
+        keys: likewise.
         leader: name of the first host.
         name: of this host.
         secret: that was proved.
@@ -99,9 +103,16 @@ class Follower:
     """
 
     def __init__(
-        self, connection: socket.socket, leader: str, name: str, secret: bytes, start_by: float
+        self,
+        connection: socket.socket,
+        keys: SessionKeys,
+        leader: str,
+        name: str,
+        secret: bytes,
+        start_by: float,
     ) -> None:
         self._socket = connection
+        self._signed = SignedStream(keys)
         self._leader = leader
         self._name = name
         self._secret = secret
@@ -217,11 +228,22 @@ class Follower:
             if self._local is not None:
                 self._local.cut()
             return
-        self._inbox += data
+        try:
+            self._inbox += self._signed.unseal(data)
+        except TamperedError as error:
+            self._distrust(error)
+            return
         if self._heartbeat is not None:
             self._heartbeat.heard(time.monotonic())
         for kind, _, payload in agent.split_frames(self._inbox):
             self._obey(kind, payload)
+
+    def _distrust(self, error: TamperedError) -> None:
+        reason = tampered(f"polyhvdrun on {self._leader}", f"that on {self._name}", error)
+        self._send(agent.OVER, -1, (1).to_bytes(4, "big") + reason.encode())
+        self._lose(reason)
+        if self._local is not None:
+            self._local.cut()
 
     def _obey(self, kind: int, payload: bytes) -> None:
         self._suspended = kind == agent.SUSPENDED
@@ -257,7 +279,7 @@ class Follower:
 
     def _send(self, kind: int, rank: int, payload: bytes = b"") -> None:
         if not self._gone:
-            self._outbox += agent.frame(kind, rank, payload)
+            self._outbox += self._signed.seal(agent.frame(kind, rank, payload))
             with contextlib.suppress(OSError):  # is seen when it is read
                 self._flush()
 

@@ -287,12 +287,12 @@ def _follow(nodes: Nodes, spec: JobSpec, secret: bytes, options: argparse.Namesp
     start_by = time.monotonic() + _patience_s(options)
     name = nodes.names[nodes.number]
     try:
-        connection = reach(nodes.host, nodes.port, nodes.number, secret, start_by)
+        connection, keys = reach(nodes.host, nodes.port, nodes.number, secret, start_by)
         if spec.verbose:
             print(f"polyhvdrun: {name} has joined; {nodes.host} prints what its ranks write", file=sys.stderr)
         # The first host may wait for others for as long, and has begun to do so later.
         follower = Follower(
-            connection, nodes.host, name, secret, time.monotonic() + _patience_s(options) + 60
+            connection, keys, nodes.host, name, secret, time.monotonic() + _patience_s(options) + 60
         )
         result = follower.run(nodes.slots, len(nodes.names), _version())
     except OSError as error:

@@ -20,6 +20,8 @@ from launching import DEADLINE_S, RANK, alive, assert_gone, below, pids, wait_un
 
 from polyhvd.launch.agent import HELLO, frame
 from polyhvd.launch.providers.arriving import ArrivedAgent, ranks_secret
+from polyhvd.rendezvous.auth import SessionKeys
+from polyhvd.rendezvous.signed_stream import SignedStream
 
 QUICK = ["--start-timeout", "20"]
 SAVING = RANK + (
@@ -209,7 +211,7 @@ def test_strangers_at_the_port_do_not_matter(containers: Callable[..., Container
         return True
 
     wait_until(connected, "the port")
-    garbage = [b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), frame(HELLO, -1, b'{"slots": 1}'), b"polyhvd\x01"]
+    garbage = [b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), frame(HELLO, -1, b'{"slots": 1}'), b"polyhvd\x02"]
     for data in garbage * 8:
         connected()
         strangers[-1].sendall(data)
@@ -223,7 +225,7 @@ def test_no_secret_is_sent_to_another_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())
         there, _ = server.accept()
-    agent = ArrivedAgent(here, "a", 1, "nonce")
+    agent = ArrivedAgent(here, SignedStream(SessionKeys(bytes(32), bytes(32))), "a", 1, "nonce")
     env = {"POLYHVD_SECRET": ranks_secret(b"shared", "nonce"), "POLYHVD_HOST_ID": "1"}
     agent.start({"env": {**agent.environment, **env}, "ranks": [(1, {"POLYHVD_RANK": "1"})]})
     sent = there.recv(1 << 16)

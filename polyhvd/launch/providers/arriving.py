@@ -1,8 +1,8 @@
 """Hosts that come by themselves: each runs polyhvdrun, and the first one's starts the ranks of all.
 
 The others connect to it over TCP and prove the secret that all were given. What an agent says and is told
-then travels over that connection, which outlives the agent: every host waits for the result of the whole job.
-The secret of the ranks does not travel: both sides derive it.
+then travels over that connection, signed, which outlives the agent: every host waits for the result of the
+whole job. The secret of the ranks does not travel: both sides derive it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from polyhvd.launch.agent_process import AgentStreams
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.providers.starting import HostAgent
 from polyhvd.rendezvous.auth import Greeting, derive_secret
+from polyhvd.rendezvous.frames import tampered
 from polyhvd.rendezvous.handshakes import Authenticated, Handshakes
+from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 
 __all__ = ["PURPOSE", "Arrivals", "ArrivedAgent", "ArrivedAgents", "LateError", "ranks_secret"]
 
@@ -48,8 +50,11 @@ class ArrivedAgent(AgentStreams):
 
     program = "polyhvdrun there"
 
-    def __init__(self, connection: socket.socket, host: str, slots: int, nonce: str) -> None:
+    def __init__(
+        self, connection: socket.socket, signed: SignedStream, host: str, slots: int, nonce: str
+    ) -> None:
         """Take over a connection that has proved its secret and said hello."""
+        self._signed = signed
         self.slots = slots
         # Of this host, as that one reaches it; a socket that takes both versions of IP tells it as IPv6.
         self.address = str(connection.getsockname()[0]).removeprefix("::ffff:")
@@ -76,9 +81,22 @@ class ArrivedAgent(AgentStreams):
         for kind, _, payload in frames:
             if kind == agent.OVER:
                 self.ended, self.program = True, "its agent"
-                self._status = agent.parse_status(payload)[0]
+                self._status, reason = agent.parse_status(payload)
+                self.fault = self.fault or reason
         self._lost = self._lost or self._at_end
         return frames
+
+    def _unpacked(self, data: bytes) -> bytes:
+        try:
+            return b"" if self.fault else self._signed.unseal(data)
+        except TamperedError as error:
+            self.cut()  # its ranks; and that host gets the result, if the way there is sound
+            self.fault = tampered(f"polyhvdrun on {self.host}", "this one", error)
+            self._at_end = True
+            return b""
+
+    def _write(self, data: bytes) -> None:
+        super()._write(self._signed.seal(data))
 
     def cut(self) -> None:
         """Have the agent there end; the host still waits for the result."""
@@ -122,6 +140,7 @@ class _Coming:
     """A connection that has proved the secret, and has not said hello."""
 
     number: int
+    signed: SignedStream
     inbox: bytearray
 
 
@@ -159,6 +178,7 @@ class Arrivals:
 
         Raises:
             LateError: some are not there by ``deadline`` (time.monotonic()); it names them.
+            TamperedError: somebody changes what one of them sends, or is sent.
         """
         while len(self.arrived) < len(self._names) - 1:
             left_s = deadline - time.monotonic()
@@ -190,17 +210,23 @@ class Arrivals:
 
     def _begin(self, passed: Authenticated) -> None:
         self._selector.register(
-            passed.connection, selectors.EVENT_READ, _Coming(passed.greeting.source, bytearray())
+            passed.connection,
+            selectors.EVENT_READ,
+            _Coming(passed.greeting.source, SignedStream(passed.keys), bytearray()),
         )
 
     def _read(self, connection: socket.socket, coming: _Coming) -> None:
         try:
             data = connection.recv(65536)
-            coming.inbox += data
+            coming.inbox += coming.signed.unseal(data)
             frames = agent.split_frames(coming.inbox)
             said = [json.loads(payload) for kind, _, payload in frames if kind == agent.HELLO]
         except BlockingIOError:
             return
+        except TamperedError as error:
+            reason = tampered(f"polyhvdrun on {self._names[coming.number]}", "this one", error)
+            self._refuse(connection, coming, reason)
+            raise TamperedError(reason) from None
         except (OSError, ValueError):
             data, said = b"", []
         if data and not said:
@@ -209,9 +235,10 @@ class Arrivals:
         if not said:
             connection.close()
             return
-        self._enter(connection, coming.number, said[0])
+        self._enter(connection, coming, said[0])
 
-    def _enter(self, connection: socket.socket, number: int, said: dict[str, Any]) -> None:
+    def _enter(self, connection: socket.socket, coming: _Coming, said: dict[str, Any]) -> None:
+        number = coming.number
         differing = [name for name, value in self._hello.items() if said.get(name) != value]
         reason = "; ".join(
             f"{name}: it has {said.get(name)!r}, the first host {self._hello[name]!r}" for name in differing
@@ -219,19 +246,24 @@ class Arrivals:
         if number in self.arrived:
             reason = f"another process is number {number} already"
         if reason:
-            with contextlib.suppress(OSError):
-                connection.send(agent.frame(agent.REFUSED, -1, reason.encode()))
+            self._refuse(connection, coming, reason)
             connection.close()
             return
-        arrived = ArrivedAgent(connection, str(said["name"]), int(said["slots"]), self._nonce)
+        arrived = ArrivedAgent(connection, coming.signed, str(said["name"]), int(said["slots"]), self._nonce)
         self.arrived[number] = arrived
         self._selector.register(arrived.stdout, selectors.EVENT_READ, arrived)
+
+    def _refuse(self, connection: socket.socket, coming: _Coming, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            connection.send(coming.signed.seal(agent.frame(agent.REFUSED, -1, reason.encode())))
 
     def _look_after(self, arrived: ArrivedAgent) -> None:
         """One that has come says something, or goes again: it, or another in its place, may come back."""
         arrived.put_aside()
         with contextlib.suppress(ValueError):
             arrived.receive()
+        if arrived.fault:
+            raise TamperedError(arrived.fault)
         if arrived.ended:
             self._selector.unregister(arrived.stdout)
             self.arrived = {number: other for number, other in self.arrived.items() if other is not arrived}

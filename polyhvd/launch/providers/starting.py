@@ -31,6 +31,8 @@ class HostAgent(Protocol):
     ended: bool
     #: The last lines that it, or what has started it, has to say of itself.
     complaints: deque[str]
+    #: Why it counts as lost, where that is known better than by its end; else empty.
+    fault: str
     #: What a job waits on with a selector: until it takes what it is told, for frames, and for complaints.
     stdin: IO[bytes]
     stdout: IO[bytes]
