@@ -124,7 +124,7 @@ tsan: build/core/tsan/run stand-ins
 
 FUZZ_SECONDS ?= 600
 FUZZ_SOURCES := $(wildcard tests/fuzz/*.cc)
-FUZZED := $(patsubst %,polyhvd/csrc/control/%.cc,crc32c framing types wire)
+FUZZED := $(patsubst %,polyhvd/csrc/control/%.cc,crc32c framing mac signed_framing types wire)
 FUZZ_FLAGS := -O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all
 
 build/fuzz/polyhvd/%.o: FUZZ_FLAGS += -fsanitize-coverage=trace-pc

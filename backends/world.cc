@@ -95,6 +95,7 @@ class World final : public Liveness {
     return connections_.domains[static_cast<std::size_t>(domain_)];
   }
   int rank_on_host() const;
+  std::unique_ptr<Channel> connect_leader(int rank);
   int leader_of(int domain) const {
     return connections_.domains[static_cast<std::size_t>(domain)][0];
   }
@@ -153,7 +154,7 @@ World::World(Connections connections, Parking& parking, bool data_checksums)
   if (connections_.domains.size() > 1) {
     const auto name = [this](int rank) { return described(rank); };
     transport_ = std::make_unique<tcp::TcpTransport>(
-        connections_.data_fds, parking_,
+        connections_.data_fds, connections_.data_keys, parking_,
         tcp::TcpTransport::Options{connections_.rank, data_checksums, name, lost});
   }
   resources_.segment = segment_.get();
@@ -211,8 +212,13 @@ std::unique_ptr<Channel> World::connect_parent() {
   }
   if (domain_ == 0) return nullptr;
   const int leader = leader_of(tree_parent(domain_));
-  return std::make_unique<tcp::TcpChannel>(connections_.control_fds.at(leader), leader,
-                                           described(leader), parking_);
+  return connect_leader(leader);
+}
+
+std::unique_ptr<Channel> World::connect_leader(int rank) {
+  return std::make_unique<tcp::TcpChannel>(
+      connections_.control_fds.at(rank), connections_.control_keys.at(rank),
+      tcp::TcpChannel::Ends{connections_.rank, rank, described(rank)}, parking_);
 }
 
 std::vector<Child> World::connect_children() {
@@ -228,9 +234,7 @@ std::vector<Child> World::connect_children() {
   for (int d = 1; d < static_cast<int>(connections_.domains.size()); ++d) {
     if (tree_parent(d) != domain_) continue;
     const int leader = leader_of(d);
-    children.push_back({std::make_unique<tcp::TcpChannel>(connections_.control_fds.at(leader),
-                                                          leader, described(leader), parking_),
-                        subtree_of(d)});
+    children.push_back({connect_leader(leader), subtree_of(d)});
   }
   return children;
 }

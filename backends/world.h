@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "control/mac.h"
 #include "engine/engine.h"
 
 namespace polyhvd {
@@ -27,6 +28,8 @@ struct Connections {
   std::map<int, int> local_fds;
   std::map<int, int> control_fds;
   std::map<int, int> data_fds;
+  std::map<int, SessionKeys> control_keys;  // of each of control_fds, agreed on by its handshake
+  std::map<int, SessionKeys> data_keys;     // likewise
   std::vector<std::vector<int>> process_sets;
   // First choice first; "mpi:allreduce+broadcast" is one for these kinds alone, and "nccl?"
   // one that need not be found.

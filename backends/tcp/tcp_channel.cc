@@ -14,8 +14,12 @@ constexpr auto kBeatInterval = std::chrono::seconds(1);
 
 }  // namespace
 
-TcpChannel::TcpChannel(int fd, int peer_world_rank, std::string who, Parking& parking)
-    : socket_(fd), peer_(peer_world_rank), who_(std::move(who)), parking_(parking) {
+TcpChannel::TcpChannel(int fd, const SessionKeys& keys, Ends ends, Parking& parking)
+    : socket_(fd),
+      ends_(std::move(ends)),
+      parking_(parking),
+      writer_(keys.send),
+      reader_(keys.receive) {
   parking_.watch(socket_.fd(), POLLIN, [](short) {});  // poll() below reads it
 }
 
@@ -67,9 +71,10 @@ bool TcpChannel::next(std::string& payload) {
     }
     return false;
   } catch (const Failure& failure) {
-    throw Failure(failure.error().code, "control messages from " + who_ +
-                                            " cannot be trusted: " + failure.error().message +
-                                            "; look at the network between them");
+    throw Failure(failure.error().code,
+                  "a control message from " + ends_.who + " to rank " + std::to_string(ends_.rank) +
+                      " was changed, replayed or lost on its way: " + failure.error().message +
+                      "; look at the network between them");
   }
 }
 
@@ -87,7 +92,7 @@ bool TcpChannel::poll(std::string& payload) {
       return false;
     } else {
       throw Failure(ErrorCode::kPeerLost,
-                    who_ + " was lost: its control connection " +
+                    ends_.who + " was lost: its control connection " +
                         (n == 0 ? "was closed without shutdown()"
                                 : std::string("broke: ") + std::strerror(errno)));
     }

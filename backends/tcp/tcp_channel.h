@@ -1,10 +1,12 @@
-// A control channel over one TCP connection between the leaders of two hosts.
+// A control channel over one TCP connection between the leaders of two hosts. What does not carry
+// its MAC, as the next message of the peer, ends the engine with an error that names both ranks.
 #pragma once
 
 #include <chrono>
 #include <string>
 
-#include "control/framing.h"
+#include "control/mac.h"
+#include "control/signed_framing.h"
 #include "engine/channel.h"
 #include "engine/parking.h"
 #include "tcp/socket.h"
@@ -13,27 +15,31 @@ namespace polyhvd::tcp {
 
 class TcpChannel final : public Channel {
  public:
-  // `who` names the peer in messages, such as "rank 3 (pid 812 on algo-2)".
-  TcpChannel(int fd, int peer_world_rank, std::string who, Parking& parking);
+  struct Ends {
+    int rank = 0;     // this one
+    int peer = 0;     // world rank at the other end
+    std::string who;  // names it in messages, such as "rank 3 (pid 812 on algo-2)"
+  };
+
+  TcpChannel(int fd, const SessionKeys& keys, Ends ends, Parking& parking);
   ~TcpChannel() override;
 
   void post(std::string_view payload) override;
   bool flush() override;
   bool poll(std::string& payload) override;
   void beat(std::chrono::steady_clock::time_point now) override;
-  int peer() const noexcept override { return peer_; }
+  int peer() const noexcept override { return ends_.peer; }
 
  private:
   bool next(std::string& payload);
 
   Socket socket_;
-  int peer_;
-  std::string who_;
+  const Ends ends_;
   Parking& parking_;
   std::string pending_;
   std::size_t sent_ = 0;
-  FrameWriter writer_;
-  FrameReader reader_;
+  SignedFrameWriter writer_;
+  SignedFrameReader reader_;
   bool spoke_ = false;  // since the last beat
   std::chrono::steady_clock::time_point next_beat_{};
 };

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <tuple>
 #include <utility>
 
 #include "control/crc32c.h"
@@ -159,7 +160,8 @@ struct TcpTransport::Incoming {
   }
 
   void check_header() {
-    if (const std::string fault = fault_of(header, connection->received); !fault.empty()) {
+    if (const std::string fault = fault_of(header, connection->received, connection->theirs);
+        !fault.empty()) {
       transport.distrust(rank, fault);
     }
     sum = header.crc;
@@ -199,16 +201,18 @@ struct TcpTransport::Incoming {
                                    (is_summed() ? " fail their checksum" : " do not end with it") +
                                    ": they were changed, lost or put in on the way");
     }
-    if (header.kind == MessageKind::kFailure) throw Failure(decode_failure(body));
+    if (header.kind == MessageKind::kFailure) transport.end_for(rank, *connection, body);
     connection->receiving = false;
     ++connection->received;
   }
 };
 
-TcpTransport::TcpTransport(const std::map<int, int>& fds, Parking& parking, Options options)
+TcpTransport::TcpTransport(const std::map<int, int>& fds, const std::map<int, SessionKeys>& keys,
+                           Parking& parking, Options options)
     : parking_(parking), options_(std::move(options)) {
   for (const auto& [rank, fd] : fds) {
-    connections_.emplace(rank, fd);
+    connections_.emplace(std::piecewise_construct, std::forward_as_tuple(rank),
+                         std::forward_as_tuple(fd, keys.at(rank)));
     // Not POLLIN: a fast peer may send the next operation's data early.
     parking_.watch(fd, POLLRDHUP, [this, rank = rank](short revents) {
       if ((revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) on_close(rank);
@@ -228,7 +232,8 @@ TcpTransport::Connection& TcpTransport::connection_to(int rank) {
   return it->second;
 }
 
-TcpTransport::Connection::Connection(int fd) : socket(fd) {}
+TcpTransport::Connection::Connection(int fd, const SessionKeys& keys)
+    : socket(fd), own(keys.send), theirs(keys.receive) {}
 TcpTransport::Connection::Connection(Connection&&) noexcept = default;
 TcpTransport::Connection::~Connection() = default;
 
@@ -364,7 +369,8 @@ bool TcpTransport::hear_last_words(int rank, const Connection& connection) const
   MessageHeader header;
   if (count < kHeaderBytes) options_.on_lost(rank);
   std::memcpy(&header, bytes, kHeaderBytes);
-  if (const std::string fault = fault_of(header, connection.received); !fault.empty()) {
+  if (const std::string fault = fault_of(header, connection.received, connection.theirs);
+      !fault.empty()) {
     distrust(rank, fault);
   }
   if (header.kind != MessageKind::kFailure) return header.kind == MessageKind::kGoodbye;
@@ -374,7 +380,14 @@ bool TcpTransport::hear_last_words(int rank, const Connection& connection) const
   MessageTail tail;
   std::memcpy(&tail, bytes + kHeaderBytes + length, sizeof tail);
   if (crc32c(reason, header.crc) != tail) distrust(rank, "its last words are garbled");
-  throw Failure(decode_failure(reason));
+  end_for(rank, connection, reason);
+}
+
+// As the peer says, if it is the peer who says it.
+void TcpTransport::end_for(int rank, const Connection& connection, ConstBytes reason) const {
+  const auto error = decode_failure(reason, connection.received, connection.theirs);
+  if (!error) distrust(rank, "its last words fail their MAC: somebody on the way has changed them");
+  throw Failure(*error);
 }
 
 void TcpTransport::departed(int rank) const {
@@ -396,7 +409,7 @@ void TcpTransport::distrust(int rank, const std::string& fault) const {
 
 void TcpTransport::say_goodbye() noexcept {
   for (auto& [rank, connection] : connections_) {
-    const MessageHeader header = make_header(MessageKind::kGoodbye, connection.sent, 0);
+    const MessageHeader header = make_goodbye(connection.sent, connection.own);
     say_last(connection, {reinterpret_cast<const char*>(&header), sizeof header});
   }
 }
@@ -404,7 +417,7 @@ void TcpTransport::say_goodbye() noexcept {
 void TcpTransport::say_failure(const Error& error) noexcept {
   try {
     for (auto& [rank, connection] : connections_) {
-      say_last(connection, encode_failure(error, connection.sent));
+      say_last(connection, encode_failure(error, connection.sent, connection.own));
     }
   } catch (const std::bad_alloc&) {
     // Nothing can be said then; the others see the connections close.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "control/error.h"
+#include "control/mac.h"
 #include "engine/parking.h"
 #include "engine/transport.h"
 #include "tcp/socket.h"
@@ -28,8 +29,9 @@ class TcpTransport final : public Transport {
     std::function<void(int world_rank)> on_lost;
   };
 
-  // Takes the descriptors (by world rank) over.
-  TcpTransport(const std::map<int, int>& fds, Parking& parking, Options options);
+  // Takes the descriptors (by world rank) over; each needs its keys.
+  TcpTransport(const std::map<int, int>& fds, const std::map<int, SessionKeys>& keys,
+               Parking& parking, Options options);
   ~TcpTransport() override;
 
   void exchange(int to, ConstBytes out, int from, Bytes in, Deadline deadline) override;
@@ -55,10 +57,12 @@ class TcpTransport final : public Transport {
   struct Outgoing;
   struct Incoming;
   struct Connection {
-    explicit Connection(int fd);
+    Connection(int fd, const SessionKeys& keys);
     Connection(Connection&&) noexcept;
     ~Connection();
     Socket socket;
+    Mac own;                       // of this rank's last words
+    Mac theirs;                    // of the peer's
     std::vector<Outgoing> posted;  // in order; the first one may be half sent
     std::uint32_t sent = 0;        // whole messages
     std::uint32_t received = 0;    // likewise
@@ -75,6 +79,7 @@ class TcpTransport final : public Transport {
   bool hear_last_words(int rank, const Connection& connection) const;
   [[noreturn]] void departed(int rank) const;
   [[noreturn]] void lost(int rank, const Connection& connection) const;
+  [[noreturn]] void end_for(int rank, const Connection& connection, ConstBytes reason) const;
   [[noreturn]] void distrust(int rank, const std::string& fault) const;
   void say_last(Connection& connection, std::string_view message) noexcept;
 

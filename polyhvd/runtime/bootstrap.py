@@ -22,7 +22,7 @@ from typing import Any
 from polyhvd.config import ConfigError, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import Greeting
+from polyhvd.rendezvous.auth import Greeting, derive_secret
 from polyhvd.rendezvous.handshakes import Authenticated, Handshakes, Outgoing
 from polyhvd.rendezvous.segment import make_segment, receive_segment, send_segment
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
@@ -89,6 +89,7 @@ class _Card:
     host_id: str
     address: str
     port: int
+    nonce: str
     unix_name: str  # of its abstract socket; empty: no shared memory
     pid_space: str  # equal where process ids mean the same; empty: unknown
     others: list[tuple[str, int]] = field(default_factory=list)  # further addresses and ports
@@ -124,7 +125,7 @@ class _Meeting:
         self._handshakes = Handshakes(store.secret, self._admit)
         self._cards: list[_Card] = []
         #: Finished connections and own dials, by (purpose, peer).
-        self._open: dict[tuple[str, int], socket.socket] = {}
+        self._open: dict[tuple[str, int], Authenticated] = {}
         self._dials: dict[tuple[str, int], Outgoing] = {}
         self._host = _Host()
         self._failure = -1  # the request that is answered when another rank fails
@@ -148,6 +149,7 @@ class _Meeting:
             hosts=[card.host_id for card in self._cards],
             pids=self._pids(),
             process_sets=self._process_sets,
+            world_key=self._world_key(),
         )
         self._hand_out(connections)
         return connections
@@ -166,8 +168,8 @@ class _Meeting:
     def close(self) -> None:
         """Close every socket, and the memory, that this object still owns."""
         self._handshakes.close()
-        for connection in self._open.values():
-            connection.close()
+        for passed in self._open.values():
+            passed.connection.close()
         self._open.clear()
         self._host.close()
 
@@ -200,6 +202,7 @@ class _Meeting:
             address=address,
             port=port,
             others=[(item, self._listen(item)) for item in further],
+            nonce=secrets.token_hex(16),
             unix_name=unix_name,
             pid_space=_pid_space(),
             process_sets=self._process_sets,
@@ -232,6 +235,11 @@ class _Meeting:
             if len(sides) > 1:
                 text = "; ".join(f"ranks {ranks} have {value}" for value, ranks in sides.items())
                 raise RankMismatchError(f"init(): {what} must be the same on all ranks: {text}")
+
+    def _world_key(self) -> bytes:
+        """No other world has it, though it may have the secret: every rank has had its say in it."""
+        nonces = " ".join(card.nonce for card in self._cards)
+        return derive_secret(self._store.secret, f"world of generation {self._generation}: {nonces}")
 
     def _pids(self) -> list[int]:
         """Ids of the processes whose state this rank may look up."""
@@ -273,7 +281,7 @@ class _Meeting:
         for peer in ranks:
             self._meet("local", peer, socket.AF_UNIX, f"\0{self._cards[peer].unix_name}")
             if (early := self._open.get(("local", peer))) is not None:
-                self._host.serve(peer, early)
+                self._host.serve(peer, early.connection)
         if ranks[0] == self._rank:
             return self._host.problem  # and go on serving while the others answer
         dials = [self._dials["local", peer] for peer in ranks if peer < self._rank]
@@ -297,7 +305,7 @@ class _Meeting:
         for key in [key for key in self._dials if key[0] == "local"]:
             del self._dials[key]
         for key in [key for key in self._open if key[0] == "local"]:
-            self._open.pop(key).close()
+            self._open.pop(key).connection.close()
 
     def _connect_domains(self, domains: list[list[int]]) -> None:
         """TCP between leaders along the tree, and between all ranks that share no memory."""
@@ -360,8 +368,11 @@ class _Meeting:
             "control": connections.control_fds,
             "data": connections.data_fds,
         }
+        keys = {"local": {}, "control": connections.control_keys, "data": connections.data_keys}
         for purpose, peer in sorted(self._dials):
-            tables[purpose][peer] = self._open.pop((purpose, peer)).detach()
+            passed = self._open.pop((purpose, peer))
+            tables[purpose][peer] = passed.connection.detach()
+            keys[purpose][peer] = passed.keys
         connections.segment_fd, self._host.descriptor = self._host.descriptor, -1
 
     # The loop
@@ -426,8 +437,8 @@ class _Meeting:
             passed.connection.close()  # this host has gone over to TCP
             return
         if (former := self._open.pop((greeting.purpose, peer), None)) is not None:
-            former.close()  # the peer has given that one up
-        self._open[greeting.purpose, peer] = passed.connection
+            former.connection.close()  # the peer has given that one up
+        self._open[greeting.purpose, peer] = passed
         if greeting.purpose == "local":
             self._host.serve(peer, passed.connection)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from polyhvd.rendezvous.auth import SessionKeys
+
 __all__ = ["TREE_RADIX", "Connections", "tree_parent"]
 
 TREE_RADIX = 4
@@ -42,5 +44,10 @@ class Connections:
     control_fds: dict[int, int] = field(default_factory=dict)
     #: Connected TCP sockets to every rank outside the own domain, by world rank.
     data_fds: dict[int, int] = field(default_factory=dict)
+    #: With what messages on these connections are signed, by world rank.
+    control_keys: dict[int, SessionKeys] = field(default_factory=dict)
+    data_keys: dict[int, SessionKeys] = field(default_factory=dict)
+    #: Of this world alone; all its ranks have it, and sign with it what concerns more than two of them.
+    world_key: bytes = field(default=b"", repr=False)
     #: Sorted world ranks of the static process sets 1, 2, ...
     process_sets: list[list[int]] = field(default_factory=list)

@@ -52,10 +52,17 @@ class Wire {
   int fds_[2] = {-1, -1};
 };
 
-// Rank 0 with one connection, to rank 1.
+Key key_of(int number) {
+  Key key{};
+  key[0] = static_cast<std::byte>(number);
+  return key;
+}
+
+// Rank 0 with one connection, to rank 1. Its keys are the same in both directions, so that
+// one's words can be another's.
 struct Near {
-  explicit Near(Wire& wire, bool checksums = false)
-      : transport({{1, wire.near()}}, parking,
+  explicit Near(Wire& wire, bool checksums = false, int key = 0)
+      : transport({{1, wire.near()}}, {{1, {key_of(key), key_of(key)}}}, parking,
                   {0, checksums, [](int rank) { return "rank " + std::to_string(rank); },
                    [](int rank) {
                      throw Failure(ErrorCode::kPeerLost, std::to_string(rank) + " was lost");
@@ -209,9 +216,9 @@ TEST_CASE("a large message is summed in pieces as it is sent and received") {
 
 // ---- last words -----------------------------------------------------------------
 
-Stream last_words(const std::function<void(TcpTransport&)>& say) {
+Stream last_words(const std::function<void(TcpTransport&)>& say, int key = 0) {
   Wire wire;
-  Near near(wire);
+  Near near(wire, false, key);
   say(near.transport);
   return wire.take();
 }
@@ -268,6 +275,23 @@ TEST_CASE("garbled last words are no last words") {
   CHECK(mentions(error_of([&] { near.parking.poll_now(); }), "garbled"));
 }
 
+TEST_CASE("last words of somebody on the way, who can compute a checksum, are not believed") {
+  const std::function<void(TcpTransport&)> says[] = {
+      [](TcpTransport& transport) { transport.say_goodbye(); },
+      [](TcpTransport& transport) { transport.say_failure({ErrorCode::kTimeout, "a story"}); }};
+  for (const auto& say : says) {
+    const Stream words = last_words(say, 1);
+    CHECK(mentions(taking(words, {"expected"}), "MAC"));
+    Wire wire;
+    Near near(wire);
+    wire.put(words);
+    wire.end();
+    const auto error = error_of([&] { near.parking.poll_now(); });
+    CHECK(is_lost(error));
+    CHECK(mentions(error, "data from rank 1 to rank 0 cannot be trusted"));
+  }
+}
+
 TEST_CASE("a reason of any length is told, cut to what a message may have") {
   std::string reason;
   while (reason.size() < 100'000) reason += "grün ";
@@ -321,7 +345,8 @@ TEST_CASE("a peer that leaves while its last message is being received has lost 
 TEST_CASE("a control frame that was lost is noticed by the next heartbeat") {
   Wire out, in;
   Parking parking;
-  TcpChannel from(out.near(), 1, "rank 1", parking), to(in.near(), 0, "rank 0", parking);
+  TcpChannel from(out.near(), {key_of(1), key_of(2)}, {0, 1, "rank 1"}, parking);
+  TcpChannel to(in.near(), {key_of(2), key_of(1)}, {1, 0, "rank 0"}, parking);
   std::string payload;
   const auto start = Clock::now();
   from.post("a report");
@@ -344,7 +369,30 @@ TEST_CASE("a control frame that was lost is noticed by the next heartbeat") {
   const auto error = error_of([&] { (void)to.poll(payload); });
   REQUIRE(error);
   CHECK(error->code == ErrorCode::kPeerLost);
-  CHECK(mentions(error, "rank 0"));
+  CHECK(mentions(error, "a control message from rank 0 to rank 1 was changed, replayed or lost"));
+}
+
+TEST_CASE("a control frame that is replayed, reflected or changed names both ranks") {
+  const std::function<Stream(Stream)> attacks[] = {
+      [](Stream frame) { return frame + frame; },
+      [](Stream frame) { return frame.replace(frame.size() - 20, 1, "?"); }};
+  for (const auto& attack : attacks) {
+    Wire out, in;
+    Parking parking;
+    TcpChannel from(out.near(), {key_of(1), key_of(2)}, {0, 1, "rank 1"}, parking);
+    TcpChannel to(in.near(), {key_of(2), key_of(1)}, {1, 0, "rank 0"}, parking);
+    from.post("a report");
+    const Stream frame = out.take();
+    in.put(attack(frame));
+    std::string payload;
+    const auto error = error_of([&] {
+      while (to.poll(payload)) {
+      }
+    });
+    CHECK(mentions(error, "from rank 0 to rank 1 was changed, replayed or lost"));
+    out.put(frame);  // back to who has sent it
+    CHECK(mentions(error_of([&] { (void)from.poll(payload); }), "from rank 1 to rank 0"));
+  }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -28,6 +29,14 @@ inline Layout one_host(int size) {
   return layout;
 }
 
+// A key for one direction of one connection.
+inline Key key_of(int from, int to, int connection) {
+  Key key{};
+  const int words[] = {from, to, connection};
+  std::memcpy(key.data(), words, sizeof words);
+  return key;
+}
+
 class ThreadWorld {
  public:
   explicit ThreadWorld(const Layout& layout, std::vector<std::vector<int>> process_sets = {},
@@ -44,20 +53,29 @@ class ThreadWorld {
       w.process_sets = process_sets;
       if (adjust_wiring) adjust_wiring(w);
     }
-    const auto pair = [&](std::map<int, int> Connections::* map, int a, int b) {
+    using Fds = std::map<int, int> Connections::*;
+    using Keys = std::map<int, SessionKeys> Connections::*;
+    const auto pair = [&](Fds map, Keys keys, int a, int b) {
       int fds[2];
       if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) {
         throw std::runtime_error("socketpair");
       }
-      (all_connections[static_cast<std::size_t>(a)].*map)[b] = fds[0];
-      (all_connections[static_cast<std::size_t>(b)].*map)[a] = fds[1];
+      Connections& of_a = all_connections[static_cast<std::size_t>(a)];
+      Connections& of_b = all_connections[static_cast<std::size_t>(b)];
+      (of_a.*map)[b] = fds[0];
+      (of_b.*map)[a] = fds[1];
+      if (keys == nullptr) return;
+      const SessionKeys made{key_of(a, b, fds[0]), key_of(b, a, fds[0])};
+      (of_a.*keys)[b] = made;
+      (of_b.*keys)[a] = {made.receive, made.send};
     };
     std::vector<int> host_of(static_cast<std::size_t>(size_));
     for (std::size_t h = 0; h < layout.size(); ++h) {
       for (const int r : layout[h]) host_of[static_cast<std::size_t>(r)] = static_cast<int>(h);
       const int parent = tree_parent(static_cast<int>(h));
       if (parent >= 0) {
-        pair(&Connections::control_fds, layout[h][0], layout[static_cast<std::size_t>(parent)][0]);
+        pair(&Connections::control_fds, &Connections::control_keys, layout[h][0],
+             layout[static_cast<std::size_t>(parent)][0]);
       }
       if (layout[h].size() < 2) continue;
       const int fd = memfd_create("polyhvd-test", MFD_CLOEXEC);
@@ -73,7 +91,11 @@ class ThreadWorld {
       for (int b = a + 1; b < size_; ++b) {
         const bool together =
             host_of[static_cast<std::size_t>(a)] == host_of[static_cast<std::size_t>(b)];
-        pair(together ? &Connections::local_fds : &Connections::data_fds, a, b);
+        if (together) {
+          pair(&Connections::local_fds, nullptr, a, b);
+        } else {
+          pair(&Connections::data_fds, &Connections::data_keys, a, b);
+        }
       }
     }
     EngineOptions options;

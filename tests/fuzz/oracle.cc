@@ -4,6 +4,7 @@
 
 #include "control/error.h"
 #include "control/framing.h"
+#include "control/signed_framing.h"
 #include "control/wire.h"
 #include "fuzz.h"
 
@@ -96,13 +97,15 @@ void check_payload(const std::string& payload) {
   expect(cost <= most, std::to_string(payload.size()) + " bytes cost " + std::to_string(cost));
 }
 
-void check_stream(std::span<const std::string> payloads, Random& random) {
+namespace {
+
+template <class Writer, class Reader>
+void check_frames(Writer writer, Reader reader, std::span<const std::string> payloads,
+                  Random& random) {
   std::string intact;
-  FrameWriter writer;
   for (const std::string& payload : payloads) writer.append(intact, payload);
   std::string stream = intact;
   damage(stream, random);
-  FrameReader reader;
   std::string payload;
   std::size_t out = 0;
   try {
@@ -121,6 +124,14 @@ void check_stream(std::span<const std::string> payloads, Random& random) {
     return;
   }
   expect(stream != intact || out == payloads.size(), "frames are missing");
+}
+
+}  // namespace
+
+void check_stream(std::span<const std::string> payloads, Random& random) {
+  check_frames(FrameWriter(), FrameReader(), payloads, random);
+  const Key key{std::byte{1}, std::byte{2}};
+  check_frames(SignedFrameWriter(key), SignedFrameReader(key), payloads, random);
 }
 
 }  // namespace polyhvd::fuzz

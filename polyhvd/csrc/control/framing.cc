@@ -35,35 +35,39 @@ void FrameWriter::append(std::string& stream, std::string_view payload) {
   stream.append(payload);
 }
 
-void FrameReader::append(const std::byte* bytes, std::size_t count) {
-  if (consumed_ == buffer_.size()) {
-    buffer_.clear();
+void StreamBuffer::append(const std::byte* bytes, std::size_t count) {
+  if (consumed_ == bytes_.size()) {
+    bytes_.clear();
     consumed_ = 0;
   }
-  buffer_.append(reinterpret_cast<const char*>(bytes), count);
+  bytes_.append(reinterpret_cast<const char*>(bytes), count);
+}
+
+void StreamBuffer::consume(std::size_t count) {
+  consumed_ += count;
+  if (consumed_ > (1u << 20)) {  // keeps a long-lived stream from growing
+    bytes_.erase(0, consumed_);
+    consumed_ = 0;
+  }
 }
 
 bool FrameReader::next(std::string& payload) {
-  const std::size_t available = buffer_.size() - consumed_;
-  if (available < kFrameHeaderBytes) return false;
+  const std::string_view unread = received_.unread();
+  if (unread.size() < kFrameHeaderBytes) return false;
   Header header;
-  std::memcpy(&header, buffer_.data() + consumed_, sizeof header);
+  std::memcpy(&header, unread.data(), sizeof header);
   // Before the length is believed: waiting for bytes that nobody sends has no end.
   if (crc_of(header, count_) != header.crc || header.length > kFrameBytesMax) {
     throw Failure(ErrorCode::kPeerLost,
                   "the header of a frame fails its checksum: bytes were changed, lost or put in");
   }
-  if (available - kFrameHeaderBytes < header.length) return false;
+  if (unread.size() - kFrameHeaderBytes < header.length) return false;
   ++count_;
-  payload.assign(buffer_, consumed_ + kFrameHeaderBytes, header.length);
-  consumed_ += kFrameHeaderBytes + header.length;
+  payload.assign(unread.substr(kFrameHeaderBytes, header.length));
+  received_.consume(kFrameHeaderBytes + header.length);
   if (crc32c(std::as_bytes(std::span(payload))) != header.payload_crc) {
     throw Failure(ErrorCode::kPeerLost,
                   "a frame fails its checksum: bytes were changed, lost or put in");
-  }
-  if (consumed_ > (1u << 20)) {  // keeps a long-lived stream from growing
-    buffer_.erase(0, consumed_);
-    consumed_ = 0;
   }
   return true;
 }

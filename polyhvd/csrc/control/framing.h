@@ -1,5 +1,5 @@
-// Frames over a stream of bytes: what shared-memory and TCP channels have in
-// common. Format in wire.h.
+// Frames over a stream of bytes, with checksums: messages within a host. Format in wire.h.
+// Between hosts they carry MACs: signed_framing.h.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,19 @@
 #include <string_view>
 
 namespace polyhvd {
+
+// What has come of a stream, and was not taken yet.
+class StreamBuffer {
+ public:
+  void append(const std::byte* bytes, std::size_t count);
+  // Valid until the next call.
+  std::string_view unread() const noexcept { return std::string_view(bytes_).substr(consumed_); }
+  void consume(std::size_t count);
+
+ private:
+  std::string bytes_;
+  std::size_t consumed_ = 0;
+};
 
 // Writer and reader of a stream count its frames, so that one that was lost or came
 // twice is noticed at the next.
@@ -22,14 +35,13 @@ class FrameWriter {
 
 class FrameReader {
  public:
-  void append(const std::byte* bytes, std::size_t count);
+  void append(const std::byte* bytes, std::size_t count) { received_.append(bytes, count); }
   // Takes the next whole payload. Throws Failure(kPeerLost) on a bad length or
   // checksum: the connection cannot be trusted any more.
   bool next(std::string& payload);
 
  private:
-  std::string buffer_;
-  std::size_t consumed_ = 0;
+  StreamBuffer received_;
   std::uint32_t count_ = 0;
 };
 

@@ -1,9 +1,9 @@
 // Bytes of the control plane. Pure. Every length read is checked against the
 // bytes at hand and against a bound, so a hostile frame costs no memory.
 //
-// A frame is [u32 length][u32 crc32c of the payload][u32 crc32c of these eight bytes
+// Within a host a frame is [u32 length][u32 crc32c of the payload][u32 crc32c of these eight bytes
 // and the frame's number in its stream][payload], little endian. One with an empty
-// payload carries nothing but its number: a heartbeat.
+// payload carries nothing but its number: a heartbeat. Between hosts: signed_framing.h.
 #pragma once
 
 #include <cstddef>

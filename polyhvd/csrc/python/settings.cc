@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
@@ -12,6 +13,27 @@
 namespace py = pybind11;
 
 namespace polyhvd {
+namespace {
+
+Key read_key(const py::handle& object) {
+  const auto text = py::reinterpret_borrow<py::object>(object).cast<std::string>();
+  Key key;
+  if (text.size() != key.size()) {
+    throw py::value_error("a key of a session has " + std::to_string(key.size()) + " bytes");
+  }
+  std::memcpy(key.data(), text.data(), key.size());
+  return key;
+}
+
+std::map<int, SessionKeys> read_keys(const py::object& object) {
+  std::map<int, SessionKeys> keys;
+  for (const auto& [rank, pair] : object.cast<py::dict>()) {
+    keys[rank.cast<int>()] = {read_key(pair.attr("send")), read_key(pair.attr("receive"))};
+  }
+  return keys;
+}
+
+}  // namespace
 
 Connections read_connections(const py::object& object, const py::object& settings) {
   Connections connections;
@@ -24,6 +46,8 @@ Connections read_connections(const py::object& object, const py::object& setting
   connections.local_fds = object.attr("local_fds").cast<std::map<int, int>>();
   connections.control_fds = object.attr("control_fds").cast<std::map<int, int>>();
   connections.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
+  connections.control_keys = read_keys(object.attr("control_keys"));
+  connections.data_keys = read_keys(object.attr("data_keys"));
   connections.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
   connections.backends = settings.attr("backends").cast<std::vector<std::string>>();
   connections.shares_gpus = settings.attr("shares_gpus").cast<bool>();

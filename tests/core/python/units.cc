@@ -4,15 +4,19 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <cstring>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "control/coordinator.h"
+#include "control/mac.h"
 #include "control/process_set.h"
 #include "control/relay.h"
 #include "control/response_cache.h"
+#include "control/signed_framing.h"
 #include "control/wire.h"
 
 namespace py = pybind11;
@@ -72,7 +76,44 @@ std::vector<std::pair<ProcessSetId, std::string>> stalled(const Coordinator& coo
   return keys;
 }
 
+Key key_of(const std::string& bytes) {
+  Key key{};
+  std::memcpy(key.data(), bytes.data(), std::min(bytes.size(), key.size()));
+  return key;
+}
+
+py::bytes tag_of(const std::string& key, const std::string& head, const std::string& body) {
+  const Tag tag =
+      Mac(key_of(key)).of(std::as_bytes(std::span(head)), std::as_bytes(std::span(body)));
+  return {reinterpret_cast<const char*>(tag.data()), tag.size()};
+}
+
+py::bytes sign(const std::string& key, const std::vector<std::string>& payloads) {
+  SignedFrameWriter writer(key_of(key));
+  std::string stream;
+  for (const std::string& payload : payloads) writer.append(stream, payload);
+  return stream;
+}
+
+// The payloads, and whether something was refused behind them.
+std::pair<std::vector<py::bytes>, bool> check_signed(const std::string& key,
+                                                     const std::string& stream) {
+  SignedFrameReader reader(key_of(key));
+  reader.append(reinterpret_cast<const std::byte*>(stream.data()), stream.size());
+  std::vector<py::bytes> payloads;
+  std::string payload;
+  try {
+    while (reader.next(payload)) payloads.emplace_back(payload);
+  } catch (const Failure&) {
+    return {std::move(payloads), true};
+  }
+  return {std::move(payloads), false};
+}
+
 void bind_messages(py::module_& module) {
+  module.def("tag_of", &tag_of);
+  module.def("sign", &sign);
+  module.def("check_signed", &check_signed);
   py::enum_<OpKind>(module, "OpKind")
       .value("ALLREDUCE", OpKind::kAllreduce)
       .value("ALLGATHER", OpKind::kAllgather)
