@@ -14,13 +14,12 @@ from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.collectives.seals import TAG_BYTES, Bytes, Seals
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
 __all__ = ["allgather_object", "broadcast_object"]
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # From this size on the memory of an array travels by itself, without a copy in a pickle.
 _LARGE_BYTES = 1 << 20
@@ -35,7 +34,8 @@ def broadcast_object(
     """Return the root's object on every rank (pickled with cloudpickle).
 
     The memory of large arrays is sent from where it lies, and received where it will lie: a rank needs
-    little more than the object itself.
+    little more than the object itself. What leaves a host carries a MAC, and nothing is unpickled whose MAC
+    is not right.
 
     Args:
         obj: anything that can be pickled; only the root's matters.
@@ -46,6 +46,7 @@ def broadcast_object(
 
     Raises:
         InvalidArgumentError: the root's object cannot be pickled; on every rank.
+        PeerLostError: what the root sent was changed on its way; on every rank, and nobody can go on.
         HorovodInternalError: a rank was lost, or the engine was shut down.
 
     Example::
@@ -59,50 +60,89 @@ def broadcast_object(
     if world.placement.rank == root_rank:
         pickled, buffers, error = _pickled(obj)
         with line:
+            wire.open()
             _send(wire, pickled, buffers, error)
         return obj
     with line:
+        wire.open()
         pickled, buffers = _receive(wire)
     return pickle.loads(pickled.data, buffers=buffers)
 
 
 def _send(wire: _Broadcast, pickled: Bytes, buffers: list[Bytes], error: Exception | None) -> None:
-    lengths = np.array([len(view) for view in buffers], dtype=np.int64)
-    wire.send("size", np.array([_signed(pickled, error), len(buffers)], dtype=np.int64))
+    wire.send_numbers("size", [_signed(pickled, error), len(buffers)], {"data": pickled})
     wire.send("data", pickled)
     if error is not None:
         raise _not_sent(wire.label, {wire.root: pickled}) from error
-    if buffers:
-        wire.send("sizes", lengths)
-    for number, view in enumerate(buffers):
-        wire.send(f"buffer.{number}", view)
+    arrays = {f"buffer.{number}": view for number, view in enumerate(buffers)}
+    if arrays:
+        wire.send_numbers("sizes", [len(view) for view in buffers], arrays)
+    for part, view in arrays.items():
+        wire.send(part, view)
 
 
 def _receive(wire: _Broadcast) -> tuple[Bytes, list[Bytes]]:
     """What the root sends: a pickle, and the arrays that are not in it."""
-    size, count = wire.receive("size", 2, np.int64)
-    pickled = wire.receive("data", _length(size), np.uint8)
+    size, count = wire.receive_numbers("size", 2, ["data"])
+    pickled = wire.receive("data", _length(size))
     if size < 0:
         raise _not_sent(wire.label, {wire.root: pickled})
-    lengths = wire.receive("sizes", int(count), np.int64) if count else ()
-    return pickled, [wire.receive(f"buffer.{i}", int(length), np.uint8) for i, length in enumerate(lengths)]
+    parts = [f"buffer.{number}" for number in range(count)]
+    lengths = wire.receive_numbers("sizes", count, parts) if count else []
+    return pickled, [wire.receive(part, length) for part, length in zip(parts, lengths, strict=True)]
 
 
 class _Broadcast:
-    """Arrays of bytes or numbers from the root to the others, one after the other, under a common name."""
+    """Arrays of bytes from the root to the others, one after the other, under a common name.
+
+    Between hosts, numbers that go ahead carry the MACs of what follows, and one of their own. An array is
+    only returned when it is what the root has sent.
+    """
 
     def __init__(self, world: World, label: str, root: int, set_id: int) -> None:
         self._world = world
         self.label = label
         self.root = root
         self._set_id = set_id
+        self._seals: Seals | None = None
+        self._tags: dict[str, bytes] = {}  # that the root has told
 
-    def send(self, part: str, array: np.ndarray[Any, Any]) -> None:
+    def open(self) -> None:
+        """On all ranks, before the first array."""
+        self._seals = _seals(self._world, "broadcast_object", self.label, self._set_id)
+
+    def send_numbers(self, part: str, numbers: list[int], following: dict[str, Bytes]) -> None:
+        """Numbers of 64 bits, ahead of the arrays that they are about."""
+        words = np.array(numbers, dtype=np.int64).tobytes()
+        data = np.frombuffer(words, np.uint8)
+        if self._seals is not None:
+            tags = [self._seals.tag(self.root, name, array.data) for name, array in following.items()]
+            data = self._seals.sealed(part, words + b"".join(tags))
+        self.send(part, data)
+
+    def receive_numbers(self, part: str, count: int, following: list[str]) -> list[int]:
+        size = 8 * count
+        if self._seals is None:
+            words = self._received(part, size).tobytes()
+        else:
+            told = self._received(part, size + TAG_BYTES * (len(following) + 1))
+            words = self._seals.opened(self.root, part, told)
+            tags = (words[begin : begin + TAG_BYTES] for begin in range(size, len(words), TAG_BYTES))
+            self._tags = dict(zip(following, tags, strict=True))
+        return [int(number) for number in np.frombuffer(words[:size], dtype=np.int64)]
+
+    def send(self, part: str, array: Bytes) -> None:
         # By address: the root's memory is only read, and may be read-only.
         self._run(part, _core.TensorRef(array.ctypes.data, array.shape, str(array.dtype), array))
 
-    def receive(self, part: str, length: int, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-        array: np.ndarray[Any, Any] = np.empty(length, dtype=dtype)
+    def receive(self, part: str, length: int) -> Bytes:
+        array = self._received(part, length)
+        if self._seals is not None:
+            self._seals.check(self.root, part, self._tags[part], array.data)
+        return array
+
+    def _received(self, part: str, length: int) -> Bytes:
+        array: Bytes = np.empty(length, dtype=np.uint8)
         self._run(part, array)
         return array
 
@@ -123,6 +163,8 @@ def allgather_object(
 ) -> list[Any]:
     """Return the list of all ranks' objects, in order of rank, on every rank.
 
+    What leaves a host carries a MAC, and nothing is unpickled whose MAC is not right.
+
     Args:
         obj: anything that can be pickled.
         name: matches the calls of the ranks. Without one the n-th such call of a rank on the process set
@@ -131,6 +173,7 @@ def allgather_object(
 
     Raises:
         InvalidArgumentError: a rank's object cannot be pickled; on every rank.
+        PeerLostError: what a rank sent was changed on its way; on every rank, and nobody can go on.
         HorovodInternalError: a rank was lost, or the engine was shut down.
 
     Example::
@@ -141,28 +184,52 @@ def allgather_object(
     label = name or "allgather_object"
     number = process_set_id(process_set)
 
-    def gather(array: np.ndarray[Any, Any], part: str) -> np.ndarray[Any, Any]:
-        handle = world.engine.submit(
-            OpKind.ALLGATHER, f"{label}.{part}", (array,), None, process_set=number, blocking=True
-        )
-        handle.wait()
-        gathered: np.ndarray[Any, Any] = np.frombuffer(memoryview(handle.buffers()[0]), dtype=array.dtype)
-        return gathered
-
     pickled, _, error = _pickled(obj, keep_together=True)
-    rank = world.placement.rank
+    rank, words = world.placement.rank, _signed(pickled, error).to_bytes(8, "little", signed=True)
     with world.line("allgather_object", number) if not name else nullcontext():
+        seals = _seals(world, "allgather_object", label, number)
         # With its rank: those that have joined send nothing.
-        told = gather(np.array([[rank, _signed(pickled, error)]], dtype=np.int64), "size").reshape(-1, 2)
-        everything = gather(pickled, "data").data
-    ends = np.cumsum([_length(size) for _, size in told])
+        words = rank.to_bytes(8, "little") + words
+        row = np.frombuffer(words, np.uint8)
+        if seals is not None:
+            row = seals.sealed("size", words + seals.tag(rank, "data", pickled.data))
+        rows = _gathered(world, number, f"{label}.size", row).reshape(-1, len(row))
+        told = _told(rows, seals)
+        everything = _gathered(world, number, f"{label}.data", pickled)
+    ends = np.cumsum([_length(size) for _, size, _ in told])
     parts = [
-        everything[int(end) - _length(size) : int(end)] for end, (_, size) in zip(ends, told, strict=True)
+        everything[int(end) - _length(size) : int(end)] for end, (_, size, _) in zip(ends, told, strict=True)
     ]
-    failed = {int(sender): part for part, (sender, size) in zip(parts, told, strict=True) if size < 0}
+    if seals is not None:
+        for part, (sender, _, tag) in zip(parts, told, strict=True):
+            seals.check(sender, "data", tag, part.data)
+    failed = {sender: part for part, (sender, size, _) in zip(parts, told, strict=True) if size < 0}
     if failed:
         raise _not_sent(label, failed) from error
-    return [pickle.loads(part) for part in parts]
+    return [pickle.loads(part.data) for part in parts]
+
+
+def _told(rows: Bytes, seals: Seals | None) -> list[tuple[int, int, bytes]]:
+    """What each rank has said of what it will send: its rank, the size, and the MAC."""
+    told = []
+    for index, row in enumerate(rows):
+        words = row.tobytes() if seals is None else seals.opened(seals.ranks[index], "size", row)
+        sender, size = np.frombuffer(words[:16], dtype=np.int64)
+        told.append((int(sender), int(size), words[16:]))
+    return told
+
+
+def _gathered(world: World, number: int, name: str, array: Bytes) -> Bytes:
+    handle = world.engine.submit(OpKind.ALLGATHER, name, (array,), None, process_set=number, blocking=True)
+    handle.wait()
+    return np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.uint8)
+
+
+def _seals(world: World, verb: str, label: str, number: int) -> Seals | None:
+    """What signs a call; none where nothing leaves a host."""
+    if not world.spans_hosts(number):
+        return None
+    return Seals(world, verb, label, number, lambda row: _gathered(world, number, f"{label}.nonce", row))
 
 
 def _pickled(obj: Any, *, keep_together: bool = False) -> tuple[Bytes, list[Bytes], Exception | None]:

@@ -61,6 +61,9 @@ class World:
         #: The host of each rank, as launchers call it.
         self.hosts: list[str] = connections.hosts
         self.met_by_mpi = met_by_mpi
+        #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
+        self.key: bytes = connections.world_key
+        self._domains = connections.domains
         self._closing = threading.Lock()  # held by the thread that closes it; taken before no other
         self._lock = threading.Lock()  # of what follows
         self._sets: list[Member] = []  # those that are registered, as objects; without that of all ranks
@@ -150,6 +153,15 @@ class World:
     def is_homogeneous(self) -> bool:
         """Whether every host has the same number of ranks."""
         return len(set(Counter(self.hosts).values())) == 1
+
+    def spans_hosts(self, process_set: int) -> bool:
+        """Whether what the ranks of a process set send each other leaves the memory of a host.
+
+        The same on all ranks. Ranks of a host that share no memory count as several hosts. A process set
+        that is not there spans nothing.
+        """
+        members = set(self.engine.process_sets().get(process_set, ()))
+        return sum(not members.isdisjoint(domain) for domain in self._domains) > 1
 
     @property
     def numpy(self) -> Any:

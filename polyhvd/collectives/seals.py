@@ -1,0 +1,119 @@
+"""Signs the parts of one call that sends objects between hosts: a pickle runs whatever its sender wants.
+
+First each rank tells all others a random number that nobody has seen before. The MAC of every part then
+covers the numbers of all ranks, the call, the sender and which part it is: one that was recorded earlier, in
+this job or another, one of another call and one that was put elsewhere have the wrong MAC. The key is the
+world's, which all its ranks have and nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyhvd.errors import PeerLostError
+from polyhvd.runtime.world import World
+
+__all__ = ["TAG_BYTES", "Bytes", "Seals"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+TAG_BYTES = 16
+
+_RANK = struct.Struct("<q")
+_NONCE_BYTES = 16
+_TOLD_BYTES = _RANK.size + _NONCE_BYTES
+_ROW_BYTES = _TOLD_BYTES + TAG_BYTES
+
+
+class Seals:
+    """What one rank signs and checks with during one call.
+
+    Args:
+        world: of the call.
+        verb: what is called: "broadcast_object".
+        label: names the call in messages, and matches those of the ranks.
+        set_id: number of the process set.
+        gather: an allgather of rows of bytes among the ranks of the call, one row of each.
+
+    Raises:
+        PeerLostError: what a rank sent was changed on its way.
+        HorovodInternalError: a rank was lost, or the engine was shut down.
+
+    Example::
+
+        seals = Seals(world, "allgather_object", label, set_id, gather)
+        row = seals.sealed("size", words + seals.tag(rank, "data", pickled.data))
+    """
+
+    def __init__(
+        self, world: World, verb: str, label: str, set_id: int, gather: Callable[[Bytes], Bytes]
+    ) -> None:
+        self._world = world
+        self._rank = world.placement.rank
+        self._label = label
+        name = label.encode("utf-8", "surrogatepass")
+        subject = struct.pack("<qI", set_id, len(name)) + name + verb.encode()
+        self._mac = _mac(world.key, b"nonces", subject)
+        own = _RANK.pack(self._rank) + secrets.token_bytes(_NONCE_BYTES)
+        rows = gather(np.frombuffer(own + self.tag(self._rank, "nonce", own), np.uint8)).tobytes()
+        told: list[bytes] = []
+        #: Ranks that take part, in the order in which they are gathered: those that have joined do not.
+        self.ranks: list[int] = []
+        for begin in range(0, len(rows), _ROW_BYTES):
+            row, tag = rows[begin : begin + _TOLD_BYTES], rows[begin + _TOLD_BYTES : begin + _ROW_BYTES]
+            (rank,) = _RANK.unpack_from(row)
+            self.check(rank, "nonce", tag, row)
+            if self.ranks and rank <= self.ranks[-1]:
+                self.refuse(rank)
+            told.append(row)
+            self.ranks.append(rank)
+        if own not in told:
+            self.refuse(self._rank)
+        self._mac = _mac(world.key, b"parts", subject + b"".join(told))
+
+    def tag(self, sender: int, part: str, *data: bytes | memoryview) -> bytes:
+        """The MAC of a part's bytes; ``part`` tells it from the others of this call."""
+        mac = self._mac.copy()
+        mac.update(_RANK.pack(sender) + struct.pack("<I", len(part)) + part.encode())
+        for item in data:
+            mac.update(item)
+        return mac.digest()
+
+    def check(self, sender: int, part: str, tag: bytes, *data: bytes | memoryview) -> None:
+        """Return if the MAC is right, and else end the job: see :meth:`refuse`."""
+        if not hmac.compare_digest(self.tag(sender, part, *data), tag):
+            self.refuse(sender)
+
+    def sealed(self, part: str, words: bytes) -> Bytes:
+        """What to send for a few words of this rank: they and their MAC."""
+        return np.frombuffer(words + self.tag(self._rank, part, words), np.uint8)
+
+    def opened(self, sender: int, part: str, data: Bytes) -> bytes:
+        """The words that a rank has sealed."""
+        words, tag = data[:-TAG_BYTES].tobytes(), data[-TAG_BYTES:].tobytes()
+        self.check(sender, part, tag, words)
+        return words
+
+    def refuse(self, sender: int) -> None:
+        """End the job on all ranks, for somebody stands between them.
+
+        Raises:
+            PeerLostError: always.
+        """
+        reason = (
+            f"{self._label}: what rank {sender} sent to rank {self._rank} was changed, replayed or lost on "
+            "its way: it fails its MAC, and was not unpickled; look at the network between them"
+        )
+        self._world.engine.abort(reason)
+        raise PeerLostError(reason)
+
+
+def _mac(key: bytes, purpose: bytes, begin: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(begin, key=key, digest_size=TAG_BYTES, person=purpose)
