@@ -137,7 +137,7 @@ LAYERS = (
     ("runtime",),
     ("capabilities", "collectives", "data"),
     ("observe", "training"),
-    ("parity",),
+    ("elastic", "parity"),
     ("launch",),
     ("shared",),
     ("__init__",),
@@ -149,8 +149,8 @@ FLAT_FILES_MAX = 10
 #: Files of an adapter's folder, which mean the same in each. All have the first five.
 FILES_OF_ALL = ("adapter", "dialect", "functions", "state", "verbs")
 FILES_OF_MANY = (
-    *("base", "batch_norm", "compression", "derivatives", "errors", "names", "native", "optimizer"),
-    *("parity", "passes", "reducer", "samplers", "sparse"),
+    *("base", "batch_norm", "compression", "derivatives", "elastic", "errors", "names", "native"),
+    *("optimizer", "parity", "passes", "reducer", "samplers", "sparse"),
 )
 
 

@@ -1,0 +1,463 @@
+"""Who is in the world of an elastic job: from events to generations. Pure: no socket, process or clock.
+
+A *member* is a process, by a number that no other process of the job ever has. It stands in a *slot* of a
+host, and waits there for a place in the next *generation* of the world. The launcher tells what happens,
+with the time, and does what comes back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = [
+    "Action",
+    "Dismiss",
+    "End",
+    "Fate",
+    "Finish",
+    "Form",
+    "Limits",
+    "Lose",
+    "Membership",
+    "Notify",
+    "Start",
+]
+
+#: Worlds in a row that fail before anybody has committed: what fails them will fail the next one.
+_BARREN_MAX = 2
+#: A slot whose process has lived for so long has its failures forgiven.
+_FORGIVEN_AFTER_S = 600.0
+#: From the second failure of a slot on, unless the user says otherwise.
+_COOLDOWN_S = (1.0, 60.0)
+#: How long newcomers that are ready wait for others that have been started with them.
+_GATHER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user allows.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+
+    size: int  #: of the first world
+    min_size: int
+    max_size: int
+    spares: int = 0  #: on each host, started ahead
+    reset_limit: int | None = None  #: of generations after the first
+    timeout_s: float = 600.0  #: with fewer than ``min_size`` members
+    #: How long a slot rests after a failure: at first, and at most, doubled each time. None: the first
+    #: failure costs nothing.
+    cooldown_s: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_size <= self.size <= self.max_size:
+            raise ValueError(
+                f"--min-np {self.min_size}, -np {self.size}, --max-np {self.max_size}: "
+                "expected 1 <= --min-np <= -np <= --max-np"
+            )
+        if self.spares < 0 or (self.reset_limit is not None and self.reset_limit < 0):
+            raise ValueError("--spares and --reset-limit must not be negative")
+        if not 0 <= self.timeout_s < float("inf"):
+            raise ValueError(f"--elastic-timeout {self.timeout_s:g}: expected seconds, from 0 on")
+        if self.cooldown_s is not None and not 0 <= self.cooldown_s[0] <= self.cooldown_s[1] < float("inf"):
+            low, high = self.cooldown_s
+            raise ValueError(f"--blacklist-cooldown-range {low:g} {high:g}: expected 0 <= MIN <= MAX")
+
+    def cooldown_after(self, failures: int) -> float:
+        """How long a slot rests after so many failures in a row."""
+        low, high = self.cooldown_s or _COOLDOWN_S
+        doublings = failures - (1 if self.cooldown_s else 2)
+        return 0.0 if doublings < 0 else min(high, low * 2.0 ** min(doublings, 60))
+
+
+class Fate(Enum):
+    """How a member has ended."""
+
+    WELL = "well"  #: its program is done
+    LOST = "lost"  #: it was killed, it crashed, its host is gone, or it ended because it had lost another
+    FAILED = "failed"  #: of its own, so that it would again
+    UNSTARTABLE = "unstartable"  #: there is no such program, or no way onto the host
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process."""
+
+    member: int
+    host: str
+    slot: int  #: among those of the host
+
+
+@dataclass(frozen=True)
+class Form:
+    """Here is the next world: tell its members, which have all asked for it."""
+
+    generation: int
+    members: tuple[int, ...]  #: by rank
+    hosts: tuple[str, ...]  #: of each
+
+
+@dataclass(frozen=True)
+class Lose:
+    """A member of this generation is lost: whoever still waits for it is to give up."""
+
+    generation: int
+    member: int
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Have the world of this generation come to a boundary of steps, and ask for the next one."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """End this process; what it was needed for is over."""
+
+    member: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The job is done: end what still waits for a place."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The job has failed."""
+
+    reason: str
+    cause: int | None = None  #: the member that is to be blamed
+    resumable: bool = False
+
+
+Action = Start | Form | Lose | Notify | Dismiss | Finish | End
+
+
+@dataclass
+class _Member:
+    host: str
+    slot: int
+    since: float
+    generation: int = 0  # of the last world that it was given a place in
+    asks: bool = False  # for a place in a later one
+    ready_at: float = 0.0  # when it has asked for its first
+    dismissed: bool = False
+
+
+@dataclass
+class _Slot:
+    failures: int = 0
+    free_at: float = 0.0
+    done: bool = False  # its process has ended in good order: there is no more to do
+
+
+@dataclass
+class _World:
+    """The last generation that was formed."""
+
+    generation: int
+    members: list[int]  # those that live, by rank
+    lost: list[int] = field(default_factory=list)
+    notified: bool = False
+    wired: bool = False  # somebody has seen all of it connected
+    progressed: bool = False  # somebody has committed in it
+    judged: bool = False  # whether its failure was counted
+
+
+class Membership:
+    """See the module. Every method takes what has happened, and returns what is to be done, in order.
+
+    Example::
+
+        membership = Membership(Limits(size=2, min_size=1, max_size=2))
+        membership.hosts_are({"a": 2}, now=0.0)  # [Start(0, "a", 0), Start(1, "a", 1)]
+        membership.asks(0, 0, now=1.0)  # []
+        membership.asks(1, 0, now=1.2)  # [Form(1, (0, 1), ("a", "a"))]
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.replaced = 0  #: how many members the job has lost and gone on
+        self.formed = 0  #: the last generation
+        self._hosts: dict[str, int] = {}
+        self._slots: dict[tuple[str, int], _Slot] = {}
+        self._members: dict[int, _Member] = {}  # those that live
+        self._next = 0
+        self._world: _World | None = None
+        self._finishing = False  # a member of a world has ended well
+        self._over = False
+        self._too_few_since: float | None = None
+        self._barren = 0
+        self._first_cause: int | None = None  # of the barren worlds
+        self._lost_now: int | None = None  # the first that the present world has lost
+
+    # Events
+
+    def hosts_are(self, hosts: Mapping[str, int], now: float) -> list[Action]:
+        """These are the hosts now, with their slots; one that is missing is gone, or about to be."""
+        if self._over:
+            return []
+        self._hosts = {host: slots for host, slots in hosts.items() if slots > 0}
+        actions: list[Action] = []
+        for number, member in self._members.items():
+            if member.generation == 0 and not member.dismissed and not self._has_slot(member):
+                member.dismissed = True
+                actions.append(Dismiss(number))
+        return actions + self._settle(now)
+
+    def asks(
+        self, member: int, after: int, now: float, *, wired: bool = False, progressed: bool = False
+    ) -> list[Action]:
+        """A member asks for a place in a generation after this one.
+
+        Args:
+            member: which.
+            after: the last generation that it had a place in; 0: none.
+            now: the time.
+            wired: whether it has been connected in that one.
+            progressed: whether it has committed in it.
+        """
+        found = self._members.get(member)
+        if self._over or found is None or after < found.generation:
+            return []
+        if found.dismissed:
+            return [Dismiss(member)]
+        if not found.asks:
+            found.asks = True
+            found.ready_at = now
+        world = self._world
+        if world is not None and found.generation == world.generation:
+            world.wired |= wired
+            world.progressed |= progressed
+        return self._settle(now)
+
+    def ended(self, member: int, fate: Fate, now: float) -> list[Action]:
+        """A member has ended."""
+        found = self._members.pop(member, None)
+        if self._over or found is None:
+            return []
+        slot = self._slots[found.host, found.slot]
+        world = self._world
+        placed = world is not None and member in world.members
+        if placed and world is not None:
+            world.members.remove(member)
+        if fate is Fate.WELL or found.dismissed:
+            slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
+            self._finishing = self._finishing or (placed and fate is Fate.WELL)
+            return self._settle(now)
+        if fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
+            return self._end("", cause=member)
+        self._fail_slot(slot, found, now)
+        self.replaced += found.generation > 0
+        actions: list[Action] = []
+        if placed and world is not None:
+            if not world.lost:
+                self._lost_now = member
+            world.lost.append(member)
+            actions.append(Lose(world.generation, member))
+        return actions + self._settle(now)
+
+    def time_is(self, now: float) -> list[Action]:
+        """Nothing has happened; the time of :meth:`next_at` may have come."""
+        return [] if self._over else self._settle(now)
+
+    def next_at(self, now: float) -> float:
+        """When :meth:`time_is` may have something to do, after now; infinite: never."""
+        if self._over:
+            return float("inf")
+        times = [slot.free_at for key, slot in self._slots.items() if self._is_vacant(key)]
+        if self._too_few_since is not None:
+            times.append(self._too_few_since + self.limits.timeout_s)
+        times += [item.ready_at + _GATHER_S for item in self._members.values() if self._may_join(item)]
+        return min((moment for moment in times if moment > now), default=float("inf"))
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be decided."""
+        return self._over
+
+    # What follows
+
+    def _settle(self, now: float) -> list[Action]:
+        if self._is_finished():
+            lost = [] if self._world is None else self._world.lost
+            if lost:
+                return self._end("", cause=lost[0])
+            self._over = True
+            return [Finish()]
+        actions = self._start_missing(now)
+        if self._is_complete():
+            actions += self._form(now)
+        else:
+            actions += self._notify(now)
+        if not self._over:
+            actions += self._watch_size(now)
+        return actions
+
+    def _is_finished(self) -> bool:
+        """Whether all that were in the world have ended well, or no process has anything to do."""
+        if self._world is not None:
+            return self._finishing and not self._world.members
+        return not self._members and any(slot.done for slot in self._slots.values())
+
+    def _fail_slot(self, slot: _Slot, member: _Member, now: float) -> None:
+        slot.failures = 1 if now - member.since >= _FORGIVEN_AFTER_S else slot.failures + 1
+        slot.free_at = now + self.limits.cooldown_after(slot.failures)
+
+    def _has_slot(self, member: _Member) -> bool:
+        return member.slot < self._capacity(member.host)
+
+    def _capacity(self, host: str) -> int:
+        slots = self._hosts.get(host, 0)
+        return slots + self.limits.spares if slots else 0
+
+    def _is_vacant(self, key: tuple[str, int]) -> bool:
+        host, number = key
+        taken = any((item.host, item.slot) == key for item in self._members.values())
+        return not taken and number < self._capacity(host) and not self._slots[key].done
+
+    def _target(self) -> int:
+        return min(self.limits.max_size, sum(self._hosts.values()))
+
+    def _start_missing(self, now: float) -> list[Action]:
+        """Start what is missing: as many as the world may have, and the spares of each host."""
+        wanted = self._target() + self.limits.spares * len(self._hosts)
+        wanted -= sum(slot.done for slot in self._slots.values())
+        actions: list[Action] = []
+        for host in self._hosts:
+            for number in range(self._capacity(host)):
+                slot = self._slots.setdefault((host, number), _Slot())
+                living = sum(not item.dismissed for item in self._members.values())
+                if living >= wanted or self._finishing:
+                    return actions
+                if slot.free_at <= now and self._is_vacant((host, number)):
+                    self._members[self._next] = _Member(host, number, now)
+                    actions.append(Start(self._next, host, number))
+                    self._next += 1
+        return actions
+
+    def _waiting(self) -> list[int]:
+        """Newcomers that are ready, the oldest first."""
+        return [n for n, item in self._members.items() if self._is_ready(item)]
+
+    @staticmethod
+    def _is_ready(item: _Member) -> bool:
+        return item.asks and item.generation == 0 and not item.dismissed
+
+    def _next_world(self) -> list[int]:
+        """Who will be in it: those of the present one in their order, then who is ready, the oldest first."""
+        staying = [] if self._world is None else self._world.members
+        target = self.limits.size if self._world is None else self._target()
+        room = dict(self._hosts)
+        chosen: list[int] = []
+        for number in (*staying, *self._waiting()):
+            host = self._members[number].host
+            if len(chosen) < target and room.get(host, 0) > 0:
+                chosen.append(number)
+                room[host] -= 1
+        return chosen
+
+    def _is_complete(self) -> bool:
+        """Whether everybody has asked for a place whom the next world has to wait for."""
+        if self._world is None or not self._world.members:
+            starting = any(not item.asks for item in self._members.values() if not item.dismissed)
+            chosen = len(self._next_world())
+            return chosen >= self.limits.size or (not starting and chosen >= self._least())
+        return all(self._members[number].asks for number in self._world.members)
+
+    def _least(self) -> int:
+        """How many make a world; when others are done already, those that are left finish without them."""
+        return 1 if self._finishing else self.limits.min_size
+
+    def _form(self, now: float) -> list[Action]:
+        chosen = self._next_world()
+        world = self._world
+        if world is not None and world.lost and (reason := self._recurs(world)) is not None:
+            return self._end(reason, cause=self._first_cause)
+        if len(chosen) < self._least():
+            return []
+        if self.limits.reset_limit is not None and self.formed > self.limits.reset_limit:
+            reason = (
+                f"the world has changed {self.formed} times, and --reset-limit is {self.limits.reset_limit}"
+            )
+            return self._end(reason, cause=self._lost_now)
+        self.formed += 1
+        leaving = [] if world is None else [number for number in world.members if number not in chosen]
+        for number in leaving:
+            self._members[number].dismissed = True
+        for number in chosen:
+            self._members[number].generation = self.formed
+            self._members[number].asks = False
+        self._world = _World(self.formed, chosen)
+        self._lost_now = None
+        hosts = tuple(self._members[number].host for number in chosen)
+        return [Form(self.formed, tuple(chosen), hosts), *map(Dismiss, leaving)]
+
+    def _recurs(self, world: _World) -> str | None:
+        """Why it would be in vain to go on; each world is counted once."""
+        if world.judged:
+            return None
+        world.judged = True
+        if world.progressed:
+            self._barren = 0
+            self._first_cause = None
+        elif world.wired or not world.members:
+            self._barren += 1
+            self._first_cause = self._lost_now if self._first_cause is None else self._first_cause
+        if self._barren < _BARREN_MAX:
+            return None
+        return f"{self._barren} worlds in a row have failed before anybody had committed"
+
+    def _may_join(self, item: _Member) -> bool:
+        return self._is_ready(item) and self._world is not None and not self._world.notified
+
+    def _notify(self, now: float) -> list[Action]:
+        """Have the world ask for the next one, where that would have other members."""
+        world = self._world
+        if world is None or world.notified or world.lost or self._finishing:
+            return []
+        if any(self._members[number].asks for number in world.members):
+            return []  # it is about to
+        chosen = self._next_world()
+        if chosen == world.members or len(chosen) < self.limits.min_size:
+            return []
+        newcomers = chosen[len([number for number in world.members if number in chosen]) :]
+        starting = any(not item.asks and item.generation == 0 for item in self._members.values())
+        staying = len(chosen) - len(newcomers) == len(world.members)
+        if starting and staying and now < self._members[newcomers[0]].ready_at + _GATHER_S:
+            return []
+        world.notified = True
+        return [Notify(world.generation)]
+
+    def _watch_size(self, now: float) -> list[Action]:
+        """End the job when there have been too few for too long."""
+        usable = Counter(
+            item.host
+            for item in self._members.values()
+            if (item.generation or item.asks or self._world is None) and not item.dismissed
+        )
+        count = sum(min(number, self._hosts.get(host, 0)) for host, number in usable.items())
+        if count >= self.limits.min_size:
+            self._too_few_since = None
+            return []
+        if self._too_few_since is None:
+            self._too_few_since = now
+        if now < self._too_few_since + self.limits.timeout_s:
+            return []
+        reason = (
+            f"{count} processes are left, fewer than --min-np {self.limits.min_size}, and no more have come "
+            f"within {self.limits.timeout_s:g} s"
+        )
+        return self._end(reason, cause=self._lost_now, resumable=True)
+
+    def _end(self, reason: str, cause: int | None = None, *, resumable: bool = False) -> list[Action]:
+        self._over = True
+        return [End(reason, cause, resumable)]

@@ -1,0 +1,371 @@
+"""Who is in the world of an elastic job: rules one by one, and what holds in any course of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyhvd.elastic.membership import (
+    Action,
+    Dismiss,
+    End,
+    Fate,
+    Finish,
+    Form,
+    Limits,
+    Lose,
+    Membership,
+    Notify,
+    Start,
+)
+
+
+def started(actions: list[Action]) -> list[int]:
+    return [action.member for action in actions if isinstance(action, Start)]
+
+
+def formed(actions: list[Action]) -> list[tuple[int, ...]]:
+    return [action.members for action in actions if isinstance(action, Form)]
+
+
+def ends(actions: list[Action]) -> list[End]:
+    return [action for action in actions if isinstance(action, End)]
+
+
+def running(limits: Limits, hosts: dict[str, int]) -> Membership:
+    """A job whose first world is formed at time 0."""
+    membership = Membership(limits)
+    actions: list[Action] = []
+    for number in started(membership.hosts_are(hosts, 0.0)):
+        actions += membership.asks(number, 0, 0.0)
+    assert formed(actions)
+    return membership
+
+
+def ask_all(membership: Membership, members: tuple[int, ...], after: int, now: float) -> list[Action]:
+    actions: list[Action] = []
+    for member in members:
+        actions += membership.asks(member, after, now, wired=True, progressed=True)
+    return actions
+
+
+def test_first_world_waits_for_as_many_as_were_asked_for() -> None:
+    membership = Membership(Limits(3, 2, 3))
+    assert started(membership.hosts_are({"a": 3}, 0.0)) == [0, 1, 2]
+    assert membership.asks(0, 0, 1.0) == []
+    assert membership.asks(2, 0, 1.0) == []
+    assert membership.asks(1, 0, 1.0) == [Form(1, (0, 1, 2), ("a", "a", "a"))]
+
+
+def test_first_world_is_smaller_where_hosts_have_fewer_slots() -> None:
+    membership = Membership(Limits(3, 2, 3))
+    assert started(membership.hosts_are({"a": 2}, 0.0)) == [0, 1]
+    membership.asks(0, 0, 0.0)
+    assert formed(membership.asks(1, 0, 0.0)) == [(0, 1)]
+
+
+def test_lost_member_is_replaced_at_once_and_survivors_go_on_without_waiting_for_it() -> None:
+    membership = running(Limits(3, 2, 3), {"a": 3})
+    actions = membership.ended(1, Fate.LOST, 10.0)
+    assert actions == [Lose(1, 1), Start(3, "a", 1)]
+    assert ask_all(membership, (0,), 1, 10.0) == []
+    assert formed(ask_all(membership, (2,), 1, 10.0)) == [(0, 2)]
+
+
+def test_spare_takes_the_place_and_ranks_stay_with_the_oldest() -> None:
+    membership = Membership(Limits(3, 2, 3, spares=1))
+    assert started(membership.hosts_are({"a": 3}, 0.0)) == [0, 1, 2, 3]
+    for number in (3, 0, 1, 2):
+        actions = membership.asks(number, 0, 0.0)
+    # Of four that are ready the oldest three.
+    assert formed(actions) == [] or formed(actions) == [(0, 1, 2)]
+    membership = Membership(Limits(3, 2, 3, spares=1))
+    membership.hosts_are({"a": 3}, 0.0)
+    for number in range(4):
+        membership.asks(number, 0, 0.0)
+    membership.ended(0, Fate.LOST, 10.0)
+    assert formed(ask_all(membership, (1, 2), 1, 10.0)) == [(1, 2, 3)]
+
+
+def test_newcomer_is_admitted_when_the_world_comes_to_a_boundary() -> None:
+    membership = running(Limits(3, 2, 3), {"a": 3})
+    membership.ended(1, Fate.LOST, 10.0)
+    ask_all(membership, (0, 2), 1, 10.0)
+    assert membership.asks(3, 0, 12.0) == [Notify(2)]
+    assert membership.asks(0, 2, 12.1, wired=True, progressed=True) == []
+    assert formed(membership.asks(2, 2, 12.1, wired=True, progressed=True)) == [(0, 2, 3)]
+
+
+def test_slot_rests_longer_with_each_failure_and_its_host_does_not() -> None:
+    membership = running(Limits(2, 1, 2, cooldown_s=(4.0, 10.0)), {"a": 2})
+    assert started(membership.ended(1, Fate.LOST, 10.0)) == []
+    ask_all(membership, (0,), 1, 10.0)
+    assert membership.next_at(10.0) == 14.0
+    assert membership.time_is(14.0) == [Start(2, "a", 1)]
+    assert started(membership.ended(2, Fate.LOST, 15.0)) == []
+    assert membership.next_at(15.0) == 23.0
+    assert membership.time_is(23.0) == [Start(3, "a", 1)]
+    assert started(membership.ended(3, Fate.LOST, 24.0)) == []
+    assert membership.next_at(24.0) == 34.0  # at most
+    assert started(membership.ended(0, Fate.LOST, 25.0)) == []  # its slot rests for 4 s
+    assert membership.time_is(29.0) == [Start(4, "a", 0)]
+
+
+def test_first_failure_of_a_slot_costs_nothing_unless_the_user_says_so() -> None:
+    limits = Limits(2, 1, 2)
+    assert [limits.cooldown_after(failures) for failures in (1, 2, 3, 4, 99)] == [0.0, 1.0, 2.0, 4.0, 60.0]
+
+
+def test_too_few_for_too_long_ends_the_job_which_can_be_resumed() -> None:
+    membership = running(Limits(2, 2, 2, timeout_s=30.0, cooldown_s=(100.0, 100.0)), {"a": 2})
+    membership.ended(1, Fate.LOST, 10.0)
+    assert formed(ask_all(membership, (0,), 1, 11.0)) == []
+    assert membership.next_at(11.0) == 40.0
+    (end,) = ends(membership.time_is(40.0))
+    assert end.resumable
+    assert "1 processes are left, fewer than --min-np 2" in end.reason
+    assert membership.over
+
+
+def test_failure_of_the_program_s_own_ends_the_job() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    assert membership.ended(1, Fate.FAILED, 10.0) == [End("", 1)]
+
+
+def test_program_that_cannot_be_started_ends_the_job() -> None:
+    membership = Membership(Limits(2, 1, 2))
+    membership.hosts_are({"a": 2}, 0.0)
+    assert membership.ended(0, Fate.UNSTARTABLE, 0.0) == [End("", 0)]
+
+
+def test_two_worlds_in_a_row_that_fail_before_a_commit_end_the_job_with_the_first_cause() -> None:
+    membership = running(Limits(3, 1, 3), {"a": 3})
+    membership.ended(2, Fate.LOST, 1.0)
+    membership.asks(0, 1, 1.0, wired=True)
+    assert formed(membership.asks(1, 1, 1.0, wired=True)) == [(0, 1)]
+    membership.ended(1, Fate.LOST, 2.0)
+    (end,) = ends(membership.asks(0, 2, 2.0, wired=True))
+    assert (end.cause, end.resumable) == (2, False)
+    assert end.reason == "2 worlds in a row have failed before anybody had committed"
+
+
+def test_world_that_was_never_whole_does_not_count() -> None:
+    membership = running(Limits(3, 1, 3), {"a": 3})
+    membership.ended(2, Fate.LOST, 1.0)
+    membership.asks(0, 1, 1.0, wired=True)
+    membership.asks(1, 1, 1.0, wired=True)
+    for generation in range(2, 6):  # newcomers that die while they join
+        newcomer = max(membership._members)
+        membership.asks(newcomer, 0, 100.0 * generation)
+        membership.asks(0, generation, 100.0 * generation, wired=generation == 2, progressed=generation == 2)
+        actions = membership.asks(1, generation, 100.0 * generation)
+        assert len(formed(actions)[0]) == 3
+        lost = membership.ended(newcomer, Fate.LOST, 100.0 * generation + 1)
+        assert lost[0] == Lose(generation + 1, newcomer)
+        break
+    actions = ask_all(membership, (), 3, 301.0)
+    membership.asks(0, 3, 301.0)
+    assert formed(membership.asks(1, 3, 301.0)) == [(0, 1)]
+
+
+def test_reset_limit_ends_the_job() -> None:
+    membership = running(Limits(3, 1, 3, reset_limit=1), {"a": 3})
+    membership.ended(2, Fate.LOST, 1.0)
+    assert formed(ask_all(membership, (0, 1), 1, 1.0)) == [(0, 1)]
+    membership.ended(1, Fate.LOST, 2.0)
+    (end,) = ends(ask_all(membership, (0,), 2, 2.0))
+    assert end == End("the world has changed 2 times, and --reset-limit is 1", 1)
+
+
+def test_member_of_a_host_that_is_gone_leaves_at_a_boundary() -> None:
+    membership = running(Limits(2, 1, 4), {"a": 2})
+    assert started(membership.hosts_are({"a": 2, "b": 2}, 1.0)) == [2, 3]
+    membership.asks(2, 0, 2.0)
+    assert membership.asks(3, 0, 2.0) == [Notify(1)]
+    assert formed(ask_all(membership, (0, 1), 1, 3.0)) == [(0, 1, 2, 3)]
+    assert membership.hosts_are({"b": 2}, 4.0) == [Notify(2)]
+    actions = ask_all(membership, (0, 1, 2, 3), 2, 5.0)
+    assert formed(actions) == [(2, 3)]
+    assert [action for action in actions if isinstance(action, Dismiss)] == [Dismiss(0), Dismiss(1)]
+    assert membership.ended(0, Fate.WELL, 6.0) == []
+
+
+def test_job_is_done_when_all_of_its_world_are_and_spares_end_then() -> None:
+    membership = running(Limits(2, 1, 2, spares=1), {"a": 2})
+    assert membership.ended(0, Fate.WELL, 1.0) == []
+    assert membership.ended(1, Fate.WELL, 2.0) == [Finish()]
+    assert membership.over
+
+
+def test_member_that_is_killed_when_the_others_are_done_fails_the_job() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    membership.ended(0, Fate.WELL, 1.0)
+    actions = membership.ended(1, Fate.LOST, 2.0)
+    assert ends(actions) == [End("", 1)]
+
+
+def test_program_without_init_is_done_when_its_processes_are() -> None:
+    membership = Membership(Limits(2, 1, 2))
+    membership.hosts_are({"a": 2}, 0.0)
+    assert membership.ended(0, Fate.WELL, 1.0) == []
+    assert membership.ended(1, Fate.WELL, 1.0) == [Finish()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"size": 2, "min_size": 3, "max_size": 3},
+        {"size": 2, "min_size": 0, "max_size": 3},
+        {"size": 4, "min_size": 1, "max_size": 3},
+        {"size": 2, "min_size": 1, "max_size": 2, "timeout_s": float("nan")},
+        {"size": 2, "min_size": 1, "max_size": 2, "cooldown_s": (3.0, 1.0)},
+        {"size": 2, "min_size": 1, "max_size": 2, "spares": -1},
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(values: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="--"):
+        Limits(**values)
+
+
+@dataclass
+class Course:
+    """What has been done, as a launcher would, and what must hold of it."""
+
+    limits: Limits
+    membership: Membership = field(init=False)
+    now: float = 0.0
+    hosts: dict[str, int] = field(default_factory=dict)
+    living: dict[int, tuple[str, int]] = field(default_factory=dict)
+    place: dict[int, int] = field(default_factory=dict)  # the last generation of each
+    asking: set[int] = field(default_factory=set)
+    world: tuple[int, ...] = ()
+    generation: int = 0
+    dismissed: set[int] = field(default_factory=set)
+    started: int = 0
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.membership = Membership(self.limits)
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert not self.ended, "nothing follows the end"
+            if isinstance(action, Start):
+                assert action.member == self.started, "numbers are never used again"
+                assert (action.host, action.slot) not in self.living.values(), "one process in a slot"
+                assert action.slot < self.hosts[action.host] + self.limits.spares
+                self.started += 1
+                self.living[action.member] = (action.host, action.slot)
+                self.place[action.member] = 0
+            elif isinstance(action, Form):
+                self._form(action)
+            elif isinstance(action, Lose):
+                assert action.generation == self.generation
+                assert action.member in self.world
+            elif isinstance(action, Notify):
+                assert action.generation == self.generation
+            elif isinstance(action, Dismiss):
+                self.dismissed.add(action.member)
+            else:
+                self.ended = True
+        living = [member for member in self.living if member not in self.dismissed]
+        most = self.limits.max_size + self.limits.spares * 3
+        assert len(living) <= most
+
+    def _form(self, action: Form) -> None:
+        assert action.generation == self.generation + 1
+        assert len(set(action.members)) == len(action.members)
+        assert set(action.members) <= self.asking, "nobody is placed who has not asked"
+        assert set(action.members) <= self.living.keys()
+        assert not set(action.members) & self.dismissed
+        assert len(action.members) <= self.limits.max_size
+        assert action.hosts == tuple(self.living[member][0] for member in action.members)
+        for host in set(action.hosts):
+            assert action.hosts.count(host) <= self.hosts.get(host, 0)
+        before = [member for member in self.world if member in action.members]
+        assert list(action.members[: len(before)]) == before, "ranks stay with the oldest"
+        for member in self.world:
+            assert member not in self.living or member in self.asking, "a world waits for all that live"
+        self.generation, self.world = action.generation, action.members
+        for member in action.members:
+            self.place[member] = action.generation
+        self.asking -= set(action.members)
+
+    def step(self, data: st.DataObject) -> None:
+        self.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 30.0]), label="time")
+        kind = data.draw(st.sampled_from(["ask", "ask", "ask", "lose", "well", "hosts", "time"]))
+        members = sorted(self.living)
+        if kind == "hosts":
+            names = data.draw(st.sets(st.sampled_from("abc")), label="hosts")
+            self.hosts = {name: data.draw(st.integers(0, 3)) for name in sorted(names)}
+            self.do(self.membership.hosts_are(self.hosts, self.now))
+        elif kind == "time" or not members:
+            self.do(self.membership.time_is(self.now))
+        else:
+            member = data.draw(st.sampled_from(members), label=kind)
+            if kind == "ask":
+                self.asking.add(member)
+                flags = {"wired": data.draw(st.booleans()), "progressed": data.draw(st.booleans())}
+                self.do(self.membership.asks(member, self.place[member], self.now, **flags))
+            else:
+                del self.living[member]
+                self.asking.discard(member)
+                fate = Fate.LOST if kind == "lose" else Fate.WELL
+                self.do(self.membership.ended(member, fate, self.now))
+
+    def let_it_run(self) -> None:
+        """Whoever lives asks, and time goes on: the job is in a world then, or at its end."""
+        for _ in range(40):
+            if self.ended:
+                return
+            for member in sorted(self.living):
+                if member in self.dismissed:
+                    self.do(self.membership.asks(member, self.place[member], self.now))
+                    continue
+                if self.place[member] < self.generation or self.place[member] == 0 or self.is_broken():
+                    self.asking.add(member)
+                    self.do(
+                        self.membership.asks(
+                            member, self.place[member], self.now, wired=True, progressed=True
+                        )
+                    )
+                if self.ended:
+                    return
+            self.now = min(max(self.membership.next_at(self.now), self.now + 0.1), self.now + 1000.0)
+            self.do(self.membership.time_is(self.now))
+            if self.world and not self.is_broken() and self.limits.min_size <= len(self.world):
+                return
+        raise AssertionError("neither a world nor an end")
+
+    def is_broken(self) -> bool:
+        return any(member not in self.living for member in self.world)
+
+
+LIMITS = st.builds(
+    lambda least, more, most, spares, limit, timeout, cool: Limits(
+        least + more, least, least + more + most, spares, limit, timeout, cool
+    ),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.none() | st.integers(0, 5),
+    st.sampled_from([0.0, 10.0, 600.0]),
+    st.none() | st.just((1.0, 20.0)),
+)
+
+
+@given(LIMITS, st.integers(1, 60), st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_course_of_events_keeps_the_rules_and_comes_to_a_world_or_an_end(
+    limits: Limits, steps: int, data: st.DataObject
+) -> None:
+    course = Course(limits)
+    for _ in range(steps):
+        if not course.ended:
+            course.step(data)
+    if not course.ended:
+        course.let_it_run()
