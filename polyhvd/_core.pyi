@@ -184,6 +184,9 @@ class Engine:
     def tune(self, tuning: Tuning) -> None:
         """On rank 0: what all ranks work with from their next operations on."""
     tuning: Tuning  # what this rank works with
+    def notify(self, notice: int) -> None:
+        """On rank 0: a number for the program of every rank, in the total order; they count up."""
+    notice: int  # the last that precedes the operation of all ranks which has ended last here
     def shutdown(self) -> None: ...
     def abort(self, reason: str) -> None: ...
     def abandon(self) -> None:

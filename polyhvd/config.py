@@ -187,7 +187,7 @@ class Launched(_Table):
     restart_count: int = _row(
         "RESTART_COUNT", _count, 0, "How often polyhvdrun --max-restarts has started the job again."
     )
-
+    member: int | None = _row("MEMBER", _count, None, "Which process of an elastic job; set by the launcher.")
     report: str = _row(
         "REPORT",
         str,
@@ -461,7 +461,7 @@ class Settings(_Table):
         return "" if self.flight_dir else job
 
 
-_NO_ELASTIC = "There are no elastic jobs yet."
+_ELASTIC = "polyhvdrun's options say whether a job is elastic, and how."
 _BUILD = "It concerned how Horovod was built; nothing is chosen when polyhvd is."
 _LAUNCHER = "For Horovod's launchers; polyhvdrun has its own ways."
 
@@ -478,8 +478,8 @@ _INEFFECTIVE = (
     Ineffective(
         "DYNAMIC_PROCESS_SETS", "Always on: process sets can be added and removed while the job runs."
     ),
-    Ineffective("ELASTIC", _NO_ELASTIC),
-    Ineffective("ELASTIC_TIMEOUT", _NO_ELASTIC),
+    Ineffective("ELASTIC", _ELASTIC),
+    Ineffective("ELASTIC_TIMEOUT", "For polyhvdrun: the default of --elastic-timeout."),
     Ineffective(
         "ENABLE_ASYNC_COMPLETION",
         "Always so: operations on a GPU are done when they have been given to a stream.",
@@ -563,7 +563,7 @@ def table() -> list[Variable]:
 def _as_markdown() -> str:
     def shown(value: Any) -> str:
         number = int(value) if isinstance(value, bool) else value
-        text = f"{number:g}" if isinstance(number, float) else str(number)
+        text = f"{number:g}" if isinstance(number, float) else str("" if value is None else number)
         if isinstance(value, tuple):
             text = ",".join(map(str, value))
         return f"`{text}`" if text else "empty"

@@ -99,7 +99,9 @@ def run(
     }
     for name, value in elastic.items():
         if value is not None and not (name.startswith(("min_n", "max_n")) and value == ranks):
-            raise ValueError(f"run({name}={value!r}): there are no elastic jobs yet; leave it out")
+            raise ValueError(
+                f"run({name}={value!r}): there are no elastic jobs here yet; start one with polyhvdrun"
+            )
     if use_mpi or mpi_args:
         raise ValueError("run(use_mpi, mpi_args): MPI starts scripts alone, with mpirun or polyhvdrun --mpi")
     from polyhvd.launch.function import run_function  # not needed by ranks

@@ -167,6 +167,7 @@ class Agent:
         self._suspended = False  # the launcher has said that it will be silent
         self._given_up = ""  # why: the launcher was silent for too long
         self._grace_s = 0.0
+        self._stays = False  # without ranks, since more may come
         self._stopping = False  # by a signal to this process, whatever the launcher does
         self._got: dict[tuple[int, int], float] = {}  # signal, of agent or guard -> when first
         self._asked: dict[int, set[int]] = {}  # signal that waits to be passed on -> who has told us
@@ -183,13 +184,16 @@ class Agent:
         for descriptor in filter(lambda fd: fd >= 0, (self._inlet, wake, self._guard)):
             self._selector.register(descriptor, selectors.EVENT_READ)
         self._flush()
-        while not self._ended and (self._ranks or not self._started):
+        while not self._ended and (self._ranks or not self._started or self._waits_for_ranks()):
             self._turn(wake)
         kill_descendants()
         while self._pipes and not self._ended:
             self._drain(next(iter(self._pipes)))
         while self._outbox and not self._ended and not self._given_up:
             self._turn(wake)
+
+    def _waits_for_ranks(self) -> bool:
+        return self._stays and not self._stopping and not self._given_up
 
     def _turn(self, wake: int) -> None:
         for key, _ in self._selector.select(self._timer_s()):
@@ -374,6 +378,7 @@ class Agent:
 
     def _start(self, job: dict[str, Any]) -> None:
         self._started = True
+        self._stays = bool(job.get("stays", False))
         self._grace_s = float(job.get("grace_s", 0.0))
         timeout_s = float(job.get("heartbeat_timeout_s", HEARTBEAT_TIMEOUT_S))
         self._heartbeat = Heartbeat(timeout_s, time.monotonic())
@@ -384,7 +389,7 @@ class Agent:
             signal.signal(number, signal.SIG_IGN if number in ignored else _leave_to_the_loop)
         environment = {k: v for k, v in os.environ.items() if k not in job["unset"]}
         environment.update(job["env"])
-        threads = max(1, len(os.sched_getaffinity(0)) // len(job["ranks"]))
+        threads = max(1, len(os.sched_getaffinity(0)) // job.get("local_size", len(job["ranks"])))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         for rank, its_environment in job["ranks"]:
             report, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

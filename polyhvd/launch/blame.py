@@ -54,6 +54,7 @@ class Ending:
     reason: str = ""  # the launcher's own words, where there is no exit status
     #: Errors that other ranks have caused on this one, as its engine has reported them by itself.
     suffered: Sequence[bytes] = field(default=())
+    what: str = "rank"  # "process" in an elastic job, where ranks change
 
     @property
     def failed(self) -> bool:
@@ -95,7 +96,7 @@ def had_failed(ending: Ending) -> bool:
 
 def describe(ending: Ending) -> str:
     """One line: which rank, where, and what happened to it."""
-    who = f"rank {ending.rank} on {ending.host}"
+    who = f"{ending.what} {ending.rank} on {ending.host}"
     if ending.reason:
         return f"{who} {ending.reason}"
     if ending.status < 0:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from polyhvd.launch.horovodrun import NO_ELASTIC
+from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.options import (
+    ELASTIC_OPTIONS,
     SETTINGS,
     USAGE_STATUS,
     Parser,
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print("\n".join(plan(spec)))
             return 0
-        output = _output(options, len(spec.placements))
+        output = _output(options, len(spec.placements) or (spec.elastic.limits.size if spec.elastic else 0))
     except (ValueError, OSError) as error:
         parser.exit(USAGE_STATUS, f"polyhvdrun: {error}\n")
     with contextlib.closing(output):
@@ -199,10 +200,13 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
         hosts = hosts_of_jsrun(allocation, size, options.slots_per_host)
     elif allocation is not None:
         hosts = allocation.sized(size, options.slots_per_host)
-    if len(programs) == 1:
+    elastic = _elastic(programs, hosts)
+    laid_out: list[Program] = []
+    if elastic is not None:
+        hosts, placements, variables = elastic.hosts, [], _variables(options)
+    elif len(programs) == 1:
         hosts = hosts or [Host("localhost", options.slots_per_host or size or 1)]
         placements, variables = place(hosts, size), _variables(options)
-        laid_out: list[Program] = []
     else:
         parts = [
             Part(_argv(part), part.num_proc, _hosts(part, options.slots_per_host), _variables(part))
@@ -223,6 +227,7 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
         check_hosts=not options.no_host_checks,
         term_grace_s=options.term_grace_s,
         policy=LetOthersFinish() if options.keep_going else StopAtFirstFailure(),
+        elastic=elastic,
         verbose=options.verbose,
     )
     return spec if allocation is None else _within(allocation, spec, options)
@@ -230,8 +235,9 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
 
 def _allocation(programs: list[argparse.Namespace]) -> Allocation | None:
     """What a batch system has given this job, where nobody has named hosts; raises ConfigError."""
+    options = programs[0]
     named = any(part.hosts is not None or part.hostfile is not None for part in programs)
-    if named or is_one_of_several(programs[0]):
+    if named or options.host_discovery_script is not None or is_one_of_several(options):
         return None
     if "SLURM_JOB_ID" not in os.environ and not os.environ.keys() & {"LSB_JOBID", "PBS_JOBID"}:
         return None  # without a look at files that a job elsewhere does not need
@@ -246,7 +252,7 @@ def _within(allocation: Allocation, spec: JobSpec, options: argparse.Namespace) 
         spec = replace(spec, env={**spec.env, "POLYHVD_RESTART_COUNT": str(allocation.restarts)})
     if options.mpi or options.jsrun:
         return spec
-    used = sorted({int(item.host) for item in spec.placements})
+    used = sorted({int(item.host) for item in spec.placements}) or range(len(spec.hosts))
     reach = allocation.allocator.reach(allocation, [spec.hosts[number].name for number in used], options)
     return replace(
         spec,
@@ -266,23 +272,20 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--term-grace-s {options.term_grace_s:g}: must not be negative")
     if options.tee and not options.output_filename:
         raise ValueError(f"--tee {options.tee}: there is no folder to write to; give --output-filename DIR")
-    if options.reset_limit:
-        raise ValueError(f"--reset-limit {options.reset_limit}: {NO_ELASTIC}, so that only 0 can be had")
+
+
+def _elastic(programs: list[argparse.Namespace], hosts: list[Host] | None) -> Elastic | None:
+    """What the options say of an elastic job; None: it is none. Raises ValueError."""
+    if not any(getattr(programs[0], name) is not None for name in ELASTIC_OPTIONS):
+        return None
+    from polyhvd.launch.elastic_options import elastic_of  # no other job needs it
+
+    return elastic_of(programs, hosts)
 
 
 def _size(programs: list[argparse.Namespace]) -> int | None:
-    """The number of ranks; limits that leave no other one are honoured."""
-    options = programs[0]
-    size: int | None = options.num_proc if len(programs) == 1 else sum(part.num_proc for part in programs)
-    least, most = options.min_num_proc, options.max_num_proc
-    if size is None and least is not None and least == most:
-        size = least
-    for name, limit in (("--min-np", least), ("--max-np", most)):
-        if limit is not None and limit != size:
-            ranks = "is not given" if size is None else f"is {size}"
-            raise ValueError(
-                f"{name} {limit}: {NO_ELASTIC}; it can only be the number of ranks, -np, which {ranks}"
-            )
+    """The number of ranks, if it is given."""
+    size: int | None = programs[0].num_proc if len(programs) == 1 else sum(part.num_proc for part in programs)
     return size
 
 

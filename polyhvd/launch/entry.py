@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import TYPE_CHECKING
 
 from polyhvd import log
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -24,6 +25,9 @@ from polyhvd.rendezvous.store import Store
 from polyhvd.runtime import current, mpi
 from polyhvd.runtime.placement import Placement
 from polyhvd.runtime.world import World
+
+if TYPE_CHECKING:
+    from polyhvd.elastic.process import Process
 
 __all__ = ["enter"]
 
@@ -50,12 +54,18 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     try:
         for item in sets:
             bad = [rank for rank in item.ranks or [] if not 0 <= rank < placement.size]
+            if launched.member is not None and placement.generation > 1:
+                bad = []  # they are what is left of those of the first world
             if item is global_process_set or bad:
                 raise InvalidArgumentError(
                     f"{item}: ranks are 0 to {placement.size - 1}; found {bad or 'all'}"
                 )
-        lists, numbers = _settle(job, sets)
+        lists, settled = _settle(job, sets)
         _check_distinct(lists)
+        numbers: list[int | None] = list(settled)
+        member = None if launched.member is None else _member()
+        if member is not None:
+            lists, numbers = member.settle(lists, settled)
         _generation = placement.generation
         world = World.connect(settings, placement, store, lists, met_by_mpi=job)
     finally:
@@ -69,8 +79,25 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
         world.close()
         raise
     for number, item in zip(numbers, sets, strict=True):
-        world.register(item, number)
+        item.ranks = lists[number - 1] if number else []
+        if number:
+            world.register(item, number)
+    if member is not None:
+        member.entered(world, lambda: _enter_next(settings))
     current.enter(world)
+
+
+def _member() -> Process | None:
+    from polyhvd.elastic import process  # no other job needs it
+
+    return process.find()
+
+
+def _enter_next(settings: Settings) -> None:
+    """Leave the world for the next one of an elastic job, as ``init()`` has entered it."""
+    with current.lock:
+        current.leave()
+        enter(settings, None, [])
 
 
 def _meet(settings: Settings, comm: object) -> tuple[Placement, Store | None]:

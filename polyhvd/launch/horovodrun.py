@@ -1,4 +1,4 @@
-"""What has become of horovodrun's options: opposites, those without effect, refusals, and the table of all.
+"""What has become of horovodrun's options: opposites, those without effect, and the table of all.
 
 ``python -m polyhvd.launch.horovodrun`` prints the table that stands in docs/migrating-from-horovod.md.
 """
@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
 
 __all__ = [
     "FROM_ELSEWHERE",
-    "NO_ELASTIC",
     "OPPOSITES",
-    "REFUSED",
     "REMARKS",
     "WITHOUT_EFFECT",
     "add_to",
@@ -42,14 +38,6 @@ WITHOUT_EFFECT = {
     "--no-torus-allreduce": (0, "There is no such algorithm."),
 }
 
-NO_ELASTIC = "there are no elastic jobs yet"
-#: Options that are refused: how many words follow each, and why.
-REFUSED = {
-    "--host-discovery-script": (1, NO_ELASTIC),
-    "--elastic-timeout": (1, NO_ELASTIC),
-    "--blacklist-cooldown-range": (2, NO_ELASTIC),
-}
-
 #: What differs from horovodrun in an option that works, by its first name.
 REMARKS = {
     "-np": "Without it, every slot of the hosts.",
@@ -74,9 +62,12 @@ REMARKS = {
     "--gloo-timeout-seconds": "The longest time of an agreed transfer.",
     "--tcp": "Sets `NCCL_IB_DISABLE=1`, as in horovodrun. With `--mpi`, MPI's own transport is chosen in "
     "`--mpi-args`.",
-    "--min-np": f"If it is the number of ranks. Otherwise an error: {NO_ELASTIC}.",
-    "--max-np": f"If it is the number of ranks. Otherwise an error: {NO_ELASTIC}.",
-    "--reset-limit": f"If it is 0. Otherwise an error: {NO_ELASTIC}.",
+    "--min-np": "See [elastic.md](elastic.md).",
+    "--max-np": "Default: the number of ranks, `-np`.",
+    "--reset-limit": "All changes of the world count, as in horovodrun.",
+    "--host-discovery-script": "Run every second. A line that begins with `#` is a comment.",
+    "--elastic-timeout": "The job then ends with status 75: it can be run again.",
+    "--blacklist-cooldown-range": "A slot rests, not its host. Doubled with each failure in a row.",
 }
 
 #: Options that horovodrun does not have, by their first name, and where they are known from.
@@ -100,20 +91,8 @@ FROM_ELSEWHERE = {
     "--remote-python": "new",
     "--no-host-checks": "new",
     "--reproducible": "new",
+    "--spares": "new",
 }
-
-
-class _Refuse(argparse.Action):
-    """Ends the program with the reason why there is no such option."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(f"{option_string} of horovodrun is not here: {REFUSED[option_string or ''][1]}")
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -125,20 +104,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 option, action="store_const", const=True, dest="_without_effect", help=argparse.SUPPRESS
             )
-    for names in (("--min-np", "--min-num-proc"), ("--max-np", "--max-num-proc"), ("--reset-limit",)):
-        parser.add_argument(*names, type=int, dest=names[-1][2:].replace("-", "_"), help=argparse.SUPPRESS)
-    for option, (words, _) in REFUSED.items():
-        # "?": the reason comes first, not that a value is missing.
-        parser.add_argument(
-            option, action=_Refuse, nargs="?" if words else 0, dest="_refused", help=argparse.SUPPRESS
-        )
 
 
 def _row(action: argparse.Action) -> str:
     first = action.option_strings[0]
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    if first in REFUSED:
-        return f"| {names} | refused | {REFUSED[first][1][0].upper()}{REFUSED[first][1][1:]}. |"
     if first in WITHOUT_EFFECT:
         return f"| {names} | no effect | {WITHOUT_EFFECT[first][1]} |"
     origin = FROM_ELSEWHERE.get(first)

@@ -10,12 +10,9 @@ import os
 import select
 import selectors
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from polyhvd.config import Settings
 from polyhvd.launch import agent
 from polyhvd.launch.blame import (
     Ending,
@@ -27,13 +24,15 @@ from polyhvd.launch.blame import (
     traceback_lines,
     trim,
 )
+from polyhvd.launch.driven import RESUME_STATUS, driver_of
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.job_spec import JobSpec
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import StartReplacement, StopOthers
-from polyhvd.launch.programs import argv_of, rank_environment
+from polyhvd.launch.programs import rank_environment
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
+from polyhvd.launch.signals import passing_signals_to
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
@@ -59,13 +58,20 @@ class Job:
         """Open the rendezvous; raises ValueError or OSError where there is no usable address."""
         self._spec = spec
         self._output = output
-        self._silence_s = _heartbeat_timeout_s(spec.env)  # of an agent; 0: it may be silent for ever
+        self.say = output.say
+        self._silence_s = spec.heartbeat_timeout_s  # of an agent; 0: it may be silent for ever
         self.secret = spec.secret or new_secret()
         self.cause: Ending | None = None  # of the job's failure, after ``run``
         self._local = [] if spec.agents else [network.is_local(host.name) for host in spec.hosts]
-        self.rendezvous = Server(parse_secret(self.secret), self._address())
+        self._hosts = list(spec.hosts)
+        self._driver = driver_of(spec.elastic, spec.hosts)
+        self._what = "rank" if self._driver is None else "process"
+        observe = None if self._driver is None else self._driver.observe
+        self.rendezvous = Server(parse_secret(self.secret), self._address(), observe=observe)
         self._selector = selectors.DefaultSelector()
         self._agents: list[HostAgent] = []
+        self._numbers: dict[HostAgent, int] = {}  # of their hosts
+        self._start_by: dict[HostAgent, float] = {}
         self._unstarted: list[tuple[HostAgent, list[Placement], Host]] = []
         self._checks: HostChecks | None = None  # until all hosts have passed
         self._heartbeats: dict[HostAgent, agent.Heartbeat] = {}  # of those that have answered
@@ -85,6 +91,7 @@ class Job:
         self._steps: list[tuple[float, int]] = []  # when to send which signal next
         self._signals: dict[int, float] = {}  # that end the job and the launcher has received: when first
         self._killing = False  # somebody does not want to wait
+        self._resumable = False  # it has failed, and may be run again
         signals = (*agent.STOP_SIGNALS, *agent.USER_SIGNALS)
         self._ignored = [number for number in signals if signal.getsignal(number) == signal.SIG_IGN]
         # Python's C handler writes the number of each signal into it, see set_wakeup_fd.
@@ -111,6 +118,8 @@ class Job:
         os.close(self._wake)
         os.close(self._alarm)
         self.rendezvous.close()
+        if self._driver is not None:
+            self._driver.close()
 
     @property
     def signalled(self) -> bool:
@@ -119,12 +128,12 @@ class Job:
 
     def run(self) -> int:
         """Start the ranks and return the job's exit status at the end; raises HostsUnfitError."""
-        with self._forwarding_signals():
+        with passing_signals_to(self._alarm):
             self._start_agents()
             start_by = time.monotonic() + self._spec.start_timeout_s
             self._start_ranks(self._check_hosts(start_by))
-            while not all(process.ended for process in self._agents):
-                self._turn(start_by)
+            while not self._is_over():
+                self._turn()
         return self._conclude()
 
     # Starting
@@ -142,11 +151,16 @@ class Job:
             placements = [item for item in self._spec.placements if item.host == str(number)]
             if not placements:
                 continue
-            process = self._provider(number).agent(host)
-            self._agents.append(process)
-            self._unstarted.append((process, placements, host))
-            self._selector.register(process.stdout, selectors.EVENT_READ, (process, process.receive))
-            self._selector.register(process.stderr, selectors.EVENT_READ, (process, process.complain))
+            self._unstarted.append((self._start_agent(number), placements, host))
+
+    def _start_agent(self, number: int) -> HostAgent:
+        process = self._provider(number).agent(self._hosts[number])
+        self._agents.append(process)
+        self._numbers[process] = number
+        self._start_by[process] = time.monotonic() + self._spec.start_timeout_s
+        self._selector.register(process.stdout, selectors.EVENT_READ, (process, process.receive))
+        self._selector.register(process.stderr, selectors.EVENT_READ, (process, process.complain))
+        return process
 
     def _check_hosts(self, start_by: float) -> HostChecks | None:
         """Have all hosts asked whether they can run the job, unless there is only this one."""
@@ -160,9 +174,9 @@ class Job:
         checks = self._checks = HostChecks(self.rendezvous, self.secret, spec.start_timeout_s, fixed=chosen)
         for process, items, _ in self._unstarted:
             env = {**process.environment, **spec.env}
-            checks.add(process, [self._argv([item.rank]) for item in items], env)
+            checks.add(process, [spec.argv_of([item.rank]) for item in items], env)
         while checks.pending and not self._stopping:
-            self._turn(start_by)
+            self._turn()
             for process in self._agents:
                 self._hear(process)  # it beats less often before it has a job
             if time.monotonic() >= start_by:
@@ -179,8 +193,12 @@ class Job:
             checks.conclude()
         for process, placements, host in self._unstarted:
             endpoint = checks.endpoint(process) if checks else self.rendezvous.endpoint
-            process.start(self._job(placements, host, process.environment, endpoint))
-        if self._spec.verbose:
+            own = [(p.rank, rank_environment(self._spec.programs, p, host.name)) for p in placements]
+            process.start(self._order(own, process, endpoint))
+        if self._driver is not None:
+            self._selector.register(self._driver.wake, selectors.EVENT_READ, self._driver)
+            self._driver.begin(self, time.monotonic())
+        elif self._spec.verbose:
             if self._spec.found:
                 self._output.say(self._spec.found)
             size, count = len(self._spec.placements), len(self._agents)
@@ -191,44 +209,68 @@ class Job:
             return self._spec.agents[number]
         return LocalAgents() if self._local[number] else self._spec.remote
 
-    def _job(
-        self, placements: list[Placement], host: Host, env: Mapping[str, str], endpoint: str
+    def _order(
+        self, ranks: list[tuple[int, dict[str, str]]], process: HostAgent, endpoint: str
     ) -> dict[str, Any]:
-        common = {
-            **env,
-            "PYTHONUNBUFFERED": "1",
-            **self._spec.env,
+        told = {
             "POLYHVD_RENDEZVOUS": endpoint,
             "POLYHVD_SECRET": self.secret,
-            "POLYHVD_HOST_ID": placements[0].host,
+            "POLYHVD_HOST_ID": str(self._numbers[process]),
         }
-        return {
-            "argv": self._argv([item.rank for item in placements]),
-            "cwd": os.getcwd(),
-            "env": common,
-            "grace_s": self._spec.term_grace_s,
-            "heartbeat_timeout_s": self._silence_s,
-            "ignored": self._ignored,
-            "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
-            "ranks": [
-                (item.rank, rank_environment(self._spec.programs, item, host.name)) for item in placements
-            ],
-        }
+        order = self._spec.order(ranks, process.environment, told)
+        return {**order, "heartbeat_timeout_s": self._silence_s, "ignored": self._ignored}
 
-    def _argv(self, ranks: Sequence[int]) -> list[str]:
-        return argv_of(self._spec.programs, ranks) if self._spec.programs else self._spec.argv
+    def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
+        """For the driver of an elastic job, see :class:`polyhvd.launch.driven.DrivenJob`."""
+        if number == len(self._hosts):
+            self._hosts.append(host)
+            self._local.append(network.is_local(host.name))
+        there = (item for item in self._agents if self._numbers[item] == number and not item.ended)
+        process = next(there, None) or self._start_agent(number)
+        while self._output.size <= member:
+            self._output.add_rank()
+        self._running.add(member)
+        variables = {**rank_environment((), place, host.name), "POLYHVD_MEMBER": str(member)}
+        order = self._order([(member, variables)], process, self.rendezvous.endpoint)
+        process.start({**order, "local_size": place.local_size, "stays": True})
+
+    def end(self, reason: str, cause: Ending | None, *, resumable: bool) -> None:
+        """End the job, which has failed."""
+        self._resumable = resumable
+        self._endings += [] if cause is None else [cause]
+        self._output.say(reason)
+        self._stop_at = time.monotonic()
+
+    def finish(self) -> None:
+        """End what still runs: the job is done."""
+        self._stopping = True
+        self._end_gently(signal.SIGTERM, time.monotonic())
+
+    def _is_over(self) -> bool:
+        if self._driver is not None:
+            if not self._driver.over and not self._stopping:
+                return False
+            if not self._running:
+                for process in self._agents:
+                    process.cut()  # it would wait for more to start
+        return all(process.ended for process in self._agents)
 
     # The loop
 
-    def _turn(self, start_by: float) -> None:
+    def _turn(self) -> None:
         checking = self._checks is not None
-        starting = checking or any(not process.ready and not process.ended for process in self._agents)
+        starting = [item for item in self._agents if not item.ended and (checking or not item.ready)]
         self._watch_outboxes()
         self._catch_up()
-        for key, _ in self._selector.select(self._timer_s(start_by) if starting else self._timer_s()):
+        deadlines = [self._start_by[process] for process in starting]
+        if self._driver is not None and not self._stopping:
+            deadlines.append(self._driver.next_at(time.monotonic()))
+        for key, _ in self._selector.select(self._timer_s(*deadlines)):
             if key.data is None:
                 self._forward_signals()
                 continue
+            if key.data is self._driver:
+                continue  # its turn comes below
             process, read = key.data
             if read == process.complain:
                 if not process.ended and not process.complain():
@@ -236,11 +278,12 @@ class Job:
             elif read == process.receive and not process.ended:
                 self._take(process)
         now = time.monotonic()
-        late = [process for process in self._agents if not process.ready and not process.ended]
-        if late and now >= start_by:
-            for process in late:
+        for process in starting:
+            if now >= self._start_by[process] and not process.ready and not process.ended:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
                 process.kill()
+        if self._driver is not None and not self._stopping:
+            self._driver.turn(now)
         self._take_steps(now)
         for process in self._exchange_signs_of_life(now):
             self._give_up(process)
@@ -442,17 +485,20 @@ class Job:
             if status > 0:  # else it died of our signal
                 self._later.append(ending)
             return
+        policy = self._spec.policy if self._driver is None else self._driver
+        decision = policy.on_ending(ending, frozenset(self._running), time.monotonic())
+        if isinstance(decision, StartReplacement):
+            if self._driver is None:
+                raise NotImplementedError(f"rank {rank}: only an elastic job can replace its ranks")
+            return
         if ending.failed:
             self._endings.append(ending)
-        decision = self._spec.policy.on_ending(ending, frozenset(self._running), time.monotonic())
         if isinstance(decision, StopOthers):
             self._stop_at = decision.at if self._stop_at is None else min(decision.at, self._stop_at)
-        elif isinstance(decision, StartReplacement):
-            raise NotImplementedError(f"rank {rank}: a job cannot replace its ranks yet")
 
     def _ending(self, rank: int, process: HostAgent, status: int, reason: str = "") -> Ending:
         tail, suffered = self._output.tail(rank), self._suffered.get(rank, [])
-        return Ending(rank, process.host, status, tail, reason, suffered)
+        return Ending(rank, process.host, status, tail, reason, suffered, self._what)
 
     # Ending
 
@@ -484,25 +530,6 @@ class Job:
                 process.cut()
             if not number:
                 process.kill()
-
-    @contextlib.contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # then the program around us handles signals
-            return
-        former_alarm = signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
-        former = {}
-        for number in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS, signal.SIGTSTP):
-            handler = signal.getsignal(number)
-            # What nohup has the launcher ignore stays ignored; signals for users' own ends may be in use.
-            if (number in agent.STOP_SIGNALS and handler != signal.SIG_IGN) or handler == signal.SIG_DFL:
-                former[number] = signal.signal(number, _leave_to_the_loop)
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(former_alarm)
 
     def _forward_signals(self, *, say: bool = True) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -553,6 +580,11 @@ class Job:
 
     def _conclude(self) -> int:
         self._catch_up()
+        if self._driver is not None and not self._endings and (text := self._driver.summary()):
+            self._output.say(text)
+        if self._resumable:
+            self._output.say(f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint")
+            return RESUME_STATUS
         if self._endings:
             self.cause = first_cause([*self._endings, *self._slow])
             return self._report(self.cause)
@@ -565,14 +597,3 @@ class Job:
         self._output.say(describe(ending), alarm=True)
         self._output.quote(ending.rank, trim(traceback_lines(ending.tail)))
         return exit_status(ending)
-
-
-def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
-    """The setting of the ranks, or else of the launcher; raises ConfigError."""
-    rows = [f"{prefix}_HEARTBEAT_TIMEOUT_S" for prefix in ("POLYHVD", "HOROVOD")]
-    given = {name: value for name, value in {**os.environ, **env}.items() if name in rows}
-    return Settings.from_environment(given).heartbeat_timeout_s
-
-
-def _leave_to_the_loop(*_: object) -> None:
-    """Python's C handler has written the signal's number into the pipe, each time it came."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from polyhvd.config import Settings
+from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import FailurePolicy, StopAtFirstFailure
-from polyhvd.launch.programs import Program
+from polyhvd.launch.programs import Program, argv_of
 from polyhvd.launch.providers.ssh import SshAgents
 from polyhvd.launch.providers.starting import AgentProvider
 from polyhvd.runtime.placement import Placement
@@ -33,6 +37,41 @@ class JobSpec:
     check_hosts: bool = True  # before anything starts, where some are not this one
     term_grace_s: float = 30.0  # from SIGTERM to SIGKILL
     policy: FailurePolicy = field(default_factory=StopAtFirstFailure)
+    elastic: Elastic | None = None  # then no rank is placed yet, and ``policy`` is not asked
     found: str = ""  # for messages: the allocation that has the hosts, where nobody has named them
     way: str = ""  # for messages: the program that starts agents; empty: none, and ssh for other hosts
     verbose: bool = False
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """How long an agent may be silent, as the ranks' setting says, or else the launcher's; 0: for ever.
+
+        Raises:
+            ConfigError: it is no such number.
+        """
+        rows = [f"{prefix}_HEARTBEAT_TIMEOUT_S" for prefix in ("POLYHVD", "HOROVOD")]
+        given = {name: value for name, value in {**os.environ, **self.env}.items() if name in rows}
+        return Settings.from_environment(given).heartbeat_timeout_s
+
+    def argv_of(self, ranks: Sequence[int]) -> list[str]:
+        """The command that runs these ranks' programs."""
+        return argv_of(self.programs, ranks) if self.programs else self.argv
+
+    def order(
+        self, ranks: list[tuple[int, dict[str, str]]], inherited: Mapping[str, str], told: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """What an agent is told to start, see :class:`polyhvd.launch.providers.starting.HostAgent`.
+
+        Args:
+            ranks: each with what its environment has of its own.
+            inherited: what they have of the launcher's environment.
+            told: what the job itself has to tell them.
+        """
+        return {
+            "argv": self.argv_of([rank for rank, _ in ranks]),
+            "cwd": os.getcwd(),
+            "env": {**inherited, "PYTHONUNBUFFERED": "1", **self.env, **told},
+            "grace_s": self.term_grace_s,
+            "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
+            "ranks": ranks,
+        }

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from polyhvd.launch import horovodrun
 
-__all__ = ["PROGRAM_OPTIONS", "SETTINGS", "USAGE_STATUS", "Parser", "make_parser", "parse"]
+__all__ = ["ELASTIC_OPTIONS", "PROGRAM_OPTIONS", "SETTINGS", "USAGE_STATUS", "Parser", "make_parser", "parse"]
 
 USAGE_STATUS = 2
 
@@ -46,6 +46,11 @@ SETTINGS: dict[str, tuple[str, str | None, str]] = {
 
 #: Where the first of several hosts without ssh waits for the others, unless --rdzv-endpoint says otherwise.
 RENDEZVOUS_PORT = 16420
+#: Each of them makes a job elastic.
+ELASTIC_OPTIONS = (
+    *("min_np", "max_np", "spares", "host_discovery_script", "reset_limit", "elastic_timeout"),
+    "blacklist_cooldown_range",
+)
 #: What each of several programs has of its own; every other option is the job's, and stands before the first.
 PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
 
@@ -103,6 +108,7 @@ def make_parser() -> Parser:
     _add_job(parser)
     _add_output(parser)
     _add_ending(parser)
+    _add_elastic(parser)
     _add_ssh(parser)
     _add_nodes(parser)
     _add_mpi(parser)
@@ -209,6 +215,45 @@ def _add_ending(parser: Parser) -> None:
         metavar="S",
         default=30.0,
         help="seconds that ranks have from SIGTERM to SIGKILL, for a last checkpoint; default: 30",
+    )
+
+
+def _add_elastic(parser: Parser) -> None:
+    add = parser.add_argument_group(
+        "elastic jobs", "--min-np makes a job elastic: ranks that are lost are replaced; see docs/elastic.md"
+    ).add_argument
+    add("--min-np", "--min-num-proc", type=_positive, metavar="N", help="go on with as few ranks as this")
+    add(
+        "--max-np",
+        "--max-num-proc",
+        type=_positive,
+        metavar="N",
+        help="grow to as many, where hosts have slots for them; default: -np",
+    )
+    add(
+        "--spares",
+        type=_count,
+        metavar="N",
+        help="processes on each host that are started ahead, and wait for a place; default: 0",
+    )
+    add(
+        "--host-discovery-script",
+        metavar="FILE",
+        help="program that prints the hosts that there are now, a line 'host:slots' for each",
+    )
+    add("--reset-limit", type=_count, metavar="N", help="end the job when the world has changed more often")
+    add(
+        "--elastic-timeout",
+        type=float,
+        metavar="S",
+        help="end the job after so long with fewer than --min-np ranks; default: 600",
+    )
+    add(
+        "--blacklist-cooldown-range",
+        type=float,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="seconds that a slot rests after a failure, at first and at most; default: 0, then 1 to 60",
     )
 
 

@@ -75,17 +75,30 @@ class Output:
         self._coloured = {
             s: colour if colour is not None else t and not plain for s, t in self._terminal.items()
         }
-        width = len(str(size - 1))
-        self._ranks = [
-            _Rank(f"[{rank:>{width}}] " if tag else "", _COLOURS[rank % len(_COLOURS)])
-            for rank in range(size)
-        ]
+        self._tag = tag
+        self._width = len(str(size - 1))
+        self._ranks: list[_Rank] = []
+        self._folder = None if directory is None else Path(directory)
+        self._copied = copied
         self._live: tuple[int, bytes] | None = None  # the unfinished line that a terminal shows
         self._copying = True  # until a file could not be written
         #: Called with a descriptor that takes nothing for now; False: give its stream up.
         self.await_reader: Callable[[int], bool] = await_reader
-        if directory is not None:
-            self._open_files(Path(directory), copied)
+        for _ in range(size):
+            self.add_rank()
+
+    @property
+    def size(self) -> int:
+        """How many ranks it expects."""
+        return len(self._ranks)
+
+    def add_rank(self) -> None:
+        """Expect one rank more, with the next number."""
+        rank = len(self._ranks)
+        prefix = f"[{rank:>{self._width}}] " if self._tag else ""
+        self._ranks.append(_Rank(prefix, _COLOURS[rank % len(_COLOURS)]))
+        if self._folder is not None:
+            self._open_files(rank, self._folder / f"rank.{rank:0{self._width}}")
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take what a rank has written; prints the lines that are complete."""
@@ -145,14 +158,12 @@ class Output:
             self._copying = False
             self.say(f"cannot write {file.name}: {error.strerror}; the job goes on, its output is here alone")
 
-    def _open_files(self, directory: Path, copied: Sequence[int]) -> None:
-        width = len(str(len(self._ranks) - 1))
-        for rank, state in enumerate(self._ranks):
-            folder = directory / f"rank.{rank:0{width}}"
-            folder.mkdir(parents=True, exist_ok=True)
-            for stream in copied:
-                name = "stdout" if stream == STDOUT else "stderr"
-                state.files[stream] = open(folder / name, "wb", buffering=0)  # noqa: SIM115 - see close
+    def _open_files(self, rank: int, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stream in self._copied:
+            name = "stdout" if stream == STDOUT else "stderr"
+            file = open(folder / name, "wb", buffering=0)  # noqa: SIM115 - see close
+            self._ranks[rank].files[stream] = file
 
     def _print(self, rank: int, stream: int, lines: list[bytes]) -> None:
         shown = [_shown(line) for line in lines]

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, Greeting, SessionKeys
@@ -48,6 +49,8 @@ class Server:
         listener: a socket that listens already, in its place; it now belongs to the server, which has no
             ``endpoint`` then.
         generation: that peers have to be of; None: any.
+        observe: called with scope, index and value of what peers write, on the server's thread; it must not
+            wait.
     """
 
     def __init__(
@@ -57,9 +60,13 @@ class Server:
         *,
         listener: socket.socket | None = None,
         generation: int | None = None,
+        observe: Callable[[str, int, bytes], None] | None = None,
     ) -> None:
         self.endpoint = ""
         self._generation = generation
+        self._observe = observe
+        #: Commands of other threads; appending and popping are atomic.
+        self._told: deque[Callable[[], None]] = deque()
         if listener is None:
             listener = _listener(address)
             self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
@@ -81,6 +88,14 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def post(self, scope: str, index: int, value: bytes) -> None:
+        """Write a value, unless there is one; from any thread, and without waiting for it."""
+        self._tell(lambda: self._put(None, scope, index, value, own=False))
+
+    def drop(self, prefix: str) -> None:
+        """Forget the values of all scopes that begin so; from any thread."""
+        self._tell(lambda: self._values.drop(prefix))
+
     def close(self) -> None:
         """Cut all connections and end the thread; clients that wait fail at once."""
         if self._wake_write < 0:
@@ -94,8 +109,23 @@ class Server:
         listener = _listener(address)
         endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._added.append(listener)
-        os.write(self._wake_write, b"+")
+        self._tell(self._listen)
         return endpoint
+
+    def _listen(self) -> None:
+        self._handshakes.listen(self._added.popleft())
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        self._told.append(command)
+        os.write(self._wake_write, b"+")
+
+    def _obey(self) -> bool:
+        """Do what other threads have told; False: the server is to end."""
+        if not os.read(self._wake_read, READ_BYTES):
+            return False
+        while self._told:
+            self._told.popleft()()
+        return True
 
     def _admit(self, greeting: Greeting) -> bool:
         wanted = self._generation in (None, greeting.generation)
@@ -121,10 +151,8 @@ class Server:
             self._peers.add(peer)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         for key, mask in events:
-            if key.data is None:
-                if not os.read(self._wake_read, 1):
-                    return False
-                self._handshakes.listen(self._added.popleft())
+            if key.data is None and not self._obey():
+                return False
             if isinstance(key.data, _Peer) and key.data in self._peers:
                 self._attend(key.data, mask)
         for waiter, missing in self._values.expired(time.monotonic()):
@@ -166,10 +194,14 @@ class Server:
         if "count" in header:
             self._gather(peer, header, scope)
 
-    def _put(self, peer: _Peer, scope: str, index: int, value: bytes, *, own: bool) -> None:
-        if own and index not in self._values.scopes.get(scope, {}):
+    def _put(self, peer: _Peer | None, scope: str, index: int, value: bytes, *, own: bool) -> None:
+        is_new = index not in self._values.scopes.get(scope, {})
+        if own and is_new and peer is not None:
             peer.own.add((scope, index))
-        for waiters, values, sizes in self._values.put(scope, index, value, peer.rank):
+        if is_new and peer is not None and self._observe is not None:
+            self._observe(scope, index, value)
+        writer = NO_RANK if peer is None else peer.rank
+        for waiters, values, sizes in self._values.put(scope, index, value, writer):
             for waiter in waiters:
                 self._answer(waiter, sizes, values)
 

@@ -83,6 +83,12 @@ class Values(Generic[Peer]):
             if 0 <= index < count:
                 gather.missing.add(index)
 
+    def drop(self, prefix: str) -> None:
+        """Forget all values of the scopes that begin so."""
+        for scope in [scope for scope in self.scopes if scope.startswith(prefix)]:
+            for index in list(self.scopes[scope]):
+                self.remove(scope, index)
+
     def expired(self, now: float) -> list[tuple[Waiter[Peer], list[int]]]:
         """Remove the waiters whose time is over, each with what it still misses."""
         late = []

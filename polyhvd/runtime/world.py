@@ -192,6 +192,11 @@ class World:
             self._sets.append(otherwise)
             return otherwise
 
+    def objects(self) -> list[tuple[Member, int]]:
+        """The objects of process sets that are registered, each with its number."""
+        with self._lock:
+            return [(item, item.process_set_id) for item in self._sets if item.process_set_id is not None]
+
     def process_sets(self) -> dict[int, list[int]]:
         """Ranks of every process set that this process has an object of, by its number."""
         with self._lock:

@@ -121,7 +121,7 @@ def test_policy_is_not_asked_about_ranks_that_it_has_stopped(
 
 
 class Replacing:
-    """Wants what no job can do yet."""
+    """Wants what only an elastic job can do."""
 
     def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
         return StartReplacement()
@@ -136,7 +136,7 @@ def test_replacement_that_cannot_be_started_ends_the_job_with_an_error(tmp_path:
     )
     output = Output(2)
     spec = JobSpec([sys.executable, "-c", source], hosts, place(hosts), policy=Replacing())
-    error = pytest.raises(NotImplementedError, match="rank 1: a job cannot replace its ranks yet")
+    error = pytest.raises(NotImplementedError, match="rank 1: only an elastic job can replace its ranks")
     with contextlib.closing(output), Job(spec, output) as job, error:
         job.run()
     assert not any(alive(int(os.readlink(tmp_path / name))) for name in "01")

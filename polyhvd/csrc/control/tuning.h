@@ -11,6 +11,7 @@ struct Tuning {
   std::uint32_t cycle_us = 1000;                // longest batching window
   std::uint32_t chunk_bytes = 128u << 10;       // that a rank stages for another at a time
   std::uint32_t direct_bytes_max = 128u << 10;  // in all, for one exchange instead of two
+  std::uint32_t notice = 0;                     // the last that the program is to be given
   friend bool operator==(const Tuning&, const Tuning&) = default;
 };
 

@@ -139,7 +139,7 @@ void encode(const Answer& answer, std::string& out) {
 
 void encode(const Tuning& tuning, std::string& out) {
   put(out, MessageType::kTuning, tuning.fusion_bytes_max, tuning.cycle_us, tuning.chunk_bytes,
-      tuning.direct_bytes_max);
+      tuning.direct_bytes_max, tuning.notice);
 }
 
 // ---- reading ----------------------------------------------------------------
@@ -443,6 +443,7 @@ Tuning decode_tuning(std::string_view payload) {
   tuning.cycle_us = in.get<std::uint32_t>();
   tuning.chunk_bytes = in.get<std::uint32_t>();
   tuning.direct_bytes_max = in.get<std::uint32_t>();
+  tuning.notice = in.get<std::uint32_t>();
   in.finish();
   return tuning;
 }

@@ -295,6 +295,7 @@ void Engine::execute(Work& work) {
     }
     executing_ = false;
     if (tuner_.measures()) tuner_.measure(work);
+    if (work.process_set == kWorld) tuner_.pass_notice();
   }
   for (const OperationPtr& operation : work.operations) complete(operation, work.error);
 }
@@ -534,6 +535,16 @@ void Engine::tune(const Tuning& tuning) {
   }
   tuner_.want(tuning);
 }
+
+void Engine::notify(std::uint32_t notice) {
+  if (rank_ != 0) {
+    throw Failure(ErrorCode::kInvalidArgument,
+                  "notify(): rank 0 alone does, for all; this is rank " + std::to_string(rank_));
+  }
+  tuner_.notify(notice);
+}
+
+std::uint32_t Engine::notice() const noexcept { return tuner_.notice(); }
 
 Tuning Engine::tuning() const { return tuner_.current(); }
 

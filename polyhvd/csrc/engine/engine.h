@@ -117,6 +117,11 @@ class Engine {
   void tune(const Tuning& tuning);
   // What this rank works with.
   Tuning tuning() const;
+  // On rank 0: a number for the program of every rank, as an entry in the total order. Numbers
+  // count up.
+  void notify(std::uint32_t notice);
+  // The last such number that precedes the operation of all ranks which has ended last here.
+  std::uint32_t notice() const noexcept;
 
   // Both for any thread, in any state of the engine.
   Timeline& timeline() noexcept { return timeline_; }

@@ -1,5 +1,6 @@
 #include "engine/tuner.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -7,7 +8,17 @@ namespace polyhvd {
 
 void Tuner::want(const Tuning& tuning) {
   std::lock_guard lock(mutex_);
+  const std::uint32_t notice = wish_.value_or(tuning_).notice;
   wish_ = tuning;
+  wish_->notice = std::max(notice, tuning.notice);
+  has_wish_.store(true, std::memory_order_relaxed);
+}
+
+void Tuner::notify(std::uint32_t notice) {
+  std::lock_guard lock(mutex_);
+  Tuning wish = wish_.value_or(tuning_);
+  wish.notice = std::max(notice, wish.notice);
+  wish_ = wish;
   has_wish_.store(true, std::memory_order_relaxed);
 }
 
@@ -25,8 +36,13 @@ std::optional<Tuning> Tuner::take_wish() {
 void Tuner::adopt(const Tuning& tuning) {
   cycle_ns_.store(std::int64_t{1000} * tuning.cycle_us, std::memory_order_relaxed);
   meter_.restart();
+  told_notice_ = tuning.notice;
   std::lock_guard lock(mutex_);
   tuning_ = tuning;
+}
+
+void Tuner::pass_notice() noexcept {
+  passed_notice_.store(told_notice_, std::memory_order_relaxed);
 }
 
 void Tuner::measure(const Work& work) {

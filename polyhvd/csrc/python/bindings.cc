@@ -235,6 +235,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   Turn take_turn(int kind, ProcessSetId set) { return engine_->take_turn(set, OpKind(kind)); }
   void tune(const Tuning& tuning) { engine_->tune(tuning); }
   Tuning tuning() const { return engine_->tuning(); }
+  void notify(std::uint32_t notice) { engine_->notify(notice); }
+  std::uint32_t notice() const { return engine_->notice(); }
   // For a native library that was built with `version` of c_api.h.
   std::uintptr_t native_api(std::uint32_t version) const {
     if (version == POLYHVD_C_API_VERSION)
@@ -506,6 +508,8 @@ PYBIND11_MODULE(_core, m) {
       .def("stop_timeline", &PyEngine::stop_timeline)
       .def("tune", &PyEngine::tune, py::arg("tuning"))
       .def_property_readonly("tuning", &PyEngine::tuning)
+      .def("notify", &PyEngine::notify, py::arg("notice"))
+      .def_property_readonly("notice", &PyEngine::notice)
       .def_property_readonly("generation", &PyEngine::generation);
 }
 

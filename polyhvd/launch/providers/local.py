@@ -39,7 +39,12 @@ class PolyhvdrunProvider:
         self, claim: Claim | None, settings: Settings, after: int, deadline: float
     ) -> tuple[Placement, Store | None]:
         """The place that the launcher has told, and the store that it serves."""
-        return meet_as(Launched.from_environment(), after, deadline)
+        launched = Launched.from_environment()
+        if launched.member is None:
+            return meet_as(launched, after, deadline)
+        from polyhvd.launch.providers.elastic import meet_as_member
+
+        return meet_as_member(launched, settings, deadline)
 
 
 def meet_as(launched: Launched, after: int, deadline: float) -> tuple[Placement, Store | None]:

@@ -54,7 +54,8 @@ class HostAgent(Protocol):
 
         Args:
             job: ``argv``, ``cwd``, ``env``, ``grace_s``, ``ignored`` and ``unset`` of these ranks, and
-                ``ranks``: pairs of a rank and what its own environment has besides.
+                ``ranks``: pairs of a rank and what its own environment has besides. With ``stays`` the
+                agent does not end with its last rank, but waits for more until it is cut.
         """
 
     def put_aside(self) -> bool:

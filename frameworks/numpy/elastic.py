@@ -1,0 +1,55 @@
+"""Elastic training on NumPy arrays: ``hvd.elastic``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from polyhvd.numpy.functions import functions
+
+from polyhvd.elastic.arrays import ArraysState
+from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.state import ObjectState, State
+from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = [
+    "ArrayState",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "run",
+    "run_fn",
+]
+
+
+class ArrayState(ArraysState):
+    """Arrays and other attributes, by name. Arrays keep their memory over all changes of the world.
+
+    Args:
+        kwargs: the attributes with their first values. Arrays, and those in dicts, lists and tuples, are told
+            to other ranks in place; all else is pickled.
+
+    Raises nothing.
+
+    Example::
+
+        import numpy as np
+        import polyhvd.numpy as hvd
+        hvd.init()
+        state = hvd.elastic.ArrayState(weights=np.zeros(3), step=0)
+        state.weights += 1
+        state.step += 1
+        state.commit()
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(functions.broadcast_parameters, _is_array, **kwargs)
+
+
+def _is_array(value: Any) -> bool:
+    return type(value) is np.ndarray and value.dtype.names is None and not value.dtype.hasobject
+
+
+def __dir__() -> list[str]:
+    return __all__

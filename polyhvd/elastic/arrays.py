@@ -1,0 +1,105 @@
+"""A state of arrays: they keep their memory, which is overwritten by a restore and by other ranks' values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyhvd.collectives.objects import broadcast_object
+from polyhvd.elastic.state import ObjectState, copied
+from polyhvd.runtime import current
+from polyhvd.training.state import put_tensors, take_tensors
+
+__all__ = ["ArraysState"]
+
+Array = np.ndarray[Any, Any]
+
+
+class ArraysState(ObjectState):
+    """See ``ArrayState`` of a framework.
+
+    Args:
+        broadcast: overwrites named arrays with those of a rank, as ``broadcast_parameters`` does.
+        is_array: whether it can overwrite a value.
+        kwargs: the attributes.
+    """
+
+    def __init__(
+        self,
+        broadcast: Callable[[list[tuple[str, Array]], int], None],
+        is_array: Callable[[Any], bool],
+        **kwargs: Any,
+    ) -> None:
+        self._broadcast = broadcast
+        self._is_array = is_array
+        self._copies: list[Array] = []
+        self._spare: list[Array] = []  # of the commit before: one that is cut short harms neither
+        super().__init__(broadcast_object, _rank, **kwargs)
+
+    def save(self) -> None:
+        """Keep a copy of the attributes.
+
+        Raises:
+            Exception: one of them cannot be copied.
+
+        Example::
+
+            state.save()
+        """
+        rest, arrays = self._taken()
+        spare = self._spare if _likes(self._spare) == _likes(arrays) else [np.empty_like(a) for a in arrays]
+        for copy, array in zip(spare, arrays, strict=True):
+            np.copyto(copy, array)
+        saved = {name: copied(value) for name, value in rest.items()}
+        self._saved, self._copies, self._spare = saved, spare, self._copies
+
+    def restore(self) -> None:
+        """Give the attributes the values of the copy; arrays of the same shape keep their memory.
+
+        Raises nothing.
+
+        Example::
+
+            state.restore()
+        """
+        _, arrays = self._taken()
+        self._put(self._saved, self._fitting(arrays, _likes(self._copies), self._copies))
+        self._is_commit = True
+
+    def _taken(self) -> tuple[dict[str, Any], list[Array]]:
+        """The attributes without their arrays, and the arrays."""
+        return take_tensors({name: getattr(self, name) for name in self._names}, self._is_array)
+
+    def _put(self, rest: dict[str, Any], arrays: list[Array]) -> None:
+        for name, value in put_tensors(copied(rest), arrays).items():
+            setattr(self, name, value)
+
+    @staticmethod
+    def _fitting(
+        arrays: list[Array], likes: list[tuple[Any, ...]], values: list[Array] | None = None
+    ) -> list[Array]:
+        """Arrays of these shapes and dtypes, those that are there if they fit, with these values if any."""
+        if _likes(arrays) != likes or not all(array.flags.writeable for array in arrays):
+            arrays = [np.empty(shape, dtype) for shape, dtype in likes]
+        for array, value in zip(arrays, values or (), strict=False):
+            np.copyto(array, value)
+        return arrays
+
+    def _sync_from(self, root: int, *, same: bool) -> None:
+        rest, arrays = self._taken()
+        rest, likes = self._bcast_object((rest, _likes(arrays)), root_rank=root, name="elastic.state.objects")
+        if self._rank() != root:
+            arrays = self._fitting(arrays, likes)
+        if not same:
+            self._broadcast([(f"elastic.{number}", array) for number, array in enumerate(arrays)], root)
+        self._put(rest, arrays)
+
+
+def _likes(arrays: list[Array]) -> list[tuple[Any, ...]]:
+    return [(array.shape, array.dtype) for array in arrays]
+
+
+def _rank() -> int:
+    return current.world().placement.rank

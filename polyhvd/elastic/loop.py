@@ -1,0 +1,122 @@
+"""``run``: a training function that is called again, in the next world, when one has failed or changed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from polyhvd.elastic import process
+from polyhvd.elastic.state import State
+from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
+from polyhvd.runtime import current
+
+__all__ = ["run", "run_fn"]
+
+_LOG = logging.getLogger("polyhvd")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound=State)
+
+
+def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Make a training function survive the loss of ranks, and let others join.
+
+    The state is told to all ranks, then the function is called. When a collective fails since a rank is lost,
+    the state goes back to its last commit; this process, and all that it has in memory, stays. With the
+    ranks that are left, and others that have come, the function is called again. When processes are waiting
+    to join, it is interrupted in a commit, and nothing is undone. What the function raises otherwise, and
+    RankMismatchError, which would only recur, goes to the caller.
+
+    Jobs are elastic with ``polyhvdrun --min-np``. In others the first failure goes to the caller.
+
+    Args:
+        func: takes the state first, then whatever the caller gives.
+
+    Raises:
+        HorovodInternalError: a rank was lost, and the job is not elastic.
+
+    Example::
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                train_one_epoch()
+                state.commit()
+
+        train(state)
+    """
+    return run_fn(func, _rejoin)
+
+
+def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], Any]) -> Callable[Concatenate[S, P], T]:
+    """What :func:`run` is made of, with a way of one's own into the next world.
+
+    Args:
+        func: takes the state first.
+        reset: enters the next world.
+
+    Raises nothing.
+
+    Example::
+
+        train = hvd.elastic.run_fn(train, reset)
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        must_reset = skip_sync = False
+        while True:
+            try:
+                if must_reset:
+                    reset()
+                    state.on_reset()
+                must_reset = False
+                if not skip_sync:
+                    state.sync()
+                skip_sync = state._is_commit = False
+                return func(state, *args, **kwargs)
+            except RankMismatchError:
+                raise
+            except HorovodInternalError as error:
+                _check_elastic(error, reset)
+                _LOG.info("elastic: %s", error)
+                if not must_reset:  # else the state is restored already
+                    _leave()
+                    state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            must_reset = True
+
+    return cast(Callable[Concatenate[S, P], T], wrapper)
+
+
+def _check_elastic(error: HorovodInternalError, reset: Callable[[], Any]) -> None:
+    """Raise the error of a job that has no next world."""
+    if reset is _rejoin and _way_back() is None:
+        _LOG.error(
+            "elastic: this job is not elastic, so that it ends with the loss of a rank; start it with "
+            "polyhvdrun --min-np N"
+        )
+        raise error
+
+
+def _way_back() -> Callable[[], None] | None:
+    member = process.find()
+    return None if member is None else member.rejoin
+
+
+def _leave() -> None:
+    """What is pending fails now; nothing of the former world is to reach what is restored."""
+    with current.lock:
+        current.leave()
+
+
+def _rejoin() -> None:
+    rejoin = _way_back()
+    if rejoin is None:
+        raise HorovodInternalError("elastic: the world cannot change: this job is not elastic")
+    rejoin()

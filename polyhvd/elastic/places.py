@@ -1,0 +1,165 @@
+"""What the members of an elastic job and its launcher tell each other through the job's store.
+
+A member asks for a place, is answered when the next world is formed, and hears that its world is to come to
+a boundary. Values of different generations never meet: each has scopes of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from dataclasses import asdict, dataclass, field
+
+from polyhvd.rendezvous.client import Client
+from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
+from polyhvd.runtime.placement import Placement, placements
+
+__all__ = ["ASKS", "GENERATIONS_MAX", "Answer", "Question", "Seat", "notice_scope", "place_scope"]
+
+#: Scope in which members ask; the launcher looks at it.
+ASKS = "elastic/asks"
+GENERATIONS_MAX = 1 << 20
+#: Of one request to the store; it is asked again for as long as the job lives.
+_WAIT_S = 1e6
+
+
+def asks_scope(after: int) -> str:
+    """Where members ask for a place after a generation."""
+    return f"{ASKS}/{after}"
+
+
+def place_scope(member: int, after: int) -> str:
+    """Where a member is answered."""
+    return f"elastic/place/{member}/{after}"
+
+
+def notice_scope(generation: int) -> str:
+    """Where rank 0 of a generation hears that its world is to come to a boundary."""
+    return f"elastic/notice/{generation}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a member says when it asks for a place."""
+
+    after: int = 0  #: the last generation that it had a place in; 0: none
+    wired: bool = False  #: whether it was connected in it
+    progressed: bool = False  #: whether it has committed in it
+    #: The process sets of that world, each as the members that are in it.
+    sets: list[list[int]] = field(default_factory=list)
+
+    def encoded(self) -> bytes:
+        """As bytes for the store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Question:
+        """Read what a member has written; raises ValueError, TypeError or KeyError."""
+        said = json.loads(data)
+        sets = [[int(member) for member in members] for members in said["sets"]]
+        return cls(int(said["after"]), bool(said["wired"]), bool(said["progressed"]), sets)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A place in the next world."""
+
+    generation: int  #: 0: the job is over, or does not need this process any more
+    members: list[int] = field(default_factory=list)  #: by rank
+    hosts: list[str] = field(default_factory=list)  #: of each, as the launcher numbers them
+    #: Process sets of the former world, each as the ranks of its members that are left.
+    sets: list[list[int]] = field(default_factory=list)
+
+    def encoded(self) -> bytes:
+        """As bytes for the store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Answer:
+        """Read what the launcher has written."""
+        return cls(**json.loads(data))
+
+    def placement(self, member: int) -> Placement:
+        """This member's place."""
+        return placements(self.hosts, self.generation)[self.members.index(member)]
+
+
+class Seat:
+    """A process's connection to the launcher of its elastic job, for as long as it lives.
+
+    Thread-safe. A forked child has none.
+
+    Args:
+        store: a connection that this object now owns.
+        member: the number of this process.
+    """
+
+    def __init__(self, store: Store, member: int) -> None:
+        self.member = member
+        #: The last answer.
+        self.answer = Answer(0)
+        self._store = store
+        self._lock = threading.Lock()
+        self._notice = 0  # request; 0: there is none
+        _seats.add(self)
+
+    @classmethod
+    def connect(cls, rendezvous: str, secret: bytes, member: int, deadline: float) -> Seat:
+        """Connect to the launcher; raises StoreError."""
+        return cls(Client(rendezvous, secret, rank=member, generation=0, deadline=deadline), member)
+
+    def next_place(self, question: Question) -> Answer:
+        """Ask for a place in the next world, and wait for it: as long as the job lives.
+
+        Raises:
+            StoreError: the launcher is gone.
+            SystemExit: the job is over, or does not need this process any more.
+        """
+        with self._lock:
+            scope = place_scope(self.member, question.after)
+            self._store.put(asks_scope(question.after), self.member, question.encoded(), own=True)
+            while True:
+                try:
+                    (data,) = self._store.gather(scope, 1, _WAIT_S)
+                    break
+                except GatherTimeoutError:
+                    continue
+            self._store.forget(asks_scope(question.after), self.member)
+            self.answer = Answer.decoded(data)
+            self._notice = 0
+            if self.answer.generation == 0:
+                raise SystemExit(0)
+            if self.answer.members[0] == self.member:
+                scope = notice_scope(self.answer.generation)
+                self._notice = self._store.post_gather(scope, 1, _WAIT_S)
+            return self.answer
+
+    def has_notice(self) -> bool:
+        """On rank 0: whether its world is to come to a boundary. Never waits."""
+        if not self._notice:  # of one reference, which only the thread that asks for places writes
+            return False
+        with self._lock:
+            try:
+                return self._store.take(self._notice) is not None
+            except StoreError:  # with the launcher gone the process is about to be ended
+                self._notice = 0
+                return False
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        self._store.close()
+
+
+_seats: weakref.WeakSet[Seat] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked process is no member, and must not keep the connection of its parent open."""
+    for seat in list(_seats):
+        seat._lock = threading.Lock()
+        seat.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,122 @@
+"""This process as a member of an elastic job: its seat, what it says when it asks for a place, its way back.
+
+There is one in a process at most. :mod:`polyhvd.launch.entry` makes it in the first ``init()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from polyhvd.elastic.places import Answer, Question, Seat
+from polyhvd.runtime import current
+from polyhvd.runtime.world import Member, World
+
+__all__ = ["Process", "find", "take_seat"]
+
+_NOTICE = 1
+
+
+class Process:
+    """See the module. All methods but :meth:`progress` and :meth:`is_awaited` run under ``current.lock``.
+
+    Args:
+        seat: the connection to the launcher.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        #: Enters the next world as ``init()`` has entered the first; None: there was none yet.
+        self.rejoin: Callable[[], None] | None = None
+        self._wired = False
+        self._progressed = False
+        self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
+        self._numbers: list[int | None] = []  # of each in the present world
+        self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
+        current.on_leave(self._remember)
+
+    def next_place(self) -> Answer:
+        """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
+        question = Question(self.seat.answer.generation, self._wired, self._progressed, self._sets)
+        answer = self.seat.next_place(question)
+        self._wired = self._progressed = False
+        return answer
+
+    def progress(self) -> None:
+        """This process has completed a step, which the next failure does not undo."""
+        self._progressed = (
+            True  # one reference is written; a world that ends meanwhile has progressed as well
+        )
+
+    def is_awaited(self) -> bool:
+        """Whether the world is to come to a boundary: alike on all its ranks after the same operations."""
+        world = current.find()
+        if world is None:
+            return False
+        if world.placement.rank == 0 and self.seat.has_notice():
+            world.engine.notify(_NOTICE)
+        return world.engine.notice >= _NOTICE
+
+    # Process sets
+
+    def settle(self, lists: list[list[int]], numbers: list[int]) -> tuple[list[list[int]], list[int | None]]:
+        """What becomes of the process sets of ``init()`` in a world that follows another one.
+
+        Args:
+            lists: ranks of all process sets that ``init()`` was called with.
+            numbers: of the objects that it was called with, from 1.
+
+        Returns:
+            The ranks of all process sets, and the number of each of those objects; None: all its members are
+            lost. In the first world they are as they were.
+        """
+        answer = self.seat.answer
+        told = answer.sets
+        if not told:
+            told = lists
+        unique = [ranks for i, ranks in enumerate(told) if ranks and ranks not in told[:i]]
+        self._numbers = [1 + unique.index(ranks) if ranks else None for ranks in told]
+        self._sets = [[answer.members[rank] for rank in ranks] for ranks in told]
+        places = [number - 1 for number in numbers]
+        return unique, [self._numbers[place] if place < len(told) else None for place in places]
+
+    def entered(self, world: World, rejoin: Callable[[], None]) -> None:
+        """The next world is there; objects of the last one's process sets stand for those that it has."""
+        self.rejoin = rejoin
+        self._wired = True
+        for item, place in self._objects:
+            number = self._numbers[place]
+            if item.process_set_id is not None:
+                continue
+            item.ranks = world.engine.process_sets()[number] if number is not None else []
+            if number is not None:
+                world.register(item, number)
+        self._objects = []
+
+    def _remember(self, world: World) -> None:
+        """Before a world ends: which process sets it has had, as members rather than ranks."""
+        members = self.seat.answer.members
+        sets = dict(world.engine.process_sets())
+        for place, number in enumerate(self._numbers):
+            if number is not None and number not in sets:  # it was removed
+                self._sets[place], self._numbers[place] = [], None
+        for number in sorted(sets.keys() - {0, *self._numbers}):
+            self._sets.append([members[rank] for rank in sets[number]])
+            self._numbers.append(number)
+        places = {number: place for place, number in reversed(list(enumerate(self._numbers))) if number}
+        self._objects = [(item, places[number]) for item, number in world.objects() if number in places]
+
+
+_process: Process | None = None  # under current.lock
+
+
+def find() -> Process | None:
+    """This process as a member, or None: its job is not elastic, or ``init()`` was not called."""
+    return _process
+
+
+def take_seat(make: Callable[[], Seat]) -> Process:
+    """This process as a member, which is made by the first call; raises what ``make`` does."""
+    global _process
+    if _process is None:
+        _process = Process(make())
+    return _process

@@ -1,0 +1,260 @@
+"""What an elastic program keeps of itself: committed to memory, restored, and told to newcomers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyhvd.collectives.objects import allgather_object
+from polyhvd.elastic import process
+from polyhvd.errors import HostsUpdatedInterrupt
+
+__all__ = ["ObjectState", "State"]
+
+_NEVER = -1
+
+
+class State:
+    """What :func:`run` hands to a training function. A subclass says what it consists of.
+
+    Args:
+        bcast_object: as ``broadcast_object`` of a framework.
+        get_rank: as ``hvd.rank``.
+
+    Raises nothing.
+
+    Example::
+
+        class Counter(hvd.elastic.State):
+            def save(self): self._saved = self.count
+            def restore(self): self.count = self._saved
+            def sync(self): self.count = hvd.broadcast_object(self.count)
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._commits = _NEVER  # number of the last; the same for the same commit on all ranks
+        self._is_commit = False  # whether the values are those of the last commit
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
+        """Have functions called after each change of the world, before the state is told to newcomers.
+
+        Args:
+            callbacks: without arguments, in their order; to adapt a learning rate to ``hvd.size()``, say.
+
+        Raises nothing.
+
+        Example::
+
+            state.register_reset_callbacks([lambda: set_learning_rate(0.01 * hvd.size())])
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def commit(self) -> None:
+        """Keep the values as they are now, to come back to; local, but for what it raises.
+
+        Every rank calls it after the same steps. It is :meth:`save` and :meth:`check_host_updates`.
+
+        Raises:
+            HostsUpdatedInterrupt: processes are waiting to join, or are to leave; on all ranks at one commit.
+
+        Example::
+
+            for state.batch in range(state.batch, 1000):
+                step()
+                state.commit()
+        """
+        self.save()
+        self._commits += 1
+        member = process.find()
+        if member is not None:
+            member.progress()
+        self._is_commit = True
+        self.check_host_updates()
+        self._is_commit = False
+
+    def check_host_updates(self) -> None:
+        """Let the world change here, if it is to; costs next to nothing.
+
+        Raises:
+            HostsUpdatedInterrupt: processes are waiting to join, or are to leave; on all ranks alike.
+
+        Example::
+
+            if batch % 10 == 0: state.commit()
+            else: state.check_host_updates()
+        """
+        member = process.find()
+        if member is not None and member.is_awaited():
+            raise HostsUpdatedInterrupt
+
+    def on_reset(self) -> None:
+        """Called after a change of the world: :meth:`reset`, and the registered functions.
+
+        Raises:
+            Exception: what they raise ends the program.
+
+        Example::
+
+            state.on_reset()
+        """
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Called by Horovod's driver. Here :meth:`check_host_updates` asks for itself, and this does nothing.
+
+        Args:
+            timestamp: when.
+            update_res: what.
+
+        Raises nothing.
+
+        Example::
+
+            state.on_hosts_updated(time.time(), 0)
+        """
+
+    def reset(self) -> None:
+        """Put in order what depends on the world, after it has changed.
+
+        Raises nothing.
+
+        Example::
+
+            state.reset()
+        """
+
+    def save(self) -> None:
+        """Keep a copy of the values.
+
+        Raises:
+            NotImplementedError: it is the subclass's to do.
+
+        Example::
+
+            state.save()
+        """
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the copy.
+
+        Raises:
+            NotImplementedError: it is the subclass's to do.
+
+        Example::
+
+            state.restore()
+        """
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Have the same values on all ranks.
+
+        Raises:
+            NotImplementedError: it is the subclass's to do.
+
+        Example::
+
+            state.sync()
+        """
+        raise NotImplementedError
+
+
+class ObjectState(State):
+    """Attributes of any kind that can be pickled, by name.
+
+    Args:
+        bcast_object: as ``broadcast_object`` of a framework.
+        get_rank: as ``hvd.rank``.
+        kwargs: the attributes with their first values.
+
+    Raises nothing.
+
+    Example::
+
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=0, batch=0)
+        state.epoch += 1
+        state.commit()
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved: dict[str, Any] = {}
+        self._names = list(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy of the attributes.
+
+        Raises:
+            Exception: one of them cannot be copied.
+
+        Example::
+
+            state.save()
+        """
+        self._saved = {name: copied(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        """Give the attributes the values of the copy.
+
+        Raises nothing.
+
+        Example::
+
+            state.restore()
+        """
+        for name, value in self._saved.items():
+            setattr(self, name, copied(value))
+        self._is_commit = True
+
+    def sync(self) -> None:
+        """Give all ranks the values of the newest commit that one of them has, and keep them as a commit.
+
+        Where no rank has committed they are rank 0's. Every rank calls it.
+
+        Raises:
+            HorovodInternalError: a rank was lost or has shut down.
+            InvalidArgumentError: an attribute cannot be pickled.
+
+        Example::
+
+            state.sync()
+        """
+        told = allgather_object((self._commits, self._is_commit), name="elastic.state.commits")
+        commits = [number for number, _ in told]
+        newest = max(commits)
+        root = commits.index(newest)
+        same = newest != _NEVER and all(item == (newest, True) for item in told)
+        self._sync_from(root, same=same)
+        self.save()
+        self._commits = max(newest, 0)
+        self._is_commit = False
+
+    def _sync_from(self, root: int, *, same: bool) -> None:
+        """Take the values of a rank.
+
+        Args:
+            root: which.
+            same: whether all ranks are at one commit, so that what is equal in each needs no telling.
+        """
+        if self._names:
+            values = {name: getattr(self, name) for name in self._names}
+            told = self._bcast_object(values, root_rank=root, name="elastic.state.objects")
+            for name in self._names:
+                setattr(self, name, told[name])
+
+
+def copied(value: Any) -> Any:
+    """A copy that shares nothing with the value."""
+    return value.copy() if type(value) is np.ndarray and not value.dtype.hasobject else copy.deepcopy(value)

@@ -1,0 +1,58 @@
+"""What makes a job elastic, and what its driver asks of it. Imports little: most jobs are not elastic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from polyhvd.launch.blame import Ending
+from polyhvd.launch.hosts import Host
+from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.placement import Placement
+
+if TYPE_CHECKING:
+    from polyhvd.elastic.membership import Limits
+    from polyhvd.launch.discovery import Discovery
+    from polyhvd.launch.driver import Driver
+
+__all__ = ["RESUME_STATUS", "DrivenJob", "Elastic", "driver_of"]
+
+#: Exit status of a job that can go on from its last checkpoint: EX_TEMPFAIL.
+RESUME_STATUS = 75
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What makes a job elastic."""
+
+    limits: Limits
+    hosts: list[Host]  #: at the beginning
+    discovery: Discovery | None = None  #: None: the hosts stay these
+
+
+class DrivenJob(Protocol):
+    """What a driver asks of its job."""
+
+    rendezvous: Server
+
+    def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
+        """Start a process on the host of this number; ``place`` is what its environment says."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+    def end(self, reason: str, cause: Ending | None, *, resumable: bool) -> None:
+        """End the job, which has failed."""
+
+    def finish(self) -> None:
+        """End what still runs: the job is done."""
+
+
+def driver_of(elastic: Elastic | None, hosts: Sequence[Host]) -> Driver | None:
+    """The driver of an elastic job."""
+    if elastic is None:
+        return None
+    from polyhvd.launch.driver import Driver
+
+    return Driver(elastic, hosts)

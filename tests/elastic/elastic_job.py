@@ -1,0 +1,86 @@
+"""A program that trains on NumPy arrays, is killed where a test says so, and tells what it has done.
+
+Arguments: a folder, and places at which a process kills itself, each once in the whole job:
+
+    step:RANK:STEP            in the step, before its collective
+    commit:RANK:STEP          after the step, before its commit
+    meet:RANK:GENERATION:STAGE   while the ranks of that generation meet
+    sync:RANK:GENERATION      while the state is told
+    init                      the first replacement, before init()
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polyhvd.numpy as hvd
+
+from polyhvd.runtime import bootstrap, current
+
+FOLDER, KILLS = Path(sys.argv[1]), sys.argv[2:]
+STEPS = int(os.environ.get("STEPS", "30"))
+STEP_S = float(os.environ.get("STEP_S", "0.01"))
+STARTED_WITH = int(os.environ["POLYHVD_SIZE"])
+
+
+def die_at(*place: object) -> None:
+    """Die here if a test wants it and nobody has died at this place yet."""
+    text = ":".join(map(str, place))
+    if text not in KILLS:
+        return
+    try:
+        (FOLDER / f"killed {text}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledMeeting(bootstrap._Meeting):
+    def _exchange(self, stage: str, mine: Any, meaning: str) -> list[Any]:
+        die_at("meet", self._rank, self._generation, stage)
+        return super()._exchange(stage, mine, meaning)
+
+
+bootstrap._Meeting = KilledMeeting  # type: ignore[misc]
+
+
+class KilledState(hvd.elastic.ArrayState):
+    def _sync_from(self, root: int, *, same: bool) -> None:
+        die_at("sync", hvd.rank(), current.world().placement.generation)
+        super()._sync_from(root, same=same)
+
+
+@hvd.elastic.run
+def train(state: Any) -> None:
+    generation = current.world().placement.generation
+    print(f"from {state.step} generation {generation} rank {hvd.rank()} size {hvd.size()}", flush=True)
+    while state.step < STEPS:
+        die_at("step", hvd.rank(), state.step)
+        contribution = np.full(5, float(state.step + 1))
+        state.weights += hvd.allreduce(contribution, op=hvd.Average, name="gradient")
+        state.layers["b"] += hvd.allreduce(contribution[:2], op=hvd.Average, name="second")
+        die_at("commit", hvd.rank(), state.step)
+        state.step += 1
+        time.sleep(STEP_S)
+        state.commit()
+
+
+def main() -> None:
+    if int(os.environ["POLYHVD_MEMBER"]) >= STARTED_WITH:
+        die_at("init")
+    hvd.init()
+    state = KilledState(weights=np.zeros(5), layers={"b": np.zeros(2)}, step=0, words=[])
+    state.register_reset_callbacks([lambda: print("reset", flush=True)])
+    state.words.append(os.getpid())  # rank 0's word counts
+    train(state)
+    weights = [*state.weights.tolist(), *state.layers["b"].tolist()]
+    print(f"end {state.step} {sorted(set(weights))} {len(state.words)} size {hvd.size()}", flush=True)
+
+
+main()

@@ -1,0 +1,244 @@
+"""Jobs that lose processes and gain others, with real kills: they go on from the newest commit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import Launcher, assert_gone
+
+from polyhvd.launch.driven import RESUME_STATUS
+
+JOB = str(Path(__file__).with_name("elastic_job.py"))
+STEPS = 30
+#: Every step adds its number, whatever the size of the world.
+WEIGHT = float(sum(range(1, STEPS + 1)))
+
+
+def run(launcher: Launcher, *options: str, kills: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
+    """The status, the ends that ranks have told, and the launcher's words."""
+    folder = launcher._folder
+    status, out, err = launcher.run(*options, argv=[sys.executable, JOB, str(folder), *kills])
+    for kill in kills:
+        assert (folder / f"killed {kill}").exists(), f"nobody was at {kill}:\n{out}\n{err}"
+    said = "\n".join(line for line in err.splitlines() if line.startswith("polyhvdrun:"))
+    return status, re.findall(r"end .*", out), said
+
+
+def end(size: int) -> str:
+    return f"end {STEPS} [{WEIGHT}] 1 size {size}"
+
+
+@pytest.mark.parametrize(
+    ("kills", "lost"),
+    [
+        (("step:1:7",), 1),
+        (("step:0:7",), 1),
+        (("commit:2:7",), 1),
+        (("step:0:0",), 1),
+        (("step:1:7", "step:2:7"), 2),
+        (("step:0:7", "step:1:7"), 2),
+        (("step:1:7", "meet:0:2:hello"), 2),
+        (("step:1:7", "meet:1:2:done"), 2),
+        (("step:1:7", "sync:0:2"), 2),
+        (("step:1:7", "sync:1:2"), 2),
+        (("step:1:7", "init"), 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_job_goes_on_from_the_newest_commit(launcher: Launcher, kills: tuple[str, ...], lost: int) -> None:
+    status, ends, said = run(launcher, "-np", "3", "--min-np", "1", kills=kills)
+    assert (status, ends) == (0, len(ends) * ends[:1]), said
+    assert re.fullmatch(rf"end {STEPS} \[{WEIGHT}\] 1 size [1-3]", ends[0])
+    assert f"the job has gone on after the loss of {lost} process" in said
+
+
+def test_spare_takes_the_place_at_once(launcher: Launcher) -> None:
+    status, ends, said = run(launcher, "-np", "2", "--min-np", "2", "--spares", "1", kills=("step:1:7",))
+    assert (status, ends) == (0, 2 * [end(2)]), said
+    assert "generation 2: 2 ranks" in said
+    assert "generation 3" not in said
+
+
+@pytest.mark.parametrize("kill", ["meet:2:3:hello", "meet:2:3:done", "sync:2:3"])
+def test_newcomer_that_dies_while_it_joins_undoes_nothing(launcher: Launcher, kill: str) -> None:
+    os.environ["STEPS"], os.environ["STEP_S"] = "30", "0.05"
+    try:
+        status, ends, said = run(launcher, "-np", "3", "--min-np", "2", kills=("step:1:2", kill))
+    finally:
+        del os.environ["STEPS"], os.environ["STEP_S"]
+    assert (status, len(ends) * ends[:1]) == (0, ends), said
+    assert ends[0].startswith(f"end {STEPS} [{WEIGHT}] 1 ")
+
+
+SLOTS_REST = ("-np", "3", "--min-np", "2", "--blacklist-cooldown-range", "600", "600")
+
+
+def test_world_shrinks_to_min_np(launcher: Launcher) -> None:
+    status, ends, said = run(launcher, *SLOTS_REST, kills=("step:1:7",))
+    assert (status, ends) == (0, 2 * [end(2)]), said
+
+
+def test_too_few_end_the_job_with_a_status_that_says_resume_me(launcher: Launcher) -> None:
+    kills = ("step:1:9", "step:0:9")
+    status, ends, said = run(launcher, *SLOTS_REST, "--elastic-timeout", "1", kills=kills)
+    assert (status, ends) == (RESUME_STATUS, [])
+    assert "1 processes are left, fewer than --min-np 2, and no more have come within 1 s" in said
+    assert f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint" in said
+
+
+def test_reset_limit_ends_the_job_with_the_status_of_the_cause(launcher: Launcher) -> None:
+    status, ends, said = run(launcher, "-np", "2", "--min-np", "1", "--reset-limit", "0", kills=("step:1:7",))
+    assert (status, ends) == (137, [])
+    assert "the world has changed 1 times, and --reset-limit is 0" in said
+    assert said.endswith("process 1 on localhost was killed by SIGKILL")
+
+
+def test_error_of_the_program_s_own_is_not_retried(launcher: Launcher) -> None:
+    source = (
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    state.commit()\n"
+        "    if hvd.rank() == 1: raise KeyError('mine')\n"
+        "    hvd.barrier()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    status, _, err = launcher.run("-np", "3", "--min-np", "1", source=source)
+    assert status == 1
+    assert "polyhvdrun: process 1 on localhost exited with status 1" in err
+    assert err.rstrip().endswith("KeyError: 'mine'")
+    assert "goes on" not in err
+
+
+def test_ranks_that_disagree_are_not_retried(launcher: Launcher) -> None:
+    source = (
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    hvd.allreduce(np.ones(1 + hvd.rank()), name='x')\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    status, _, err = launcher.run("-np", "2", "--min-np", "1", source=source)
+    assert status == 1
+    assert "RankMismatchError" in err
+
+
+def test_failure_that_recurs_ends_the_job_with_its_first_cause(launcher: Launcher) -> None:
+    source = (
+        "import os\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    if hvd.rank() == hvd.size() - 1: os.kill(os.getpid(), 11)\n"
+        "    hvd.barrier()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    status, _, err = launcher.run("-np", "4", "--min-np", "1", source=source)
+    assert status == 139
+    assert "2 worlds in a row have failed before anybody had committed" in err
+    assert "polyhvdrun: process 3 on localhost was killed by SIGSEGV" in err.splitlines()[-1]
+
+
+def test_job_that_is_not_elastic_says_so_and_fails(launcher: Launcher) -> None:
+    source = (
+        "import os\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    if hvd.rank() == 1: os._exit(9)\n"
+        "    hvd.barrier()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    status, _, err = launcher.run("-np", "2", source=source)
+    assert status == 9
+    assert "this job is not elastic" in err
+    assert "polyhvdrun --min-np" in err
+
+
+WAITING = (
+    "import os, time\n"
+    "import polyhvd.numpy as hvd\n"
+    "os.write(1, b'pid %d\\n' % os.getpid())\n"
+    "hvd.init()\n"
+    "@hvd.elastic.run\n"
+    "def train(state):\n"
+    "    os.write(1, b'training\\n')\n"
+    "    while True:\n"
+    "        hvd.barrier(); time.sleep(0.01); state.commit()\n"
+    "train(hvd.elastic.ArrayState(step=0))\n"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signal_to_the_launcher_ends_everything(launcher: Launcher, number: int) -> None:
+    launcher.start("-np", "2", "--min-np", "1", "--spares", "1", source=WAITING)
+    launcher.wait_for("training", 2)
+    pids = [int(text) for text in re.findall(rb"pid (\d+)", launcher.wait_for("pid", 3))]
+    launcher.signal(number)
+    status, _, _ = launcher.finish()
+    assert status == (-9 if number == signal.SIGKILL else 128 + number)
+    assert_gone(pids)
+
+
+def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Path) -> None:
+    script, hosts = tmp_path / "hosts é.sh", tmp_path / "hosts"
+    hosts.write_text("localhost:2\n")
+    script.write_text(f"#!/bin/sh\ncat '{hosts}'\n")
+    script.chmod(0o755)
+    source = (
+        "import os\n"
+        "import time\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    os.write(1, b'from %d size %d\\n' % (state.step, hvd.size()))\n"
+        "    while not (hvd.size() == 2 and state.grown):\n"
+        "        hvd.barrier(); state.step += 1; time.sleep(0.01)\n"
+        "        state.grown = state.grown or hvd.size() == 3\n"
+        "        state.commit()\n"
+        "state = hvd.elastic.ArrayState(step=0, grown=False)\n"
+        "train(state)\n"
+        "os.write(1, b'end %d\\n' % hvd.size())\n"
+    )
+    options = ("-np", "2", "--min-np", "2", "--max-np", "3", "--host-discovery-script", str(script))
+    launcher.start(*options, source=source)
+    launcher.wait_for("size 2", 2)
+    hosts.write_text("localhost:2\n127.0.0.1:5\n")
+    launcher.wait_for("size 3", 3)
+    hosts.write_text("# gone\nlocalhost:2\n")
+    status, out, err = launcher.finish()
+    assert (status, out.count("end 2")) == (0, 2), err
+    first = [int(text) for text in re.findall(r"from (\d+) size 3", out)]
+    assert first[0] > 0
+    assert first == 3 * first[:1]  # nothing was undone, and the newcomer has begun where the others were
+    assert "was killed" not in err
+
+
+def test_discovery_that_fails_is_told_once_and_hosts_stay(launcher: Launcher, tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o755)
+    started = time.monotonic()
+    launcher.start("-np", "2", "--host-discovery-script", str(script), source=WAITING)
+    launcher.wait_for("training", 2)
+    script.write_text("#!/bin/sh\necho no list >&2\nexit 3\n")
+    deadline = started + 60
+    while b"discovery" not in launcher.err and time.monotonic() < deadline:
+        launcher.wait_for("training", 2)
+        launcher._read(launcher.process, time.monotonic() + 1)
+    launcher.signal(signal.SIGTERM)
+    _, _, err = launcher.finish()
+    said = f"discovery of hosts: {script} has ended with status 3: no list; the hosts stay as they are"
+    assert err.count(said) == 1
