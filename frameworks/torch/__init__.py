@@ -11,6 +11,10 @@ Example::
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from polyhvd.installed import is_installed as _is_installed
 from polyhvd.installed import missing as _missing
 
@@ -29,6 +33,9 @@ from polyhvd.torch.verbs import *
 from polyhvd import allgather_object, barrier, broadcast_object, exports
 from polyhvd.exports import *
 
+if _TYPE_CHECKING:
+    from polyhvd.torch import elastic
+
 __all__ = [
     "Compression",
     "DistributedOptimizer",
@@ -39,10 +46,17 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "convert_sync_batchnorm",
+    "elastic",
     "sparse_allreduce_async",
 ]
 __all__ += exports.__all__
 __all__ += verbs.__all__
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "elastic":  # which few programs need
+        return _import_module(f"{__name__}.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from polyhvd.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.runtime import current
 from polyhvd.training.state import broadcast_named, put_tensors, take_tensors
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "load_state"]
 
 Tensor = torch.Tensor
 
@@ -112,7 +112,7 @@ def broadcast_optimizer_state(
         _check_groups(optimizer, root_rank)
         state = _received_state(optimizer, root_rank)
     if current.world().placement.rank != root_rank:
-        _load(optimizer, state)
+        load_state(optimizer, state)
 
 
 def _received_state(optimizer: torch.optim.Optimizer, root_rank: int) -> Any:
@@ -143,7 +143,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
         )
 
 
-def _load(optimizer: torch.optim.Optimizer, state: Any) -> None:
+def load_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Load what ``state_dict()`` has returned, tensors of their own dtypes included."""
     optimizer.load_state_dict(state)
     # torch casts state to the dtype of its parameter; the root has it as it is.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

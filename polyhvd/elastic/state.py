@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from polyhvd.collectives.objects import allgather_object
+from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.elastic import process
 from polyhvd.errors import HostsUpdatedInterrupt
+from polyhvd.runtime import current
 
-__all__ = ["ObjectState", "State"]
+__all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied"]
 
 _NEVER = -1
 
@@ -253,6 +254,131 @@ class ObjectState(State):
             told = self._bcast_object(values, root_rank=root, name="elastic.state.objects")
             for name in self._names:
                 setattr(self, name, told[name])
+
+
+class Handler:
+    """How a state keeps a value that is not to be pickled. A subclass says how.
+
+    Args:
+        value: what it keeps.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def set_value(self, value: Any) -> None:
+        """Keep another value from now on. Raises nothing.
+
+        Args:
+            value: in place of the one before.
+
+        Example::
+
+            handler.set_value(model)
+        """
+        self.value = value
+
+    def save(self) -> None:
+        """Keep a copy. Raises NotImplementedError where the subclass does not say how.
+
+        Example::
+
+            handler.save()
+        """
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the copy. Raises NotImplementedError where the subclass does not say how.
+
+        Example::
+
+            handler.restore()
+        """
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Take rank 0's value. Raises NotImplementedError where the subclass does not say how.
+
+        Example::
+
+            handler.sync()
+        """
+        raise NotImplementedError
+
+    def sync_from(self, root: int, *, same: bool) -> None:
+        """Take the value of a rank. Without a method of the subclass it is :meth:`sync`, and rank 0's.
+
+        Args:
+            root: which.
+            same: whether all ranks are at one commit, so that what is equal in each needs no telling.
+
+        Raises:
+            HorovodInternalError: a rank was lost or has shut down.
+
+        Example::
+
+            handler.sync_from(0, same=False)
+        """
+        self.sync()
+
+
+class HandlersState(ObjectState):
+    """Attributes that are kept by handlers, and others that are pickled.
+
+    Args:
+        handlers: of attributes, by their names.
+        kwargs: the others with their first values.
+    """
+
+    def __init__(self, handlers: dict[str, Handler], **kwargs: Any) -> None:
+        self._handlers: dict[str, Handler] = {}
+        super().__init__(broadcast_object, _rank, **kwargs)
+        self._handlers = handlers
+        for name, handler in handlers.items():
+            object.__setattr__(self, name, handler.value)
+            handler.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handlers = self.__dict__.get("_handlers", {})
+        if name in handlers:
+            handlers[name].set_value(value)
+        object.__setattr__(self, name, value)
+
+    def save(self) -> None:
+        """Keep a copy of all attributes.
+
+        Raises:
+            Exception: one of them cannot be copied.
+
+        Example::
+
+            state.save()
+        """
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Give all attributes the values of the copy.
+
+        Raises nothing.
+
+        Example::
+
+            state.restore()
+        """
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def _sync_from(self, root: int, *, same: bool) -> None:
+        for name in sorted(self._handlers):
+            self._handlers[name].sync_from(root, same=same)
+        super()._sync_from(root, same=same)
+
+
+def _rank() -> int:
+    return current.world().placement.rank
 
 
 def copied(value: Any) -> Any:

@@ -1,0 +1,211 @@
+"""Elastic training with PyTorch: ``hvd.elastic``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from polyhvd.torch.samplers import ElasticSampler
+from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters, load_state
+
+from polyhvd.collectives.objects import broadcast_object
+from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
+from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.training.state import put_tensors, take_tensors
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "run",
+    "run_fn",
+    "set_handler_registry",
+]
+
+Tensor = torch.Tensor
+
+
+class StateHandler(Handler):
+    """How a :class:`TorchState` keeps a value of some class; see :func:`set_handler_registry`.
+
+    Args:
+        value: what it keeps.
+
+    Example::
+
+        class CounterHandler(hvd.elastic.StateHandler):
+            def save(self): self._saved = self.value.count
+            def restore(self): self.value.count = self._saved
+            def sync(self): self.value.count = hvd.broadcast_object(self.value.count)
+    """
+
+
+class _TensorsHandler(StateHandler):
+    """Copies of the tensors of a state dict, in memory of the host that is used again."""
+
+    def __init__(self, value: Any) -> None:
+        self._tensors: list[Tensor] = []
+        self._spare: list[Tensor] = []  # of the commit before: one that is cut short harms neither
+        super().__init__(value)
+
+    def save(self) -> None:
+        rest, tensors = take_tensors(self.value.state_dict(), torch.is_tensor)
+        spare = self._spare
+        if _likes(spare) != _likes(tensors):
+            spare = [torch.empty_like(tensor, requires_grad=False, device="cpu") for tensor in tensors]
+        with torch.no_grad():
+            for kept, tensor in zip(spare, tensors, strict=True):
+                kept.copy_(tensor)
+        saved = copy.deepcopy(rest)
+        self._rest, self._tensors, self._spare = saved, spare, self._tensors
+
+    def _saved(self, tensors: list[Tensor]) -> Any:
+        return put_tensors(copy.deepcopy(self._rest), tensors)
+
+
+class _ModelHandler(_TensorsHandler):
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved(self._tensors))
+
+    def sync_from(self, root: int, *, same: bool) -> None:
+        state = self.value.state_dict()
+        tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+        if not same and tensors:
+            broadcast_parameters(tensors, root)
+        if len(tensors) < len(state):  # a module may keep anything there
+            others = {name: value for name, value in state.items() if name not in tensors}
+            others = broadcast_object(others, root, name="elastic.state.model")
+            self.value.load_state_dict({**tensors, **others})
+
+
+class _OptimizerHandler(_TensorsHandler):
+    def restore(self) -> None:
+        # It takes tensors over as they are, and changes them in its steps.
+        load_state(self.value, self._saved([tensor.clone() for tensor in self._tensors]))
+
+    def sync_from(self, root: int, *, same: bool) -> None:
+        if not same:
+            broadcast_optimizer_state(self.value, root)
+
+
+class _StatefulHandler(StateHandler):
+    """Schedulers, scalers, samplers: small states."""
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync_from(self, root: int, *, same: bool) -> None:
+        state = self.value.state_dict()
+        self.value.load_state_dict(broadcast_object(state, root, name="elastic.state.stateful"))
+
+
+def _likes(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+class _AnythingWithState(type):
+    """Stands in the registry for every class with ``state_dict`` and ``load_state_dict``."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
+
+
+class _Stateful(metaclass=_AnythingWithState):
+    pass
+
+
+_registry: list[tuple[type, Callable[[Any], Handler]]] = [
+    (torch.nn.Module, _ModelHandler),
+    (torch.optim.Optimizer, _OptimizerHandler),
+    (_Stateful, _StatefulHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, Callable[[Any], Handler]]]:
+    """Classes of values that :class:`TorchState` does not pickle, each with its :class:`StateHandler`.
+
+    Returns:
+        Pairs, of which the first counts whose class a value is of: modules, optimizers, and whatever has
+        ``state_dict()`` and ``load_state_dict()``, such as samplers and schedulers.
+
+    Raises nothing.
+
+    Example::
+
+        hvd.elastic.set_handler_registry([(Counter, CounterHandler), *hvd.elastic.get_handler_registry()])
+    """
+    return list(_registry)
+
+
+def set_handler_registry(registry: list[tuple[type, Callable[[Any], Handler]]]) -> None:
+    """Replace what :func:`get_handler_registry` returns, for states that are made from now on.
+
+    Args:
+        registry: pairs of a class and a function that makes a :class:`StateHandler` of a value.
+
+    Raises nothing.
+
+    Example::
+
+        hvd.elastic.set_handler_registry([(Counter, CounterHandler), *hvd.elastic.get_handler_registry()])
+    """
+    _registry[:] = registry
+
+
+class TorchState(HandlersState):
+    """A model, an optimizer and other attributes, by name.
+
+    Modules and optimizers keep their tensors over all changes of the world. Samplers, learning rate
+    schedulers and gradient scalers are kept by their ``state_dict()``; everything else is pickled.
+
+    Args:
+        model: a ``torch.nn.Module``, or None.
+        optimizer: a ``DistributedOptimizer`` or another, or None.
+        kwargs: other attributes with their first values.
+
+    Raises nothing.
+
+    Example::
+
+        state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                train_one_epoch(state.model, state.optimizer)
+                state.commit()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer}
+        kwargs.update({name: value for name, value in given.items() if value is not None})
+        handlers = {}
+        for name, value in kwargs.items():
+            make = next((handler for kind, handler in _registry if isinstance(value, kind)), None)
+            if make is not None:
+                handlers[name] = make(value)
+        rest = {name: value for name, value in kwargs.items() if name not in handlers}
+        super().__init__(handlers, **rest)
+        for name, value in given.items():
+            if value is None:
+                setattr(self, name, None)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,124 @@
+"""States on ranks, without a launcher's driver: what is committed, restored and told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polyhvd.numpy as hvd
+import pytest
+
+pytestmark = pytest.mark.ranks(1, 3, framework="numpy")
+
+
+def make(**kwargs: Any) -> Any:
+    return hvd.elastic.ArrayState(w=np.arange(4.0), nested={"a": [np.ones(2), "x"]}, step=0, **kwargs)
+
+
+def test_restore_goes_back_to_the_commit_and_arrays_keep_their_memory() -> None:
+    state = make()
+    w, inner = state.w, state.nested["a"][0]
+    state.sync()
+    state.w += 1
+    state.nested["a"][0][:] = 7
+    state.step = 3
+    state.commit()
+    state.w[:] = -1
+    state.nested["a"][0][:] = -1
+    state.nested["a"].append("y")
+    state.step = 4
+    state.restore()
+    assert state.w is w
+    assert state.nested["a"][0] is inner
+    assert w.tolist() == [1, 2, 3, 4]
+    assert state.nested["a"][0].tolist() == [7, 7]
+    assert len(state.nested["a"]) == 2
+    assert state.step == 3
+
+
+def test_commit_is_not_changed_by_what_follows_it() -> None:
+    state = make()
+    state.commit()
+    for _ in range(3):
+        state.w += 1
+        state.restore()
+        assert state.w.tolist() == [0, 1, 2, 3]
+
+
+def test_first_sync_tells_rank_0_s_values() -> None:
+    state = make(own=hvd.rank())
+    state.w += hvd.rank()
+    state.sync()
+    assert (state.w.tolist(), state.own) == ([0, 1, 2, 3], 0)
+    state.w[:] = 9
+    state.restore()  # what was told is a commit
+    assert state.w.tolist() == [0, 1, 2, 3]
+
+
+def test_sync_tells_the_newest_commit_whoever_has_it() -> None:
+    state = make()
+    state.sync()
+    newest = hvd.size() - 1
+    for step in range(2 if hvd.rank() == newest else 1):
+        state.step = 10 * hvd.rank() + step
+        state.w[:] = state.step
+        state.commit()
+    state.w[:] = -5
+    state.restore()
+    state.sync()
+    expected = 10 * newest + 1
+    assert (state.step, state.w.tolist()) == (expected, 4 * [expected])
+    assert state._commits == 2
+    before = hvd.counters()["operations"]
+    state.restore()
+    state.sync()  # all are at that commit: only what is not an array is sent
+    assert hvd.counters()["operations"] - before < 8
+
+
+def test_newcomer_gets_arrays_of_other_shapes_than_its_own() -> None:
+    state = make()
+    if hvd.rank() == 0:
+        state.w = np.full((2, 3), 5.0, np.float32)
+        state._commits = 4
+    state.sync()
+    assert (state.w.shape, state.w.dtype, state.w.tolist()) == ((2, 3), np.float32, 2 * [3 * [5.0]])
+
+
+def test_attribute_that_cannot_be_pickled_is_an_error_on_every_rank() -> None:
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+    state.step = (i for i in range(3))
+    with pytest.raises((hvd.InvalidArgumentError, TypeError), match="generator"):
+        state.sync()
+    hvd.barrier()
+
+
+def test_run_calls_the_function_and_passes_what_it_raises_and_returns() -> None:
+    state = make()
+
+    @hvd.elastic.run
+    def train(state: Any, factor: int, *, plus: int = 0) -> int:
+        """Train."""
+        if factor < 0:
+            raise KeyError(factor)
+        return factor * 2 + plus
+
+    assert train(state, 3, plus=1) == 7
+    assert train.__doc__ == "Train."
+    with pytest.raises(KeyError, match="-1"):
+        train(state, -1)
+
+
+def test_interrupt_is_raised_by_the_same_commit_on_all_ranks_and_undoes_nothing() -> None:
+    calls = []
+    state = make()
+    state.register_reset_callbacks([lambda: calls.append("reset")])
+
+    def train(state: Any) -> str:
+        calls.append(state.step)
+        if state.step == 0:
+            state.step = 5
+            raise hvd.HostsUpdatedInterrupt(skip_sync=False)
+        return "done"
+
+    assert hvd.elastic.run_fn(train, lambda: calls.append("rewire"))(state) == "done"
+    assert calls == [0, "rewire", "reset", 5]

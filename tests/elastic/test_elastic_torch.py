@@ -1,0 +1,28 @@
+"""A job of PyTorch that loses a rank, and states apart from jobs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launching import Launcher
+from stand_ins import is_installed
+
+pytestmark = pytest.mark.skipif(not is_installed("torch"), reason="PyTorch is not installed")
+
+SCRIPT = str(Path(__file__).with_name("horovod_torch.py"))
+
+
+def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path: Path) -> None:
+    status, out, err = launcher.run(
+        "-np", "2", "--min-np", "1", argv=[sys.executable, SCRIPT, str(tmp_path / "killed")]
+    )
+    assert status == 0, err
+    ends = re.findall(r"end .*", out)
+    assert ends
+    assert ends == len(ends) * ends[:1]  # the same weights and moments
+    losses = [float(text) for text in re.findall(r"epoch \d size \d loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] / 2
+    assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err

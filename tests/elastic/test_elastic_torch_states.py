@@ -1,0 +1,137 @@
+"""TorchState on ranks: models, optimizers, schedulers and handlers of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polyhvd.torch as hvd
+import pytest
+import torch
+
+pytestmark = pytest.mark.ranks(2, framework="torch")
+
+
+def make(optimizer: str = "Adam", **kwargs: Any) -> Any:
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    model.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    inner = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, **options)
+    wrapped = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    return hvd.elastic.TorchState(model, wrapped, step=0, **kwargs)
+
+
+def step(state: Any) -> None:
+    state.optimizer.zero_grad()
+    torch.manual_seed(100 * state.step + hvd.rank())
+    state.model(torch.randn(6, 3)).square().sum().backward()
+    state.optimizer.step()
+    state.model.seen += 1
+    state.step += 1
+
+
+def values(state: Any) -> list[Any]:
+    moments = [
+        value.tolist() if torch.is_tensor(value) else value
+        for item in state.optimizer.state_dict()["state"].values()
+        for _, value in sorted(item.items())
+    ]
+    return [
+        state.step,
+        [tensor.tolist() for tensor in state.model.state_dict().values()],
+        moments,
+        [group["lr"] for group in state.optimizer.param_groups],
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+def test_training_from_a_restored_commit_takes_the_same_course(optimizer: str) -> None:
+    state = make(optimizer)
+    state.sync()
+    step(state)
+    state.commit()
+    parameters = [parameter.data_ptr() for parameter in state.model.parameters()]
+    courses = []
+    for _ in range(3):
+        step(state)
+        step(state)
+        courses.append(values(state))
+        state.restore()
+    assert courses == 3 * courses[:1]
+    assert [parameter.data_ptr() for parameter in state.model.parameters()] == parameters
+    assert hvd.allgather_object(values(state)) == hvd.size() * [values(state)]
+
+
+def test_newcomer_gets_model_optimizer_and_scheduler_of_the_newest_commit() -> None:
+    state = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(state.optimizer, 1, gamma=0.5)
+    state = hvd.elastic.TorchState(state.model, state.optimizer, scheduler=scheduler, step=0)
+    state.sync()
+    for _ in range(3):
+        step(state)
+        scheduler.step()
+    state.commit()
+    fresh = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(fresh.optimizer, 1, gamma=0.5)
+    newcomer = hvd.elastic.TorchState(fresh.model, fresh.optimizer, scheduler=scheduler, step=0)
+    if hvd.rank() == 1:
+        fresh.model.load_state_dict(state.model.state_dict())
+        fresh.optimizer.load_state_dict(state.optimizer.state_dict())
+        scheduler.load_state_dict(state.scheduler.state_dict())
+        newcomer.step = state.step
+        newcomer.commit()
+    state = newcomer
+    state.sync()
+    found = hvd.allgather_object([values(state), scheduler.last_epoch])
+    assert found == 2 * found[1:]
+    assert found[0][0][0] == 3
+    assert found[0][0][3] == [0.1 / 8]
+    step(state)
+
+
+def test_state_without_model_or_optimizer_keeps_the_rest() -> None:
+    state = hvd.elastic.TorchState(step=1)
+    assert (state.model, state.optimizer) == (None, None)
+    state.sync()
+    state.step = 2
+    state.restore()
+    assert state.step == 1
+
+
+def test_model_that_is_replaced_is_kept_from_then_on() -> None:
+    state = make()
+    state.model = torch.nn.Linear(2, 1)
+    state.save()
+    weight = state.model.weight.detach().clone()
+    torch.nn.init.zeros_(state.model.weight)
+    state.restore()
+    assert torch.equal(state.model.weight, weight)
+
+
+def test_handlers_of_the_user_s_own_are_asked() -> None:
+    class Counter:
+        count = 0
+
+    class CounterHandler(hvd.elastic.StateHandler):
+        def save(self) -> None:
+            self.saved = self.value.count
+
+        def restore(self) -> None:
+            self.value.count = self.saved
+
+        def sync(self) -> None:
+            self.value.count = hvd.broadcast_object(self.value.count)
+
+    before = hvd.elastic.get_handler_registry()
+    hvd.elastic.set_handler_registry([(Counter, CounterHandler), *before])
+    try:
+        state = hvd.elastic.TorchState(counter=Counter(), step=0)
+    finally:
+        hvd.elastic.set_handler_registry(before)
+    state.counter.count = 7 + hvd.rank()
+    state.commit()
+    state.counter.count = 0
+    state.restore()
+    assert state.counter.count == 7 + hvd.rank()
+    state.sync()
+    assert state.counter.count == 7
