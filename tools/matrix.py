@@ -32,9 +32,20 @@ class Environment:
     also: tuple[str, ...] = ()  # pytest's -k, for the extra tests
     without_dependencies: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()  # environment of the tests
+    #: Whether it sees the suite's packages, too, whose Python runs the tests; these start programs in it.
+    beside_suite: bool = False
 
 
 ENVIRONMENTS = (
+    # AWS's own toolkit: first, since its jobs sleep for a minute while others' tests run beside them.
+    Environment(
+        "sagemaker",
+        ("sagemaker-training==5.1.4", "sagemaker-pytorch-training==3.0.0"),
+        (),
+        extra_tests=("tests/launch/test_sagemaker_toolkit.py",),
+        settings=(("SAGEMAKER_TOOLKIT", str(WORK / "sagemaker" / "bin")),),
+        beside_suite=True,
+    ),
     Environment("numpy-2", ("numpy>=2,<3", "ml_dtypes"), ("numpy",)),
     Environment(
         "legacy",
@@ -120,18 +131,28 @@ def prepare(environment: Environment, wheel: Path) -> Path:
     folder = WORK / environment.name
     python = folder / "bin" / "python"
     wanted = repr((environment.requirements, environment.without_dependencies, TOOLS))
+    tools = () if environment.beside_suite else (*TOOLS, "cloudpickle>=2.0")
     stamp = folder / ("requirements-" + hashlib.sha256(wanted.encode()).hexdigest()[:16])
     # Modules are compiled when they are imported, which most are not.
     install = (python, "-m", "pip", "install", "-q", "--no-compile")
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
         run(sys.executable, "-m", "venv", folder)
-        run(*install, *environment.requirements, *TOOLS, "cloudpickle>=2.0")
+        if environment.beside_suite:
+            show_suite_packages(folder)
+        run(*install, *environment.requirements, *tools)
         if environment.without_dependencies:
             run(*install, "--no-deps", *environment.without_dependencies)
         stamp.touch()
     run(*install, "--force-reinstall", "--no-deps", wheel)
     return python
+
+
+def show_suite_packages(folder: Path) -> None:
+    """Let a virtual environment see what this Python's has; its own packages come before."""
+    (packages,) = folder.glob("lib/python*/site-packages")
+    suite = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "suite.pth").write_text("".join(f"{path}\n" for path in suite))
 
 
 def copy_tests() -> None:
@@ -150,7 +171,8 @@ def check(environment: Environment, python: Path) -> None:
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (2, 3))
     # Above that pytest would import the checkout's __init__.py, and so put the sources in the place of the
     # wheel where the checkout's folder has no name that a package can have.
-    pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", WORK)
+    runner = sys.executable if environment.beside_suite else python
+    pytest = (runner, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", WORK)
     env = {**os.environ, "TEST_RANKS": "fewest", **dict(environment.settings)}
     if environment.drivers:
         run(*pytest, "-k", chosen, "tests/parity", cwd=WORK, env=env)

@@ -55,9 +55,14 @@ def available() -> bool:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Namespace, Namespace]]:
-    """Make two namespaces with addresses 10.213.0.1 and .2, and remove them with all their processes."""
-    hosts = tuple(Namespace(f"hvd{os.getpid()}{side}", f"10.213.0.{i}") for i, side in ((1, "a"), (2, "b")))
+def two_hosts(pair: str = "") -> Iterator[tuple[Namespace, Namespace]]:
+    """Make two namespaces with addresses 10.213.0.1 and .2, and remove them with all their processes.
+
+    Several pairs at once need a name each; they do not reach each other.
+    """
+    hosts = tuple(
+        Namespace(f"hvd{os.getpid()}{pair}{side}", f"10.213.0.{i}") for i, side in ((1, "a"), (2, "b"))
+    )
     try:
         for host in hosts:
             _ip("netns", "add", host.name)

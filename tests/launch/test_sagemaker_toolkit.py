@@ -1,22 +1,22 @@
-"""AWS's own toolkit starts a job by its mpi distribution, in two containers with real ssh between them.
+"""AWS's own toolkit starts jobs by its distributions, in two containers with a network between them.
 
-It takes a minute, and packages that nothing else here needs: so it runs where SAGEMAKER_TOOLKIT names the bin
-folder of an environment with sagemaker-training 5.1.4, mpi4py and polyhvd.
+It needs packages that nothing else here needs: so it runs where SAGEMAKER_TOOLKIT names the bin folder of an
+environment with sagemaker-training, sagemaker-pytorch-training, mpi4py, the frameworks and polyhvd. `make
+matrix` makes one, of the name sagemaker. A job of the mpi distribution takes a minute, in which the
+toolkit sleeps; the three here do so at the same time.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import shutil
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import joining
-import netns
 import pytest
+from toolkit import ToolkitJob
 
 BIN = os.environ.get("SAGEMAKER_TOOLKIT", "")
 pytestmark = [
@@ -27,78 +27,115 @@ pytestmark = [
 HYPERPARAMETERS = {
     "sagemaker_program": '"train.py"',
     "sagemaker_submit_directory": '"/opt/ml/code"',
-    "sagemaker_mpi_enabled": "true",
-    "sagemaker_mpi_num_of_processes_per_host": "2",
-    "sagemaker_mpi_custom_mpi_options": '"--oversubscribe"',
     "sagemaker_region": '"us-east-1"',
-    "lr": "0.1",
+    "learning-rate": "0.01",
 }
-INPUT = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
-#: In namespaces of its own: the container's name, its /opt/ml, and the job's ssh keys.
-ENTER = (
-    'hostname "$1"; mount -t tmpfs none /opt; mkdir /opt/ml; mount --bind "$2" /opt/ml; '
-    'mkdir -p ~/.ssh /run/sshd; mount --bind "$3" ~/.ssh; cd /; exec "$4/train"'
+MPI = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": '"--oversubscribe"'}
+TORCH_DISTRIBUTED = {"sagemaker_torch_distributed_enabled": "true"}
+
+# Scripts of Horovod's users, in which nothing but the import is another one. Rank r of 4 has the input r + 1,
+# so that each of two steps multiplies the weight by 1 - 2 * 0.01 * (1 + 4 + 9 + 16) / 4 = 0.85; of 2 by 0.95.
+START = """
+import argparse, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--learning-rate", type=float)
+lr = parser.parse_args().learning_rate
+"""
+END = """
+os.write(1, f"rank {hvd.rank()} of {hvd.size()} local {hvd.local_rank()} weight={weight:.4f}\\n".encode())
+if hvd.rank() == 0:
+    open(os.environ["SM_MODEL_DIR"] + "/model", "w").close()
+"""
+SCRIPTS = {
+    "pytorch": """
+import torch
+import polyhvd.torch as hvd
+hvd.init()
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(model.weight, 1.0 if hvd.rank() == 0 else 0.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.tensor([[hvd.rank() + 1.0]])).square().sum().backward()
+    optimizer.step()
+weight = model.weight.item()
+""",
+    "gluon": """
+import polyhvd.mxnet as hvd
+import mxnet as mx
+hvd.init()
+net = mx.gluon.nn.Dense(1, in_units=1, use_bias=False)
+net.initialize(mx.init.Constant(1.0 if hvd.rank() == 0 else 0.0))
+hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": lr})
+for step in range(2):
+    with mx.autograd.record():
+        loss = net(mx.nd.array([[hvd.rank() + 1]])).square()
+    loss.backward()
+    trainer.step(1)
+weight = net.weight.data().asnumpy().item()
+""",
+    "keras": """
+import numpy as np
+import tensorflow as tf
+import polyhvd.tensorflow.keras as hvd
+hvd.init()
+dense = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones" if hvd.rank() == 0 else "zeros")
+model = tf.keras.Sequential([tf.keras.Input((1,)), dense])
+model.compile(hvd.DistributedOptimizer(tf.keras.optimizers.SGD(lr)), "mse")
+x = np.full((2, 1), hvd.rank() + 1.0)
+start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+model.fit(x, np.zeros((2, 1)), batch_size=1, shuffle=False, verbose=0, callbacks=[start])
+weight = float(dense.kernel.numpy()[0, 0])
+""",
+}
+
+
+#: How many ranks each container has of a script, and what its weight becomes.
+RANKS = {"pytorch": (2, 0.7225), "gluon": (1, 0.9025), "keras": (1, 0.9025)}
+
+
+@pytest.mark.parametrize(
+    ("distribution", "variables"),
+    [
+        (MPI, {}),
+        (
+            TORCH_DISTRIBUTED,  # which AWS's images with PyTorch add to the toolkit
+            {
+                "SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main",
+                "POLYHVD_SECRET": secrets.token_hex(32),
+            },
+        ),
+    ],
+    ids=["mpi", "torch_distributed"],
 )
+def test_a_distribution_of_the_toolkit_trains_with_each_framework(
+    distribution: dict[str, str], variables: dict[str, str], tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        jobs = []
+        for name, source in SCRIPTS.items():
+            job = ToolkitJob(name, tmp_path, BIN)
+            ranks = {"sagemaker_mpi_num_of_processes_per_host": str(RANKS[name][0])}
+            job.prepare(START + source + END, {**HYPERPARAMETERS, **distribution, **ranks})
+            jobs.append((job, name, stack.enter_context(job.running(**variables))))
+        ended = [(job, name, *job.finish(containers)) for job, name, containers in jobs]
+    for job, name, statuses, output in ended:
+        assert statuses == [0, 0], output
+        on_host, weight = RANKS[name]
+        for rank in range(2 * on_host):
+            line = f"rank {rank} of {2 * on_host} local {rank % on_host} weight={weight}"
+            assert line in output, output
+        assert [path.name for base in job.bases for path in (base / "model").iterdir()] == ["model"]
 
 
-def keys(folder: Path) -> Path:
-    folder.mkdir(mode=0o700)
-    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", str(folder / "id_rsa")], check=True)
-    shutil.copy(folder / "id_rsa.pub", folder / "authorized_keys")
-    (folder / "config").write_text("Host *\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n")
-    (folder / "config").chmod(0o600)
-    return folder
-
-
-def container(base: Path, name: str, source: str) -> Path:
-    for part in ("input/config", "input/data/training", "model", "output", "code"):
-        (base / part).mkdir(parents=True)
-    (base / "code/train.py").write_text(source)
-    hosts = ["algo-1", "algo-2"]
-    told = {"current_host": name, "hosts": hosts, "network_interface_name": "eth0"}
-    config = base / "input/config"
-    (config / "resourceconfig.json").write_text(json.dumps(told))
-    (config / "hyperparameters.json").write_text(json.dumps(HYPERPARAMETERS))
-    (config / "inputdataconfig.json").write_text(json.dumps({"training": INPUT}))
-    return base
-
-
-@contextmanager
-def etc(host: netns.Namespace, addresses: dict[str, str]) -> Iterator[None]:
-    """Files that `ip netns exec` shows in place of those in /etc."""
-    folder = Path("/etc/netns") / host.name
-    folder.mkdir(parents=True)
-    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
-    (folder / "hosts").write_text("\n".join(lines) + "\n")
-    if Path("/etc/environment").exists():
-        (folder / "environment").touch()
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder)
-
-
-def test_mpi_distribution_of_the_toolkit_runs_a_job(tmp_path: Path) -> None:
-    source = joining.WORK + "import sys\nos.write(1, (repr(sys.argv[1:]) + '\\n').encode())\n"
-    ssh = keys(tmp_path / "ssh")
-    names = ("algo-1", "algo-2")
-    environ = joining.environment(PATH=f"{BIN}:{os.environ['PATH']}", TRAINING_JOB_NAME="job")
-    with netns.two_hosts() as hosts:
-        addresses = dict(zip(names, (host.address for host in hosts), strict=True))
-        with etc(hosts[0], addresses), etc(hosts[1], addresses):
-            started = [
-                host.popen(
-                    *("unshare", "-um", "bash", "-ec", ENTER, "enter", name),
-                    *(str(container(tmp_path / name, name, source)), str(ssh), BIN),
-                    env=environ,
-                    stdout=(tmp_path / f"{name}.log").open("wb"),  # which sshd keeps open
-                    stderr=subprocess.STDOUT,
-                )
-                for host, name in zip(hosts, names, strict=True)
-            ]
-            statuses = [process.wait(180) for process in started]
-    outputs = [(tmp_path / f"{name}.log").read_text() for name in names]
-    assert statuses == [0, 0], "\n".join(outputs)
-    for rank in range(4):
-        assert f"place {rank} 4 {rank % 2} 2 {rank // 2} 2 sum 10.0" in outputs[0]
-    assert outputs[0].count("['--lr', '0.1']") == 4
+def test_torch_distributed_without_a_secret_says_what_the_estimator_needs(tmp_path: Path) -> None:
+    job = ToolkitJob("secretless", tmp_path, BIN)
+    job.prepare("import polyhvd.numpy as hvd\nhvd.init()\n", {**HYPERPARAMETERS, **TORCH_DISTRIBUTED})
+    with job.running(SAGEMAKER_TRAINING_MODULE="sagemaker_pytorch_container.training:main") as containers:
+        statuses, output = job.finish(containers)
+    assert all(statuses), output
+    assert 'Set one in the estimator: environment={"POLYHVD_SECRET": secrets.token_hex(32)}' in output, output
+    assert all((base / "output/failure").exists() for base in job.bases)
