@@ -56,8 +56,7 @@ TF_WORKERS = {
 }
 TF_EVALUATOR = {"TF_CONFIG": TF_WORKERS["TF_CONFIG"].replace('"type": "worker"', '"type": "evaluator"')}
 TF_ALONE = {"TF_CONFIG": '{"cluster": {"worker": ["c:1"]}, "task": {"type": "worker", "index": 0}}'}
-SAGEMAKER = {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-1","algo-2"]', "SM_NUM_GPUS": "0"}
-SAGEMAKER_ALONE = {"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1"]'}
+SAGEMAKER = {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-1","algo-2"]'}
 MXNET = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
 
 
@@ -66,7 +65,6 @@ MXNET = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
     [
         (OPEN_MPI, "Open MPI", 4, "mpirun -np 4"),
         (HYDRA, "MPI's launcher", 3, "mpirun -np 3"),
-        (SAGEMAKER, "SageMaker", 2, "polyhvdrun --sagemaker"),
         (MXNET, "MXNet", 2, "polyhvdrun -np 2"),
         ({"PMIX_RANK": "3"}, "PMIx", 0, "mpirun -np N"),
     ],
@@ -87,8 +85,6 @@ def test_one_of_several_is_recognised(environ: dict[str, str], launcher: str, si
         BATCH_SCRIPT,
         OPEN_MPI_OF_ONE_IN_SLURM,
         {**HYDRA, "PMI_RANK": "0", "PMI_SIZE": "1"},
-        SAGEMAKER_ALONE,
-        {"SM_HOSTS": "algo-1"},
         {**MXNET, "DMLC_ROLE": "server"},
     ],
 )
@@ -115,12 +111,12 @@ def init(environ: dict[str, str], call: str = "polyhvd.init()") -> subprocess.Co
 
 
 def test_init_says_what_was_seen_and_how_to_start() -> None:
-    result = init(SAGEMAKER)
+    result = init(MXNET)
     assert result.returncode == 1
     error = result.stderr.splitlines()[-1]
-    assert "ConfigError: init(): this process is one of 2 that SageMaker has started" in error
-    assert 'SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-2' in error
-    assert "polyhvdrun --sagemaker" in error
+    assert "ConfigError: init(): this process is one of 2 that MXNet's launcher has started" in error
+    assert "DMLC_NUM_WORKER=2" in error
+    assert "polyhvdrun -np 2" in error
     assert "POLYHVD_ALONE=1" in error
 
 

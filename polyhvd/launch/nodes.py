@@ -171,7 +171,7 @@ def _of_sagemaker(options: argparse.Namespace) -> Nodes:
         interface=interface_of(options),
         key=f"sagemaker {here.job}",
         slots=options.nproc_per_node or max(1, sagemaker.gpu_count()),
-        secret_hint='in the estimator: environment={"POLYHVD_SECRET": secrets.token_hex(32)}',
+        secret_hint=sagemaker.SECRET_HINT,
     )
 
 

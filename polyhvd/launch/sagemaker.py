@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from polyhvd.runtime import current
 
 __all__ = [
     "FAILURE_CHARS_MAX",
+    "SECRET_HINT",
     "Container",
     "arguments",
     "checkpoint_dir",
     "container",
+    "find_container",
     "gpu_count",
+    "is_here",
     "model_dir",
     "variables",
     "write_failure",
@@ -28,6 +32,8 @@ __all__ = [
 
 #: SageMaker shows no more of the file.
 FAILURE_CHARS_MAX = 1024
+#: Where the secret of a job of several containers goes.
+SECRET_HINT = 'in the estimator: environment={"POLYHVD_SECRET": secrets.token_hex(32)}'
 _CUT = "\n...\n"
 
 
@@ -46,23 +52,59 @@ class Container:
         return self.hosts.index(self.current)
 
 
-def _base() -> Path:
-    return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+def _base(environ: Mapping[str, str] | None = None) -> Path:
+    return Path((os.environ if environ is None else environ).get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
-def container() -> Container:
+def _resource_config(environ: Mapping[str, str]) -> Path:
+    return _base(environ) / "input/config/resourceconfig.json"
+
+
+def container(environ: Mapping[str, str] | None = None) -> Container:
     """Read input/config/resourceconfig.json; raises ValueError, with the file and what is wrong with it."""
-    path = _base() / "input/config/resourceconfig.json"
+    environ = os.environ if environ is None else environ
+    path = _resource_config(environ)
     told = _object(path, f"{path}: {{}}; --sagemaker is for SageMaker's training containers")
-    hosts, here = told.get("hosts"), told.get("current_host")
-    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
-        raise ValueError(f"{path}: 'hosts' must be a list of names; found {json.dumps(hosts)}")
-    if not isinstance(here, str) or here not in hosts:
-        raise ValueError(f"{path}: 'current_host' must be one of {sorted(hosts)}; found {json.dumps(here)}")
+    here = told.get("current_host")
+    hosts = _checked(told.get("hosts"), here, (f"{path}: 'hosts'", f"{path}: 'current_host'"))
     interface = told.get("network_interface_name") or ""
     if not isinstance(interface, str):
         raise ValueError(f"{path}: 'network_interface_name' must be a name; found {json.dumps(interface)}")
-    return Container(tuple(sorted(set(hosts))), here, interface, os.environ.get("TRAINING_JOB_NAME", ""))
+    return Container(hosts, str(here), interface, environ.get("TRAINING_JOB_NAME", ""))
+
+
+def _checked(hosts: Any, here: Any, names: tuple[str, str]) -> tuple[str, ...]:
+    """The hosts of a job in the order of their ranks; raises ValueError where they cannot be those."""
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
+        raise ValueError(f"{names[0]} must be a list of names; found {json.dumps(hosts)}")
+    if len(set(hosts)) < len(hosts):
+        raise ValueError(f"{names[0]} must name each host once; found {json.dumps(hosts)}")
+    if here not in hosts:
+        raise ValueError(f"{names[1]} must be one of {sorted(hosts)}; found {json.dumps(here)}")
+    return tuple(sorted(hosts))
+
+
+def find_container(environ: Mapping[str, str]) -> tuple[Container, str] | None:
+    """The container that a process with these variables is in, and what told of it; None: it is in none.
+
+    Raises:
+        ValueError: SageMaker's variables or its file are there, and cannot be used.
+    """
+    job = environ.get("TRAINING_JOB_NAME", "")
+    if "SM_HOSTS" in environ and "SM_CURRENT_HOST" in environ:
+        hosts = _parsed(environ["SM_HOSTS"])
+        names = _checked(hosts, environ["SM_CURRENT_HOST"], ("SM_HOSTS", "SM_CURRENT_HOST"))
+        return Container(names, environ["SM_CURRENT_HOST"], "", job), "SM_HOSTS"
+    path = _resource_config(environ)
+    return (container(environ), str(path)) if path.exists() else None
+
+
+def is_here() -> bool:
+    """Whether this process is in a training container, readable or not."""
+    try:
+        return find_container(os.environ) is not None
+    except ValueError:
+        return True
 
 
 def gpu_count() -> int:

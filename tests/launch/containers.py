@@ -51,6 +51,23 @@ class Containers:
             )
         return self
 
+    def start_alone(self, source: str, **variables: str) -> Containers:
+        """Run Python with a script in all containers, as SageMaker does without any distribution."""
+        script = self._folder / "train.py"
+        script.write_text(source)
+        for base in self.bases:
+            told = environment(SAGEMAKER_BASE_DIR=str(base), **variables)
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    cwd=ROOT,
+                    env=told,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            )
+        return self
+
     def finish(self) -> list[tuple[int, str, str]]:
         """Exit status, standard output and error of each, after their end."""
         ended = []

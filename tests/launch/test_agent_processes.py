@@ -105,13 +105,24 @@ def test_ranks_do_not_import_what_starts_them() -> None:
     )
     imported = set(done.stdout.split())
     launch = {name.removeprefix("polyhvd.launch.") for name in imported if name.startswith("polyhvd.launch.")}
-    providers = ("cluster", "foreign", "kubernetes", "local", "mpi", "slurm", "torchrun")
+    providers = (
+        "cluster",
+        "foreign",
+        "jsrun",
+        "kubernetes",
+        "local",
+        "mpi",
+        "sagemaker",
+        "slurm",
+        "torchrun",
+    )
     joining = {
         "doctor",
         "entry",
         "init",
         "nodelist",
         "providers",
+        "sagemaker",
         *(f"providers.{name}" for name in (*providers, "choice", "meeting", "provider")),
     }
     assert launch == joining

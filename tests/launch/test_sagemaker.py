@@ -151,6 +151,7 @@ def test_full_disk_below_the_failure_is_told_and_changes_no_status(
         ('{"current_host": "a"}', "'hosts' must be a list of names; found null"),
         ('{"hosts": ["a", "b"]}', "'current_host' must be one of ['a', 'b']; found null"),
         ('{"hosts": ["a", "b"], "current_host": "c"}', 'found "c"'),
+        ('{"hosts": ["a", "a", "b"], "current_host": "a"}', "'hosts' must name each host once"),
         (None, "No such file or directory"),
     ],
 )
@@ -197,6 +198,42 @@ def test_a_first_container_that_never_comes_is_named(containers: Callable[..., C
     ((status, _, err),) = job.start("pass", "--start-timeout", "1", only=range(1, 2)).finish()
     assert status == 1
     assert f"the first host did not answer at {job.hosts[0]}:16420: Connection refused" in err
+
+
+def test_program_without_a_distribution_is_a_rank_in_each_container(
+    containers: Callable[..., Containers],
+) -> None:
+    ended = containers(3).start_alone(WORK, POLYHVD_SECRET=SECRET).finish()
+    assert [status for status, _, _ in ended] == [0, 0, 0], ended
+    assert [out for _, out, _ in ended] == [f"place {rank} 3 {rank} 3 0 1 sum 6.0\n" for rank in range(3)]
+
+
+def test_program_without_a_distribution_is_told_of_gpus_that_no_rank_uses(
+    containers: Callable[..., Containers],
+) -> None:
+    ended = containers(2).start_alone(WORK, POLYHVD_SECRET=SECRET, SM_NUM_GPUS="4").finish()
+    assert ["which has 4 GPUs; `polyhvdrun --sagemaker" in err for _, _, err in ended] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("config", "secret", "expected"),
+    [
+        (None, "", "ConfigError: init(): the ranks that SageMaker has started"),
+        ("{", SECRET, "is not JSON"),
+        ('{"hosts": ["a", "b"], "current_host": "c"}', SECRET, "'current_host' must be one of"),
+    ],
+)
+def test_program_without_a_distribution_never_trains_alone_by_mistake(
+    containers: Callable[..., Containers], config: str | None, secret: str, expected: str
+) -> None:
+    job = containers(2)
+    if config is not None:
+        for base in job.bases:
+            job.config(base, "resourceconfig.json").write_text(config)
+    for status, _, err in job.start_alone(WORK, POLYHVD_SECRET=secret).finish():
+        assert status == 1
+        assert expected in err.splitlines()[-1]
+        assert config is not None or "in the estimator: environment={" in err.splitlines()[-1]
 
 
 def test_strangers_at_the_port_do_not_matter(containers: Callable[..., Containers]) -> None:

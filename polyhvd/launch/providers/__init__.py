@@ -12,6 +12,7 @@ from polyhvd.launch.providers.kubernetes import KubernetesProvider
 from polyhvd.launch.providers.local import PolyhvdrunProvider
 from polyhvd.launch.providers.mpi import MpiProvider
 from polyhvd.launch.providers.provider import Provider
+from polyhvd.launch.providers.sagemaker import SageMakerProvider
 from polyhvd.launch.providers.slurm import SlurmProvider
 from polyhvd.launch.providers.torchrun import TorchrunProvider, TorchVariablesProvider
 
@@ -33,4 +34,5 @@ PROVIDERS: tuple[Provider, ...] = (
     ClusterProvider("TF_CONFIG"),
     ClusterProvider("CLUSTER_SPEC"),
     KubernetesProvider(),
+    SageMakerProvider(),
 )

@@ -32,6 +32,7 @@ class ClusterProvider(MeetingProvider):
     variable"; CLUSTER_SPEC: https://cloud.google.com/vertex-ai/docs/training/distributed-training.
     """
 
+    within = frozenset({"SageMaker"})
     secret_hint = "in the environment of every task"
 
     def __init__(self, variable: str) -> None:
@@ -51,7 +52,7 @@ class ClusterProvider(MeetingProvider):
         except (AttributeError, TypeError, ValueError):
             raise ConfigError(f"{self.name} is no description of a cluster in JSON: {text[:200]!r}") from None
         ranks = [(kind, number) for kind in _RANKS for number in range(len(cluster.get(kind, ())))]
-        if not ranks:
+        if not ranks and kind not in _RANKS:
             return None
         counts = ", ".join(f"{len(hosts)} of {kind}" for kind, hosts in cluster.items())
         if index is None and len(cluster.get(kind, ())) == 1:
@@ -63,6 +64,10 @@ class ClusterProvider(MeetingProvider):
             raise ConfigError(f"init(): this process is no rank of its cluster ({seen})")
         assert index is not None
         hosts = [host for name in _RANKS for host in cluster.get(name, ())]
+        if twice := next((host for host in hosts if hosts.count(host) > 1), ""):
+            raise ConfigError(
+                f"init(): {self.name} names {twice} twice, of which each rank needs one ({seen})"
+            )
         return Claim(
             ranks.index((kind, index)),
             len(ranks),
@@ -77,6 +82,8 @@ def _hosts(listed: Any) -> list[str]:
     """The hosts of a kind: a list, or a mapping from numbers."""
     if isinstance(listed, dict):
         return [str(listed[number]) for number in sorted(listed, key=int)]
+    if not isinstance(listed, list):
+        raise TypeError
     return [str(host) for host in listed]
 
 

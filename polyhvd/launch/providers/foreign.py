@@ -5,7 +5,6 @@ Pure: a mapping of environment variables in, a description out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,10 +12,6 @@ __all__ = ["Foreign", "foreign_launch"]
 
 _BY_POLYHVDRUN = "start the ranks with `polyhvdrun -np {n} python ...`"
 _BY_MPI = "start the ranks with MPI's `mpirun -np {n} python ...`, whose library has to be found"
-_IN_EVERY_CONTAINER = (
-    "start the program with `polyhvdrun --sagemaker train.py` in every container, or use the mpi or "
-    "torch_distributed distribution; docs/sagemaker.md has more"
-)
 
 
 @dataclass(frozen=True)
@@ -74,14 +69,6 @@ def _by_rank_and_size(launcher: str, rank_name: str, size_name: str, cure: str) 
     return look
 
 
-def _sagemaker(environ: Mapping[str, str]) -> Foreign | None:
-    hosts = _json(environ.get("SM_HOSTS", ""))
-    if not isinstance(hosts, list) or not hosts:
-        return None
-    seen = f"SM_HOSTS={environ['SM_HOSTS']}, SM_CURRENT_HOST={environ.get('SM_CURRENT_HOST', '')}"
-    return Foreign("SageMaker", seen, len(hosts), _IN_EVERY_CONTAINER)
-
-
 def _mxnet(environ: Mapping[str, str]) -> Foreign | None:
     if environ.get("DMLC_ROLE", "worker") != "worker" or "DMLC_NUM_WORKER" not in environ:
         return None
@@ -89,20 +76,11 @@ def _mxnet(environ: Mapping[str, str]) -> Foreign | None:
     return _by_rank_and_size("MXNet's launcher", "DMLC_WORKER_ID", "DMLC_NUM_WORKER", _BY_POLYHVDRUN)(given)
 
 
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-#: The nearest first. Variables: Open MPI's and Hydra's manuals, PMIx's standard; ps-lite;
-#: SageMaker's training toolkit.
+#: The nearest first. Variables: Open MPI's and Hydra's manuals, PMIx's standard; ps-lite.
 _LAUNCHERS: tuple[_Look, ...] = (
     _by_rank_and_size("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _BY_MPI),
     _by_rank_and_size("MPI's launcher", "PMI_RANK", "PMI_SIZE", _BY_MPI),
     _by_rank_and_size("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", _BY_MPI),
     _by_rank_and_size("a launcher that speaks PMIx", "PMIX_RANK", "", _BY_MPI),
     _mxnet,
-    _sagemaker,
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
+from polyhvd.launch import sagemaker
 from polyhvd.launch.providers.provider import Claim
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import parse_secret
@@ -138,6 +139,8 @@ class MeetingProvider:
 
     def _secret_recipe(self) -> str:
         """How a user of such jobs makes a secret, and gives it to the ranks."""
+        if sagemaker.is_here():
+            return f"Set one {sagemaker.SECRET_HINT} (or there POLYHVD_TRUST_NETWORK to 1, to do without)"
         return (
             "Make a file with one that all hosts see:\n"
             "    (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > ~/polyhvd.secret)\n"

@@ -23,7 +23,7 @@ class MpiProvider:
     """See :class:`polyhvd.launch.providers.provider.Provider`."""
 
     name = "MPI"
-    within = frozenset({"srun", "TF_CONFIG", "CLUSTER_SPEC", "Kubernetes"})
+    within = frozenset({"srun", "TF_CONFIG", "CLUSTER_SPEC", "Kubernetes", "SageMaker"})
 
     def __init__(self) -> None:
         #: The ranks to meet: those of a communicator of mpi4py, or some of MPI's world, or all of it.

@@ -30,7 +30,7 @@ class TorchrunProvider(MeetingProvider):
 
     name = "torchrun"
     within = frozenset(
-        ("CLUSTER_SPEC", "Kubernetes", "MPI", "TF_CONFIG", "jsrun", "srun", "torch.distributed")
+        ("CLUSTER_SPEC", "Kubernetes", "MPI", "SageMaker", "TF_CONFIG", "jsrun", "srun", "torch.distributed")
     )
     secret_hint = "before torchrun, on every host"
 
@@ -46,6 +46,7 @@ class TorchVariablesProvider(MeetingProvider):
     """
 
     name = "torch.distributed"
+    within = frozenset({"SageMaker"})
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """What they say. One of RANK and WORLD_SIZE alone is somebody else's word."""
