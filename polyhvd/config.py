@@ -74,17 +74,17 @@ class Ineffective:
 
 
 def _number(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError("must be a finite number that is not negative")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise ValueError("must be a finite number that is not negative")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("must not be negative")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 0:
+            return value
+    raise ValueError("must be a whole number that is not negative")
 
 
 def _positive(text: str) -> int:

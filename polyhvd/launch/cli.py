@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _INTERRUPTED_STATUS = 130
+_SETTING_PREFIXES = ("POLYHVD_", "HOROVOD_")
 _TEES = {0: (), 1: (STDOUT,), 2: (STDERR,), 3: (STDOUT, STDERR)}
 
 
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print("\n".join(plan(spec)))
             return 0
+        _tell_of_other_containers(options)
         output = _output(options, len(spec.placements) or (spec.elastic.limits.size if spec.elastic else 0))
     except (ValueError, OSError) as error:
         parser.exit(USAGE_STATUS, f"polyhvdrun: {error}\n")
@@ -82,13 +84,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _output(options: argparse.Namespace, size: int) -> Output:
-    return Output(
-        size,
-        tag=not options.no_tag,
-        timestamps=options.timestamps,
-        directory=options.output_filename,
-        copied=_TEES[3 if options.tee is None else options.tee],
-    )
+    try:
+        return Output(
+            size,
+            tag=not options.no_tag,
+            timestamps=options.timestamps,
+            directory=options.output_filename,
+            copied=_TEES[3 if options.tee is None else options.tee],
+        )
+    except OSError as error:
+        raise ValueError(
+            f"--output-filename {options.output_filename}: {error.filename}: {error.strerror}"
+        ) from None
+
+
+def _tell_of_other_containers(options: argparse.Namespace) -> None:
+    """Warn in one of several containers of SageMaker's, which this job leaves out."""
+    base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
+    told = "SM_HOSTS" in os.environ or os.path.exists(f"{base}/input/config/resourceconfig.json")
+    if options.hosts is not None or options.hostfile is not None or not told:
+        return
+    from polyhvd.launch import sagemaker
+
+    found = sagemaker.find_container(os.environ)
+    if found is not None and len(found[0].hosts) > 1:
+        print(
+            f"polyhvdrun: this job is one of {found[0].current} alone, of the containers "
+            f"{', '.join(found[0].hosts)}; --sagemaker in each of them makes one of all",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
@@ -354,10 +379,11 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
                 f"--fusion-threshold-mb {given['FUSION_THRESHOLD']}: expected a number"
             ) from None
     env = {f"POLYHVD_{name}": value for name, value in given.items()}
-    if env:
+    inherited = {name: value for name, value in os.environ.items() if name.startswith(_SETTING_PREFIXES)}
+    if env or inherited:
         from polyhvd.config import Settings  # takes long to import
 
-        Settings.from_environment(env)
+        Settings.from_environment(inherited | env)
     return env
 
 

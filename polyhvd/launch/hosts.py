@@ -9,8 +9,10 @@ from pathlib import Path
 
 from polyhvd.runtime.placement import Placement, placements
 
-__all__ = ["Host", "HostsError", "parse_hostfile", "parse_hosts", "place"]
+__all__ = ["Host", "HostsError", "check_number", "parse_hostfile", "parse_hosts", "place"]
 
+#: More than the cores of any machine; a slip of the keyboard is more.
+_RANKS_PER_HOST_MAX = 4096
 _NAME = re.compile(r"(?!-)[\w.@%-]+|\[[0-9A-Fa-f:.%\w]+\]")
 
 
@@ -61,7 +63,7 @@ def place(hosts: list[Host], size: int | None = None) -> list[Placement]:
     The ranks know a host by its position in the list, as text: its name may be another for each of them.
 
     Raises:
-        HostsError: there are fewer slots, or no rank is asked for.
+        HostsError: there are fewer slots, or no rank is asked for, or more of a host than any can run.
 
     Example::
 
@@ -77,8 +79,18 @@ def place(hosts: list[Host], size: int | None = None) -> list[Placement]:
             f"{size} ranks were asked for, but there are {slots} slots ({listed}); "
             f"give hosts more slots, as in -H {hosts[0].name}:{size}"
         )
+    left = size
+    for host in hosts:
+        check_number(host.name, min(left, host.slots))
+        left -= min(left, host.slots)
     numbers = (str(number) for number, host in enumerate(hosts) for _ in range(host.slots))
     return placements(list(islice(numbers, size)))
+
+
+def check_number(host: str, ranks: int) -> None:
+    """Raise HostsError for more ranks than any host can run."""
+    if ranks > _RANKS_PER_HOST_MAX:
+        raise HostsError(f"{ranks} ranks on {host}: a host takes {_RANKS_PER_HOST_MAX} ranks at most")
 
 
 @dataclass(frozen=True)

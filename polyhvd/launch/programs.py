@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from polyhvd.launch.hosts import Host, HostsError
+from polyhvd.launch.hosts import Host, HostsError, check_number
 from polyhvd.runtime.placement import Placement, placements
 
 __all__ = ["Part", "Program", "argv_of", "lay_out", "rank_environment"]
@@ -46,20 +46,26 @@ def lay_out(parts: Sequence[Part]) -> tuple[list[Host], list[Placement], list[Pr
     for number, part in enumerate(parts, 1):
         if part.size < 1:
             raise HostsError(f"program {number} ({part.argv[0]}): cannot start {part.size} ranks")
+    size = sum(part.size for part in parts)
     here = Host("localhost", sum(part.size for part in parts if part.hosts is None))
     shared = list(parts[0].hosts or [here])
+    for part in parts:
+        named = part.hosts or shared
+        check_number(named[0].name, part.size // len(named))  # at least so many on one of them
     names: dict[str, int] = {}  # of all hosts -> position
     slots: list[int] = []
     for host in [*shared, *(host for part in parts[1:] for host in part.hosts or ())]:
         names.setdefault(host.name, len(names))
         slots += [0] * (len(names) - len(slots))
         slots[names[host.name]] += host.slots
-    left = [names[host.name] for host in shared for _ in range(host.slots)]
+    left = [names[host.name] for host in shared for _ in range(min(host.slots, size))]
     positions: list[int] = []
     programs = []
     for number, part in enumerate(parts, 1):
         own = number > 1 and part.hosts is not None
-        pool = [names[host.name] for host in part.hosts or () for _ in range(host.slots)] if own else left
+        pool = left
+        if own:
+            pool = [names[host.name] for host in part.hosts or () for _ in range(min(host.slots, size))]
         if part.size > len(pool):
             listed = ", ".join(f"{host.name}:{host.slots}" for host in (part.hosts or () if own else shared))
             raise HostsError(
@@ -70,6 +76,8 @@ def lay_out(parts: Sequence[Part]) -> tuple[list[Host], list[Placement], list[Pr
         positions += pool[: part.size]
         if not own:
             del left[: part.size]
+    for name, position in names.items():
+        check_number(name, positions.count(position))
     hosts = [Host(name, slots[position]) for name, position in names.items()]
     return hosts, placements([str(position) for position in positions]), programs
 

@@ -1,0 +1,75 @@
+"""What cannot work is told in one line, with a status other than 0, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from joining import DEADLINE_S, ROOT, environment
+
+PROGRAM = [sys.executable, "-c", "print('started')"]
+#: Seconds of the processor, which do not depend on what else the machine does.
+CPU_S_MAX = 2.0
+
+
+def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "polyhvd.launch", *words],
+        env=environment(**variables),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime < before.ru_utime + before.ru_stime + CPU_S_MAX
+    return done
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["-np", "1000000"], "1000000 ranks on localhost: a host takes 4096 ranks at most"),
+        (["-H", "localhost:5000"], "5000 ranks on localhost: a host takes 4096 ranks at most"),
+        (["-np", "2", "-H", "localhost:0"], "'0' is not a number of slots, which is from 1 on"),
+        (
+            ["-np", "2", "--output-filename", "/etc/passwd"],
+            "--output-filename /etc/passwd: /etc/passwd/rank.0",
+        ),
+    ],
+)
+def test_options_that_cannot_work_are_a_line(options: list[str], expected: str) -> None:
+    done = run([*options, *PROGRAM])
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
+    assert expected in done.stderr
+
+
+def test_ranks_of_several_programs_are_counted_for_each_host() -> None:
+    done = run(["-np", "100000000", "-H", "localhost:999999999", *PROGRAM, ":", "-np", "1", *PROGRAM])
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "100000000 ranks on localhost: a host takes 4096 ranks at most" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("POLYHVD_CYCLE_TIME", "fast"), ("HOROVOD_CACHE_CAPACITY", "1.5")]
+)
+def test_a_setting_that_ranks_could_not_read_is_a_line_and_not_a_traceback_of_each(
+    name: str, value: str
+) -> None:
+    done = run(["-np", "2", *PROGRAM], **{name: value})
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
+    assert f"polyhvdrun: {name}='{value}': must be a" in done.stderr
+
+
+def test_a_job_of_one_container_says_that_it_leaves_out_the_others(tmp_path: Path) -> None:
+    config = tmp_path / "input/config"
+    config.mkdir(parents=True)
+    (config / "resourceconfig.json").write_text(json.dumps({"hosts": ["b", "a"], "current_host": "b"}))
+    done = run(["-np", "1", *PROGRAM], SAGEMAKER_BASE_DIR=str(tmp_path))
+    assert done.returncode == 0
+    assert "this job is one of b alone, of the containers a, b; --sagemaker in each" in done.stderr
