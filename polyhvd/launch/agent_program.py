@@ -6,17 +6,25 @@ polyhvd need not lie at the same place there, and other files of it are not need
 from __future__ import annotations
 
 import json
+import marshal
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from polyhvd.launch import agent, processes
 
-__all__ = ["READER", "agent_source", "examination", "reader"]
+__all__ = ["READER", "agent_code", "agent_source", "code_reader", "examination", "reader"]
 
 #: What :func:`reader` does, as a file, whose arguments no shell would change.
 READER = Path(__file__).with_name("agent_reader.py")
+_CODE_READER = """# polyhvd-program
+def run():
+    import marshal, sys, types
+    for name, code in marshal.loads(sys.stdin.buffer.read({size})):
+        exec(code, sys.modules.setdefault(name, types.ModuleType(name)).__dict__)
+run()
+"""
 
 
 def agent_source() -> bytes:
@@ -24,6 +32,17 @@ def agent_source() -> bytes:
     text = _text(agent)
     run = f"exec(compile({text!r}, 'polyhvd-agent', 'exec'), {{'__name__': '__main__'}})\n"
     return (_modules([processes]) + run).encode()
+
+
+def agent_code() -> bytes:
+    """The same program compiled, for this very Python alone: compiling is half of an agent's start."""
+    modules = ((processes, processes.__name__), (agent, "__main__"))
+    return marshal.dumps([(name, _code(module)) for module, name in modules])
+
+
+def code_reader(code_bytes: int) -> str:
+    """What :func:`reader` is for a source, for :func:`agent_code`'s result."""
+    return _CODE_READER.format(size=code_bytes)
 
 
 def examination(modules: Sequence[ModuleType], request: dict[str, Any]) -> bytes:
@@ -53,6 +72,13 @@ def _modules(modules: Sequence[ModuleType]) -> str:
             f"exec(compile({_text(module)!r}, {name!r}, 'exec'), module.__dict__)",
         ]
     return "\n".join([*lines, ""])
+
+
+def _code(module: ModuleType) -> CodeType:
+    """As the import has left it in a file, where it could."""
+    load = getattr(module.__loader__, "get_code", None)  # of an InspectLoader
+    code: CodeType | None = load(module.__name__) if load is not None else None
+    return code or compile(_text(module), module.__name__, "exec")
 
 
 def _text(module: ModuleType) -> str:

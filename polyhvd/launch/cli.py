@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import resource
 import shlex
@@ -43,6 +44,7 @@ _TEES = {0: (), 1: (STDOUT,), 2: (STDERR,), 3: (STDOUT, STDERR)}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``polyhvdrun`` and return its exit status; the first failing rank's, if one fails."""
     _open_standard_streams()
+    gc.freeze()  # what was imported is no garbage: not now, and not at the end, which it would prolong
     parser = make_parser()
     programs = parse(parser, arguments)
     options = programs[0]

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from polyhvd.config import ConfigError
-from polyhvd.launch.providers import PROVIDERS
 from polyhvd.launch.providers.choice import choose, explain, seen
+from polyhvd.launch.providers.precedence import PROVIDERS
 
 __all__ = ["add_options", "doctor", "main", "report"]
 

@@ -15,9 +15,9 @@ from polyhvd import log
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.config import ConfigError, Launched, Settings, mpi_launch
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
-from polyhvd.launch.providers import MPI, POLYHVDRUN, PROVIDERS
 from polyhvd.launch.providers.choice import choose, seen
 from polyhvd.launch.providers.foreign import foreign_launch
+from polyhvd.launch.providers.precedence import MPI, POLYHVDRUN, PROVIDERS
 from polyhvd.launch.providers.provider import Provider
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyhvd.config import Settings
+from polyhvd.launch import agent
 from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import FailurePolicy, StopAtFirstFailure
@@ -51,6 +51,10 @@ class JobSpec:
         """
         rows = [f"{prefix}_HEARTBEAT_TIMEOUT_S" for prefix in ("POLYHVD", "HOROVOD")]
         given = {name: value for name, value in {**os.environ, **self.env}.items() if name in rows}
+        if not given:
+            return agent.HEARTBEAT_TIMEOUT_S
+        from polyhvd.config import Settings  # takes long to import
+
         return Settings.from_environment(given).heartbeat_timeout_s
 
     def argv_of(self, ranks: Sequence[int]) -> list[str]:

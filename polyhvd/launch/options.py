@@ -6,7 +6,6 @@ horovodrun's names are all here; what is peculiar to them stands in :mod:`polyhv
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -69,6 +68,8 @@ class Parser(argparse.ArgumentParser):
         """End the program; an option that is unknown is told with the one that was probably meant."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         if unknown:
+            import difflib  # which no job needs
+
             message = f"there is no option {unknown}"
             near = difflib.get_close_matches(unknown.partition("=")[0], list(self._option_string_actions), 1)
             message += f"; was {near[0]} meant?" if near else "; polyhvdrun --help lists them"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import select
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -194,6 +193,8 @@ class Output:
                 self._live = None
             return
         if b"\x1b" not in text:
+            import shutil  # late, as few jobs need it
+
             columns = shutil.get_terminal_size().columns - len(self._ranks[0].prefix) - 1
             text = text.decode("utf-8", "replace")[: max(columns, 8)].encode()
         self._live = (stream, self._line(0, stream, text).removesuffix(b"\n"))

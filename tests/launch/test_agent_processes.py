@@ -123,6 +123,15 @@ def test_ranks_do_not_import_what_starts_them() -> None:
         "nodelist",
         "providers",
         "sagemaker",
-        *(f"providers.{name}" for name in (*providers, "choice", "meeting", "provider")),
+        *(f"providers.{name}" for name in (*providers, "choice", "meeting", "precedence", "provider")),
     }
     assert launch == joining
+
+
+def test_the_launcher_does_not_import_what_ranks_meet_by() -> None:
+    program = "import sys, polyhvd.launch.cli; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    slow = {"logging", "numpy", "polyhvd._core", "polyhvd.config", "polyhvd.launch.providers.meeting"}
+    assert not slow & set(done.stdout.split())

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from polyhvd.config import ConfigError
-from polyhvd.launch.providers import PROVIDERS
 from polyhvd.launch.providers.choice import choose, explain, seen
+from polyhvd.launch.providers.precedence import PROVIDERS
 
 ENVIRONMENTS = sorted((Path(__file__).parent / "environments").glob("*.env"))
 SRUN = {

@@ -1,38 +1,5 @@
 """Where jobs come from: a file for each way in which ranks are started.
 
-Ranks import what stands here; what starts them, from :mod:`polyhvd.launch.providers.starting` on, is for the
-launcher alone.
+Empty, since launcher and ranks need different ones: :mod:`polyhvd.launch.providers.precedence` has those that
+ranks import; what starts ranks, from :mod:`polyhvd.launch.providers.starting` on, is for the launcher alone.
 """
-
-from __future__ import annotations
-
-from polyhvd.launch.providers.cluster import ClusterProvider
-from polyhvd.launch.providers.jsrun import JsrunProvider
-from polyhvd.launch.providers.kubernetes import KubernetesProvider
-from polyhvd.launch.providers.local import PolyhvdrunProvider
-from polyhvd.launch.providers.mpi import MpiProvider
-from polyhvd.launch.providers.provider import Provider
-from polyhvd.launch.providers.sagemaker import SageMakerProvider
-from polyhvd.launch.providers.slurm import SlurmProvider
-from polyhvd.launch.providers.torchrun import TorchrunProvider, TorchVariablesProvider
-
-__all__ = ["MPI", "POLYHVDRUN", "PROVIDERS"]
-
-#: One of each for the process: they know what it has met before.
-POLYHVDRUN = PolyhvdrunProvider()
-MPI = MpiProvider()
-
-#: In the order in which they are asked whose rank this process is: the launcher that is likely to have been
-#: started by the others, as torchrun is by srun, comes before them, since its ranks inherit their variables.
-PROVIDERS: tuple[Provider, ...] = (
-    POLYHVDRUN,
-    TorchrunProvider(),
-    JsrunProvider(),  # whose tasks have MPI's variables, too
-    MPI,
-    TorchVariablesProvider(),
-    SlurmProvider(),
-    ClusterProvider("TF_CONFIG"),
-    ClusterProvider("CLUSTER_SPEC"),
-    KubernetesProvider(),
-    SageMakerProvider(),
-)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polyhvd.launch.agent_process import AgentProcess
-from polyhvd.launch.agent_program import agent_source, reader
+from polyhvd.launch.agent_program import agent_code, code_reader
 from polyhvd.launch.hosts import Host
 
 __all__ = ["LocalAgent", "LocalAgents"]
@@ -34,9 +34,9 @@ class LocalAgent(AgentProcess):
 
     def __init__(self, host: str) -> None:
         """Start it; it ends with this process."""
-        source = agent_source()
-        python = [sys.executable, "-I", "-S", "-c", reader(len(source))]
-        super().__init__(host, [*python, str(os.getpid())], source)
+        code = agent_code()
+        python = [sys.executable, "-I", "-S", "-c", code_reader(len(code))]
+        super().__init__(host, [*python, str(os.getpid())], code)
         self._marks: set[bytes] = set()
 
     def start(self, job: dict[str, Any]) -> None:

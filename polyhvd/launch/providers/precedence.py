@@ -1,0 +1,34 @@
+"""The kinds of jobs that a rank may find itself in, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from polyhvd.launch.providers.cluster import ClusterProvider
+from polyhvd.launch.providers.jsrun import JsrunProvider
+from polyhvd.launch.providers.kubernetes import KubernetesProvider
+from polyhvd.launch.providers.local import PolyhvdrunProvider
+from polyhvd.launch.providers.mpi import MpiProvider
+from polyhvd.launch.providers.provider import Provider
+from polyhvd.launch.providers.sagemaker import SageMakerProvider
+from polyhvd.launch.providers.slurm import SlurmProvider
+from polyhvd.launch.providers.torchrun import TorchrunProvider, TorchVariablesProvider
+
+__all__ = ["MPI", "POLYHVDRUN", "PROVIDERS"]
+
+#: One of each for the process: they know what it has met before.
+POLYHVDRUN = PolyhvdrunProvider()
+MPI = MpiProvider()
+
+#: In the order in which they are asked whose rank this process is: the launcher that is likely to have been
+#: started by the others, as torchrun is by srun, comes before them, since its ranks inherit their variables.
+PROVIDERS: tuple[Provider, ...] = (
+    POLYHVDRUN,
+    TorchrunProvider(),
+    JsrunProvider(),  # whose tasks have MPI's variables, too
+    MPI,
+    TorchVariablesProvider(),
+    SlurmProvider(),
+    ClusterProvider("TF_CONFIG"),
+    ClusterProvider("CLUSTER_SPEC"),
+    KubernetesProvider(),
+    SageMakerProvider(),
+)
