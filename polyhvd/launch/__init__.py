@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 __all__ = ["run"]
 
@@ -78,6 +78,8 @@ def run(
             pickled; the message names the rank and ends with its traceback.
         KeyboardInterrupt: Ctrl-C in the main thread, after the ranks have ended.
         ValueError: the hosts or their slots cannot be used, or an argument is refused.
+        TypeError: ``func`` cannot be called, an argument is of another type, or ``func`` and its arguments
+            cannot be pickled; nothing was started.
         OSError: hosts cannot take part, and nothing was started; the message is a table of them.
 
     Example::
@@ -104,6 +106,7 @@ def run(
             )
     if use_mpi or mpi_args:
         raise ValueError("run(use_mpi, mpi_args): MPI starts scripts alone, with mpirun or polyhvdrun --mpi")
+    _check_call(func, args, kwargs, ranks, env)
     from polyhvd.launch.function import run_function  # not needed by ranks
 
     interfaces = network_interface or network_interfaces or ""
@@ -122,3 +125,18 @@ def run(
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
     )
+
+
+def _check_call(func: object, args: object, kwargs: object, ranks: object, env: object) -> None:
+    """Raise TypeError for what would fail on every rank, or where nobody would know it again."""
+    if not callable(func):
+        raise TypeError(f"run(): func must be a function; found {func!r}")
+    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):
+        raise TypeError(f"run(): args must be a tuple or a list; found {args!r}")
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise TypeError(f"run(): kwargs must be a dict; found {kwargs!r}")
+    if ranks is not None and not isinstance(ranks, SupportsIndex):
+        raise TypeError(f"run(): np must be a whole number; found {ranks!r}")
+    for name, value in dict(env or {}).items():  # type: ignore[call-overload]
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"run(): env must have texts; found {name!r}: {value!r}")

@@ -25,6 +25,7 @@ from polyhvd.launch.options import (
     is_one_of_several,
     make_parser,
     parse,
+    take_ranks_per_node,
 )
 from polyhvd.launch.output import STDERR, STDOUT, Output
 from polyhvd.launch.policy import LetOthersFinish, StopAtFirstFailure
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from polyhvd.launch import nodes
 
             return nodes.run(programs, _spec, _output)
+        take_ranks_per_node(programs)
         spec = _spec(programs)
         if options.mpi:
             return _become_mpirun(spec, options)

@@ -75,7 +75,13 @@ def run_function(
         term_grace_s=term_grace_s,
         verbose=verbose,
     )
-    payload = cloudpickle.dumps(call)
+    try:
+        payload = cloudpickle.dumps(call)
+    except Exception as error:
+        name = getattr(call[0], "__qualname__", call[0])
+        raise TypeError(
+            f"run(): {name} and its arguments cannot be sent to the ranks: {_in_a_line(error)}"
+        ) from error
     stdout, stderr = _stream(sys.stdout, 1), _stream(sys.stderr, 2)
     output = Output(len(spec.placements), directory=directory, stdout=stdout, stderr=stderr)
     with contextlib.closing(output), Job(spec, output) as job, _client(job) as client:

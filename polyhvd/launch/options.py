@@ -306,7 +306,12 @@ def _add_nodes(parser: Parser) -> None:
         metavar="HOST[:PORT]",
         help=f"host 0, as the others reach it; port: {RENDEZVOUS_PORT}",
     )
-    add("--nproc-per-node", type=int, metavar="N", help="ranks of this host; default: one a GPU, or 1")
+    add(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks of this host; default: one a GPU, or 1. Without --nnodes as --slots-per-host",
+    )
     add("--sagemaker", action="store_true", help="hosts and arguments are those of SageMaker's container")
 
 
@@ -315,6 +320,27 @@ def is_one_of_several(options: argparse.Namespace) -> bool:
     return options.sagemaker or any(
         value is not None for value in (options.nnodes, options.node_rank, options.rdzv_endpoint)
     )
+
+
+def take_ranks_per_node(programs: list[argparse.Namespace]) -> None:
+    """What --nproc-per-node means to one polyhvdrun that starts all ranks: slots of each host, as torchrun's.
+
+    Raises:
+        ValueError: another option says something else.
+    """
+    options = programs[0]
+    count = options.nproc_per_node
+    if count is None:
+        return
+    if count < 1:
+        raise ValueError(f"--nproc-per-node {count}: must be 1 or more")
+    if len(programs) > 1:
+        raise ValueError(f"--nproc-per-node {count}: each of several programs has its -np; leave it out")
+    if options.slots_per_host not in (None, count):
+        raise ValueError(f"--nproc-per-node {count} and --slots-per-host {options.slots_per_host} differ")
+    if options.hosts is None and options.hostfile is None and options.num_proc not in (None, count):
+        raise ValueError(f"--nproc-per-node {count} and -np {options.num_proc} differ, on this host alone")
+    options.slots_per_host = count
 
 
 def interface_of(options: argparse.Namespace) -> str:

@@ -36,6 +36,9 @@ def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     [
         (["-np", "1000000"], "1000000 ranks on localhost: a host takes 4096 ranks at most"),
         (["-H", "localhost:5000"], "5000 ranks on localhost: a host takes 4096 ranks at most"),
+        (["--nproc-per-node", "0"], "--nproc-per-node 0: must be 1 or more"),
+        (["--nproc-per-node", "2", "-np", "3"], "--nproc-per-node 2 and -np 3 differ, on this host alone"),
+        (["--nproc-per-node", "2", "--slots-per-host", "3"], "and --slots-per-host 3 differ"),
         (["-np", "2", "-H", "localhost:0"], "'0' is not a number of slots, which is from 1 on"),
         (
             ["-np", "2", "--output-filename", "/etc/passwd"],
@@ -47,6 +50,12 @@ def test_options_that_cannot_work_are_a_line(options: list[str], expected: str) 
     done = run([*options, *PROGRAM])
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
     assert expected in done.stderr
+
+
+@pytest.mark.parametrize("hosts", [[], ["-H", "localhost"]])
+def test_ranks_per_node_without_nodes_are_those_of_each_host(hosts: list[str]) -> None:
+    done = run(["--nproc-per-node", "2", *hosts, *PROGRAM])
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["[0]", "[1]", "started", "started"]), done
 
 
 def test_ranks_of_several_programs_are_counted_for_each_host() -> None:

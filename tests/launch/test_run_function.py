@@ -227,3 +227,26 @@ def test_what_horovod_takes_is_taken(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(os.getpid, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"func": 5}, r"run\(\): func must be a function; found 5"),
+        ({"args": 5}, r"run\(\): args must be a tuple or a list; found 5"),
+        ({"args": "ab"}, r"run\(\): args must be a tuple or a list; found 'ab'"),
+        ({"kwargs": [1]}, r"run\(\): kwargs must be a dict; found \[1\]"),
+        ({"np": "2"}, r"run\(\): np must be a whole number; found '2'"),
+        ({"np": 2.0}, r"run\(\): np must be a whole number; found 2.0"),
+        ({"env": {"A": 1}}, r"run\(\): env must have texts; found 'A': 1"),
+        (
+            {"args": (threading.Lock(),)},
+            r"run\(\): getpid and its arguments cannot be sent to the ranks: TypeErr",
+        ),
+    ],
+)
+def test_a_call_of_other_types_is_refused_before_anything_starts(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        run(**{"func": os.getpid, **arguments})

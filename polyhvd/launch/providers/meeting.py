@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 import select
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +56,7 @@ def given_secret(launched: Launched) -> bytes:
         raise ConfigError(f"{name}: {error}") from None
 
 
-class MeetingProvider:
+class MeetingProvider(ABC):
     """A provider whose ranks meet at a store of rank 0's. A subclass says who this process is.
 
     See :class:`polyhvd.launch.providers.provider.Provider`.
@@ -66,9 +67,9 @@ class MeetingProvider:
     #: Where a user gives the ranks of such a job a secret.
     secret_hint = "before the ranks are started, on every host"
 
+    @abstractmethod
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Whether this process is a rank of such a job."""
-        raise NotImplementedError
 
     def meet(
         self, claim: Claim | None, settings: Settings, after: int, deadline: float
