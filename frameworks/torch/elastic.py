@@ -72,6 +72,11 @@ class _TensorsHandler(StateHandler):
 
 
 class _ModelHandler(_TensorsHandler):
+    def keep_synced(self, *, kept: bool) -> None:
+        if not kept or any(not torch.is_tensor(value) for value in self.value.state_dict().values()):
+            self._spare = self._tensors  # an earlier commit is of no use any more, its memory is
+            self.save()
+
     def restore(self) -> None:
         self.value.load_state_dict(self._saved(self._tensors))
 
@@ -87,6 +92,10 @@ class _ModelHandler(_TensorsHandler):
 
 
 class _OptimizerHandler(_TensorsHandler):
+    def keep_synced(self, *, kept: bool) -> None:
+        if not kept:
+            self.save()
+
     def restore(self) -> None:
         # It takes tensors over as they are, and changes them in its steps.
         load_state(self.value, self._saved([tensor.clone() for tensor in self._tensors]))

@@ -68,6 +68,14 @@ class ArraysState(ObjectState):
         self._put(self._saved, self._fitting(arrays, _likes(self._copies), self._copies))
         self._is_commit = True
 
+    def _keep_synced(self, *, kept: bool) -> None:
+        if kept:
+            rest, _ = self._taken()
+            self._saved = {name: copied(value) for name, value in rest.items()}
+            return
+        self._spare = self._copies  # an earlier commit is of no use any more, its memory is
+        self.save()
+
     def _taken(self) -> tuple[dict[str, Any], list[Array]]:
         """The attributes without their arrays, and the arrays."""
         return take_tensors({name: getattr(self, name) for name in self._names}, self._is_array)

@@ -237,10 +237,19 @@ class ObjectState(State):
         newest = max(commits)
         root = commits.index(newest)
         same = newest != _NEVER and all(item == (newest, True) for item in told)
+        kept = self._is_commit and (same or self._rank() == root)
         self._sync_from(root, same=same)
-        self.save()
+        self._keep_synced(kept=kept)
         self._commits = max(newest, 0)
         self._is_commit = False
+
+    def _keep_synced(self, *, kept: bool) -> None:
+        """Have what was told as the last commit.
+
+        Args:
+            kept: whether it is that already, but for attributes that are pickled.
+        """
+        self.save()
 
     def _sync_from(self, root: int, *, same: bool) -> None:
         """Take the values of a rank.
@@ -321,6 +330,18 @@ class Handler:
         """
         self.sync()
 
+    def keep_synced(self, *, kept: bool) -> None:
+        """Have what was told as the last commit. Raises nothing.
+
+        Args:
+            kept: whether it is that already, but for what is not a tensor.
+
+        Example::
+
+            handler.keep_synced(kept=False)
+        """
+        self.save()
+
 
 class HandlersState(ObjectState):
     """Attributes that are kept by handlers, and others that are pickled.
@@ -370,6 +391,11 @@ class HandlersState(ObjectState):
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+
+    def _keep_synced(self, *, kept: bool) -> None:
+        for handler in self._handlers.values():
+            handler.keep_synced(kept=kept)
+        super().save()
 
     def _sync_from(self, root: int, *, same: bool) -> None:
         for name in sorted(self._handlers):
