@@ -1,0 +1,83 @@
+"""Process sets over generations: made again with the ranks that are left."""
+
+from __future__ import annotations
+
+import re
+
+from launching import Launcher
+
+PROGRAM = """
+import os, sys, time
+import numpy as np
+import polyhvd.numpy as hvd
+first, second = hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2, 3])
+hvd.init(process_sets=[first, second])
+dynamic = [None]
+state = hvd.elastic.ArrayState(step=0, pids=[])
+
+@hvd.elastic.run
+def train(state):
+    if state.step == 0:
+        dynamic[0] = hvd.add_process_set([0, 3])
+        state.pids = hvd.allgather_object(os.getpid())
+    while state.step < 40:
+        hvd.barrier()
+        if state.step == 10 and first.ranks == [0, 1] and hvd.rank() == KILLED[-1]:
+            for rank in KILLED:  # the last is this one
+                os.kill(state.pids[rank], 9)
+        sums = []
+        for item in (first, second, dynamic[0]):
+            if item is None:
+                continue
+            if item.process_set_id is None:
+                try:
+                    hvd.allreduce(np.ones(1), process_set=item)
+                    sums.append("no error")
+                except hvd.InvalidArgumentError as error:
+                    sums.append("is not registered" in str(error))
+            elif item.included():
+                own = np.full(1, 10.0 ** hvd.rank())
+                sums.append(int(hvd.allreduce(own, op=hvd.Sum, process_set=item)[0]))
+        state.step += 1
+        if state.step == 40:
+            sets = [item and item.ranks for item in (first, second, dynamic[0])]
+            print("sums", hvd.rank(), hvd.size(), sums, sets, flush=True)
+        time.sleep(0.02)
+        state.commit()
+
+train(state)
+"""
+
+
+def run(launcher: Launcher, killed: list[int], *options: str) -> list[str]:
+    source = PROGRAM.replace("KILLED", str(killed))
+    status, out, err = launcher.run("-np", "4", "--min-np", "2", *options, source=source)
+    assert status == 0, err
+    return sorted(re.findall(r"sums .*", out))
+
+
+REST = ("--blacklist-cooldown-range", "900", "900")
+
+
+def test_sets_have_the_ranks_that_are_left(launcher: Launcher) -> None:
+    assert run(launcher, [1], *REST) == [
+        "sums 0 3 [1, 101] [[0], [1, 2], [0, 2]]",
+        "sums 1 3 [110] [[0], [1, 2], [0, 2]]",
+        "sums 2 3 [110, 101] [[0], [1, 2], [0, 2]]",
+    ]
+
+
+def test_set_whose_ranks_are_lost_is_not_registered_any_more(launcher: Launcher) -> None:
+    assert run(launcher, [1, 0], *REST) == [
+        "sums 0 2 [True, 11] [[], [0, 1], [1]]",
+        "sums 1 2 [True, 11, 10] [[], [0, 1], [1]]",
+    ]
+
+
+def test_newcomer_s_sets_are_those_of_the_others(launcher: Launcher) -> None:
+    assert run(launcher, [1], "--spares", "1") == [
+        "sums 0 4 [1, 101] [[0], [1, 2], [0, 2]]",
+        "sums 1 4 [110] [[0], [1, 2], [0, 2]]",
+        "sums 2 4 [110, 101] [[0], [1, 2], [0, 2]]",
+        "sums 3 4 [] [[0], [1, 2], None]",
+    ]
