@@ -10,6 +10,8 @@ Example::
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from polyhvd.installed import is_installed as _is_installed
@@ -26,6 +28,9 @@ from polyhvd import exports
 from polyhvd.exports import *
 from polyhvd.training.compression import Compressor as _Compressor
 from polyhvd.training.keras.optimizers import model_loader
+
+if _TYPE_CHECKING:
+    from polyhvd.keras import elastic
 
 Compression = on.Compression
 PartialDistributedOptimizer = on.PartialDistributedOptimizer
@@ -104,11 +109,18 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "join",
     "load_model",
     "reducescatter",
 ]
 __all__ += exports.__all__
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "elastic":  # which few programs need
+        return _import_module(f"{__name__}.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

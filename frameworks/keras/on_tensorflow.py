@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyhvd.tensorflow.batch_norm import sync_batch_normalization
+from polyhvd.tensorflow.errors import as_polyhvd
 from polyhvd.tensorflow.keras import (
     Compression,
     DistributedOptimizer,
@@ -29,6 +30,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "as_polyhvd",
     "barrier",
     "broadcast",
     "broadcast_global_variables",

@@ -27,6 +27,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "as_polyhvd",
     "barrier",
     "broadcast",
     "broadcast_global_variables",
@@ -38,6 +39,11 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+
+
+def as_polyhvd(error: BaseException) -> BaseException:
+    """The error itself: PyTorch raises polyhvd's as they are."""
+    return error
 
 
 def allreduce(

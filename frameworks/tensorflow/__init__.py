@@ -18,7 +18,8 @@ from polyhvd.installed import missing as _missing
 if not _is_installed("tensorflow"):
     raise _missing(__name__, "TensorFlow 2.13 to 2.21", "pip install tensorflow")
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from polyhvd.tensorflow import derivatives as _derivatives  # noqa: F401
 from polyhvd.tensorflow import vectorized as _vectorized  # noqa: F401
@@ -47,6 +48,9 @@ from polyhvd.tensorflow.verbs import *
 from polyhvd import exports
 from polyhvd.exports import *
 
+if TYPE_CHECKING:
+    from polyhvd.tensorflow import elastic
+
 __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
@@ -61,6 +65,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
+    "elastic",
     "local_rank_op",
     "local_size_op",
     "process_set_included_op",
@@ -81,4 +86,6 @@ def __getattr__(name: str) -> Any:
         from polyhvd.tensorflow.keras import SyncBatchNormalization
 
         return SyncBatchNormalization
+    if name == "elastic":  # which few programs need
+        return import_module(f"{__name__}.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

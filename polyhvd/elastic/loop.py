@@ -12,7 +12,7 @@ from polyhvd.elastic.state import State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
 from polyhvd.runtime import current
 
-__all__ = ["run", "run_fn"]
+__all__ = ["looped", "run", "run_fn"]
 
 _LOG = logging.getLogger("polyhvd")
 
@@ -48,7 +48,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
         train(state)
     """
-    return run_fn(func, _rejoin)
+    return looped(func)
 
 
 def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], Any]) -> Callable[Concatenate[S, P], T]:
@@ -65,43 +65,55 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], Any]) -> Ca
         train = hvd.elastic.run_fn(train, reset)
     """
 
+    return looped(func, reset)
+
+
+def looped(
+    func: Callable[Concatenate[S, P], T],
+    reset: Callable[[], Any] | None = None,
+    told: Callable[[BaseException], BaseException] = lambda error: error,
+) -> Callable[Concatenate[S, P], T]:
+    """What :func:`run` and :func:`run_fn` return.
+
+    Args:
+        func: takes the state first.
+        reset: enters the next world; None: as ``init()`` has entered the first.
+        told: which of polyhvd's errors one of a framework's stands for.
+    """
+
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         must_reset = skip_sync = False
         while True:
             try:
                 if must_reset:
-                    reset()
+                    (reset or _rejoin)()
                     state.on_reset()
                 must_reset = False
                 if not skip_sync:
                     state.sync()
                 skip_sync = state._is_commit = False
                 return func(state, *args, **kwargs)
-            except RankMismatchError:
-                raise
-            except HorovodInternalError as error:
-                _check_elastic(error, reset)
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            except Exception as raised:
+                error = told(raised)
+                if not isinstance(error, HorovodInternalError) or isinstance(error, RankMismatchError):
+                    raise
+                if reset is None and _way_back() is None:
+                    _LOG.error(
+                        "elastic: this job is not elastic, so that it ends with the loss of a rank; start it "
+                        "with polyhvdrun --min-np N"
+                    )
+                    raise
                 _LOG.info("elastic: %s", error)
                 if not must_reset:  # else the state is restored already
                     _leave()
                     state.restore()
                 skip_sync = False
-            except HostsUpdatedInterrupt as interrupt:
-                skip_sync = interrupt.skip_sync
             must_reset = True
 
     return cast(Callable[Concatenate[S, P], T], wrapper)
-
-
-def _check_elastic(error: HorovodInternalError, reset: Callable[[], Any]) -> None:
-    """Raise the error of a job that has no next world."""
-    if reset is _rejoin and _way_back() is None:
-        _LOG.error(
-            "elastic: this job is not elastic, so that it ends with the loss of a rank; start it with "
-            "polyhvdrun --min-np N"
-        )
-        raise error
 
 
 def _way_back() -> Callable[[], None] | None:

@@ -128,21 +128,19 @@ class Driver:
         self._questions.pop(ending.rank, None)
         if fate is not Fate.WELL:
             self._endings[ending.rank] = ending
-        was_over = self.over
+        if self.over:  # of another cause, which is about to end this one, too
+            return StopOthers(now + _SETTLE_S) if ending.failed else GoOn()
         actions = self._membership.ended(ending.rank, fate, now)
-        self._do(
-            action for action in actions if not (isinstance(action, End) and action.cause == ending.rank)
-        )
-        if not was_over and any(isinstance(item, End) and item.cause == ending.rank for item in actions):
-            for item in actions:
-                if isinstance(item, End) and item.reason:
-                    self._say(item.reason)
-            return StopOthers(now + _SETTLE_S)
-        if fate is Fate.WELL:
-            return GoOn()
-        if not self.over:
+        ends = [action for action in actions if isinstance(action, End)]
+        if fate is Fate.LOST and not ends:
             self._say(f"{describe(ending)}; the job goes on")
-        return StartReplacement()
+        if not any(end.cause == ending.rank for end in ends):
+            self._do(actions)
+            return GoOn() if fate is Fate.WELL else StartReplacement()
+        self._do(action for action in actions if not isinstance(action, End))
+        if ends[0].reason:
+            self._say(ends[0].reason)
+        return StopOthers(now + _SETTLE_S)
 
     # Doing
 

@@ -10,6 +10,10 @@ Example::
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 import tensorflow as tf
 from polyhvd.tensorflow import (
     Compression,
@@ -35,6 +39,9 @@ from polyhvd import exports
 from polyhvd.exports import *
 from polyhvd.training.keras.optimizers import model_loader
 
+if _TYPE_CHECKING:
+    from polyhvd.tensorflow.keras import elastic
+
 SyncBatchNormalization = sync_batch_normalization(tf.keras)
 load_model = model_loader(tf.keras, DistributedOptimizer, Compression.none)
 
@@ -52,11 +59,18 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "join",
     "load_model",
     "reducescatter",
 ]
 __all__ += exports.__all__
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "elastic":  # which few programs need
+        return _import_module(f"{__name__}.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,83 @@
+"""Elastic training of models of ``keras``: ``hvd.elastic``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from polyhvd.keras.backend import on
+
+from polyhvd.elastic import loop
+from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
+from polyhvd.elastic.state import ObjectState, State
+from polyhvd.elastic.variables import KerasModelState
+from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = [
+    "CommitStateCallback",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+    "run_fn",
+]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """See :func:`polyhvd.elastic.loop.run`."""
+    return loop.looped(func, told=on.as_polyhvd)
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+    """See :func:`polyhvd.elastic.loop.run_fn`."""
+    return loop.looped(func, reset, on.as_polyhvd)
+
+
+run.__doc__ = loop.run.__doc__
+run_fn.__doc__ = loop.run_fn.__doc__
+
+
+class KerasState(KerasModelState):
+    """A model of Keras, its optimizer and other attributes, by name.
+
+    Args:
+        model: built; its weights are kept.
+        optimizer: None: the model's own.
+        kwargs: other attributes with their first values, which are pickled.
+
+    Raises:
+        InvalidArgumentError: the model has no weights yet.
+
+    Example::
+
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            model.fit(data, epochs=10 - state.epoch, callbacks=[
+                hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(on.broadcast_variables, model, optimizer, **kwargs)
+
+
+class CommitStateCallback(CommitState, keras.callbacks.Callback):  # noqa: D101
+    __doc__ = CommitState.__doc__
+
+
+class UpdateBatchStateCallback(UpdateBatchState, keras.callbacks.Callback):  # noqa: D101
+    __doc__ = UpdateBatchState.__doc__
+
+
+class UpdateEpochStateCallback(UpdateEpochState, keras.callbacks.Callback):  # noqa: D101
+    __doc__ = UpdateEpochState.__doc__
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,123 @@
+"""What callbacks of Keras do in elastic jobs, without their base class: there are several Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyhvd.elastic.state import State
+from polyhvd.errors import InvalidArgumentError
+
+__all__ = ["CommitState", "UpdateBatchState", "UpdateEpochState"]
+
+
+class CommitState:
+    """Commits the state after batches, and after each epoch. Put it after callbacks that change the state.
+
+    Args:
+        state: of the job.
+        batches_per_commit: how many batches lie between two commits; 0: commit at the end of epochs alone.
+
+    Raises:
+        InvalidArgumentError: ``batches_per_commit`` is below 0.
+        HostsUpdatedInterrupt: from ``fit``, for ``hvd.elastic.run`` to catch.
+
+    Example::
+
+        callbacks = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.CommitStateCallback(state)]
+        model.fit(data, callbacks=callbacks)
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 0:
+            raise InvalidArgumentError(f"batches_per_commit={batches_per_commit}: expected 0 or more")
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self._batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count anew: all ranks begin here together."""
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit, if it is time."""
+        self._batches += 1
+        if self.batches_per_commit and self._batches >= self.batches_per_commit:
+            self._batches = 0
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit."""
+        self._batches = 0
+        self.state.commit()
+
+
+class UpdateBatchState:
+    """Has ``state.batch`` be the number of batches of the current epoch that are done.
+
+    ``fit`` that begins with ``state.batch`` above 0 goes on within an epoch; have it make as many steps
+    less: ``model.fit(data, steps_per_epoch=steps - state.batch, ...)`` for an epoch of its own.
+
+    Args:
+        state: with an attribute ``batch``.
+
+    Raises nothing.
+
+    Example::
+
+        model.fit(data, callbacks=[hvd.elastic.UpdateBatchStateCallback(state)])
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go on in the middle of an epoch, if that is where the state is."""
+        self._before = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """One batch more is done."""
+        self.state.batch = self._before + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The next epoch begins with its first batch."""
+        self._before = self.state.batch = 0
+
+
+class UpdateEpochState:
+    """Has ``state.epoch`` be the number of epochs that are done.
+
+    Both ``fit(initial_epoch=state.epoch, epochs=epochs)`` and ``fit(epochs=epochs - state.epoch)`` go on
+    where the state is.
+
+    Args:
+        state: with an attribute ``epoch``.
+
+    Raises nothing.
+
+    Example::
+
+        model.fit(data, epochs=10 - state.epoch, callbacks=[hvd.elastic.UpdateEpochStateCallback(state)])
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before = 0
+        self._first: int | None = None  # epoch of this fit, as Keras counts
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count from where the state is."""
+        self._before = self.state.epoch
+        self._first = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """See how Keras counts."""
+        if self._first is None:
+            self._first = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """One epoch more is done."""
+        self.state.epoch = self._before + epoch - (self._first or 0) + 1

@@ -1,0 +1,147 @@
+"""States of variables, which TensorFlow and Keras have: anything that can be read and assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyhvd.elastic.state import Handler, HandlersState
+from polyhvd.errors import InvalidArgumentError
+
+__all__ = ["KerasModelState", "VariablesHandler"]
+
+Array = np.ndarray[Any, Any]
+
+
+class VariablesHandler(Handler):
+    """Keeps the variables of something.
+
+    Args:
+        value: what it keeps.
+        variables: those of it that there are now, in the same order on every rank.
+        broadcast: overwrites variables with those of a rank.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        variables: Callable[[], Sequence[Any]],
+        broadcast: Callable[[Sequence[Any], int], Any],
+    ) -> None:
+        super().__init__(value)
+        self._variables = variables
+        self._broadcast = broadcast
+        self._copies: list[Array] = []
+        self._spare: list[Array] = []  # of the commit before: one that is cut short harms neither
+
+    def save(self) -> None:
+        """Keep a copy. Raises nothing.
+
+        Example::
+
+            handler.save()
+        """
+        copies = []
+        for number, variable in enumerate(self._variables()):
+            value = np.asarray(variable.numpy())
+            spare = self._spare[number] if number < len(self._spare) else None
+            if spare is None or (spare.shape, spare.dtype) != (value.shape, value.dtype):
+                spare = np.empty_like(value)
+            np.copyto(spare, value)
+            copies.append(spare)
+        self._copies, self._spare = copies, self._copies
+
+    def restore(self) -> None:
+        """Go back to the copy; variables that have come since then stay. Raises nothing.
+
+        Example::
+
+            handler.restore()
+        """
+        for variable, value in zip(self._variables(), self._copies, strict=False):
+            variable.assign(value)
+
+    def sync_from(self, root: int, *, same: bool) -> None:
+        """Take the variables of a rank.
+
+        Args:
+            root: which.
+            same: whether all ranks have the same ones.
+
+        Raises:
+            HorovodInternalError: a rank was lost or has shut down.
+
+        Example::
+
+            handler.sync_from(0, same=False)
+        """
+        variables = list(self._variables())
+        if variables and not same:
+            self._broadcast(variables, root)
+
+    def keep_synced(self, *, kept: bool) -> None:
+        """Have what was told as the last commit. Raises nothing.
+
+        Args:
+            kept: whether it is that already.
+
+        Example::
+
+            handler.keep_synced(kept=False)
+        """
+        if not kept:
+            self._spare = self._copies  # an earlier commit is of no use any more, its memory is
+            self.save()
+
+
+class KerasModelState(HandlersState):
+    """See ``KerasState`` of a framework.
+
+    Args:
+        broadcast: overwrites variables with those of a rank.
+        model: of Keras, built.
+        optimizer: None: that of the model.
+        kwargs: other attributes.
+    """
+
+    model: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        broadcast: Callable[[Sequence[Any], int], Any],
+        model: Any,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not getattr(model, "built", False) or not model.weights:
+            raise InvalidArgumentError(
+                f"the model {getattr(model, 'name', model)!r} has no weights yet, which an elastic state is "
+                "to keep; begin it with an Input, or call model.build(input_shape) before"
+            )
+        if optimizer is None:
+            optimizer = getattr(model, "optimizer", None)
+        handlers: dict[str, Handler] = {
+            "model": VariablesHandler(model, lambda: self.model.weights, broadcast)
+        }
+        if optimizer is not None:
+            handlers["optimizer"] = VariablesHandler(optimizer, self._of_optimizer, broadcast)
+        self._ready: Any = None  # the optimizer that was seen to have its variables
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "optimizer", optimizer)
+        super().__init__(handlers, **kwargs)
+
+    def _of_optimizer(self) -> list[Any]:
+        """Its variables, which it makes now if it has not: a newcomer is to have as many as the others."""
+        optimizer = self.optimizer
+        if self._ready is not optimizer:
+            build = getattr(optimizer, "build", None)
+            if build is not None and not getattr(optimizer, "built", False):
+                build(self.model.trainable_variables)
+                if hasattr(optimizer, "built"):
+                    optimizer.built = True
+            self._ready = optimizer
+        variables = optimizer.variables
+        return list(variables() if callable(variables) else variables)
