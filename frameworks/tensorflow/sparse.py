@@ -98,7 +98,8 @@ def _shape(slices: tf.IndexedSlices) -> tf.Tensor:
 def _alike(shapes: tf.Tensor, name: str | None) -> tf.Operation:
     """What fails where the ranks' slices belong to tensors of different shapes."""
     most = tf.reduce_max(shapes, axis=0)
-    agree = tf.reduce_all((shapes == most) | (shapes < 0))
+    # In graphs of version 1 `==` compares Python's objects.
+    agree = tf.reduce_all(tf.equal(shapes, most) | (shapes < 0))
     text = (
         f"Mismatched sparse_allreduce tensor shapes: {name!r} is, in order of rank, as follows, with the "
         "number of sparse dimensions before each; reduce tensors of one shape"
