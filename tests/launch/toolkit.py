@@ -1,4 +1,4 @@
-"""Training jobs of AWS's own toolkit: two containers as namespaces, each with its /opt/ml and its name."""
+"""Training jobs of AWS's own toolkit. Containers are namespaces: each has its processes and its /opt/ml."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import netns
 __all__ = ["ToolkitJob"]
 
 _INPUT = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
-#: In namespaces of its own: the container's name, its /opt/ml, and the job's ssh keys.
+#: In namespaces of its own: the container's processes, its name, its /opt/ml, and the job's ssh keys. The
+#: shell stays, as in AWS's images: as the first process it reaps the daemons that mpirun starts over ssh.
 _ENTER = (
     'hostname "$1"; mount -t tmpfs none /opt; mkdir /opt/ml; mount --bind "$2" /opt/ml; '
-    'mkdir -p ~/.ssh /run/sshd; mount --bind "$3" ~/.ssh; cd /; exec "$4/train"'
+    'mkdir -p ~/.ssh /run/sshd; mount --bind "$3" ~/.ssh; cd /; "$4/train" & wait $!'
 )
+_NAMESPACES = ("unshare", "-umpf", "--mount-proc", "--kill-child")
 _DEADLINE_S = 240.0
 
 
@@ -63,7 +65,7 @@ class ToolkitJob:
         with netns.two_hosts(self._name[:1]) as hosts, self._etc(hosts):
             yield [
                 host.popen(
-                    *("unshare", "-um", "bash", "-ec", _ENTER, "enter", name),
+                    *(*_NAMESPACES, "bash", "-ec", _ENTER, "enter", name),
                     *(str(base), str(self._folder / "ssh"), self._programs),
                     env=environ,
                     stdout=self._log(name).open("wb"),  # which sshd keeps open
