@@ -13,6 +13,10 @@ Example::
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from polyhvd.installed import is_installed as _is_installed
 from polyhvd.installed import make_mxnet_importable as _make_mxnet_importable
 from polyhvd.installed import missing as _missing
@@ -33,6 +37,9 @@ from polyhvd.mxnet.verbs import *
 from polyhvd import allgather_object, barrier, broadcast_object, exports
 from polyhvd.exports import *
 
+if _TYPE_CHECKING:
+    from polyhvd.mxnet import elastic
+
 __all__ = [
     "Compression",
     "DistributedOptimizer",
@@ -43,10 +50,17 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     "estimator",
 ]
 __all__ += exports.__all__
 __all__ += verbs.__all__
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "elastic":  # which few programs need
+        return _import_module(f"{__name__}.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -78,6 +78,11 @@ class Passes:
         self._count = 0
         self._sums = Sums()
 
+    def begin_anew(self) -> None:
+        """Forget the passes since the last step."""
+        self._count = 0
+        self._sums = Sums()
+
     def end(self, parameters: Mapping[int, Parameter]) -> bool:
         """Note the end of a pass; whether it was the step's last, and gradients are those of all.
 

@@ -37,6 +37,11 @@ class MxnetExchange(Exchange[NDArray]):
         finally:
             self._started = []
 
+    def begin_anew(self) -> None:
+        """Forget what was started: the program knows that it has failed."""
+        self._started, self._groups_started = [], []
+        self._failures_seen = reads.failures()
+
     def check(self) -> None:
         """Raise what a reduction since the last :meth:`begin` has failed with by now.
 

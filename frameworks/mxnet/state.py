@@ -19,7 +19,12 @@ from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
 from polyhvd.training.state import broadcast_named, put_tensors, take_tensors
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = [
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "optimizer_attributes",
+    "optimizer_of",
+]
 
 
 def broadcast_parameters(
@@ -99,10 +104,8 @@ def broadcast_optimizer_state(
         hvd.broadcast_parameters(net.collect_params())
         hvd.broadcast_optimizer_state(trainer)
     """
-    updater, parameters = _updater_of(trainer)
-    optimizer = updater.optimizer
-    if isinstance(optimizer, DistributedOptimizer):
-        optimizer = optimizer.wrapped
+    updater, optimizer = optimizer_of(trainer)
+    _, parameters = _updater_of(trainer)
     # Gluon numbers parameters by names that hold counters of the process; positions agree between ranks.
     position_of = {number: position for position, number in enumerate(parameters)}
     scaler = getattr(trainer, "_amp_loss_scaler", None)
@@ -142,6 +145,18 @@ def _broadcast_state(state: Any, root_rank: int, process_set: ProcessSet) -> Any
 
 #: Of the optimizer, what is the program's own.
 _KEPT = frozenset({"idx2name", "lr_mult", "param_dict", "sym_info", "wd_mult"})
+
+
+def optimizer_of(trainer: Trainer | mx.optimizer.Updater) -> tuple[mx.optimizer.Updater, Any]:
+    """The updater of a trainer, and its optimizer, without ours around it; raises InvalidArgumentError."""
+    updater, _ = _updater_of(trainer)
+    optimizer = updater.optimizer
+    return updater, optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer
+
+
+def optimizer_attributes(optimizer: Any) -> dict[str, Any]:
+    """What training changes in an optimizer: its counters, its learning rate and the like."""
+    return _attributes(optimizer, {})
 
 
 def _updater_of(trainer: Any) -> tuple[mx.optimizer.Updater, dict[Any, Any]]:

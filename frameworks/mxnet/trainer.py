@@ -182,6 +182,12 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             )
         self._ignores_stale = ignored
 
+    def begin_anew(self) -> None:
+        """Forget the step that is under way, and that it has failed: what it has changed is undone."""
+        self._passes.begin_anew()
+        self._reducer.drop()
+        self._exchange.begin_anew()
+
     def _allreduce_grads(self) -> None:
         with reads.updates:
             self._reduce()

@@ -107,6 +107,8 @@ def looped(
                     )
                     raise
                 _LOG.info("elastic: %s", error)
+                if (member := process.find()) is not None:
+                    member.fail(str(error))
                 if not must_reset:  # else the state is restored already
                     _leave()
                     state.restore()

@@ -169,6 +169,7 @@ class _World:
     notified: bool = False
     wired: bool = False  # somebody has seen all of it connected
     progressed: bool = False  # somebody has committed in it
+    failed: bool = False  # a collective has failed in it, though no member may be lost
     judged: bool = False  # whether its failure was counted
 
 
@@ -214,7 +215,14 @@ class Membership:
         return actions + self._settle(now)
 
     def asks(
-        self, member: int, after: int, now: float, *, wired: bool = False, progressed: bool = False
+        self,
+        member: int,
+        after: int,
+        now: float,
+        *,
+        wired: bool = False,
+        progressed: bool = False,
+        failed: bool = False,
     ) -> list[Action]:
         """A member asks for a place in a generation after this one.
 
@@ -224,6 +232,7 @@ class Membership:
             now: the time.
             wired: whether it has been connected in that one.
             progressed: whether it has committed in it.
+            failed: whether a collective has failed there.
         """
         found = self._members.get(member)
         if self._over or found is None or after < found.generation:
@@ -237,6 +246,7 @@ class Membership:
         if world is not None and found.generation == world.generation:
             world.wired |= wired
             world.progressed |= progressed
+            world.failed |= failed
         return self._settle(now)
 
     def ended(self, member: int, fate: Fate, now: float) -> list[Action]:
@@ -380,7 +390,8 @@ class Membership:
     def _form(self, now: float) -> list[Action]:
         chosen = self._next_world()
         world = self._world
-        if world is not None and world.lost and (reason := self._recurs(world)) is not None:
+        broken = world is not None and bool(world.lost or world.failed)
+        if world is not None and broken and (reason := self._recurs(world)) is not None:
             return self._end(reason, cause=self._first_cause)
         if len(chosen) < self._least():
             return []

@@ -47,6 +47,7 @@ class Question:
     after: int = 0  #: the last generation that it had a place in; 0: none
     wired: bool = False  #: whether it was connected in it
     progressed: bool = False  #: whether it has committed in it
+    failure: str = ""  #: what a collective has failed with; empty: none has
     #: The process sets of that world, each as the members that are in it.
     sets: list[list[int]] = field(default_factory=list)
 
@@ -59,7 +60,8 @@ class Question:
         """Read what a member has written; raises ValueError, TypeError or KeyError."""
         said = json.loads(data)
         sets = [[int(member) for member in members] for members in said["sets"]]
-        return cls(int(said["after"]), bool(said["wired"]), bool(said["progressed"]), sets)
+        flags = bool(said["wired"]), bool(said["progressed"]), str(said["failure"])
+        return cls(int(said["after"]), *flags, sets)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Process:
         self.rejoin: Callable[[], None] | None = None
         self._wired = False
         self._progressed = False
+        self._failure = ""
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
         self._numbers: list[int | None] = []  # of each in the present world
         self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
@@ -36,9 +37,10 @@ class Process:
 
     def next_place(self) -> Answer:
         """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
-        question = Question(self.seat.answer.generation, self._wired, self._progressed, self._sets)
+        flags = self._wired, self._progressed, self._failure
+        question = Question(self.seat.answer.generation, *flags, self._sets)
         answer = self.seat.next_place(question)
-        self._wired = self._progressed = False
+        self._wired, self._progressed, self._failure = False, False, ""
         return answer
 
     def progress(self) -> None:
@@ -46,6 +48,10 @@ class Process:
         self._progressed = (
             True  # one reference is written; a world that ends meanwhile has progressed as well
         )
+
+    def fail(self, text: str) -> None:
+        """A collective has failed in the present world."""
+        self._failure = text
 
     def is_awaited(self) -> bool:
         """Whether the world is to come to a boundary: alike on all its ranks after the same operations."""

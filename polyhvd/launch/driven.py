@@ -42,8 +42,8 @@ class DrivenJob(Protocol):
     def say(self, text: str) -> None:
         """Tell the user."""
 
-    def end(self, reason: str, cause: Ending | None, *, resumable: bool) -> None:
-        """End the job, which has failed."""
+    def end(self, reason: str, cause: Ending | None, status: int) -> None:
+        """End the job, which has failed, with this status where there is no cause that has another."""
 
     def finish(self) -> None:
         """End what still runs: the job is done."""

@@ -26,7 +26,7 @@ from polyhvd.elastic.membership import (
 )
 from polyhvd.elastic.places import ASKS, Answer, Question, notice_scope, place_scope
 from polyhvd.launch.blame import Ending, describe
-from polyhvd.launch.driven import DrivenJob, Elastic
+from polyhvd.launch.driven import RESUME_STATUS, DrivenJob, Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import Decision, GoOn, StartReplacement, StopOthers
 from polyhvd.runtime.placement import Placement, placements
@@ -51,6 +51,7 @@ class Driver:
         self._told: deque[tuple[int, bytes]] = deque()  # by the server's thread; needs no lock
         self._questions: dict[int, Question] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost
+        self._resumable = False
         #: What the job's loop waits on: something was told.
         self.wake, self._alarm = os.pipe()
         for descriptor in (self.wake, self._alarm):
@@ -68,12 +69,13 @@ class Driver:
         """Whether nothing more will be started."""
         return self._membership.over
 
-    def summary(self) -> str:
-        """What to say at the end of a job that was done; empty: nothing."""
-        lost = self._membership.replaced
-        return (
-            f"the job has gone on after the loss of {lost} process{'es' if lost > 1 else ''}" if lost else ""
-        )
+    def summary(self, *, failed: bool) -> str:
+        """What to say at the end; empty: nothing."""
+        if self._resumable:
+            return f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint"
+        lost = 0 if failed else self._membership.replaced
+        processes = f"{lost} process{'es' if lost > 1 else ''}"
+        return f"the job has gone on after the loss of {processes}" if lost else ""
 
     def observe(self, scope: str, member: int, value: bytes) -> None:
         """A member has written something; on the server's thread."""
@@ -109,6 +111,7 @@ class Driver:
                         now,
                         wired=question.wired,
                         progressed=question.progressed,
+                        failed=bool(question.failure),
                     )
                 )
         if self._discovery is not None:
@@ -222,7 +225,10 @@ class Driver:
     def _end(self, action: End) -> None:
         assert self._job is not None
         cause = None if action.cause is None else self._endings.get(action.cause)
-        self._job.end(action.reason, cause, resumable=action.resumable)
+        said = [f"process {m} says: {q.failure}" for m, q in sorted(self._questions.items()) if q.failure]
+        reason = action.reason if cause is not None or not said else f"{action.reason}; {said[0]}"
+        self._resumable = action.resumable
+        self._job.end(reason, cause, RESUME_STATUS if action.resumable else 1)
 
 
 def _fate_of(ending: Ending) -> Fate:

@@ -91,7 +91,7 @@ class Job:
         self._steps: list[tuple[float, int]] = []  # when to send which signal next
         self._signals: dict[int, float] = {}  # that end the job and the launcher has received: when first
         self._killing = False  # somebody does not want to wait
-        self._resumable = False  # it has failed, and may be run again
+        self._verdict = 0  # exit status, where that of no rank says it
         signals = (*agent.STOP_SIGNALS, *agent.USER_SIGNALS)
         self._ignored = [number for number in signals if signal.getsignal(number) == signal.SIG_IGN]
         # Python's C handler writes the number of each signal into it, see set_wakeup_fd.
@@ -234,9 +234,9 @@ class Job:
         order = self._order([(member, variables)], process, self.rendezvous.endpoint)
         process.start({**order, "local_size": place.local_size, "stays": True})
 
-    def end(self, reason: str, cause: Ending | None, *, resumable: bool) -> None:
+    def end(self, reason: str, cause: Ending | None, status: int) -> None:
         """End the job, which has failed."""
-        self._resumable = resumable
+        self._verdict = status if cause is None or status == RESUME_STATUS else 0
         self._endings += [] if cause is None else [cause]
         self._output.say(reason)
         self._stop_at = time.monotonic()
@@ -580,11 +580,11 @@ class Job:
 
     def _conclude(self) -> int:
         self._catch_up()
-        if self._driver is not None and not self._endings and (text := self._driver.summary()):
+        failed = bool(self._endings or self._verdict or self._signals)
+        if self._driver is not None and (text := self._driver.summary(failed=failed)):
             self._output.say(text)
-        if self._resumable:
-            self._output.say(f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint")
-            return RESUME_STATUS
+        if self._verdict:
+            return self._verdict
         if self._endings:
             self.cause = first_cause([*self._endings, *self._slow])
             return self._report(self.cause)

@@ -149,6 +149,22 @@ def test_failure_that_recurs_ends_the_job_with_its_first_cause(launcher: Launche
     assert "polyhvdrun: process 3 on localhost was killed by SIGSEGV" in err.splitlines()[-1]
 
 
+def test_failure_without_a_loss_that_recurs_ends_the_job_with_its_text(launcher: Launcher) -> None:
+    source = (
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    hvd.barrier()\n"
+        "    raise hvd.PeerLostError('of my own')\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    status, _, err = launcher.run("-np", "2", "--min-np", "1", source=source)
+    assert status == 1
+    text = "2 worlds in a row have failed before anybody had committed; process 0 says: of my own"
+    assert f"polyhvdrun: {text}" in err.splitlines()
+
+
 def test_job_that_is_not_elastic_says_so_and_fails(launcher: Launcher) -> None:
     source = (
         "import os\n"

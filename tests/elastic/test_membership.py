@@ -369,3 +369,18 @@ def test_any_course_of_events_keeps_the_rules_and_comes_to_a_world_or_an_end(
             course.step(data)
     if not course.ended:
         course.let_it_run()
+
+
+def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    for generation in (1, 2):
+        membership.asks(0, generation, 1.0, wired=True, failed=True)
+        actions = membership.asks(1, generation, 1.0, wired=True, failed=generation == 1)
+    assert ends(actions) == [End("2 worlds in a row have failed before anybody had committed", None)]
+
+
+def test_worlds_that_are_left_of_one_s_own_accord_do_not_count() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    for generation in range(1, 6):
+        membership.asks(0, generation, 1.0, wired=True)
+        assert formed(membership.asks(1, generation, 1.0, wired=True)) == [(0, 1)]

@@ -1,0 +1,185 @@
+"""Elastic training with MXNet: ``hvd.elastic``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from typing import Any
+
+import mxnet as mx
+from mxnet.base import MXNetError
+from mxnet.gluon import Block, Parameter
+from polyhvd.mxnet.errors import InvalidArgumentError
+from polyhvd.mxnet.state import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    optimizer_attributes,
+    optimizer_of,
+)
+from polyhvd.mxnet.trainer import DistributedTrainer
+
+from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
+from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = [
+    "GluonState",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "run",
+    "run_fn",
+]
+
+
+class _Parameters(Handler):
+    """The parameters of a network, auxiliary ones included."""
+
+    def __init__(self, value: Block) -> None:
+        super().__init__(value)
+        self._copies: list[Any] = []
+
+    def _arrays(self) -> list[Any]:
+        return [parameter.list_data()[0] for parameter in self.value.collect_params().values()]
+
+    def save(self) -> None:
+        self._copies = [array.asnumpy() for array in self._arrays()]
+
+    def restore(self) -> None:
+        parameters: list[Parameter] = list(self.value.collect_params().values())
+        for parameter, value in zip(parameters, self._copies, strict=True):
+            arrays = [*parameter.list_data(), *(parameter.list_grad() if parameter._grad is not None else [])]
+            for array in arrays:
+                _settle(array)
+            for array in parameter.list_data():
+                array[:] = value
+            if parameter.grad_req == "add":
+                parameter.zero_grad()
+
+    def sync_from(self, root: int, *, same: bool) -> None:
+        if not same:
+            broadcast_parameters(self.value.collect_params(), root, prefix="elastic.state.net")
+            mx.nd.waitall()
+
+    def keep_synced(self, *, kept: bool) -> None:
+        if not kept:
+            self.save()
+
+
+class _Trainer(Handler):
+    """The optimizer of a trainer: its states, its counters and what else it has changed."""
+
+    def save(self) -> None:
+        updater, optimizer = optimizer_of(self.value)
+        scaler = getattr(self.value, "_amp_loss_scaler", None)
+        rest = (optimizer_attributes(optimizer), None if scaler is None else vars(scaler))
+        self._kept = pickle.dumps(updater.states), copy.deepcopy(rest)
+
+    def restore(self) -> None:
+        if isinstance(self.value, DistributedTrainer):
+            self.value.begin_anew()
+        updater, optimizer = optimizer_of(self.value)
+        for state in updater.states.values():
+            _settle(state)
+        states, rest = self._kept
+        attributes, scale = copy.deepcopy(rest)
+        updater.states = pickle.loads(states)
+        updater.states_synced = dict.fromkeys(updater.states, False)
+        vars(optimizer).update(attributes)
+        scaler = getattr(self.value, "_amp_loss_scaler", None)
+        if scaler is not None and scale is not None:
+            vars(scaler).update(scale)
+
+    def sync_from(self, root: int, *, same: bool) -> None:
+        if not same:
+            broadcast_optimizer_state(self.value, root)
+            mx.nd.waitall()
+
+    def keep_synced(self, *, kept: bool) -> None:
+        if not kept:
+            self.save()
+
+
+def _settle(value: Any) -> None:
+    """Wait until nothing writes an array any more, and take out the error that it may hold.
+
+    MXNet would skip what is written to it otherwise.
+    """
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _settle(item)
+    elif isinstance(value, mx.nd.NDArray):
+        with contextlib.suppress(MXNetError):
+            value.wait_to_read()
+
+
+class GluonState(HandlersState):
+    """A network, its trainer and other attributes, by name.
+
+    Args:
+        net: a Gluon block whose parameters are initialised.
+        trainer: a ``DistributedTrainer`` of one device, or None.
+        kwargs: other attributes with their first values, which are pickled.
+
+    Raises:
+        InvalidArgumentError: parameters have no shape yet, or the trainer has several devices.
+
+    Example::
+
+        state = hvd.elastic.GluonState(net, trainer, epoch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                train_one_epoch()
+                state.commit()
+    """
+
+    net: Block
+    trainer: Any
+
+    def __init__(self, net: Block, trainer: Any = None, **kwargs: Any) -> None:
+        missing = [name for name, item in net.collect_params().items() if item._data is None]
+        if missing:
+            raise InvalidArgumentError(
+                f"{missing[0]} and {len(missing) - 1} more parameters have no value yet, which an elastic "
+                "state is to keep; initialize the network, and run it once before: net(mx.nd.zeros(shape))"
+            )
+        handlers: dict[str, Handler] = {"net": _Parameters(net)}
+        if trainer is not None:
+            handlers["trainer"] = _Trainer(trainer)
+        super().__init__(handlers, **kwargs)
+        if trainer is None:
+            self.trainer = None
+
+    def save(self) -> None:
+        """Keep a copy of all attributes, when the updates that are under way have ended.
+
+        Raises:
+            HorovodInternalError: one of them has failed; the copy is what it was.
+
+        Example::
+
+            state.save()
+        """
+        mx.nd.waitall()
+        super().save()
+
+    def restore(self) -> None:
+        """Give all attributes the values of the copy.
+
+        Raises nothing.
+
+        Example::
+
+            state.restore()
+        """
+        with contextlib.suppress(MXNetError):
+            mx.nd.waitall()
+        super().restore()
+
+
+def __dir__() -> list[str]:
+    return __all__

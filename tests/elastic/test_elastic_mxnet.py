@@ -1,0 +1,27 @@
+"""A job of MXNet that loses a rank."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launching import Launcher
+from stand_ins import is_installed
+
+pytestmark = pytest.mark.skipif(not is_installed("mxnet"), reason="MXNet is not installed")
+
+SCRIPT = str(Path(__file__).with_name("elastic_gluon.py"))
+
+
+def test_gluon_network_and_its_trainer_go_on(launcher: Launcher, tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, str(tmp_path / "killed")]
+    status, out, err = launcher.run("-np", "2", "--min-np", "2", "--spares", "1", argv=command)
+    assert status == 0, err
+    ends = re.findall(r"end .*", out)
+    assert ends == 2 * ends[:1]  # the same weights, moments and counts
+    assert ends[0].endswith("[150]")  # no step too many
+    losses = [float(text) for text in re.findall(r"losses ([\d.]+)", out)]
+    assert losses[-1] < losses[0] / 2
+    assert re.search(r"process \d on localhost was killed by SIGKILL; the job goes on", err)
