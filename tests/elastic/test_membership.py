@@ -245,6 +245,7 @@ class Course:
     generation: int = 0
     dismissed: set[int] = field(default_factory=set)
     started: int = 0
+    finishing: bool = False  # a member of a world is done: the others finish without it
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -314,6 +315,7 @@ class Course:
                 del self.living[member]
                 self.asking.discard(member)
                 fate = Fate.LOST if kind == "lose" else Fate.WELL
+                self.finishing |= fate is Fate.WELL and member in self.world
                 self.do(self.membership.ended(member, fate, self.now))
 
     def let_it_run(self) -> None:
@@ -336,7 +338,8 @@ class Course:
                     return
             self.now = min(max(self.membership.next_at(self.now), self.now + 0.1), self.now + 1000.0)
             self.do(self.membership.time_is(self.now))
-            if self.world and not self.is_broken() and self.limits.min_size <= len(self.world):
+            least = 1 if self.finishing else self.limits.min_size
+            if not self.is_broken() and least <= len(self.world):
                 return
         raise AssertionError("neither a world nor an end")
 
