@@ -92,8 +92,10 @@ def test_an_operation_that_never_ends_is_given_up_in_time() -> None:
     with job(("POLYHVD_DATA_TIMEOUT_SECONDS", "2")) as pool:
         for kind, message, seconds in pool.run(cases.fail_in_operation, "hang:1:3"):
             assert kind == "TransferTimeoutError"
-            for word in ("has not ended for 2 s", "process set 0 of ranks 0, 1", "DATA_TIMEOUT"):
+            for word in ("process set 0 of ranks 0, 1", "DATA_TIMEOUT"):
                 assert word in message, message
+            # Of the operation itself, or of the next one, whose start NCCL does not end either.
+            assert "has not ended for 2 s" in message or "did not finish in time" in message, message
             assert seconds < 10
 
 

@@ -40,6 +40,7 @@ _START_S = 180.0  # imports of four TensorFlows on two cores
 _RUN_S = 60.0
 _END_S = 20.0
 _DUMP_S = 2.0
+_EMPTY_S = 5.0
 _LOG_BYTES_SHOWN = 4000
 #: Settings that have no meaning while a framework is imported.
 _READ_LATER = ("POLYHVD_", "HOROVOD_", "TF_NUM_")
@@ -351,7 +352,15 @@ class Pool:
             rank.process.wait()
             rank.connection.close()
         self._rendezvous.close()
-        self._folder.cleanup()
+        deadline = time.monotonic() + _EMPTY_S
+        while True:
+            try:
+                self._folder.cleanup()
+                break
+            except OSError:  # a rank that is being killed still writes its flight dump
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def _start_rank(self, placement: Placement, secret: str) -> _Rank:
         values = {
