@@ -9,6 +9,7 @@ from polyhvd.torch.adapter import TorchAdapter
 
 from polyhvd.collectives.operation import is_number
 from polyhvd.collectives.verbs import Collectives
+from polyhvd.runtime import current
 from polyhvd.training.compression import Compression as _Compression
 
 __all__ = ["Compression", "adapter", "as_tensor", "collectives", "increment_version", "poll", "synchronize"]
@@ -16,6 +17,14 @@ __all__ = ["Compression", "adapter", "as_tensor", "collectives", "increment_vers
 adapter = TorchAdapter()
 collectives: Collectives[torch.Tensor] = Collectives(adapter)
 Compression = _Compression(adapter)
+
+
+def _prepare() -> None:
+    """The first optimizer of a process has PyTorch import its compiler, which takes a second."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+current.on_wait(_prepare)
 
 
 def as_tensor(value: Any) -> torch.Tensor:

@@ -34,6 +34,9 @@ _FORGIVEN_AFTER_S = 600.0
 _COOLDOWN_S = (1.0, 60.0)
 #: How long newcomers that are ready wait for others that have been started with them.
 _GATHER_S = 5.0
+#: So long the members that go on after a loss have the machine to themselves: a replacement that imports a
+#: framework meanwhile takes the processors from them, just when every rank waits for the slowest.
+_QUIET_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,7 @@ class Membership:
         self._finishing = False  # a member of a world has ended well
         self._over = False
         self._too_few_since: float | None = None
+        self._quiet_until = 0.0  # nobody is started, unless there are too few to go on
         self._barren = 0
         self._first_cause: int | None = None  # of the barren worlds
         self._lost_now: int | None = None  # the first that the present world has lost
@@ -272,6 +276,7 @@ class Membership:
             if not world.lost:
                 self._lost_now = member
             world.lost.append(member)
+            self._quiet_until = now + _QUIET_S
             actions.append(Lose(world.generation, member))
         return actions + self._settle(now)
 
@@ -283,7 +288,8 @@ class Membership:
         """When :meth:`time_is` may have something to do, after now; infinite: never."""
         if self._over:
             return float("inf")
-        times = [slot.free_at for key, slot in self._slots.items() if self._is_vacant(key)]
+        vacant = [slot for key, slot in self._slots.items() if self._is_vacant(key)]
+        times = [max(slot.free_at, self._quiet_until) for slot in vacant]
         if self._too_few_since is not None:
             times.append(self._too_few_since + self.limits.timeout_s)
         times += [item.ready_at + _GATHER_S for item in self._members.values() if self._may_join(item)]
@@ -342,6 +348,8 @@ class Membership:
         wanted = self._target() + self.limits.spares * len(self._hosts)
         wanted -= sum(slot.done for slot in self._slots.values())
         actions: list[Action] = []
+        if now < self._quiet_until and len(self._next_world()) >= self._least():
+            return actions
         for host in self._hosts:
             for number in range(self._capacity(host)):
                 slot = self._slots.setdefault((host, number), _Slot())

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from polyhvd.rendezvous.client import Client
@@ -23,6 +24,7 @@ ASKS = "elastic/asks"
 GENERATIONS_MAX = 1 << 20
 #: Of one request to the store; it is asked again for as long as the job lives.
 _WAIT_S = 1e6
+_MOMENT_S = 0.2
 
 
 def asks_scope(after: int) -> str:
@@ -112,8 +114,12 @@ class Seat:
         """Connect to the launcher; raises StoreError."""
         return cls(Client(rendezvous, secret, rank=member, generation=0, deadline=deadline), member)
 
-    def next_place(self, question: Question) -> Answer:
+    def next_place(self, question: Question, idle: Callable[[], None] = lambda: None) -> Answer:
         """Ask for a place in the next world, and wait for it: as long as the job lives.
+
+        Args:
+            question: what is asked.
+            idle: called once, if there is no answer within a moment.
 
         Raises:
             StoreError: the launcher is gone.
@@ -122,12 +128,15 @@ class Seat:
         with self._lock:
             scope = place_scope(self.member, question.after)
             self._store.put(asks_scope(question.after), self.member, question.encoded(), own=True)
+            wait_s = _MOMENT_S
             while True:
                 try:
-                    (data,) = self._store.gather(scope, 1, _WAIT_S)
+                    (data,) = self._store.gather(scope, 1, wait_s)
                     break
                 except GatherTimeoutError:
-                    continue
+                    if wait_s == _MOMENT_S:
+                        idle()
+                    wait_s = _WAIT_S
             self._store.forget(asks_scope(question.after), self.member)
             self.answer = Answer.decoded(data)
             self._notice = 0

@@ -39,7 +39,7 @@ class Process:
         """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
         flags = self._wired, self._progressed, self._failure
         question = Question(self.seat.answer.generation, *flags, self._sets)
-        answer = self.seat.next_place(question)
+        answer = self.seat.next_place(question, current.prepare)
         self._wired, self._progressed, self._failure = False, False, ""
         return answer
 

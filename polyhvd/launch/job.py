@@ -238,7 +238,8 @@ class Job:
         """End the job, which has failed."""
         self._verdict = status if cause is None or status == RESUME_STATUS else 0
         self._endings += [] if cause is None else [cause]
-        self._output.say(reason)
+        if reason:
+            self._output.say(reason)
         self._stop_at = time.monotonic()
 
     def finish(self) -> None:

@@ -5,6 +5,7 @@ It is the only world that a module keeps. Everything else is handed its :class:`
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ __all__ = [
     "of_generation",
     "on_change",
     "on_leave",
+    "on_wait",
+    "prepare",
     "world",
 ]
 
@@ -32,6 +35,7 @@ lock = threading.RLock()
 _world: World | None = None  # written under `lock`; reads are of one reference, and need none
 _listeners: list[Callable[[_core.Engine | None], None]] = []  # under `lock`
 _leavers: list[Callable[[World], None]] = []  # likewise
+_preparers: list[Callable[[], None]] = []  # likewise
 
 
 def world() -> World:
@@ -109,6 +113,23 @@ def on_leave(leaver: Callable[[World], None]) -> None:
     """Call ``leaver`` before the current world ends, to let what a framework still holds reach it."""
     with lock:
         _leavers.append(leaver)
+
+
+def on_wait(preparer: Callable[[], None]) -> None:
+    """Call ``preparer`` once in a process that waits for a place in a world of others.
+
+    It does what the program is going to need anyway, so that the others, who wait for this process once it
+    has its place, need not wait for that.
+    """
+    with lock:
+        _preparers.append(preparer)
+
+
+def prepare() -> None:
+    """Call what :func:`on_wait` was given; ``lock`` is held. What fails is for the program to run into."""
+    while _preparers:
+        with contextlib.suppress(Exception):
+            _preparers.pop(0)()
 
 
 def forget_in_child() -> None:

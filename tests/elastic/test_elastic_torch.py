@@ -26,3 +26,11 @@ def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path:
     losses = [float(text) for text in re.findall(r"epoch \d size \d loss ([\d.]+)", out)]
     assert losses[-1] < losses[0] / 2
     assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
+
+
+def test_spare_imports_what_an_optimizer_needs_while_it_waits(launcher: Launcher, tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("spare_job.py"))
+    limits = ("-np", "2", "--min-np", "2", "--spares", "1")
+    status, out, err = launcher.run(*limits, argv=[sys.executable, script, str(tmp_path)])
+    assert status == 0, err
+    assert sorted(re.findall(r"end .*", out)) == ["end 20 of 2", "end 20 of 2, a spare: imported True"]

@@ -67,21 +67,26 @@ def test_first_world_is_smaller_where_hosts_have_fewer_slots() -> None:
     assert formed(membership.asks(1, 0, 0.0)) == [(0, 1)]
 
 
-def test_lost_member_is_replaced_at_once_and_survivors_go_on_without_waiting_for_it() -> None:
+def test_survivors_go_on_without_the_lost_and_have_the_machine_to_themselves_for_a_moment() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
-    actions = membership.ended(1, Fate.LOST, 10.0)
-    assert actions == [Lose(1, 1), Start(3, "a", 1)]
+    assert membership.ended(1, Fate.LOST, 10.0) == [Lose(1, 1)]
     assert ask_all(membership, (0,), 1, 10.0) == []
     assert formed(ask_all(membership, (2,), 1, 10.0)) == [(0, 2)]
+    assert membership.next_at(10.0) == 10.5
+    assert membership.time_is(10.4) == []
+    assert membership.time_is(10.5) == [Start(3, "a", 1)]
+
+
+def test_lost_member_is_replaced_at_once_where_the_others_are_too_few() -> None:
+    membership = running(Limits(3, 3, 3), {"a": 3})
+    assert membership.ended(1, Fate.LOST, 10.0) == [Lose(1, 1), Start(3, "a", 1)]
 
 
 def test_spare_takes_the_place_and_ranks_stay_with_the_oldest() -> None:
     membership = Membership(Limits(3, 2, 3, spares=1))
     assert started(membership.hosts_are({"a": 3}, 0.0)) == [0, 1, 2, 3]
-    for number in (3, 0, 1, 2):
-        actions = membership.asks(number, 0, 0.0)
-    # Of four that are ready the oldest three.
-    assert formed(actions) == [] or formed(actions) == [(0, 1, 2)]
+    assert ask_all(membership, (3, 1), 0, 0.0) == []
+    assert formed(membership.asks(0, 0, 0.0)) == [(0, 1, 3)]  # the first that are ready
     membership = Membership(Limits(3, 2, 3, spares=1))
     membership.hosts_are({"a": 3}, 0.0)
     for number in range(4):
@@ -94,6 +99,7 @@ def test_newcomer_is_admitted_when_the_world_comes_to_a_boundary() -> None:
     membership = running(Limits(3, 2, 3), {"a": 3})
     membership.ended(1, Fate.LOST, 10.0)
     ask_all(membership, (0, 2), 1, 10.0)
+    assert started(membership.time_is(11.0)) == [3]
     assert membership.asks(3, 0, 12.0) == [Notify(2)]
     assert membership.asks(0, 2, 12.1, wired=True, progressed=True) == []
     assert formed(membership.asks(2, 2, 12.1, wired=True, progressed=True)) == [(0, 2, 3)]
@@ -157,16 +163,11 @@ def test_world_that_was_never_whole_does_not_count() -> None:
     membership.ended(2, Fate.LOST, 1.0)
     membership.asks(0, 1, 1.0, wired=True)
     membership.asks(1, 1, 1.0, wired=True)
-    for generation in range(2, 6):  # newcomers that die while they join
-        newcomer = max(membership._members)
-        membership.asks(newcomer, 0, 100.0 * generation)
-        membership.asks(0, generation, 100.0 * generation, wired=generation == 2, progressed=generation == 2)
-        actions = membership.asks(1, generation, 100.0 * generation)
-        assert len(formed(actions)[0]) == 3
-        lost = membership.ended(newcomer, Fate.LOST, 100.0 * generation + 1)
-        assert lost[0] == Lose(generation + 1, newcomer)
-        break
-    actions = ask_all(membership, (), 3, 301.0)
+    (newcomer,) = started(membership.time_is(2.0))
+    membership.asks(newcomer, 0, 200.0)
+    membership.asks(0, 2, 200.0, wired=True, progressed=True)
+    assert formed(membership.asks(1, 2, 200.0)) == [(0, 1, newcomer)]
+    assert membership.ended(newcomer, Fate.LOST, 201.0)[0] == Lose(3, newcomer)  # while it joins
     membership.asks(0, 3, 301.0)
     assert formed(membership.asks(1, 3, 301.0)) == [(0, 1)]
 

@@ -1,0 +1,162 @@
+"""A rank of an elastic job that is measured: it trains, is killed at times, and notes when what happened.
+
+``python -m benchmarks.elastic_rank FRAMEWORK MB STEPS FOLDER``. Times are those of the machine's monotonic
+clock, in FOLDER/events, one JSON line each: "step" begins, "kill", "error" reaches the training function.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import MB, resnet50_elements
+
+COMMIT_EVERY = 10
+#: From the last change of the world to the next kill: a new process has been started by then.
+QUIET_S = 4.0
+
+
+class Events:
+    """Lines of one file that all ranks append to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(self, event: str, **what: Any) -> None:
+        """Note when something happens: now."""
+        line = json.dumps({"at": time.monotonic(), "event": event, "pid": os.getpid(), **what})
+        os.write(self._file, line.encode() + b"\n")
+
+
+def elements(megabytes: int) -> list[int]:
+    """Sizes of parameters: ResNet-50's, in all as large as asked for."""
+    whole = resnet50_elements()
+    return [max(1, size * megabytes * MB // (4 * sum(whole))) for size in whole]
+
+
+# Each returns hvd, the state, and what a step does with the gradient of one small layer.
+
+
+def numpy_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+    import numpy as np
+    import polyhvd.numpy as hvd
+
+    state = hvd.elastic.ArrayState(
+        weights=[np.full(size, 0.5, np.float32) for size in sizes], step=0, kills=0
+    )
+    hvd.init()
+    gradient = np.ones(1024, np.float32)
+    return hvd, state, lambda: hvd.allreduce(gradient, name="gradient")
+
+
+def torch_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+    import polyhvd.torch as hvd
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.ParameterList([torch.full((size,), 0.5) for size in sizes])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, kills=0)
+    hvd.init()
+    gradient = torch.ones(1024)
+    return hvd, state, lambda: hvd.allreduce(gradient, name="gradient")
+
+
+def tensorflow_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+    import polyhvd.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.init()
+    variables = [tf.Variable(tf.zeros([size]), name=f"v{number}") for number, size in enumerate(sizes)]
+    state = hvd.elastic.TensorFlowState(variables, step=0, kills=0)
+    gradient = tf.ones([1024])
+    return hvd, state, lambda: hvd.allreduce(gradient, name="gradient")
+
+
+def mxnet_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+    import polyhvd.mxnet as hvd  # isort: skip
+    import mxnet as mx
+    from mxnet import gluon
+
+    hvd.init()
+
+    class Net(gluon.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            with self.name_scope():
+                for number, size in enumerate(sizes):
+                    setattr(self, f"p{number}", self.params.get(f"p{number}", shape=(size,), init="zeros"))
+
+    net = Net()
+    net.initialize()
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    state = hvd.elastic.GluonState(net, trainer, step=0, kills=0)
+    gradient = mx.nd.ones(1024)
+    return hvd, state, lambda: hvd.allreduce(gradient, name="gradient").wait_to_read()
+
+
+JOBS = {"numpy": numpy_job, "torch": torch_job, "tensorflow": tensorflow_job, "mxnet": mxnet_job}
+
+
+def main() -> None:
+    framework, megabytes, kills, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    sys.path.insert(0, "/tmp")
+    import trace_patch
+
+    events = Events(folder)
+    hvd, state, reduce_gradient = JOBS[framework](elements(megabytes))
+
+    trace_patch.install(state)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        began = time.monotonic()
+        size = hvd.size()
+        while state.kills < kills or time.monotonic() < began + QUIET_S:
+            events.note("step", step=state.step, rank=hvd.rank(), size=size)
+            try:
+                reduce_gradient()
+                time.sleep(0.002)  # what a model would compute
+                state.step += 1
+                if state.step % COMMIT_EVERY == 0:
+                    due = float(hvd_min(hvd, began)) > QUIET_S
+                    if due and state.kills < kills and size == int(os.environ["BENCH_ELASTIC_SIZE"]):
+                        state.kills += 1
+                        began = time.monotonic()  # nobody leaves before this kill has been dealt with
+                        victim = random.Random(state.kills).randrange(size)
+                        state.commit()
+                        if hvd.rank() == victim:
+                            events.note("kill", kill=state.kills)
+                            os.kill(os.getpid(), signal.SIGKILL)
+                    else:
+                        state.commit()
+                else:
+                    state.check_host_updates()
+            except hvd.elastic.HostsUpdatedInterrupt:
+                events.note("interrupt")
+                raise
+            except Exception as error:
+                events.note("error", of=type(error).__name__)
+                raise
+
+    train(state)
+    events.note("end")
+    hvd.shutdown()
+
+
+def hvd_min(hvd: Any, began: float) -> float:
+    """How long the youngest rank of this world has been in it: alike on all."""
+    from polyhvd.collectives.objects import allgather_object
+
+    return min(allgather_object(time.monotonic() - began, name="elapsed"))
+
+
+if __name__ == "__main__":
+    main()
