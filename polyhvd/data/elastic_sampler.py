@@ -9,6 +9,7 @@ import numpy as np
 
 from polyhvd.data.order import Indices, at_least, permutation
 from polyhvd.data.position import current_place
+from polyhvd.errors import NotInitializedError
 
 __all__ = ["ElasticSampler"]
 
@@ -135,6 +136,8 @@ class ElasticSampler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state, and deal what is left to the ranks of now.
 
+        Between two worlds of an elastic job the next pass deals it, to the ranks of then.
+
         Args:
             state_dict: what :meth:`state_dict` returned, here or on another rank.
 
@@ -155,7 +158,11 @@ class ElasticSampler:
         processed = at_least(0, "processed_num", state_dict["processed_num"])
         self.epoch = epoch
         self.processed_num = min(processed, len(self.dataset))
-        self.reset()
+        try:
+            self.reset()
+        except NotInitializedError:
+            self.num_replicas = 0  # of no world
+            self._begin()
 
     def reset(self) -> None:
         """Deal what is left of the epoch to the ranks of the current world.

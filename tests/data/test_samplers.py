@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhvd.data import DistributedBatchSampler, ElasticSampler, elastic_sampler
-from polyhvd.data.position import Place
+from polyhvd.data.position import Place, current_place
+from polyhvd.errors import NotInitializedError
 
 
 class Placed:
@@ -193,6 +194,23 @@ def test_set_epoch_forgets_only_another_epoch(placed: Placed) -> None:
     second = list(sampler)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(20))
+
+
+def test_state_that_is_restored_between_two_worlds_is_dealt_in_the_next(
+    placed: Placed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed.place = (0, 2)
+    sampler = ElasticSampler(range(20), shuffle=False)
+    list(sampler)
+    sampler.record_batch(0, 2)
+    saved = sampler.state_dict()
+    sampler.record_batch(1, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(elastic_sampler, "current_place", current_place)
+        sampler.load_state_dict(saved)
+        with pytest.raises(NotInitializedError):
+            iter(sampler)
+    assert list(sampler) == list(range(4, 20, 2))
 
 
 def test_recording_again_counts_once(placed: Placed) -> None:

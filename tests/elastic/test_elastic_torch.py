@@ -26,6 +26,7 @@ def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path:
     losses = [float(text) for text in re.findall(r"epoch \d size \d loss ([\d.]+)", out)]
     assert losses[-1] < losses[0] / 2
     assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
+    assert f"[0] {ends[0]}" in out, "the survivor has gone on"
 
 
 def test_spare_imports_what_an_optimizer_needs_while_it_waits(launcher: Launcher, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from polyhvd.runtime import bootstrap
 from polyhvd.runtime.connections import Connections
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 30.0  # for liveness only
+DEADLINE_S = 60.0  # for liveness only
 
 RANK = "import os, sys, time, signal\nrank = int(os.environ['POLYHVD_RANK'])\n"
 #: Says where it is, then waits to be ended.
