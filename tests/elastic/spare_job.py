@@ -18,20 +18,22 @@ import torch
 from polyhvd.runtime import current
 
 FOLDER = Path(sys.argv[1])
-SPARE = os.environ["POLYHVD_MEMBER"] == "2"
-if SPARE:
-    current.on_wait((FOLDER / "prepared").touch)
+current.on_wait((FOLDER / f"prepared {os.getpid()}").touch)
 
 hvd.init()
+generation = current.world().placement.generation
 imported = "torch._dynamo" in sys.modules
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
 
 
-def wait_for_the_spare_and_die() -> None:
+def wait_for_the_spare_and_die(pids: set[int]) -> None:
     until = time.monotonic() + 60.0
-    while not (FOLDER / "prepared").exists() and time.monotonic() < until:
+    while time.monotonic() < until:
+        prepared = {int(path.name.split()[1]) for path in FOLDER.glob("prepared *")}
+        if prepared - pids:
+            break
         time.sleep(0.05)
     (FOLDER / "killed").touch()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -39,13 +41,15 @@ def wait_for_the_spare_and_die() -> None:
 
 @hvd.elastic.run
 def train(state: Any) -> None:
+    pids = set(hvd.allgather_object(os.getpid()))
     while state.step < 20:
         hvd.allreduce(torch.ones(4), name="gradient")
         state.step += 1
         state.commit()
         if state.step == 5 and hvd.rank() == 1 and not (FOLDER / "killed").exists():
-            wait_for_the_spare_and_die()
+            wait_for_the_spare_and_die(pids)
 
 
 train(state)
-print(f"end {state.step} of {hvd.size()}{f', a spare: imported {imported}' if SPARE else ''}", flush=True)
+said = f", a spare: imported {imported}" if generation > 1 else ""
+print(f"end {state.step} of {hvd.size()}{said}", flush=True)
