@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks import elastic
 from benchmarks.interleave import Effort, Results, interleaved
 from benchmarks.launchers import CannotStart, Place
 from benchmarks.parts import PARTS, Part, chosen
@@ -25,7 +26,7 @@ NO_HOSTS = "two hosts are namespaces: that needs root, and ip and tc of iproute2
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    names = [part.name for part in PARTS]
+    names = [*(part.name for part in PARTS), "elastic"]
     parser.add_argument("--only", metavar="PART,...", default="", help=f"of {', '.join(names)}")
     parser.add_argument("--peers", metavar="PEER,...", default="", help=f"of {', '.join(ENTRIES)}")
     parser.add_argument("--max-mb", type=int, default=256, metavar="N", help="largest vector")
@@ -122,6 +123,10 @@ def run_part(part: Part, worlds: dict[str, World], effort: Effort, report: Repor
 
 def main() -> int:
     options = arguments()
+    if "elastic" in options.only:
+        if len(options.only) > 1:
+            raise SystemExit("bench: --only elastic measures jobs, one after the other; ask for it alone")
+        return elastic.main(options.output, quick=options.quick)
     rounds = options.rounds or (3 if options.quick else 7)
     block_s = 0.05 if options.quick or options.priority else 0.15
     fixed = options.quick or options.priority

@@ -1,7 +1,9 @@
 """A rank of an elastic job that is measured: it trains, is killed at times, and notes when what happened.
 
-``python -m benchmarks.elastic_rank FRAMEWORK MB STEPS FOLDER``. Times are those of the machine's monotonic
+``python -m benchmarks.elastic_rank FRAMEWORK MB KILLS FOLDER``. Times are those of the machine's monotonic
 clock, in FOLDER/events, one JSON line each: "step" begins, "kill", "error" reaches the training function.
+
+Model and state are made before ``init()``, as docs/elastic.md advises: a spare has done that when it waits.
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ def tensorflow_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
     import polyhvd.tensorflow as hvd
     import tensorflow as tf
 
-    hvd.init()
-    variables = [tf.Variable(tf.zeros([size]), name=f"v{number}") for number, size in enumerate(sizes)]
+    variables = [tf.Variable(tf.fill([size], 0.5), name=f"v{number}") for number, size in enumerate(sizes)]
     state = hvd.elastic.TensorFlowState(variables, step=0, kills=0)
+    hvd.init()
     gradient = tf.ones([1024])
     return hvd, state, lambda: hvd.allreduce(gradient, name="gradient")
 
@@ -85,17 +87,16 @@ def mxnet_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
     import mxnet as mx
     from mxnet import gluon
 
-    hvd.init()
-
-    class Net(gluon.Block):
+    class Net(gluon.Block):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             with self.name_scope():
                 for number, size in enumerate(sizes):
-                    setattr(self, f"p{number}", self.params.get(f"p{number}", shape=(size,), init="zeros"))
+                    setattr(self, f"p{number}", self.params.get(f"p{number}", shape=(size,), init="ones"))
 
     net = Net()
     net.initialize()
+    hvd.init()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     state = hvd.elastic.GluonState(net, trainer, step=0, kills=0)
     gradient = mx.nd.ones(1024)
@@ -105,15 +106,39 @@ def mxnet_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
 JOBS = {"numpy": numpy_job, "torch": torch_job, "tensorflow": tensorflow_job, "mxnet": mxnet_job}
 
 
-def main() -> None:
-    framework, megabytes, kills, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    sys.path.insert(0, "/tmp")
-    import trace_patch
+def commits(rounds: int) -> None:
+    """Print what commits of ResNet-50 with momentum, 205 MB, take, and copies of as many bytes: JSON."""
+    import numpy as np
+    import polyhvd.torch as hvd
+    import torch
 
+    torch.set_num_threads(1)
+    model = torch.nn.ParameterList([torch.full((size,), 0.5) for size in resnet50_elements()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    os.environ["POLYHVD_ALONE"] = "1"
+    hvd.init()
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    source = np.full(2 * sum(resnet50_elements()), 0.5, np.float32)
+    target = np.full_like(source, 0.25)
+    times: dict[str, list[float]] = {"commit": [], "copy": []}
+    for _ in range(rounds + 2):
+        for name, act in (("commit", state.commit), ("copy", lambda: np.copyto(target, source))):
+            began = time.perf_counter()
+            act()
+            times[name].append(time.perf_counter() - began)
+    print(json.dumps({name: found[2:] for name, found in times.items()}))
+
+
+def main() -> None:
+    if sys.argv[1] == "commits":
+        commits(int(sys.argv[2]))
+        return
+    framework, megabytes, kills, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     events = Events(folder)
     hvd, state, reduce_gradient = JOBS[framework](elements(megabytes))
-
-    trace_patch.install(state)
 
     @hvd.elastic.run
     def train(state: Any) -> None:
@@ -126,14 +151,14 @@ def main() -> None:
                 time.sleep(0.002)  # what a model would compute
                 state.step += 1
                 if state.step % COMMIT_EVERY == 0:
-                    due = float(hvd_min(hvd, began)) > QUIET_S
+                    due = youngest(began) > QUIET_S
                     if due and state.kills < kills and size == int(os.environ["BENCH_ELASTIC_SIZE"]):
                         state.kills += 1
                         began = time.monotonic()  # nobody leaves before this kill has been dealt with
                         victim = random.Random(state.kills).randrange(size)
                         state.commit()
                         if hvd.rank() == victim:
-                            events.note("kill", kill=state.kills)
+                            events.note("kill")
                             os.kill(os.getpid(), signal.SIGKILL)
                     else:
                         state.commit()
@@ -151,7 +176,7 @@ def main() -> None:
     hvd.shutdown()
 
 
-def hvd_min(hvd: Any, began: float) -> float:
+def youngest(began: float) -> float:
     """How long the youngest rank of this world has been in it: alike on all."""
     from polyhvd.collectives.objects import allgather_object
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
 from launching import wait_until  # noqa: E402
 
+from benchmarks import elastic  # noqa: E402
 from benchmarks.interleave import Effort, interleaved  # noqa: E402
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
 from benchmarks.peers import ENTRIES  # noqa: E402
@@ -246,3 +247,24 @@ def test_a_rank_holds_little_beyond_its_tensors_and_does_not_grow() -> None:
     for rank in json.loads(done.stdout):
         assert rank["big model"]["all"] < 16, rank
         assert rank["growth over 300 steps"]["all"] < 0.25, rank
+
+
+def test_losses_are_read_from_what_the_ranks_have_noted() -> None:
+    def event(at: float, name: str, pid: int, **more: int) -> dict[str, object]:
+        return {"at": at, "event": name, "pid": pid, **more}
+
+    events = [
+        *(event(1.0, "step", pid, size=3) for pid in (1, 2, 3)),
+        event(2.0, "kill", 3),
+        event(2.010, "error", 2),
+        event(2.012, "error", 1),
+        *(event(2.1 + pid / 1000, "step", pid, size=3) for pid in (1, 2, 4)),
+        event(5.0, "interrupt", 2),
+        event(5.0, "interrupt", 1),
+        *(event(5.1 + pid / 1000, "step", pid, size=3) for pid in (1, 2, 5)),
+    ]
+    found = elastic.losses_of(list(reversed(events)), ranks_after=3)
+    assert found.errors == pytest.approx([12.0])
+    assert found.steps == pytest.approx([92.0])  # process 4, at 2.104
+    assert found.pauses == pytest.approx([102.0])
+    assert elastic.losses_of(events[:6], ranks_after=3).steps == []  # the job has ended

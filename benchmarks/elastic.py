@@ -1,0 +1,156 @@
+"""How long elastic jobs take to go on after the loss of a process: ``python -m benchmarks --only elastic``.
+
+Real jobs of three ranks on this host, in which one after the other is killed with SIGKILL. A rank notes when
+an error reaches its training function and when a step begins (:mod:`benchmarks.elastic_rank`); this reads
+what all have noted.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.elastic_rank import JOBS
+from benchmarks.launchers import ROOT
+
+RANKS = 3
+_TIMEOUT_S = 600.0
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Losses:
+    """Milliseconds of each loss: the last survivor's error after the kill, and the first step after that."""
+
+    errors: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)  #: until the last rank begins its first new step
+    pauses: list[float] = field(default_factory=list)  #: of the others, for each newcomer
+
+
+def losses_of(events: Sequence[Event], ranks_after: int) -> Losses:
+    """Read what ranks have noted.
+
+    Args:
+        events: of one job.
+        ranks_after: how many ranks the first world after a loss has.
+    """
+    ordered = sorted(events, key=lambda event: float(event["at"]))
+    found = Losses()
+    kills = [i for i, event in enumerate(ordered) if event["event"] == "kill"]
+    for number, begin in enumerate(kills):
+        end = kills[number + 1] if number + 1 < len(kills) else len(ordered)
+        after = ordered[begin + 1 : end]
+        killed_at = ordered[begin]["at"]
+        errors = [i for i, event in enumerate(after) if event["event"] == "error"]
+        if not errors:
+            continue
+        error_at = after[errors[-1]]["at"]
+        first: dict[int, float] = {}
+        for event in after[errors[-1] :]:
+            if event["event"] == "step" and event["size"] == ranks_after:
+                first.setdefault(event["pid"], event["at"])
+        if len(first) < ranks_after:
+            continue  # two losses at once, or the job has ended
+        found.errors.append(1e3 * (error_at - killed_at))
+        found.steps.append(1e3 * (sorted(first.values())[ranks_after - 1] - error_at))
+    found.pauses = [1e3 * pause for pause in _pauses(ordered)]
+    return found
+
+
+def _pauses(ordered: Sequence[Event]) -> list[float]:
+    """From the interrupt of each rank that was there to its next step: the longest for each newcomer."""
+    pauses: list[float] = []
+    last: dict[int, float] = {}
+    for event in ordered:
+        if event["event"] == "interrupt":
+            last[event["pid"]] = event["at"]
+        elif event["event"] == "step" and event["pid"] in last:
+            pauses.append(event["at"] - last.pop(event["pid"]))
+    return [max(pauses[i : i + RANKS - 1]) for i in range(0, len(pauses), RANKS - 1)]
+
+
+def job(framework: str, megabytes: int, kills: int, *, spare: bool) -> Losses:
+    """Run a job, and kill ranks of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        limits = [
+            "-np",
+            str(RANKS),
+            "--min-np",
+            str(RANKS if spare else RANKS - 1),
+            "--reset-limit",
+            "100000",
+        ]
+        limits += ["--spares", "1"] if spare else []
+        environment = ["-x", f"BENCH_ELASTIC_SIZE={RANKS}", "-x", "CUDA_VISIBLE_DEVICES=-1"]
+        program = [sys.executable, "-m", "benchmarks.elastic_rank", framework]
+        _run(
+            [sys.executable, "-m", "polyhvd.launch", *limits, *environment, *program],
+            [str(megabytes), str(kills), folder],
+        )
+        return losses_of(_read(folder), RANKS if spare else RANKS - 1)
+
+
+def commits(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of commits of 205 MB, and of copies of as many bytes."""
+    done = _run([sys.executable, "-m", "benchmarks.elastic_rank", "commits"], [str(rounds)])
+    found = json.loads(done.splitlines()[-1])
+    return {name: [1e3 * value for value in values] for name, values in found.items()}
+
+
+def _run(command: list[str], arguments: list[str]) -> str:
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def _read(folder: str) -> list[Event]:
+    return [json.loads(line) for line in (Path(folder) / "events").read_text().splitlines()]
+
+
+def row(label: str, values: Sequence[float]) -> str:
+    """A line of the table: median, least and most, and how many."""
+    if not values:
+        return f"| {label} | none was seen | | 0 |"
+    spread = f"{min(values):.0f} to {max(values):.0f}"
+    return f"| {label} | {statistics.median(values):.0f} | {spread} | {len(values)} |"
+
+
+def main(folder: Path, *, quick: bool = False) -> int:
+    """Measure everything, print the table, and write elastic.md and elastic.json."""
+    kills = 3 if quick else 20
+    lines = ["# Elastic jobs", "", "Milliseconds: median, least to most, number.", ""]
+    lines += [f"{RANKS} ranks on one host, a state of 102 MB in 161 tensors, kill -9 of one rank.", ""]
+    lines += ["| event | median | spread | of |", "|---|---:|---:|---:|"]
+    kept: dict[str, list[float]] = {}
+
+    def add(label: str, values: Sequence[float]) -> None:
+        kept[label] = list(values)
+        lines.append(row(label, values))
+        print(lines[-1], flush=True)
+
+    print("\n".join(lines), flush=True)
+    for framework in JOBS:
+        with_spare = job(framework, 102, kills, spare=True)
+        add(f"{framework}: error in the last survivor's script", with_spare.errors)
+        add(f"{framework}: from there to the first new step, a spare", with_spare.steps)
+        shrunk = job(framework, 102, max(3, kills // 4), spare=False)
+        add(f"{framework}: the same without a spare", shrunk.steps)
+        add(f"{framework}: pause of the others for a newcomer", shrunk.pauses)
+    for name, values in commits(kills).items():
+        what = "commit of 205 MB (ResNet-50 and momentum)" if name == "commit" else "a copy of as many bytes"
+        add(f"torch: {what}", values)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "elastic.md").write_text("\n".join(lines) + "\n")
+    (folder / "elastic.json").write_text(json.dumps(kept, indent=1) + "\n")
+    return 0
