@@ -130,8 +130,11 @@ def test_a_pod_that_is_deleted_is_named_by_the_others(tmp_path: Path) -> None:
 def test_a_pod_of_several_ranks_that_is_deleted_ends_the_job_within_its_grace_period(tmp_path: Path) -> None:
     made, services = several_ranks()
     source = LOOP.replace("hvd.init()", "hvd.init()\nimport signal\nsignal.signal(signal.SIGTERM, leave)")
-    # The signal does not reach all pods in the same instant: who leaves at once is a lost peer of who has yet to hear.
-    saving = "import os, time\ndef leave(*_):\n    os.write(1, b'saved\\n')\n    time.sleep(2)\n    os._exit(0)\n"
+    # The signal does not reach all pods in the same instant: who leaves at once is a lost peer of who has yet
+    # to hear.
+    saving = (
+        "import os, time\ndef leave(*_):\n    os.write(1, b'saved\\n')\n    time.sleep(2)\n    os._exit(0)\n"
+    )
     with Cluster(tmp_path, services) as cluster:
         cluster.train(saving + source)
         first, second = [cluster.start(pod) for pod in made]

@@ -44,7 +44,7 @@ def test_tasks_of_two_hosts_meet_without_a_secret_of_the_user_s(srun: dict[str, 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
 def test_tasks_of_two_hosts_meet_through_mpi_over_pmix(srun: dict[str, str]) -> None:
-    """With the interface named to both: docker0 has the same address on each host, and hosts have no names here."""
+    """With the interface named to both: docker0 is the same on each host, and hosts have no names here."""
     chosen = {"OMPI_MCA_btl_tcp_if_include": "eth0", "POLYHVD_GLOO_IFACE": "eth0"}
     env = {**srun, **chosen, "POLYHVD_CONTROLLER": "mpi", "POLYHVD_SHARED_DIR": "/proc/nowhere"}
     found = run(["srun", "--mpi=pmix", "-N2", "-n4", sys.executable, "-c", WORK], env)
