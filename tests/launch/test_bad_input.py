@@ -39,6 +39,8 @@ def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         (["--nproc-per-node", "0"], "--nproc-per-node 0: must be 1 or more"),
         (["--nproc-per-node", "2", "-np", "3"], "--nproc-per-node 2 and -np 3 differ, on this host alone"),
         (["--nproc-per-node", "2", "--slots-per-host", "3"], "and --slots-per-host 3 differ"),
+        (["-p", "99999999"], "ssh's port 99999999 (-p): ports are from 1 to 65535"),
+        (["-p", "0", "-H", "a"], "ssh's port 0 (-p): ports are from 1 to 65535"),
         (["-np", "2", "-H", "localhost:0"], "'0' is not a number of slots, which is from 1 on"),
         (
             ["-np", "2", "--output-filename", "/etc/passwd"],

@@ -58,6 +58,16 @@ def test_tasks_of_one_host_need_no_folder(srun: dict[str, str], pmi: str) -> Non
     assert places(*found) == ["place 0 2 0 2 0 1 sum 3.0", "place 1 2 1 2 0 1 sum 3.0"]
 
 
+def test_components_of_a_heterogeneous_job_are_one_job(srun: dict[str, str]) -> None:
+    rank = [sys.executable, "-c", WORK]
+    found = run(["srun", "-N1", "-n2", "-wn1", *rank, ":", "-N1", "-n1", "-wn2", *rank], srun)
+    assert places(*found) == [
+        "place 0 3 0 2 0 2 sum 6.0",
+        "place 1 3 1 2 0 1 sum 6.0",
+        "place 2 3 0 1 1 2 sum 6.0",
+    ]
+
+
 def test_a_folder_that_cannot_be_used_is_named(srun: dict[str, str]) -> None:
     env = {**srun, "POLYHVD_SHARED_DIR": "/proc/nowhere"}
     status, _, error = run(["srun", "-N2", "-n2", sys.executable, "-c", WORK], env)
