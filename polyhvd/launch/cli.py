@@ -142,17 +142,14 @@ def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
 
 
 def _print_completion(parser: Parser, shell: str) -> int:
+    from polyhvd.launch.completion import completion
+
     try:
-        import shtab
+        print(completion(parser, shell))
     except ImportError:
         parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
-    if shell not in shtab.SUPPORTED_SHELLS:
-        parser.error(f"--print-completion {shell}: expected one of {', '.join(shtab.SUPPORTED_SHELLS)}")
-    kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
-    for action in parser._actions:
-        if action.metavar in kinds or action.dest == "command":
-            action.complete = kinds.get(str(action.metavar), shtab.FILE)  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell))
+    except ValueError as error:
+        parser.error(f"--print-completion {shell}: {error}")
     return 0
 
 

@@ -32,6 +32,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=bf_interval=1
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 TmpFS={folder}/tmp-%n
