@@ -32,6 +32,7 @@ _FUNCTION, _RESULT, _ERROR = "run/function", "run/result", "run/error"
 #: How long a rank that has failed tries to say what with.
 _ERROR_TIMEOUT_S = 10.0
 _INTERRUPTED_STATUS = 130
+_SECONDS_MAX = 1e6  # as of settings
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -55,6 +56,7 @@ def run_function(
     """What :func:`polyhvd.run` does, with everything given."""
     if hosts and hostfile:
         raise HostsError("give hosts or hostfile, not both")
+    start_timeout_s, term_grace_s = min(start_timeout_s, _SECONDS_MAX), min(term_grace_s, _SECONDS_MAX)
     allocation = None
     if hosts or hostfile:
         listed = parse_hosts(hosts) if hosts else parse_hostfile(hostfile or "")

@@ -54,6 +54,12 @@ def test_options_that_cannot_work_are_a_line(options: list[str], expected: str) 
     assert expected in done.stderr
 
 
+def test_times_that_are_as_good_as_for_ever_are_taken() -> None:
+    options = ["-np", "2", "--start-timeout", "1e12", "--term-grace-s", "inf"]
+    done = run([*options, *PROGRAM], POLYHVD_HEARTBEAT_TIMEOUT_S="1e300")
+    assert (done.returncode, done.stdout.count("started")) == (0, 2), done
+
+
 @pytest.mark.parametrize("hosts", [[], ["-H", "localhost"]])
 def test_ranks_per_node_without_nodes_are_those_of_each_host(hosts: list[str]) -> None:
     done = run(["--nproc-per-node", "2", *hosts, *PROGRAM])
