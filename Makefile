@@ -33,7 +33,7 @@ $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: requirements/test.txt $(STAMPS)/demo
-	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind slurm-wlm munge dnsmasq-base
+	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind slurm-wlm munge dnsmasq-base zsh
 	$(PY) -m pip install -q -r requirements/test.txt
 	$(PY) -m pip install -q --no-deps -r requirements/test-nodeps.txt
 	@mkdir -p $(STAMPS) && touch $@

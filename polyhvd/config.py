@@ -76,15 +76,15 @@ class Ineffective:
 def _number(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) < float("inf"):
-            return value
+            return min(value, 1e6)  # as seconds eleven days, much more than which nobody can wait at once
     raise ValueError("must be a finite number that is not negative")
 
 
 def _count(text: str) -> int:
     with contextlib.suppress(ValueError):
-        if (value := int(text)) >= 0:
+        if 0 <= (value := int(text)) < 1 << 62:  # the core takes no more
             return value
-    raise ValueError("must be a whole number that is not negative")
+    raise ValueError("must be a whole number that is not negative, below 2**62")
 
 
 def _positive(text: str) -> int:
@@ -96,10 +96,9 @@ def _positive(text: str) -> int:
 
 def _switch(text: str) -> bool:
     values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False}
-    try:
-        return values[text.strip().lower() or "0"]
-    except KeyError:
-        raise ValueError("must be 0 or 1") from None
+    if (word := text.strip().lower() or "0") not in values:
+        raise ValueError("must be 0 or 1")
+    return values[word]
 
 
 def _one_of(*values: str) -> Callable[[str], str]:

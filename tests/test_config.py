@@ -130,6 +130,7 @@ def test_our_prefix_wins_and_so_does_our_name() -> None:
         ("HOROVOD_CONTROLLER", "ring", "must be mpi or gloo"),
         ("POLYHVD_THREAD_AFFINITY", "1,-2", "must be a whole number that is not negative"),
         ("POLYHVD_THREAD_AFFINITY", "one", "must be a whole number that is not negative"),
+        ("POLYHVD_CACHE_CAPACITY", str(1 << 64), "must be a whole number that is not negative, below 2"),
         ("POLYHVD_CYCLE_TIME", "fast", "must be a finite number that is not negative"),
         ("HOROVOD_DISABLE_GROUP_FUSION", "maybe", "must be 0 or 1"),
         ("HOROVOD_GLOO_TIMEOUT_SECONDS", "-1", "must be a finite number"),
@@ -138,6 +139,13 @@ def test_our_prefix_wins_and_so_does_our_name() -> None:
 def test_a_bad_value_is_told_with_its_variable(variable: str, value: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable}={value!r}: {reason}"):
         Settings.from_environment({variable: value})
+
+
+def test_a_time_beyond_what_the_kernel_can_wait_for_is_a_very_long_one() -> None:
+    settings = Settings.from_environment(
+        {"HOROVOD_START_TIMEOUT": "1e12", "POLYHVD_DATA_TIMEOUT_SECONDS": "9e9"}
+    )
+    assert settings.start_timeout_s == settings.data_timeout_s == 1e6
 
 
 def test_a_local_rank_without_a_core_is_told() -> None:

@@ -52,7 +52,8 @@ def run(
         args: positional arguments.
         kwargs: keyword arguments.
         num_proc: number of ranks; None: every slot of the hosts, of this host one. ``np`` is another name.
-        hosts: ``host1:2,host2:2``; None: this host.
+        hosts: ``host1:2,host2:2``; None: those of the job of Slurm, LSF or PBS around this process, as
+            polyhvdrun has them, or else this host.
         hostfile: the same from a file, with ``host slots=N`` in each line.
         start_timeout: seconds for all ranks to start, and to meet in ``init()``; None: 30.
         ssh_port: port of ssh on the other hosts.

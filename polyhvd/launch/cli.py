@@ -142,17 +142,14 @@ def _run(spec: JobSpec, output: Output, restarts_max: int) -> int:
 
 
 def _print_completion(parser: Parser, shell: str) -> int:
+    from polyhvd.launch.completion import completion
+
     try:
-        import shtab
+        print(completion(parser, shell))
     except ImportError:
         parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
-    if shell not in shtab.SUPPORTED_SHELLS:
-        parser.error(f"--print-completion {shell}: expected one of {', '.join(shtab.SUPPORTED_SHELLS)}")
-    kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
-    for action in parser._actions:
-        if action.metavar in kinds or action.dest == "command":
-            action.complete = kinds.get(str(action.metavar), shtab.FILE)  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell))
+    except ValueError as error:
+        parser.error(f"--print-completion {shell}: {error}")
     return 0
 
 
@@ -259,7 +256,7 @@ def _spec(programs: list[argparse.Namespace]) -> JobSpec:
         elastic=elastic,
         verbose=options.verbose,
     )
-    return spec if allocation is None else _within(allocation, spec, options)
+    return spec if allocation is None else spec.within(allocation, options)
 
 
 def _allocation(programs: list[argparse.Namespace]) -> Allocation | None:
@@ -273,24 +270,6 @@ def _allocation(programs: list[argparse.Namespace]) -> Allocation | None:
     from polyhvd.launch.providers import allocation
 
     return allocation.find(os.environ)
-
-
-def _within(allocation: Allocation, spec: JobSpec, options: argparse.Namespace) -> JobSpec:
-    """The job, with the way in which the batch system starts agents."""
-    if allocation.restarts:
-        spec = replace(spec, env={**spec.env, "POLYHVD_RESTART_COUNT": str(allocation.restarts)})
-    if options.mpi or options.jsrun:
-        return spec
-    used = sorted({int(item.host) for item in spec.placements}) or range(len(spec.hosts))
-    reach = allocation.allocator.reach(allocation, [spec.hosts[number].name for number in used], options)
-    return replace(
-        spec,
-        remote=reach.remote or spec.remote,
-        agents=[reach.everywhere] * len(spec.hosts) if reach.everywhere is not None else None,
-        address=reach.address,
-        found=str(allocation),
-        way=reach.program,
-    )
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 __all__ = ["KEYS", "ConfigFileError", "read", "settings_of"]
@@ -67,6 +66,8 @@ KEYS: dict[str, dict[str, _Key]] = {
     },
 }
 _CONTROLLER = "controller"
+#: Of a file; no set of all keys comes near it.
+_CHARACTERS_MAX = 1 << 20
 
 
 def read(path: str) -> dict[str, str]:
@@ -81,7 +82,11 @@ def read(path: str) -> dict[str, str]:
         raise ConfigFileError(_NEEDS_YAML) from None
 
     try:
-        loader = yaml.SafeLoader(Path(path).read_text())
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_CHARACTERS_MAX + 1)
+        if len(text) > _CHARACTERS_MAX:
+            raise ConfigFileError(f"which is longer than {_CHARACTERS_MAX} characters: is it another file?")
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         _check_twice(root)
         content = None if root is None else loader.construct_document(root)
@@ -155,10 +160,9 @@ def _mapping(value: Any, where: str, expected: str) -> Mapping[Any, Any]:
 def _known(key: Any, names: list[str], where: str) -> None:
     if isinstance(key, str) and key in names:
         return
-    near = difflib.get_close_matches(str(key), names, 1, cutoff=0.0)
-    raise ConfigFileError(
-        f"{where}: there is no {reprlib.repr(key)}; was {near[0]!r} meant? Known are {', '.join(names)}"
-    )
+    near = difflib.get_close_matches(str(key), names, 1)
+    meant = f"was {near[0]!r} meant? " if near else ""
+    raise ConfigFileError(f"{where}: there is no {reprlib.repr(key)}; {meant}known are {', '.join(names)}")
 
 
 def _text(value: Any, key: _Key, where: str) -> str:
@@ -174,6 +178,8 @@ def _text(value: Any, key: _Key, where: str) -> str:
         raise ConfigFileError(f"{where}: expected a number from 0 on, found {reprlib.repr(value)}")
     if key.kind == "text" and not isinstance(value, str):
         raise ConfigFileError(f"{where}: expected a text, found {reprlib.repr(value)}")
+    if "\0" in str(value):
+        raise ConfigFileError(f"{where}: a text with a zero byte cannot be a variable of the environment")
     if key.kind == "cores" and not isinstance(value, (int, str)):
         raise ConfigFileError(
             f"{where}: expected the numbers of cores, as 0 or '0,1', found {reprlib.repr(value)}"

@@ -25,7 +25,7 @@ _MB = 1 << 20
 def problems_of(hosts: Sequence[HostFindings]) -> list[Problem]:
     """Everything that is wrong: of each host, of its ways to the others, and where hosts disagree."""
     found = [problem for host in hosts for problem in [*host.problems, *_of_host(host)]]
-    return [*found, *_of_links(hosts), *_disagreements(hosts)]
+    return [*found, *_of_links(hosts), *_same_machines(hosts), *_disagreements(hosts)]
 
 
 def _of_host(host: HostFindings) -> list[Problem]:
@@ -69,6 +69,24 @@ def _of_links(hosts: Sequence[HostFindings]) -> list[Problem]:
                 cure = "open the firewall between them, or choose a network with --network-interface"
                 found.append(Problem(host.name, "unreachable", text, cure))
     return found
+
+
+def _same_machines(hosts: Sequence[HostFindings]) -> list[Problem]:
+    """Hosts that are one, under several names: ranks of each would take all of its cores and GPUs."""
+    names: dict[str, list[str]] = {}
+    for host in hosts:
+        if identity := host.facts.get("identity"):
+            names.setdefault(identity, []).append(host.name)
+    return [
+        Problem(
+            ", ".join(same[1:]),
+            "one machine",
+            f"{same[0]} is this machine under another name, which calls itself {identity.partition(' ')[0]}",
+            "name it once, with all its slots",
+        )
+        for identity, same in names.items()
+        if len(same) > 1
+    ]
 
 
 def _disagreements(hosts: Sequence[HostFindings]) -> list[Problem]:

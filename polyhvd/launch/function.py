@@ -5,6 +5,7 @@ This file is both sides: :func:`run_function` in the launcher, :func:`main` in e
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -19,6 +20,7 @@ from polyhvd.launch.blame import describe, traceback_lines
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.output import Output
+from polyhvd.launch.providers.allocation import find
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
 from polyhvd.rendezvous.auth import NO_RANK, parse_secret
 from polyhvd.rendezvous.client import Client
@@ -30,6 +32,7 @@ _FUNCTION, _RESULT, _ERROR = "run/function", "run/result", "run/error"
 #: How long a rank that has failed tries to say what with.
 _ERROR_TIMEOUT_S = 10.0
 _INTERRUPTED_STATUS = 130
+_SECONDS_MAX = 1e6  # as of settings
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -53,8 +56,12 @@ def run_function(
     """What :func:`polyhvd.run` does, with everything given."""
     if hosts and hostfile:
         raise HostsError("give hosts or hostfile, not both")
+    start_timeout_s, term_grace_s = min(start_timeout_s, _SECONDS_MAX), min(term_grace_s, _SECONDS_MAX)
+    allocation = None
     if hosts or hostfile:
         listed = parse_hosts(hosts) if hosts else parse_hostfile(hostfile or "")
+    elif allocation := find(os.environ):
+        listed = allocation.sized(np, None)
     else:
         listed = [Host("localhost", 1 if np is None else max(np, 1))]
     # Ranks import what the function refers to from where this process would.
@@ -75,6 +82,9 @@ def run_function(
         term_grace_s=term_grace_s,
         verbose=verbose,
     )
+    if allocation is not None:
+        chosen = {"network_interface": interface, "remote_python": python or sys.executable}
+        spec = spec.within(allocation, argparse.Namespace(**chosen, mpi=False, jsrun=False))
     try:
         payload = cloudpickle.dumps(call)
     except Exception as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from polyhvd.launch import agent
 from polyhvd.launch.driven import Elastic
@@ -15,6 +16,9 @@ from polyhvd.launch.programs import Program, argv_of
 from polyhvd.launch.providers.ssh import SshAgents
 from polyhvd.launch.providers.starting import AgentProvider
 from polyhvd.runtime.placement import Placement
+
+if TYPE_CHECKING:
+    from polyhvd.launch.providers.allocation import Allocation
 
 __all__ = ["JobSpec"]
 
@@ -56,6 +60,32 @@ class JobSpec:
         from polyhvd.config import Settings  # takes long to import
 
         return Settings.from_environment(given).heartbeat_timeout_s
+
+    def within(self, allocation: Allocation, options: argparse.Namespace) -> JobSpec:
+        """This job, in an allocation: with the way in which the batch system starts agents.
+
+        Args:
+            allocation: that has the hosts.
+            options: ``mpi``, ``jsrun``, ``network_interface`` and ``remote_python`` of polyhvdrun.
+
+        Raises:
+            ValueError: there is no way.
+        """
+        spec = self
+        if allocation.restarts:
+            spec = replace(spec, env={**spec.env, "POLYHVD_RESTART_COUNT": str(allocation.restarts)})
+        if options.mpi or options.jsrun:
+            return spec
+        used = sorted({int(item.host) for item in spec.placements}) or range(len(spec.hosts))
+        reach = allocation.allocator.reach(allocation, [spec.hosts[number].name for number in used], options)
+        return replace(
+            spec,
+            remote=reach.remote or spec.remote,
+            agents=[reach.everywhere] * len(spec.hosts) if reach.everywhere is not None else None,
+            address=reach.address,
+            found=str(allocation),
+            way=reach.program,
+        )
 
     def argv_of(self, ranks: Sequence[int]) -> list[str]:
         """The command that runs these ranks' programs."""

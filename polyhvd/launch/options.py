@@ -6,6 +6,7 @@ horovodrun's names are all here; what is peculiar to them stands in :mod:`polyhv
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ ELASTIC_OPTIONS = (
 #: What each of several programs has of its own; every other option is the job's, and stands before the first.
 PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
 
+_SECONDS_MAX = 1e6  # as of settings
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 #: Set by the launcher, and different on every rank or in every job.
 _LAUNCHERS_OWN = re.compile(
@@ -154,7 +156,7 @@ def _add_job(parser: Parser) -> None:
     )
     add(
         "--start-timeout",
-        type=float,
+        type=_seconds,
         metavar="S",
         help="seconds for all ranks to start, and to meet in init(); default: 30",
     )
@@ -212,7 +214,7 @@ def _add_ending(parser: Parser) -> None:
     )
     add(
         "--term-grace-s",
-        type=float,
+        type=_seconds,
         metavar="S",
         default=30.0,
         help="seconds that ranks have from SIGTERM to SIGKILL, for a last checkpoint; default: 30",
@@ -245,13 +247,13 @@ def _add_elastic(parser: Parser) -> None:
     add("--reset-limit", type=_count, metavar="N", help="end the job when the world has changed more often")
     add(
         "--elastic-timeout",
-        type=float,
+        type=_seconds,
         metavar="S",
         help="end the job after so long with fewer than --min-np ranks; default: 600",
     )
     add(
         "--blacklist-cooldown-range",
-        type=float,
+        type=_seconds,
         nargs=2,
         metavar=("MIN", "MAX"),
         help="seconds that a slot rests after a failure, at first and at most; default: 0, then 1 to 60",
@@ -413,6 +415,12 @@ def _check_program(parser: Parser, options: argparse.Namespace, number: int, wor
                 f"program {number} ({options.command[0]}): {name} is for the whole job; "
                 "give it before the first program"
             )
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        return min(float(text), _SECONDS_MAX)
+    raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text!r}")
 
 
 def _positive(text: str) -> int:

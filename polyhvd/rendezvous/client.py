@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import socket
@@ -9,7 +10,7 @@ import time
 
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, SessionKeys, prove
-from polyhvd.rendezvous.frames import READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
+from polyhvd.rendezvous.frames import BEAT, READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
 from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, check_count, check_value, job_name
 
@@ -17,6 +18,10 @@ __all__ = ["Client", "ConnectedStore"]
 
 _PATIENCE_S = 10.0  # of one try to connect
 _PATIENCE_EACH_S = 3.0  # where there are several addresses
+#: While a reply is awaited: after how much silence of ours we say something, at first and at last. Whoever
+#: leaves out a message on its way is noticed by the next one, in either direction.
+_BEAT_S = 0.5
+_BEAT_S_MAX = 30.0
 
 
 class ConnectedStore(Store):
@@ -38,6 +43,8 @@ class ConnectedStore(Store):
         self._inbox = FrameReader()
         self._replies: dict[int, tuple[Header, bytes]] = {}
         self._next = 0
+        self._beat_s = _BEAT_S
+        self._beat_at = 0.0  # by time.monotonic(); 0: nothing was asked for yet
         self._lost = ""  # why there will be no more replies
         self._closed = False
         self._server = server
@@ -62,8 +69,8 @@ class ConnectedStore(Store):
 
     @property
     def poll_s(self) -> float:
-        """Infinite: the server says when a time is over."""
-        return math.inf
+        """Until the next sign of life is due: the server says when a time is over."""
+        return max(0.0, self._beat_at - time.monotonic()) if self._beat_at else math.inf
 
     def pause(self) -> None:
         """Return when something has arrived; raises StoreError where nothing will."""
@@ -92,12 +99,15 @@ class ConnectedStore(Store):
         if own is not None:
             header.update(index=own[0], own=True)
         self._send(header, b"" if own is None else own[1])
+        self._beat_s = _BEAT_S
+        self._beat_at = time.monotonic() + _BEAT_S
         return self._next
 
     def take(self, request: int) -> list[bytes] | None:
         """The values of a request, or None while they are not there."""
         self._check_open()
         self._receive()
+        self._beat()
         reply = self._replies.pop(request, None)
         if reply is None:
             if self._lost and not self._replies:  # what came before the end still counts
@@ -111,6 +121,16 @@ class ConnectedStore(Store):
             values.append(body[begin : begin + size])
             begin += size
         return values
+
+    def _beat(self) -> None:
+        """Say something, and hear something, when neither side has for a while; ever more rarely."""
+        now = time.monotonic()
+        if not 0 < self._beat_at <= now or self._lost:
+            return
+        self._beat_s = min(2 * self._beat_s, _BEAT_S_MAX)
+        self._beat_at = now + self._beat_s
+        with contextlib.suppress(StoreError):  # it is seen where the reply is looked for
+            self._send({BEAT: self._next})
 
     def _check_open(self) -> None:
         if self._closed:
@@ -141,7 +161,7 @@ class ConnectedStore(Store):
         while frame := self._inbox.take():
             if REFUSED in frame[0]:
                 self._lost = str(frame[0][REFUSED])
-            else:
+            elif BEAT not in frame[0]:
                 self._replies[int(frame[0]["id"])] = frame
 
     def _lose(self, reason: str) -> None:

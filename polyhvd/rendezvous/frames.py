@@ -8,13 +8,16 @@ from typing import Any
 
 from polyhvd.rendezvous.store import VALUE_BYTES_MAX, StoreError
 
-__all__ = ["READ_BYTES", "REFUSED", "FrameReader", "Header", "pack_frame", "tampered"]
+__all__ = ["BEAT", "READ_BYTES", "REFUSED", "FrameReader", "Header", "pack_frame", "tampered"]
 
 #: How much of a stream is worth reading at once.
 READ_BYTES = 1 << 18
 
 #: In the header of the server's last frame to a client: why it closes the connection.
 REFUSED = "refused"
+
+#: In the header of a sign of life of a client that waits, and in the server's answer to it.
+BEAT = "beat"
 
 _FRAME = struct.Struct("!II")
 _HEADER_BYTES_MAX = 1 << 20

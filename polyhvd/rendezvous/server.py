@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, Greeting, SessionKeys
-from polyhvd.rendezvous.frames import READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
+from polyhvd.rendezvous.frames import BEAT, READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
 from polyhvd.rendezvous.handshakes import Handshakes
 from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 from polyhvd.rendezvous.store import COUNT_MAX, StoreError
@@ -185,6 +185,8 @@ class Server:
             self._drop(peer)  # gone, or it does not speak our language
 
     def _perform(self, peer: _Peer, header: Header, body: bytes) -> None:
+        if BEAT in header:
+            return self._send(peer, {BEAT: True})
         scope = str(header["scope"])
         if "forget" in header:
             self._values.forget(scope, int(header["forget"]), peer.rank)

@@ -32,8 +32,10 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=bf_interval=1
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}/tmp-%n
 SlurmctldPidFile={folder}/ctl.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/ctl.log
@@ -61,7 +63,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     mark = f"hs{os.getpid() % 100000}{next(_LETTERS)}"
     with contextlib.ExitStack() as stack:
         _make_hosts(mark, stack)
-        for name in ("state", "spool-n1", "spool-n2", "munge"):
+        for name in ("state", "spool-n1", "spool-n2", "tmp-n1", "tmp-n2", "munge"):
             (folder / name).mkdir()
         (folder / "slurm.conf").write_text(_CONF.format(folder=folder))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")

@@ -39,6 +39,8 @@ def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         (["--nproc-per-node", "0"], "--nproc-per-node 0: must be 1 or more"),
         (["--nproc-per-node", "2", "-np", "3"], "--nproc-per-node 2 and -np 3 differ, on this host alone"),
         (["--nproc-per-node", "2", "--slots-per-host", "3"], "and --slots-per-host 3 differ"),
+        (["-p", "99999999"], "ssh's port 99999999 (-p): ports are from 1 to 65535"),
+        (["-p", "0", "-H", "a"], "ssh's port 0 (-p): ports are from 1 to 65535"),
         (["-np", "2", "-H", "localhost:0"], "'0' is not a number of slots, which is from 1 on"),
         (
             ["-np", "2", "--output-filename", "/etc/passwd"],
@@ -50,6 +52,12 @@ def test_options_that_cannot_work_are_a_line(options: list[str], expected: str) 
     done = run([*options, *PROGRAM])
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
     assert expected in done.stderr
+
+
+def test_times_that_are_as_good_as_for_ever_are_taken() -> None:
+    options = ["-np", "2", "--start-timeout", "1e12", "--term-grace-s", "inf"]
+    done = run([*options, *PROGRAM], POLYHVD_HEARTBEAT_TIMEOUT_S="1e300")
+    assert (done.returncode, done.stdout.count("started")) == (0, 2), done
 
 
 @pytest.mark.parametrize("hosts", [[], ["-H", "localhost"]])

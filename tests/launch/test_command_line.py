@@ -199,23 +199,6 @@ def test_time_to_start_comes_from_the_option_or_horovods_variable(monkeypatch: p
     assert cli._spec(parse(make_parser(), ["--start-timeout", "5", "true"])).start_timeout_s == 5
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_is_a_script_that_the_shell_reads(shell: str) -> None:
-    pytest.importorskip("shtab")
-    script = subprocess.run(
-        [sys.executable, "-m", "polyhvd.launch", "--print-completion", shell],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert "--max-restarts" in script
-    assert "--hierarchical-allgather" not in script, "what help does not show"
-    if shell == "bash":
-        ask = "COMP_WORDS=(polyhvdrun --max-r); COMP_CWORD=1; _shtab_polyhvdrun; echo $COMPREPLY"
-        done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
-        assert done.stdout.split() == ["--max-restarts"], done.stderr
-
-
 def test_launcher_imports_neither_numpy_nor_what_options_ask_for() -> None:
     program = (
         "import sys, polyhvd.launch.cli\n"

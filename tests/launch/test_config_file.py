@@ -112,7 +112,8 @@ def test_the_controller_of_the_file_yields_to_the_command_line(tmp_path: Path) -
         ({"stall_check": {"enabled": "no"}}, "expected true or false, found 'no'"),
         ({"controller": "smoke"}, "controller: expected mpi or gloo, found 'smoke'"),
         ({"timeline": {"filename": ["a"]}}, "expected a text"),
-        ({1: {}}, "there is no 1"),
+        ({"timeline": {"filename": "a\0b"}}, "timeline.filename: a text with a zero byte cannot be"),
+        ({1: {}}, "there is no 1; known are controller"),
     ],
 )
 def test_what_cannot_be_used_is_named(content: Any, message: str) -> None:
@@ -140,6 +141,12 @@ def test_what_is_no_yaml_is_said_in_a_line(tmp_path: Path, text: str, message: s
         read(written(tmp_path, text))
     assert message in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_an_endless_file_is_given_up() -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(ConfigFileError, match="/dev/zero, which is longer than 1048576 characters"):
+        read("/dev/zero")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "params: {cycle_time_ms: }\n"])

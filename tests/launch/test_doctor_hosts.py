@@ -65,6 +65,12 @@ def test_versions_that_differ_are_one_problem_each_and_name_the_odd_ones() -> No
     ]
 
 
+def test_names_of_one_machine_are_a_problem() -> None:
+    assert words(host("a", identity="n1 00"), host("b", identity="n2 11"), host("c", identity="n1 00")) == [
+        "c: one machine: a is this machine under another name, which calls itself n1"
+    ]
+
+
 def test_limits_that_are_too_low_are_problems() -> None:
     assert words(host("a", limits={"open_files": 1000, "locked_memory": 0})) == [
         "a: open files: only 1000 may be open"
@@ -256,6 +262,7 @@ def _names(at: netns.Namespace) -> str:
         (["-H", "-oProxyCommand=x"], "expected one argument"),
         (["-H", "a:1,a:1"], "names a twice"),
         (["--hostfile", "/no/such/file"], "cannot read the host file"),
+        (["-H", "localhost", "-p", "65536"], "ports are from 1 to 65535"),
         (["-H", "localhost", "--start-timeout", "-1"], "must be above 0"),
         (["-H", "localhost", "--network-interface", "nope0"], "there is no network interface 'nope0'"),
     ],
@@ -264,3 +271,13 @@ def test_a_wrong_command_line_is_refused(options: list[str], words: str) -> None
     done = subprocess.run(command(*options), capture_output=True, text=True, cwd="/", env={**os.environ})
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_a_machine_that_is_named_twice_is_found() -> None:
+    argv = command("-H", "localhost,127.0.0.1")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=4 * DEADLINE_S, cwd="/")
+    assert done.returncode == 1
+    (line,) = (line for line in done.stdout.splitlines() if "one machine" in line)
+    assert line.startswith("  127.0.0.1")
+    assert "localhost is this machine under another name" in line
+    assert line.endswith("name it once, with all its slots")

@@ -120,21 +120,24 @@ def test_a_frame_to_the_rendezvous(man: ManInTheMiddle, attack: Attack) -> None:
     assert "what rank 1 sent to the rendezvous was changed, replayed or lost on its way" in failure()
 
 
-def test_the_function_on_its_way_to_a_rank(man: ManInTheMiddle) -> None:
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_the_function_on_its_way_to_a_rank(man: ManInTheMiddle, attack: Attack) -> None:
     man.attack = once(
-        flipped, lambda m: (m.greeting.purpose, m.greeting.source) == ("store", 1) and not m.from_caller
+        attack, lambda m: (m.greeting.purpose, m.greeting.source) == ("store", 1) and not m.from_caller
     )
     assert "what the launcher sent to this process was changed" in failure()
 
 
-def test_a_rank_s_question_for_the_function(man: ManInTheMiddle) -> None:
-    man.attack = once(flipped, lambda m: m.greeting.source == 1 and b'"run/function"' in m.payload)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_rank_s_question_for_the_function(man: ManInTheMiddle, attack: Attack) -> None:
+    man.attack = once(attack, lambda m: m.greeting.source == 1 and b'"run/function"' in m.payload)
     assert "what rank 1 sent to the rendezvous was changed" in failure()
 
 
-def test_a_result_on_its_way_back(man: ManInTheMiddle) -> None:
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_result_on_its_way_back(man: ManInTheMiddle, attack: Attack) -> None:
     man.attack = once(
-        flipped,
+        attack,
         lambda m: m.greeting.purpose == "store" and m.from_caller and b'"run/result"' in m.payload,
     )
     assert "sent to the rendezvous was changed, replayed or lost on its way" in failure()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,18 +35,37 @@ def run(argv: list[str], env: dict[str, str]) -> tuple[int, str, str]:
         return job.finish()[0]
 
 
-@pytest.mark.parametrize("pmi", ["none", "pmi2"])
+@pytest.mark.parametrize("pmi", ["none", "pmi2", "pmix"])
 def test_tasks_of_two_hosts_meet_without_a_secret_of_the_user_s(srun: dict[str, str], pmi: str) -> None:
     found = run(["srun", f"--mpi={pmi}", "-N2", "-n4", sys.executable, "-c", WORK], srun)
     assert places(*found) == [f"place {rank} 4 {rank % 2} 2 {rank // 2} 2 sum 10.0" for rank in range(4)]
     assert os.listdir(srun["POLYHVD_SHARED_DIR"]) == []
 
 
-@pytest.mark.parametrize("pmi", ["none", "pmix"])  # two of PMIx's servers do not start on one machine at once
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+def test_tasks_of_two_hosts_meet_through_mpi_over_pmix(srun: dict[str, str]) -> None:
+    """With the interface named to both: docker0 is the same on each host, and hosts have no names here."""
+    chosen = {"OMPI_MCA_btl_tcp_if_include": "eth0", "POLYHVD_GLOO_IFACE": "eth0"}
+    env = {**srun, **chosen, "POLYHVD_CONTROLLER": "mpi", "POLYHVD_SHARED_DIR": "/proc/nowhere"}
+    found = run(["srun", "--mpi=pmix", "-N2", "-n4", sys.executable, "-c", WORK], env)
+    assert places(*found) == [f"place {rank} 4 {rank % 2} 2 {rank // 2} 2 sum 10.0" for rank in range(4)]
+
+
+@pytest.mark.parametrize("pmi", ["none", "pmix"])
 def test_tasks_of_one_host_need_no_folder(srun: dict[str, str], pmi: str) -> None:
     env = {**srun, "POLYHVD_SHARED_DIR": "/proc/nowhere"}
     found = run(["srun", f"--mpi={pmi}", "-N1", "-n2", sys.executable, "-c", WORK], env)
     assert places(*found) == ["place 0 2 0 2 0 1 sum 3.0", "place 1 2 1 2 0 1 sum 3.0"]
+
+
+def test_components_of_a_heterogeneous_job_are_one_job(srun: dict[str, str]) -> None:
+    rank = [sys.executable, "-c", WORK]
+    found = run(["srun", "-N1", "-n2", "-wn1", *rank, ":", "-N1", "-n1", "-wn2", *rank], srun)
+    assert places(*found) == [
+        "place 0 3 0 2 0 2 sum 6.0",
+        "place 1 3 1 2 0 1 sum 6.0",
+        "place 2 3 0 1 1 2 sum 6.0",
+    ]
 
 
 def test_a_folder_that_cannot_be_used_is_named(srun: dict[str, str]) -> None:

@@ -153,6 +153,40 @@ def test_the_shell_of_salloc_does_so_too(cluster: Cluster) -> None:
     assert places == ["place 0 3 0 2 0 2 sum 6.0", "place 1 3 1 2 0 1 sum 6.0", "place 2 3 0 1 1 2 sum 6.0"]
 
 
+@pytest.mark.skipif("SLURM_TIME_LIMITS" not in os.environ, reason="half a minute: SLURM_TIME_LIMITS=1 has it")
+def test_a_signal_before_the_time_limit_reaches_ranks(cluster: Cluster) -> None:
+    """What --signal does of itself: Slurm looks at time limits twice a minute."""
+    cluster.submit(f"exec {RUN} {sys.executable} $S", "--time=1", "--signal=B:USR1@60")
+    cluster.await_lines("up", 4)
+    cluster.await_lines("SIGUSR1", 4)
+
+
+def test_run_has_the_hosts_of_the_allocation(cluster: Cluster) -> None:
+    source = """
+import os, polyhvd
+def place():
+    import polyhvd.numpy as hvd
+    hvd.init()
+    return hvd.rank(), hvd.size(), os.uname().nodename
+if __name__ == "__main__":
+    print("all", polyhvd.run(place))
+    print("three", polyhvd.run(place, np=3, verbose=True))
+    print("here", polyhvd.run(place, np=1, hosts="localhost"))
+    try:
+        polyhvd.run(place, np=5)
+    except ValueError as error:
+        print(error)
+"""
+    Path(cluster.env["W"]).write_text(source)
+    cluster.submit(f"exec {sys.executable} $W")
+    said = cluster.finish()
+    assert "all [(0, 4, 'n1'), (1, 4, 'n1'), (2, 4, 'n2'), (3, 4, 'n2')]" in said, said
+    assert "three [(0, 3, 'n1'), (1, 3, 'n1'), (2, 3, 'n2')]" in said
+    assert "n1:2,n2:2 (SLURM_JOB_NODELIST=n[1-2], SLURM_TASKS_PER_NODE=2(x2))" in said
+    assert "here [(0, 1, 'n1')]" in said
+    assert "5 ranks were asked for, but Slurm job" in said
+
+
 def test_signals_reach_ranks_once_and_they_have_time_to_save(cluster: Cluster) -> None:
     cluster.submit(f"exec {RUN} {sys.executable} $S")
     cluster.await_lines("up", 4)

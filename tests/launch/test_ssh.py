@@ -37,6 +37,16 @@ def test_ranks_run_on_all_hosts(launcher: Launcher, ssh: list[str]) -> None:
     assert sorted(out.splitlines()) == expected
 
 
+def test_a_job_of_pbs_has_its_hosts_and_slots(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("localhost\n127.0.0.2\n127.0.0.2\n127.0.0.3\n")
+    env = {"PBS_JOBID": "17[3].server", "PBS_NODEFILE": str(nodes), "PBS_ENVIRONMENT": "PBS_BATCH"}
+    source = RANK + "print(os.environ['POLYHVD_HOST_ID'])"
+    status, out, err = launcher.run("-v", *ssh, source=source, env=env)
+    assert (status, sorted(out.splitlines())) == (0, ["[0] 0", "[1] 1", "[2] 1", "[3] 2"]), err
+    assert "PBS job 17[3].server: localhost:1,127.0.0.2:2,127.0.0.3:1 (PBS_NODEFILE=" in err
+
+
 def test_environment_and_folder_go_along_and_the_secret_is_on_no_command_line(
     launcher: Launcher, ssh: list[str]
 ) -> None:

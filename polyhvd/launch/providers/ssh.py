@@ -23,13 +23,21 @@ _NOT_FORWARDED = re.compile(
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How other hosts are reached; everything else is left to the user's ssh configuration."""
+    """How other hosts are reached; everything else is left to the user's ssh configuration.
+
+    Raises:
+        ValueError: that is no port.
+    """
 
     port: int | None = None
     identity_file: str | None = None
     options: tuple[str, ...] = ()  # as for ssh -o
     python: str = field(default_factory=lambda: sys.executable)  # on the other host
     connect_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise ValueError(f"ssh's port {self.port} (-p): ports are from 1 to 65535")
 
 
 class SshAgents:
