@@ -24,6 +24,8 @@ FRAMEWORKS = (
         for path in (ROOT / "tests").iterdir()
         if (ROOT / "frameworks" / path.name.partition("_")[0]).is_dir()
     ),
+    "tests/data",
+    "tests/elastic",
     "tests/surface",
     "tests/examples",
 )
