@@ -34,6 +34,8 @@ _FORGIVEN_AFTER_S = 600.0
 _COOLDOWN_S = (1.0, 60.0)
 #: How long newcomers that are ready wait for others that have been started with them.
 _GATHER_S = 5.0
+#: How long a host rests that could not take part, unless the user says otherwise: at first, and at most.
+_UNFIT_S = (5.0, 60.0)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Limits:
         low, high = self.cooldown_s or _COOLDOWN_S
         doublings = failures - (1 if self.cooldown_s else 2)
         return 0.0 if doublings < 0 else min(high, low * 2.0 ** min(doublings, 60))
+
+    def rest_after(self, refusals: int) -> float:
+        """How long a host rests that could not take part for so many times in a row."""
+        low, high = self.cooldown_s or _UNFIT_S
+        return min(high, low * 2.0 ** min(refusals - 1, 60))
 
 
 class Fate(Enum):
@@ -160,6 +167,14 @@ class _Slot:
 
 
 @dataclass
+class _Rest:
+    """Of a host that could not take part."""
+
+    refusals: int = 0  # in a row
+    until: float = 0.0
+
+
+@dataclass
 class _World:
     """The last generation that was formed."""
 
@@ -190,6 +205,7 @@ class Membership:
         self.formed = 0  #: the last generation
         self._hosts: dict[str, int] = {}
         self._slots: dict[tuple[str, int], _Slot] = {}
+        self._rests: dict[str, _Rest] = {}
         self._members: dict[int, _Member] = {}  # those that live
         self._next = 0
         self._world: _World | None = None
@@ -207,12 +223,36 @@ class Membership:
         if self._over:
             return []
         self._hosts = {host: slots for host, slots in hosts.items() if slots > 0}
+        self._rests = {host: rest for host, rest in self._rests.items() if host in hosts}
         actions: list[Action] = []
         for number, member in self._members.items():
             if member.generation == 0 and not member.dismissed and not self._has_slot(member):
                 member.dismissed = True
                 actions.append(Dismiss(number))
         return actions + self._settle(now)
+
+    def host_unfit(self, host: str, now: float, *, others_may_come: bool = True) -> list[Action]:
+        """Nothing can be started on a host, for a reason that holds for all: it rests, and is tried again.
+
+        Processes that were to be started there are no more. Where no others may come, and the first world
+        cannot be had without this host, the job ends.
+        """
+        if self._over:
+            return []
+        for number in self.unready_on(host):
+            del self._members[number]
+        rest = self._rests.setdefault(host, _Rest())
+        rest.refusals += 1
+        rest.until = now + self.limits.rest_after(rest.refusals)
+        fit = sum(slots for name, slots in self._hosts.items() if not self._rests_at(name, now))
+        if self.formed == 0 and fit < self.limits.min_size and not others_may_come:
+            return self._end(f"the other hosts have {fit} slots, fewer than --min-np {self.limits.min_size}")
+        return self._settle(now)
+
+    def unready_on(self, host: str) -> set[int]:
+        """The members on a host that have never asked for a place."""
+        living = self._members.items()
+        return {n for n, item in living if item.host == host and item.generation == 0 and not item.asks}
 
     def asks(
         self,
@@ -242,6 +282,7 @@ class Membership:
         if not found.asks:
             found.asks = True
             found.ready_at = now
+            self._rests.pop(found.host, None)
         world = self._world
         if world is not None and found.generation == world.generation:
             world.wired |= wired
@@ -284,6 +325,7 @@ class Membership:
         if self._over:
             return float("inf")
         times = [slot.free_at for key, slot in self._slots.items() if self._is_vacant(key)]
+        times += [rest.until for host, rest in self._rests.items() if host in self._hosts]
         if self._too_few_since is not None:
             times.append(self._too_few_since + self.limits.timeout_s)
         times += [item.ready_at + _GATHER_S for item in self._members.values() if self._may_join(item)]
@@ -329,6 +371,10 @@ class Membership:
         slots = self._hosts.get(host, 0)
         return slots + self.limits.spares if slots else 0
 
+    def _rests_at(self, host: str, now: float) -> bool:
+        rest = self._rests.get(host)
+        return rest is not None and now < rest.until
+
     def _is_vacant(self, key: tuple[str, int]) -> bool:
         host, number = key
         taken = any((item.host, item.slot) == key for item in self._members.values())
@@ -343,7 +389,7 @@ class Membership:
         wanted -= sum(slot.done for slot in self._slots.values())
         actions: list[Action] = []
         for host in self._hosts:
-            for number in range(self._capacity(host)):
+            for number in range(0 if self._rests_at(host, now) else self._capacity(host)):
                 slot = self._slots.setdefault((host, number), _Slot())
                 living = sum(not item.dismissed for item in self._members.values())
                 if living >= wanted or self._finishing:

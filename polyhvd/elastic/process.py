@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from polyhvd.elastic.places import Answer, Question, Seat
+from polyhvd.elastic.watch import Watch
 from polyhvd.runtime import current
 from polyhvd.runtime.world import Member, World
 
@@ -21,10 +22,12 @@ class Process:
 
     Args:
         seat: the connection to the launcher.
+        watch: what hears from it meanwhile.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, watch: Watch) -> None:
         self.seat = seat
+        self.watch = watch
         #: Enters the next world as ``init()`` has entered the first; None: there was none yet.
         self.rejoin: Callable[[], None] | None = None
         self._wired = False
@@ -89,6 +92,7 @@ class Process:
         """The next world is there; objects of the last one's process sets stand for those that it has."""
         self.rejoin = rejoin
         self._wired = True
+        self.watch.follow(world)
         for item, place in self._objects:
             number = self._numbers[place]
             if item.process_set_id is not None:
@@ -120,9 +124,9 @@ def find() -> Process | None:
     return _process
 
 
-def take_seat(make: Callable[[], Seat]) -> Process:
-    """This process as a member, which is made by the first call; raises what ``make`` does."""
+def take_seat(make: Callable[[], Seat], make_watch: Callable[[], Watch]) -> Process:
+    """This process as a member, which is made by the first call; raises what the functions do."""
     global _process
     if _process is None:
-        _process = Process(make())
+        _process = Process(make(), make_watch())
     return _process

@@ -11,6 +11,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING
 
 from polyhvd.elastic.membership import (
     Action,
@@ -24,12 +25,15 @@ from polyhvd.elastic.membership import (
     Notify,
     Start,
 )
-from polyhvd.elastic.places import ASKS, Answer, Question, notice_scope, place_scope
+from polyhvd.elastic.places import ASKS, Answer, Question, lost_scope, notice_scope, place_scope
 from polyhvd.launch.blame import Ending, describe
 from polyhvd.launch.driven import RESUME_STATUS, DrivenJob, Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import Decision, GoOn, StartReplacement, StopOthers
 from polyhvd.runtime.placement import Placement, placements
+
+if TYPE_CHECKING:
+    from polyhvd.launch.host_checks import Problem
 
 __all__ = ["Driver"]
 
@@ -145,6 +149,16 @@ class Driver:
             self._say(ends[0].reason)
         return StopOthers(now + _SETTLE_S)
 
+    def refuse(self, number: int, problems: Sequence[Problem], now: float) -> set[int]:
+        """A host cannot take part: say why, and go on without it; returns the members that it was to have."""
+        assert self._job is not None
+        name = next(host for host, known in self._numbers.items() if known == number)
+        for problem in problems:
+            self._say(f"{name} cannot take part for now: {problem.what}: {problem.found}; {problem.cure}")
+        gone = self._membership.unready_on(name)
+        self._do(self._membership.host_unfit(name, now, others_may_come=self._discovery is not None))
+        return gone
+
     # Doing
 
     def _say(self, text: str) -> None:
@@ -175,6 +189,7 @@ class Driver:
                 ending = self._endings[action.member]
                 text = json.dumps([True, f"{describe(ending)} while the ranks met"]).encode()
                 self._job.rendezvous.post(f"init/{action.generation}/failed", 0, text)
+                self._job.rendezvous.post(lost_scope(action.generation), 0, describe(ending).encode())
             elif isinstance(action, Notify):
                 self._job.rendezvous.post(notice_scope(action.generation), 0, b"")
             elif isinstance(action, Dismiss):
@@ -205,14 +220,17 @@ class Driver:
         oldest = next((self._questions[m] for m in members if self._questions[m].after), Question())
         ranks = {member: rank for rank, member in enumerate(members)}
         sets = [sorted(ranks[m] for m in those if m in ranks) for those in oldest.sets]
-        answer = Answer(generation, members, hosts, sets).encoded()
+        numbers = {self._numbers[host] for host in action.hosts}
         for former in (generation - 2, generation - 1):
             self._job.rendezvous.drop(f"init/{former}/")
-            self._job.rendezvous.drop(notice_scope(former))
-        for member in members:
+            for scope in (notice_scope(former), lost_scope(former)):
+                self._job.rendezvous.drop(scope, waiters=True)
+        for member, host in zip(members, action.hosts, strict=True):
+            endpoint = self._job.endpoint(self._numbers[host], numbers)
+            answer = Answer(generation, members, hosts, sets, endpoint).encoded()
             self._job.rendezvous.post(place_scope(member, self._questions[member].after), 0, answer)
-        if generation > 1:
-            size = len(members)
+        size = len(members)
+        if generation > 1 or size < self._limits.size:
             self._say(f"generation {generation}: {size} rank{'s' if size > 1 else ''}")
 
     def _dismiss(self, member: int) -> None:

@@ -297,13 +297,17 @@ class Course:
 
     def step(self, data: st.DataObject) -> None:
         self.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 30.0]), label="time")
-        kind = data.draw(st.sampled_from(["ask", "ask", "ask", "lose", "well", "hosts", "time"]))
+        kinds = ["ask", "ask", "ask", "lose", "well", "hosts", "time", "unfit"]
+        kind = data.draw(st.sampled_from(kinds))
         members = sorted(self.living)
         if kind == "hosts":
             names = data.draw(st.sets(st.sampled_from("abc")), label="hosts")
             self.hosts = {name: data.draw(st.integers(0, 3)) for name in sorted(names)}
             self.do(self.membership.hosts_are(self.hosts, self.now))
-        elif kind == "time" or not members:
+        elif kind == "unfit" and self.hosts:
+            host = data.draw(st.sampled_from(sorted(self.hosts)), label="host")
+            self._refuse(host, others_may_come=data.draw(st.booleans()))
+        elif kind in ("time", "unfit") or not members:
             self.do(self.membership.time_is(self.now))
         else:
             member = data.draw(st.sampled_from(members), label=kind)
@@ -317,6 +321,14 @@ class Course:
                 fate = Fate.LOST if kind == "lose" else Fate.WELL
                 self.finishing |= fate is Fate.WELL and member in self.world
                 self.do(self.membership.ended(member, fate, self.now))
+
+    def _refuse(self, host: str, *, others_may_come: bool) -> None:
+        """Nothing can be started on a host: its processes that were never heard of are none."""
+        for member in self.membership.unready_on(host):
+            assert self.living.pop(member)[0] == host
+            assert member not in self.asking or member in self.dismissed
+            self.asking.discard(member)
+        self.do(self.membership.host_unfit(host, self.now, others_may_come=others_may_come))
 
     def let_it_run(self) -> None:
         """Whoever lives asks, and time goes on: the job is in a world then, or at its end."""
@@ -372,6 +384,43 @@ def test_any_course_of_events_keeps_the_rules_and_comes_to_a_world_or_an_end(
             course.step(data)
     if not course.ended:
         course.let_it_run()
+
+
+def test_host_that_is_unfit_rests_longer_each_time_and_others_form_the_world() -> None:
+    membership = Membership(Limits(3, 2, 3))
+    assert started(membership.hosts_are({"a": 2, "b": 1}, 0.0)) == [0, 1, 2]
+    assert membership.host_unfit("b", 1.0) == []
+    assert membership.next_at(1.0) == 6.0
+    membership.asks(0, 0, 2.0)
+    assert formed(membership.asks(1, 0, 2.0)) == [(0, 1)]
+    assert membership.time_is(6.0) == [Start(3, "b", 0)]
+    assert membership.host_unfit("b", 7.0) == []
+    assert membership.time_is(16.9) == []
+    assert membership.time_is(17.0) == [Start(4, "b", 0)]
+    membership.asks(4, 0, 18.0)
+    membership.ended(4, Fate.LOST, 19.0)
+    membership.host_unfit("b", 20.0)
+    assert membership.time_is(25.0) == [Start(6, "b", 0)]  # it had been fit meanwhile
+
+
+def test_host_that_is_unfit_ends_the_job_where_no_other_can_come() -> None:
+    limits = Limits(2, 2, 2)
+    membership = Membership(limits)
+    membership.hosts_are({"a": 1, "b": 1}, 0.0)
+    reason = "the other hosts have 1 slots, fewer than --min-np 2"
+    assert membership.host_unfit("b", 1.0, others_may_come=False) == [End(reason)]
+    membership = Membership(limits)
+    membership.hosts_are({"a": 1, "b": 1}, 0.0)
+    assert membership.host_unfit("b", 1.0, others_may_come=True) == []
+    assert membership.hosts_are({"a": 2, "b": 1}, 2.0) == [Start(2, "a", 1)]
+
+
+def test_host_that_is_listed_anew_does_not_rest() -> None:
+    membership = running(Limits(1, 1, 2), {"a": 1})
+    assert started(membership.hosts_are({"a": 1, "b": 1}, 1.0)) == [1]
+    membership.host_unfit("b", 2.0)
+    assert membership.hosts_are({"a": 1}, 3.0) == []
+    assert started(membership.hosts_are({"a": 1, "b": 1}, 4.0)) == [2]
 
 
 def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:
