@@ -19,6 +19,7 @@ from polyhvd.runtime.placement import Placement, placements
 __all__ = [
     "ASKS",
     "GENERATIONS_MAX",
+    "LEAVES",
     "Answer",
     "Question",
     "Seat",
@@ -29,6 +30,8 @@ __all__ = [
 
 #: Scope in which members ask; the launcher looks at it.
 ASKS = "elastic/asks"
+#: Scope in which members say that they were given notice.
+LEAVES = "elastic/leaves"
 GENERATIONS_MAX = 1 << 20
 #: Of one request to the store; it is asked again for as long as the job lives.
 _WAIT_S = 1e6
@@ -87,6 +90,7 @@ class Answer:
     hosts: list[str] = field(default_factory=list)  #: of each, as the launcher numbers them
     #: Process sets of the former world, each as the ranks of its members that are left.
     sets: list[list[int]] = field(default_factory=list)
+    leaves: str = ""  #: with generation 0: this process leaves with notice, "one" of its world or "all"
     rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
 
     def encoded(self) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from polyhvd.elastic import leaving
 from polyhvd.elastic.places import Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
 from polyhvd.runtime import current
@@ -41,8 +42,15 @@ class Process:
     def next_place(self) -> Answer:
         """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
         flags = self._wired, self._progressed, self._failure
-        question = Question(self.seat.answer.generation, *flags, self._sets)
-        answer = self.seat.next_place(question)
+        former = self.seat.answer
+        question = Question(former.generation, *flags, self._sets)
+        try:
+            answer = self.seat.next_place(question)
+        except SystemExit:
+            if (told := self.seat.answer.leaves) and former.generation:
+                place = former.placement(self.seat.member)
+                leaving.take_leave(leaving.Leave(place.rank, place.size, everyone=told == "all"))
+            raise
         self._wired, self._progressed, self._failure = False, False, ""
         return answer
 
@@ -129,4 +137,5 @@ def take_seat(make: Callable[[], Seat], make_watch: Callable[[], Watch]) -> Proc
     global _process
     if _process is None:
         _process = Process(make(), make_watch())
+        leaving.heed(_process.watch)
     return _process

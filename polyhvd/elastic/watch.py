@@ -47,6 +47,11 @@ class Watch:
         _watches.add(self)
         self._thread.start()
 
+    @property
+    def hears(self) -> bool:
+        """Whether there is a launcher, as far as this process knows."""
+        return self._thread.is_alive()
+
     def follow(self, world: World) -> None:
         """Watch over this world from now on; it is not kept alive."""
         self._worlds.append(weakref.ref(world))

@@ -27,14 +27,14 @@ from polyhvd.launch.blame import (
 )
 from polyhvd.launch.driven import RESUME_STATUS, driver_of
 from polyhvd.launch.hosts import Host
-from polyhvd.launch.job_spec import JobSpec
+from polyhvd.launch.job_spec import JobSpec, address_of
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import StartReplacement, StopOthers
 from polyhvd.launch.programs import rank_environment
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
 from polyhvd.launch.pulses import Outboxes, Pulses
-from polyhvd.launch.signals import passing_signals_to
+from polyhvd.launch.signals import passing_signals_to, stop_like_others
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
@@ -70,7 +70,7 @@ class Job:
         self._driver = driver_of(spec.elastic, spec.hosts)
         self._what = "rank" if self._driver is None else "process"
         observe = None if self._driver is None else self._driver.observe
-        self.rendezvous = Server(parse_secret(self.secret), self._address(), observe=observe)
+        self.rendezvous = Server(parse_secret(self.secret), address_of(spec, self._local), observe=observe)
         self._admission = Admission(spec, self.rendezvous, self.secret)  # of an elastic job's hosts
         self.endpoint = self._admission.endpoint
         self._selector = selectors.DefaultSelector()
@@ -141,14 +141,6 @@ class Job:
         return self._conclude()
 
     # Starting
-
-    def _address(self) -> str:
-        if self._spec.address:
-            return self._spec.address
-        if self._spec.interface:
-            return network.address_of(self._spec.interface)
-        others = [host.name for host, local in zip(self._spec.hosts, self._local, strict=True) if not local]
-        return network.address_for(others[0].rpartition("@")[2]) if others else network.loopback()
 
     def _start_agents(self) -> None:
         for number, host in enumerate(self._spec.hosts):
@@ -310,9 +302,10 @@ class Job:
             if now >= self._start_by[process] and not process.ready and not process.ended:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
                 process.kill()
-        if self._driver is not None and not self._stopping:
-            self._admission.give_up(item for item in starting if now >= self._start_by[item])
-            self._admit(self._driver)
+        if self._driver is not None:
+            if not self._stopping:
+                self._admission.give_up(item for item in starting if now >= self._start_by[item])
+                self._admit(self._driver)
             self._driver.turn(now)
         self._take_steps(now)
         for process in self._pulses.exchange(self._agents, now, self._judges):
@@ -444,6 +437,8 @@ class Job:
                 self._exited(rank, process, status, f"was not started: {reason}")
             elif kind == agent.FACTS and self._checks is not None:
                 self._checks.take(process, rank, payload)
+            elif kind == agent.NOTICE and rank == signal.SIGTERM and self._driver is not None:
+                self._driver.host_leaves(self._numbers[process], time.monotonic())
             elif kind == agent.SIGNALLED:
                 self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
         if process.ended:
@@ -482,12 +477,14 @@ class Job:
         else:
             self._output.finish(rank)
         ending = self._ending(rank, process, status, reason)
-        if self._stopping:
-            if status > 0:  # else it died of our signal
-                self._later.append(ending)
+        if self._stopping and status > 0:  # else it died of our signal
+            self._later.append(ending)
+        if self._stopping and self._driver is None:
             return
         policy = self._spec.policy if self._driver is None else self._driver
         decision = policy.on_ending(ending, frozenset(self._running), time.monotonic())
+        if self._stopping:
+            return
         if isinstance(decision, StartReplacement):
             if self._driver is None:
                 raise NotImplementedError(f"rank {rank}: only an elastic job can replace its ranks")
@@ -550,9 +547,7 @@ class Job:
     def _suspend(self) -> None:
         """Somebody has pressed Ctrl-Z: stop, as any program does. The ranks go on, and agents do not wait."""
         self._tell_all(agent.SUSPENDED)
-        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTSTP)  # returns when somebody continues us
-        signal.signal(signal.SIGTSTP, handler)
+        stop_like_others()
         for process in self._agents:
             self._pulses.hear(process)
         self._tell_all(agent.BEAT)
@@ -572,6 +567,8 @@ class Job:
         elif not self._stopping:
             self._stopping = True
             self._stop_at = None
+            if self._driver is not None:
+                self._driver.stop(now, notice=number == signal.SIGTERM)
             self._end_gently(number, now)
             if say:
                 name = signal.Signals(number).name

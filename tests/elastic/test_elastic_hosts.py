@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import netns
 import pytest
 import sshd
-from launching import Launcher, assert_gone, wait_until
+from launching import ROOT, Launcher, assert_gone, wait_until
 
 pytestmark = [
     pytest.mark.skipif(not netns.available(), reason="needs root and iproute2"),
@@ -72,8 +73,6 @@ class Cluster:
 
     def start(self, *options: str) -> None:
         """Start the job."""
-        import sys
-
         argv = [sys.executable, self.program, str(self.folder)]
         self.launcher.start(*self.options, *options, argv=argv, before=self.hosts[0].command())
 
@@ -165,6 +164,31 @@ def test_host_comes_later_to_a_job_of_this_host_alone_and_leaves(cluster: Cluste
     cluster.are("localhost:1")
     cluster.world(3, 1)
     assert "was lost" not in cluster.finish(1)
+
+
+def test_host_whose_agent_gets_sigterm_or_that_a_user_names_leaves_without_a_loss(cluster: Cluster) -> None:
+    b, c = (host.address for host in cluster.hosts[1:])
+    cluster.are("localhost:1", f"{b}:1", f"{c}:1")
+    cluster.start(*cluster.discovers(), "-np", "3", "--min-np", "1", "--spares", "1")
+    _, pids = cluster.world(1, 3)
+    kill(agent_of(pids[1]), signal.SIGTERM)
+    assert_gone([pids[1]])
+    assert cluster.launcher.process is not None
+    leave = ["leave", "--job", str(cluster.launcher.process.pid), "--host", c]
+    done = cluster.hosts[0].run(sys.executable, "-m", "polyhvd.cli", *leave, capture_output=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert_gone([pids[2]])
+    before = cluster.launcher.out.count(b"world")
+    cluster.are("localhost:1")
+    time.sleep(2.5)  # it is asked every second
+    cluster.are("localhost:1", f"{b}:1")  # listed anew: it has come back
+    while cluster.launcher.out.count(b"size 2 ", cluster.launcher.out.rfind(b"world")) == 0:
+        cluster.launcher.wait_for("world", before + 1)
+        before += 1
+    err = cluster.finish(2)
+    assert f"{b} leaves with notice" in err
+    assert "was lost" not in err
+    assert "was killed" not in err
 
 
 def test_cable_that_is_cut_costs_the_heartbeat_s_time_and_the_host_comes_back(cluster: Cluster) -> None:

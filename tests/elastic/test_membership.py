@@ -247,6 +247,7 @@ class Course:
     started: int = 0
     finishing: bool = False  # a member of a world is done: the others finish without it
     ended: bool = False
+    leaving: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.limits)
@@ -282,6 +283,7 @@ class Course:
         assert set(action.members) <= self.asking, "nobody is placed who has not asked"
         assert set(action.members) <= self.living.keys()
         assert not set(action.members) & self.dismissed
+        assert not set(action.members) & self.leaving, "who was given notice is in no further world"
         assert len(action.members) <= self.limits.max_size
         assert action.hosts == tuple(self.living[member][0] for member in action.members)
         for host in set(action.hosts):
@@ -297,7 +299,7 @@ class Course:
 
     def step(self, data: st.DataObject) -> None:
         self.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 30.0]), label="time")
-        kinds = ["ask", "ask", "ask", "lose", "well", "hosts", "time", "unfit"]
+        kinds = ["ask", "ask", "ask", "lose", "well", "hosts", "time", "unfit", "leave", "leave host"]
         kind = data.draw(st.sampled_from(kinds))
         members = sorted(self.living)
         if kind == "hosts":
@@ -307,7 +309,11 @@ class Course:
         elif kind == "unfit" and self.hosts:
             host = data.draw(st.sampled_from(sorted(self.hosts)), label="host")
             self._refuse(host, others_may_come=data.draw(st.booleans()))
-        elif kind in ("time", "unfit") or not members:
+        elif kind == "leave host" and self.hosts:
+            host = data.draw(st.sampled_from(sorted(self.hosts)), label="host")
+            self.leaving |= {member for member in self.living if self.living[member][0] == host}
+            self.do(self.membership.host_leaves(host, self.now))
+        elif kind in ("time", "unfit", "leave host") or not members:
             self.do(self.membership.time_is(self.now))
         else:
             member = data.draw(st.sampled_from(members), label=kind)
@@ -315,6 +321,9 @@ class Course:
                 self.asking.add(member)
                 flags = {"wired": data.draw(st.booleans()), "progressed": data.draw(st.booleans())}
                 self.do(self.membership.asks(member, self.place[member], self.now, **flags))
+            elif kind == "leave":
+                self.leaving.add(member)
+                self.do(self.membership.leaves([member], self.now))
             else:
                 del self.living[member]
                 self.asking.discard(member)
@@ -338,8 +347,14 @@ class Course:
             for member in sorted(self.living):
                 if member in self.dismissed:
                     self.do(self.membership.asks(member, self.place[member], self.now))
+                    del self.living[member]
+                    self.asking.discard(member)
+                    self.do(self.membership.ended(member, Fate.WELL, self.now))
+                    if self.ended:
+                        return
                     continue
-                if self.place[member] < self.generation or self.place[member] == 0 or self.is_broken():
+                behind = self.place[member] < self.generation or self.place[member] == 0
+                if behind or self.is_broken() or self.leaving & set(self.world):
                     self.asking.add(member)
                     self.do(
                         self.membership.asks(
@@ -351,7 +366,8 @@ class Course:
             self.now = min(max(self.membership.next_at(self.now), self.now + 0.1), self.now + 1000.0)
             self.do(self.membership.time_is(self.now))
             least = 1 if self.finishing else self.limits.min_size
-            if not self.is_broken() and least <= len(self.world):
+            is_whole = not self.is_broken() and not self.leaving & set(self.world)
+            if is_whole and least <= len(self.world):
                 return
         raise AssertionError("neither a world nor an end")
 
@@ -421,6 +437,49 @@ def test_host_that_is_listed_anew_does_not_rest() -> None:
     membership.host_unfit("b", 2.0)
     assert membership.hosts_are({"a": 1}, 3.0) == []
     assert started(membership.hosts_are({"a": 1, "b": 1}, 4.0)) == [2]
+
+
+def test_member_that_leaves_is_in_no_further_world_and_its_slot_stays_empty() -> None:
+    membership = running(Limits(3, 2, 3), {"a": 3})
+    assert membership.leaves([0], 1.0) == [Notify(1)]
+    assert membership.leaves([0], 1.0) == []
+    actions = ask_all(membership, (0, 1, 2), 1, 2.0)
+    assert actions == [Form(2, (1, 2), ("a", "a")), Dismiss(0)]
+    assert membership.ended(0, Fate.WELL, 3.0) == []
+    assert membership.next_at(3.0) == float("inf")
+
+
+def test_spare_takes_the_place_of_a_member_that_leaves() -> None:
+    membership = running(Limits(2, 2, 2, spares=1), {"a": 2})
+    membership.leaves([1], 1.0)
+    assert formed(ask_all(membership, (0, 1), 1, 2.0)) == [(0, 2)]
+
+
+def test_member_that_leaves_is_replaced_where_too_few_would_be_left() -> None:
+    membership = running(Limits(2, 2, 2), {"a": 2})
+    assert membership.leaves([1], 1.0) == [Notify(1)]
+    assert ask_all(membership, (0, 1), 1, 2.0) == [Dismiss(1)]
+    assert membership.ended(1, Fate.WELL, 3.0) == [Start(2, "a", 1)]
+    assert formed(membership.asks(2, 0, 4.0)) == [(0, 2)]
+
+
+def test_host_that_leaves_is_used_again_when_it_is_listed_anew() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 1, "b": 1})
+    assert membership.host_leaves("b", 1.0) == [Notify(1)]
+    assert formed(ask_all(membership, (0, 1), 1, 2.0)) == [(0,)]
+    membership.ended(1, Fate.WELL, 3.0)
+    assert membership.hosts_are({"a": 1, "b": 1}, 4.0) == []
+    assert membership.hosts_are({"a": 1}, 5.0) == []
+    assert membership.hosts_are({"a": 1, "b": 1}, 6.0) == [Start(2, "b", 0)]
+
+
+def test_job_that_everybody_leaves_can_be_resumed() -> None:
+    membership = running(Limits(2, 1, 2, spares=1), {"a": 2})
+    membership.leaves([0], 1.0)
+    assert not membership.all_are_leaving
+    membership.leaves([1], 1.0)
+    assert membership.all_are_leaving
+    assert ask_all(membership, (0, 1), 1, 2.0) == [Dismiss(0), Dismiss(1)]
 
 
 def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:
