@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyhvd.bench import command as bench
-from polyhvd.launch import doctor
+from polyhvd.launch import doctor, leave
 from polyhvd.observe import autotune, flight, timeline
 
 __all__ = ["main"]
@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench.main(words[1:])
     if words[:1] == ["doctor"]:  # whose status says what was found
         return doctor.main(words[1:])
+    if words[:1] == ["leave"]:
+        return leave.main(words[1:])
     parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(run=_autotune)
 
     commands.add_parser("doctor", help="say what is on this host or on several, what is wrong, what to do")
+    commands.add_parser("leave", help="have ranks or hosts leave an elastic job, without a loss")
     commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
 
     options = parser.parse_args(words)

@@ -10,6 +10,7 @@ from polyhvd.keras.backend import on
 
 from polyhvd.elastic import loop
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
+from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.variables import KerasModelState
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -23,6 +24,7 @@ __all__ = [
     "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "on_leave",
     "run",
     "run_fn",
 ]

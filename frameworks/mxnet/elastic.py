@@ -19,6 +19,7 @@ from polyhvd.mxnet.state import (
 )
 from polyhvd.mxnet.trainer import DistributedTrainer
 
+from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -29,6 +30,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "on_leave",
     "run",
     "run_fn",
 ]

@@ -8,6 +8,7 @@ import numpy as np
 from polyhvd.numpy.functions import functions
 
 from polyhvd.elastic.arrays import ArraysState
+from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -18,6 +19,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "on_leave",
     "run",
     "run_fn",
 ]

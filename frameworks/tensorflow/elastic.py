@@ -9,6 +9,7 @@ from polyhvd.tensorflow.errors import as_polyhvd
 from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic import loop
+from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.state import HandlersState, ObjectState, State
 from polyhvd.elastic.variables import KerasModelState, VariablesHandler
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
@@ -20,6 +21,7 @@ __all__ = [
     "State",
     "TensorFlowKerasState",
     "TensorFlowState",
+    "on_leave",
     "run",
     "run_fn",
 ]

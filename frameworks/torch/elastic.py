@@ -11,6 +11,7 @@ from polyhvd.torch.samplers import ElasticSampler
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters, load_state
 
 from polyhvd.collectives.objects import broadcast_object
+from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -25,6 +26,7 @@ __all__ = [
     "StateHandler",
     "TorchState",
     "get_handler_registry",
+    "on_leave",
     "run",
     "run_fn",
     "set_handler_registry",

@@ -8,9 +8,11 @@ with the time, and does what comes back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from polyhvd.elastic.limits import Limits
 
 __all__ = [
     "Action",
@@ -30,52 +32,11 @@ __all__ = [
 _BARREN_MAX = 2
 #: A slot whose process has lived for so long has its failures forgiven.
 _FORGIVEN_AFTER_S = 600.0
-#: From the second failure of a slot on, unless the user says otherwise.
-_COOLDOWN_S = (1.0, 60.0)
 #: How long newcomers that are ready wait for others that have been started with them.
 _GATHER_S = 5.0
 #: So long the members that go on after a loss have the machine to themselves: a replacement that imports a
 #: framework meanwhile takes the processors from them, just when every rank waits for the slowest.
 _QUIET_S = 0.5
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user allows.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-
-    size: int  #: of the first world
-    min_size: int
-    max_size: int
-    spares: int = 0  #: on each host, started ahead
-    reset_limit: int | None = None  #: of generations after the first
-    timeout_s: float = 600.0  #: with fewer than ``min_size`` members
-    #: How long a slot rests after a failure: at first, and at most, doubled each time. None: the first
-    #: failure costs nothing.
-    cooldown_s: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_size <= self.size <= self.max_size:
-            raise ValueError(
-                f"--min-np {self.min_size}, -np {self.size}, --max-np {self.max_size}: "
-                "expected 1 <= --min-np <= -np <= --max-np"
-            )
-        if self.spares < 0 or (self.reset_limit is not None and self.reset_limit < 0):
-            raise ValueError("--spares and --reset-limit must not be negative")
-        if not 0 <= self.timeout_s < float("inf"):
-            raise ValueError(f"--elastic-timeout {self.timeout_s:g}: expected seconds, from 0 on")
-        if self.cooldown_s is not None and not 0 <= self.cooldown_s[0] <= self.cooldown_s[1] < float("inf"):
-            low, high = self.cooldown_s
-            raise ValueError(f"--blacklist-cooldown-range {low:g} {high:g}: expected 0 <= MIN <= MAX")
-
-    def cooldown_after(self, failures: int) -> float:
-        """How long a slot rests after so many failures in a row."""
-        low, high = self.cooldown_s or _COOLDOWN_S
-        doublings = failures - (1 if self.cooldown_s else 2)
-        return 0.0 if doublings < 0 else min(high, low * 2.0 ** min(doublings, 60))
 
 
 class Fate(Enum):
@@ -153,6 +114,7 @@ class _Member:
     asks: bool = False  # for a place in a later one
     ready_at: float = 0.0  # when it has asked for its first
     dismissed: bool = False
+    leaving: bool = False  # with notice: it is in no further world
 
 
 @dataclass
@@ -160,6 +122,15 @@ class _Slot:
     failures: int = 0
     free_at: float = 0.0
     done: bool = False  # its process has ended in good order: there is no more to do
+    left: bool = False  # with notice: free only where fewer than wanted would be left
+
+
+@dataclass
+class _Rest:
+    """Of a host that could not take part."""
+
+    refusals: int = 0  # in a row
+    until: float = 0.0
 
 
 @dataclass
@@ -193,10 +164,13 @@ class Membership:
         self.formed = 0  #: the last generation
         self._hosts: dict[str, int] = {}
         self._slots: dict[tuple[str, int], _Slot] = {}
+        self._rests: dict[str, _Rest] = {}
         self._members: dict[int, _Member] = {}  # those that live
         self._next = 0
         self._world: _World | None = None
+        self._left: set[str] = set()  # hosts that have given notice, for as long as they are listed
         self._finishing = False  # a member of a world has ended well
+        self._leaving = False  # all members leave with notice
         self._over = False
         self._too_few_since: float | None = None
         self._quiet_until = 0.0  # nobody is started, unless there are too few to go on
@@ -210,13 +184,103 @@ class Membership:
         """These are the hosts now, with their slots; one that is missing is gone, or about to be."""
         if self._over:
             return []
-        self._hosts = {host: slots for host, slots in hosts.items() if slots > 0}
+        self._left &= hosts.keys()
+        for (host, _), slot in self._slots.items():
+            slot.left = slot.left and host in hosts
+        self._hosts = {host: slots for host, slots in hosts.items() if slots > 0 and host not in self._left}
+        self._rests = {host: rest for host, rest in self._rests.items() if host in hosts}
         actions: list[Action] = []
         for number, member in self._members.items():
             if member.generation == 0 and not member.dismissed and not self._has_slot(member):
                 member.dismissed = True
                 actions.append(Dismiss(number))
         return actions + self._settle(now)
+
+    def host_unfit(self, host: str, now: float, *, others_may_come: bool = True) -> list[Action]:
+        """Nothing can be started on a host, for a reason that holds for all: it rests, and is tried again.
+
+        Processes that were to be started there are no more. Where no others may come, and the first world
+        cannot be had without this host, the job ends.
+        """
+        if self._over:
+            return []
+        for number in self.unready_on(host):
+            del self._members[number]
+        rest = self._rests.setdefault(host, _Rest())
+        rest.refusals += 1
+        rest.until = now + self.limits.rest_after(rest.refusals)
+        fit = sum(slots for name, slots in self._hosts.items() if not self._rests_at(name, now))
+        if self.formed == 0 and fit < self.limits.min_size and not others_may_come:
+            return self._end(f"the other hosts have {fit} slots, fewer than --min-np {self.limits.min_size}")
+        return self._settle(now)
+
+    def leaves(self, members: Collection[int], now: float) -> list[Action]:
+        """Processes have been given notice: they are in the world until its next boundary, and in no other.
+
+        Their slots stay empty, unless fewer than ``min_size`` would be left without them.
+        """
+        if self._over:
+            return []
+        actions: list[Action] = []
+        for number in members:
+            found = self._members.get(number)
+            if found is None or found.leaving:
+                continue
+            found.leaving = True
+            self._slots[found.host, found.slot].left = True
+            if found.generation == 0 and not found.dismissed:
+                found.dismissed = True
+                actions.append(Dismiss(number))
+        world = self._world
+        if world is not None and world.members and not self._finishing:
+            self._leaving |= all(self._members[number].leaving for number in world.members)
+        return actions + self._settle(now)
+
+    def host_leaves(self, host: str, now: float) -> list[Action]:
+        """A host has given notice: it is used no more, unless it comes back after it was not listed."""
+        if self._over:
+            return []
+        self._left.add(host)
+        self._hosts.pop(host, None)
+        return self.leaves([n for n, item in self._members.items() if item.host == host], now)
+
+    def all_leave(self, now: float) -> list[Action]:
+        """Every process has been given notice."""
+        self._leaving = True
+        return self.leaves(list(self._members), now)
+
+    @property
+    def all_are_leaving(self) -> bool:
+        """Whether nobody of the present world is to stay, so that its state leaves with them."""
+        return self._leaving
+
+    @property
+    def staying(self) -> set[int]:
+        """The members that live and have been given no notice."""
+        return {n for n, item in self._members.items() if not item.leaving and not item.dismissed}
+
+    def has(self, member: int) -> bool:
+        """Whether a member counts as alive."""
+        return member in self._members
+
+    def host_of(self, member: int) -> str:
+        """Where a member that lives is."""
+        return self._members[member].host
+
+    def leaves_by(self, member: int) -> str:
+        """Whether a member leaves with notice: "one" of its world, or "all" of it; empty: it does not."""
+        found = self._members.get(member)
+        return "" if found is None or not found.leaving else "all" if self._leaving else "one"
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members of the present world, by rank, as far as they live."""
+        return [] if self._world is None else list(self._world.members)
+
+    def unready_on(self, host: str) -> set[int]:
+        """The members on a host that have never asked for a place."""
+        living = self._members.items()
+        return {n for n, item in living if item.host == host and item.generation == 0 and not item.asks}
 
     def asks(
         self,
@@ -246,6 +310,7 @@ class Membership:
         if not found.asks:
             found.asks = True
             found.ready_at = now
+            self._rests.pop(found.host, None)
         world = self._world
         if world is not None and found.generation == world.generation:
             world.wired |= wired
@@ -265,7 +330,7 @@ class Membership:
             world.members.remove(member)
         if fate is Fate.WELL or found.dismissed:
             slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
-            self._finishing = self._finishing or (placed and fate is Fate.WELL)
+            self._finishing |= placed and fate is Fate.WELL and not found.dismissed
             return self._settle(now)
         if fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
             return self._end("", cause=member)
@@ -290,6 +355,7 @@ class Membership:
             return float("inf")
         vacant = [slot for key, slot in self._slots.items() if self._is_vacant(key)]
         times = [max(slot.free_at, self._quiet_until) for slot in vacant]
+        times += [rest.until for host, rest in self._rests.items() if host in self._hosts]
         if self._too_few_since is not None:
             times.append(self._too_few_since + self.limits.timeout_s)
         times += [item.ready_at + _GATHER_S for item in self._members.values() if self._may_join(item)]
@@ -303,6 +369,8 @@ class Membership:
     # What follows
 
     def _settle(self, now: float) -> list[Action]:
+        if self._leaving and not self._members:
+            return self._end("every process has left with notice", resumable=True)
         if self._is_finished():
             lost = [] if self._world is None else self._world.lost
             if lost:
@@ -320,6 +388,8 @@ class Membership:
 
     def _is_finished(self) -> bool:
         """Whether all that were in the world have ended well, or no process has anything to do."""
+        if self._leaving:
+            return False
         if self._world is not None:
             return self._finishing and not self._world.members
         return not self._members and any(slot.done for slot in self._slots.values())
@@ -335,6 +405,10 @@ class Membership:
         slots = self._hosts.get(host, 0)
         return slots + self.limits.spares if slots else 0
 
+    def _rests_at(self, host: str, now: float) -> bool:
+        rest = self._rests.get(host)
+        return rest is not None and now < rest.until
+
     def _is_vacant(self, key: tuple[str, int]) -> bool:
         host, number = key
         taken = any((item.host, item.slot) == key for item in self._members.values())
@@ -346,17 +420,22 @@ class Membership:
     def _start_missing(self, now: float) -> list[Action]:
         """Start what is missing: as many as the world may have, and the spares of each host."""
         wanted = self._target() + self.limits.spares * len(self._hosts)
-        wanted -= sum(slot.done for slot in self._slots.values())
+        wanted -= sum(slot.done or slot.left for slot in self._slots.values())
+        staying = sum(not item.dismissed and not item.leaving for item in self._members.values())
+        if staying < self.limits.min_size:
+            wanted = max(wanted, self.limits.min_size)
         actions: list[Action] = []
         if now < self._quiet_until and len(self._next_world()) >= self._least():
             return actions
         for host in self._hosts:
-            for number in range(self._capacity(host)):
+            for number in range(0 if self._rests_at(host, now) else self._capacity(host)):
                 slot = self._slots.setdefault((host, number), _Slot())
-                living = sum(not item.dismissed for item in self._members.values())
-                if living >= wanted or self._finishing:
+                living = sum(not item.dismissed and not item.leaving for item in self._members.values())
+                if living >= wanted or self._finishing or self._leaving:
                     return actions
-                if slot.free_at <= now and self._is_vacant((host, number)):
+                is_free = slot.free_at <= now and (not slot.left or living < self.limits.min_size)
+                if is_free and self._is_vacant((host, number)):
+                    slot.left = False
                     self._members[self._next] = _Member(host, number, now)
                     actions.append(Start(self._next, host, number))
                     self._next += 1
@@ -368,7 +447,7 @@ class Membership:
 
     @staticmethod
     def _is_ready(item: _Member) -> bool:
-        return item.asks and item.generation == 0 and not item.dismissed
+        return item.asks and item.generation == 0 and not item.dismissed and not item.leaving
 
     def _next_world(self) -> list[int]:
         """Who will be in it: those of the present one in their order, then who is ready, the oldest first."""
@@ -377,6 +456,8 @@ class Membership:
         room = dict(self._hosts)
         chosen: list[int] = []
         for number in (*staying, *self._waiting()):
+            if self._members[number].leaving or self._leaving:
+                continue
             host = self._members[number].host
             if len(chosen) < target and room.get(host, 0) > 0:
                 chosen.append(number)
@@ -402,7 +483,7 @@ class Membership:
         if world is not None and broken and (reason := self._recurs(world)) is not None:
             return self._end(reason, cause=self._first_cause)
         if len(chosen) < self._least():
-            return []
+            return self._let_go(world)
         if self.limits.reset_limit is not None and self.formed > self.limits.reset_limit:
             reason = (
                 f"the world has changed {self.formed} times, and --reset-limit is {self.limits.reset_limit}"
@@ -419,6 +500,16 @@ class Membership:
         self._lost_now = None
         hosts = tuple(self._members[number].host for number in chosen)
         return [Form(self.formed, tuple(chosen), hosts), *map(Dismiss, leaving)]
+
+    def _let_go(self, world: _World | None) -> list[Action]:
+        """Dismiss who leaves, though the others are too few for a world of their own."""
+        actions: list[Action] = []
+        for number in world.members if world is not None else ():
+            item = self._members[number]
+            if item.leaving and not item.dismissed:
+                item.dismissed = True
+                actions.append(Dismiss(number))
+        return actions
 
     def _recurs(self, world: _World) -> str | None:
         """Why it would be in vain to go on; each world is counted once."""
@@ -446,6 +537,9 @@ class Membership:
         if any(self._members[number].asks for number in world.members):
             return []  # it is about to
         chosen = self._next_world()
+        if any(self._members[number].leaving for number in world.members):
+            world.notified = True
+            return [Notify(world.generation)]
         if chosen == world.members or len(chosen) < self.limits.min_size:
             return []
         newcomers = chosen[len([number for number in world.members if number in chosen]) :]
@@ -461,8 +555,10 @@ class Membership:
         usable = Counter(
             item.host
             for item in self._members.values()
-            if (item.generation or item.asks or self._world is None) and not item.dismissed
+            if (item.generation or item.asks or self._world is None) and not (item.dismissed or item.leaving)
         )
+        if self._leaving:
+            return []
         count = sum(min(number, self._hosts.get(host, 0)) for host, number in usable.items())
         if count >= self.limits.min_size:
             self._too_few_since = None

@@ -17,10 +17,22 @@ from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
 from polyhvd.runtime.placement import Placement, placements
 
-__all__ = ["ASKS", "GENERATIONS_MAX", "Answer", "Question", "Seat", "notice_scope", "place_scope"]
+__all__ = [
+    "ASKS",
+    "GENERATIONS_MAX",
+    "LEAVES",
+    "Answer",
+    "Question",
+    "Seat",
+    "lost_scope",
+    "notice_scope",
+    "place_scope",
+]
 
 #: Scope in which members ask; the launcher looks at it.
 ASKS = "elastic/asks"
+#: Scope in which members say that they were given notice.
+LEAVES = "elastic/leaves"
 GENERATIONS_MAX = 1 << 20
 #: Of one request to the store; it is asked again for as long as the job lives.
 _WAIT_S = 1e6
@@ -35,6 +47,11 @@ def asks_scope(after: int) -> str:
 def place_scope(member: int, after: int) -> str:
     """Where a member is answered."""
     return f"elastic/place/{member}/{after}"
+
+
+def lost_scope(generation: int) -> str:
+    """Where members of a generation hear that one of them is lost, whatever they see of it themselves."""
+    return f"elastic/lost/{generation}"
 
 
 def notice_scope(generation: int) -> str:
@@ -75,6 +92,8 @@ class Answer:
     hosts: list[str] = field(default_factory=list)  #: of each, as the launcher numbers them
     #: Process sets of the former world, each as the ranks of its members that are left.
     sets: list[list[int]] = field(default_factory=list)
+    leaves: str = ""  #: with generation 0: this process leaves with notice, "one" of its world or "all"
+    rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
 
     def encoded(self) -> bytes:
         """As bytes for the store."""

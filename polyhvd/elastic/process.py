@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from polyhvd.elastic import leaving
 from polyhvd.elastic.places import Answer, Question, Seat
+from polyhvd.elastic.watch import Watch
 from polyhvd.runtime import current
 from polyhvd.runtime.world import Member, World
 
@@ -21,10 +23,12 @@ class Process:
 
     Args:
         seat: the connection to the launcher.
+        watch: what hears from it meanwhile.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, watch: Watch) -> None:
         self.seat = seat
+        self.watch = watch
         #: Enters the next world as ``init()`` has entered the first; None: there was none yet.
         self.rejoin: Callable[[], None] | None = None
         self._wired = False
@@ -38,8 +42,15 @@ class Process:
     def next_place(self) -> Answer:
         """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
         flags = self._wired, self._progressed, self._failure
-        question = Question(self.seat.answer.generation, *flags, self._sets)
-        answer = self.seat.next_place(question, current.prepare)
+        former = self.seat.answer
+        question = Question(former.generation, *flags, self._sets)
+        try:
+            answer = self.seat.next_place(question, current.prepare)
+        except SystemExit:
+            if (told := self.seat.answer.leaves) and former.generation:
+                place = former.placement(self.seat.member)
+                leaving.take_leave(leaving.Leave(place.rank, place.size, everyone=told == "all"))
+            raise
         self._wired, self._progressed, self._failure = False, False, ""
         return answer
 
@@ -89,6 +100,7 @@ class Process:
         """The next world is there; objects of the last one's process sets stand for those that it has."""
         self.rejoin = rejoin
         self._wired = True
+        self.watch.follow(world)
         for item, place in self._objects:
             number = self._numbers[place]
             if item.process_set_id is not None:
@@ -120,9 +132,10 @@ def find() -> Process | None:
     return _process
 
 
-def take_seat(make: Callable[[], Seat]) -> Process:
-    """This process as a member, which is made by the first call; raises what ``make`` does."""
+def take_seat(make: Callable[[], Seat], make_watch: Callable[[], Watch]) -> Process:
+    """This process as a member, which is made by the first call; raises what the functions do."""
     global _process
     if _process is None:
-        _process = Process(make())
+        _process = Process(make(), make_watch())
+        leaving.heed(_process.watch)
     return _process

@@ -2,11 +2,9 @@
 
 Runs as a process of its own, started directly or through ssh, and gets its program sent: this file and
 ``processes.py``, see :mod:`polyhvd.launch.agent_program`. So it uses the standard library alone, and nothing
-newer than Python 3.8. It lives as long as its standard
-input: when the launcher dies, however it dies, every rank and every process that a rank has started
-is killed. It is two processes: the agent, and above it a guard that does the same when the agent is
-killed. When nothing is heard of the launcher for a while, though the connection stands, the ranks are ended
-gently.
+newer than Python 3.8. It lives as long as its standard input: when the launcher dies, however it dies, every
+rank and every process that a rank has started is killed. It is two processes: the agent, and above it a guard
+that does the same when the agent is killed. Where the launcher falls silent, the ranks are ended gently.
 
 Frames in both directions: kind, rank, size, payload. The agent writes MAGIC first, since a login
 shell may have printed something before.
@@ -43,6 +41,7 @@ STARTED = 3  # payload: pid
 EXITED = 4
 FAILED = 5  # the rank was not started; payload: exit status, reason
 REPORT = 7  # what a rank has suffered from others, each with a final zero; comes before EXITED
+NOTICE = 12  # this agent was told to end, by the signal in place of a rank
 FACTS = 11  # what the program of the EXAMINE with this number has written; empty: it has ended
 # From a host that has come by itself, see polyhvd/launch/joining.py; an agent knows nothing of them
 HELLO = 8  # payload: JSON
@@ -247,6 +246,7 @@ class Agent:
             self._pass_on(number, process)
         elif not self._stopping:
             self._stopping = True
+            self._send(NOTICE, number, b"")
             self._pass_on(number, process)
             if number != signal.SIGTERM:
                 now += INTERRUPT_GRACE_S

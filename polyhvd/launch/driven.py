@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +38,9 @@ class DrivenJob(Protocol):
 
     def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
         """Start a process on the host of this number; ``place`` is what its environment says."""
+
+    def endpoint(self, number: int, numbers: Set[int]) -> str:
+        """Where the ranks of the host of this number meet those of the hosts of these."""
 
     def say(self, text: str) -> None:
         """Tell the user."""

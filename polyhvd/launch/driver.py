@@ -11,6 +11,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING
 
 from polyhvd.elastic.membership import (
     Action,
@@ -24,12 +25,16 @@ from polyhvd.elastic.membership import (
     Notify,
     Start,
 )
-from polyhvd.elastic.places import ASKS, Answer, Question, notice_scope, place_scope
+from polyhvd.elastic.places import ASKS, LEAVES, Answer, Question, lost_scope, notice_scope, place_scope
 from polyhvd.launch.blame import Ending, describe
+from polyhvd.launch.control import Control, Request
 from polyhvd.launch.driven import RESUME_STATUS, DrivenJob, Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import Decision, GoOn, StartReplacement, StopOthers
 from polyhvd.runtime.placement import Placement, placements
+
+if TYPE_CHECKING:
+    from polyhvd.launch.host_checks import Problem
 
 __all__ = ["Driver"]
 
@@ -48,7 +53,11 @@ class Driver:
         self._hosts = {host.name: host for host in hosts}
         self._numbers = {host.name: number for number, host in enumerate(hosts)}
         self._job: DrivenJob | None = None
-        self._told: deque[tuple[int, bytes]] = deque()  # by the server's thread; needs no lock
+        self._told: deque[tuple[int, bytes | None]] = deque()  # by the server's thread; needs no lock
+        self._requests: deque[Request] = deque()  # by the control's thread, likewise
+        self._leaves: list[tuple[Request, set[int]]] = []  # who waits for whom to leave
+        self._control: Control | None = None
+        self._signalled = self._stopped = False  # the job is ended from outside; at once
         self._questions: dict[int, Question] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost
         self._resumable = False
@@ -61,6 +70,10 @@ class Driver:
         """End the discovery."""
         if self._discovery is not None:
             self._discovery.close()
+        if self._control is not None:
+            self._control.close()
+        for request in (*self._requests, *(request for request, _ in self._leaves)):
+            request.close()
         os.close(self.wake)
         os.close(self._alarm)
 
@@ -82,6 +95,13 @@ class Driver:
         if scope.startswith(f"{ASKS}/"):
             self._told.append((member, value))
             self._ring()
+        elif scope == LEAVES:
+            self._told.append((member, None))
+            self._ring()
+
+    def _take_request(self, request: Request) -> None:
+        self._requests.append(request)
+        self._ring()
 
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -93,6 +113,10 @@ class Driver:
         self._do(self._membership.hosts_are(self._slots(), now), first=True)
         if self._discovery is not None:
             self._discovery.begin(self._ring)
+        try:
+            self._control = Control(self._take_request)
+        except OSError as error:  # another container that shares this network has a launcher of this number
+            job.say(f"polyhvd leave cannot reach this job: {error.strerror}")
 
     def turn(self, now: float) -> None:
         """Look at what was told, and at the time."""
@@ -101,9 +125,17 @@ class Driver:
                 pass
         while self._told:
             member, value = self._told.popleft()
+            if value is None:
+                self._leave({member}, now)
+                continue
             with contextlib.suppress(ValueError, TypeError, KeyError):  # no question of ours
                 question = Question.decoded(value)
                 self._questions[member] = question
+                # One that was given up may be heard of again, when its host's network is whole.
+                if not self._membership.has(member):
+                    self._dismiss(member)
+                if self._stopped or self.over:
+                    continue
                 self._do(
                     self._membership.asks(
                         member,
@@ -114,6 +146,12 @@ class Driver:
                         failed=bool(question.failure),
                     )
                 )
+        while self._requests:
+            self._obey(self._requests.popleft(), now)
+        if self._stopped or self.over:
+            self._dismiss_all()  # also who has asked before
+        if self._stopped or self._membership.all_are_leaving:
+            return
         if self._discovery is not None:
             for text in self._discovery.complaints():
                 self._say(text)
@@ -129,13 +167,18 @@ class Driver:
         """Have a member that was lost replaced, and end the job for what would only recur."""
         fate = _fate_of(ending)
         self._questions.pop(ending.rank, None)
+        self._tell_who_waits(ending.rank)
+        if self._stopped:
+            return GoOn()
         if fate is not Fate.WELL:
             self._endings[ending.rank] = ending
         if self.over:  # of another cause, which is about to end this one, too
             return StopOthers(now + _SETTLE_S) if ending.failed else GoOn()
+        counted = self._membership.staying | set(self._membership.ranks)
         actions = self._membership.ended(ending.rank, fate, now)
         ends = [action for action in actions if isinstance(action, End)]
-        if fate is Fate.LOST and not ends:
+        is_loss = ending.rank in counted and not self._membership.all_are_leaving
+        if fate is Fate.LOST and not ends and is_loss:
             self._say(f"{describe(ending)}; the job goes on")
         if not any(end.cause == ending.rank for end in ends):
             self._do(actions)
@@ -144,6 +187,84 @@ class Driver:
         if ends[0].reason:
             self._say(ends[0].reason)
         return StopOthers(now + _SETTLE_S)
+
+    def refuse(self, number: int, problems: Sequence[Problem], now: float) -> set[int]:
+        """A host cannot take part: say why, and go on without it; returns the members that it was to have."""
+        assert self._job is not None
+        name = next(host for host, known in self._numbers.items() if known == number)
+        for problem in problems:
+            self._say(f"{name} cannot take part for now: {problem.what}: {problem.found}; {problem.cure}")
+        gone = self._membership.unready_on(name)
+        self._do(self._membership.host_unfit(name, now, others_may_come=self._discovery is not None))
+        return gone
+
+    # Leaving
+
+    def stop(self, now: float, *, notice: bool) -> None:
+        """Somebody ends the job: all members leave at their next boundary, if they are given the time."""
+        if self._job is None or self._stopped or self.over:
+            return
+        self._stopped, self._signalled = not notice, True
+        if notice:
+            self._do(self._membership.all_leave(now))
+
+    def host_leaves(self, number: int, now: float) -> None:
+        """The agent of a host was told to end."""
+        name = next(host for host, known in self._numbers.items() if known == number)
+        if self._goes_on:
+            self._say(f"{name} leaves with notice")
+        self._do(self._membership.host_leaves(name, now))
+
+    @property
+    def _goes_on(self) -> bool:
+        return not (self.over or self._stopped or self._membership.all_are_leaving)
+
+    def _leave(self, members: set[int], now: float) -> None:
+        if self._goes_on:
+            for member in sorted(members & self._membership.staying):
+                self._say(f"{self._named(member)} leaves with notice")
+        self._do(self._membership.leaves(sorted(members), now))
+
+    def _named(self, member: int) -> str:
+        ranks = self._membership.ranks
+        place = f"rank {ranks.index(member)}" if member in ranks else "no rank"
+        return f"process {member} ({place}) on {self._membership.host_of(member)}"
+
+    def _obey(self, request: Request, now: float) -> None:
+        """Somebody wants ranks or hosts to leave."""
+        try:
+            hosts = [str(host) for host in request.words["hosts"]]
+            members = {int(number) for number in request.words["processes"]}
+            ranks, wanted = self._membership.ranks, [int(rank) for rank in request.words["ranks"]]
+            members |= {ranks[rank] if 0 <= rank < len(ranks) else -1 for rank in wanted}
+        except (KeyError, TypeError, ValueError):
+            hosts, members, wanted = [], set(), []
+        unknown = [host for host in hosts if host not in self._hosts]
+        staying = self._membership.staying
+        if unknown or not members <= staying or not (hosts or members):
+            known = ", ".join(self._named(member) for member in sorted(staying))
+            request.answer(error=f"no such host or process; hosts: {', '.join(self._hosts)}; {known}")
+            request.close()
+            return
+        leaving = members | {member for member in staying if self._membership.host_of(member) in hosts}
+        request.answer(leaving=[*map(self._named, sorted(leaving)), *hosts])
+        for host in hosts:
+            self.host_leaves(self._numbers[host], now)
+        self._leave(members, now)
+        if request.words.get("wait"):
+            self._leaves.append((request, leaving))
+            self._tell_who_waits(-1)
+        else:
+            request.close()
+
+    def _tell_who_waits(self, gone: int) -> None:
+        """A process has ended: whoever waited for it to leave may go."""
+        for request, members in self._leaves:
+            members.discard(gone)
+            if not members:
+                request.answer(left=True)
+                request.close()
+        self._leaves = [item for item in self._leaves if item[1]]
 
     # Doing
 
@@ -175,13 +296,13 @@ class Driver:
                 ending = self._endings[action.member]
                 text = json.dumps([True, f"{describe(ending)} while the ranks met"]).encode()
                 self._job.rendezvous.post(f"init/{action.generation}/failed", 0, text)
+                self._job.rendezvous.post(lost_scope(action.generation), 0, describe(ending).encode())
             elif isinstance(action, Notify):
                 self._job.rendezvous.post(notice_scope(action.generation), 0, b"")
             elif isinstance(action, Dismiss):
                 self._dismiss(action.member)
             elif isinstance(action, Finish):
-                for member in list(self._questions):
-                    self._dismiss(member)
+                self._dismiss_all()
                 self._job.finish()
             else:
                 self._end(action)
@@ -205,25 +326,37 @@ class Driver:
         oldest = next((self._questions[m] for m in members if self._questions[m].after), Question())
         ranks = {member: rank for rank, member in enumerate(members)}
         sets = [sorted(ranks[m] for m in those if m in ranks) for those in oldest.sets]
-        answer = Answer(generation, members, hosts, sets).encoded()
+        numbers = {self._numbers[host] for host in action.hosts}
         for former in (generation - 2, generation - 1):
             self._job.rendezvous.drop(f"init/{former}/")
-            self._job.rendezvous.drop(notice_scope(former))
-        for member in members:
+            for scope in (notice_scope(former), lost_scope(former)):
+                self._job.rendezvous.drop(scope, waiters=True)
+        for member, host in zip(members, action.hosts, strict=True):
+            endpoint = self._job.endpoint(self._numbers[host], numbers)
+            answer = Answer(generation, members, hosts, sets, rendezvous=endpoint).encoded()
             self._job.rendezvous.post(place_scope(member, self._questions[member].after), 0, answer)
-        if generation > 1:
-            size = len(members)
+        size = len(members)
+        if generation > 1 or size < self._limits.size:
             self._say(f"generation {generation}: {size} rank{'s' if size > 1 else ''}")
+
+    def _dismiss_all(self) -> None:
+        """Nobody who waits for a place will have one any more."""
+        for member in list(self._questions):
+            self._dismiss(member)
+        self._questions.clear()
 
     def _dismiss(self, member: int) -> None:
         assert self._job is not None
         question = self._questions.get(member)
         if question is not None:
             scope = place_scope(member, question.after)
-            self._job.rendezvous.post(scope, 0, Answer(0).encoded())
+            leaves = self._membership.leaves_by(member)
+            self._job.rendezvous.post(scope, 0, Answer(0, leaves=leaves).encoded())
 
     def _end(self, action: End) -> None:
         assert self._job is not None
+        if self._signalled:
+            return  # it ends anyway
         cause = None if action.cause is None else self._endings.get(action.cause)
         said = [f"process {m} says: {q.failure}" for m, q in sorted(self._questions.items()) if q.failure]
         reason = action.reason if cause is not None or not said else f"{action.reason}; {said[0]}"

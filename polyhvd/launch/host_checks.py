@@ -261,7 +261,7 @@ class HostChecks:
         """Ask a host whose agent has answered, unless it was asked."""
         host = self._hosts[process]
         if process.ready and host.asked < 0:
-            self._ask(host, [self._serve(self._address_towards(host)), *self._served.values()], "")
+            self._ask(host, [self.serve(process.host), *self._served.values()], "")
 
     def take(self, process: HostAgent, number: int, payload: bytes) -> None:
         """A part of what a host has said in answer to a request; empty: it says no more."""
@@ -299,10 +299,10 @@ class HostChecks:
         else:
             host.problems.append(unreachable(process.host, process.program, status, [*process.complaints]))
 
-    def give_up(self) -> None:
-        """The time is over: hosts that have not answered by now do not take part."""
+    def give_up(self, process: HostAgent | None = None) -> None:
+        """The time is over: hosts that have not answered by now, or that of one agent, do not take part."""
         for host in self._hosts.values():
-            if not host.done and host.process.ready:
+            if not host.done and host.process.ready and process in (None, host.process):
                 host.done = True
                 text = f"its agent runs, and has not looked around within {self._start_timeout_s:g} s"
                 cure = "a file system that hangs there? --start-timeout sets the time"
@@ -316,6 +316,18 @@ class HostChecks:
     def problems(self) -> list[Problem]:
         """Why hosts cannot take part."""
         return [problem for host in self._hosts.values() for problem in host.problems]
+
+    def problems_of(self, process: HostAgent) -> list[Problem]:
+        """Why the host of this agent cannot take part; none: it can, or it is not known yet."""
+        return self._hosts[process].problems
+
+    def has_passed(self, process: HostAgent) -> bool:
+        """Whether the host of this agent can take part."""
+        return self._hosts[process].done and not self._hosts[process].problems
+
+    def awaits(self, process: HostAgent) -> bool:
+        """Whether what the host of this agent says is for these checks: of every one."""
+        return process in self._hosts
 
     def way_back(self, process: HostAgent) -> WayBack:
         """How a host has reached the rendezvous."""
@@ -341,11 +353,11 @@ class HostChecks:
         program = examination(modules, {**host.request, **reach})
         host.process.tell(agent.EXAMINE, program, host.number)
 
-    def _address_towards(self, host: _Host) -> str:
-        """The address of this host that the kernel would use to reach another one."""
-        if self._fixed or network.is_local(host.process.host):
-            return next(iter(self._served))
-        return network.address_for(host.process.host.rpartition("@")[2])
+    def serve(self, host: str) -> str:
+        """Have the rendezvous listen where the kernel would have a host reach it; returns the endpoint."""
+        if self._fixed or network.is_local(host):
+            return next(iter(self._served.values()))
+        return self._serve(network.address_for(host.rpartition("@")[2]))
 
     def _serve(self, address: str) -> str:
         """Have the rendezvous listen on an address, too; where it cannot, the first one has to do."""

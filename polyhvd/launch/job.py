@@ -11,9 +11,10 @@ import select
 import selectors
 import signal
 import time
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from polyhvd.launch import agent
+from polyhvd.launch.admission import Admission
 from polyhvd.launch.blame import (
     Ending,
     describe,
@@ -26,19 +27,21 @@ from polyhvd.launch.blame import (
 )
 from polyhvd.launch.driven import RESUME_STATUS, driver_of
 from polyhvd.launch.hosts import Host
-from polyhvd.launch.job_spec import JobSpec
+from polyhvd.launch.job_spec import JobSpec, address_of
 from polyhvd.launch.output import Output, await_reader
 from polyhvd.launch.policy import StartReplacement, StopOthers
 from polyhvd.launch.programs import rank_environment
 from polyhvd.launch.providers.local_agents import LocalAgents
 from polyhvd.launch.providers.starting import AgentProvider, HostAgent
-from polyhvd.launch.signals import passing_signals_to
+from polyhvd.launch.pulses import Outboxes, Pulses
+from polyhvd.launch.signals import passing_signals_to, stop_like_others
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:
+    from polyhvd.launch.driver import Driver
     from polyhvd.launch.host_checks import HostChecks
 
 __all__ = ["Job", "JobSpec"]
@@ -59,7 +62,7 @@ class Job:
         self._spec = spec
         self._output = output
         self.say = output.say
-        self._silence_s = spec.heartbeat_timeout_s  # of an agent; 0: it may be silent for ever
+        self._pulses = Pulses(spec.heartbeat_timeout_s)
         self.secret = spec.secret or new_secret()
         self.cause: Ending | None = None  # of the job's failure, after ``run``
         self._local = [] if spec.agents else [network.is_local(host.name) for host in spec.hosts]
@@ -67,19 +70,20 @@ class Job:
         self._driver = driver_of(spec.elastic, spec.hosts)
         self._what = "rank" if self._driver is None else "process"
         observe = None if self._driver is None else self._driver.observe
-        self.rendezvous = Server(parse_secret(self.secret), self._address(), observe=observe)
+        self.rendezvous = Server(parse_secret(self.secret), address_of(spec, self._local), observe=observe)
+        self._admission = Admission(spec, self.rendezvous, self.secret)  # of an elastic job's hosts
+        self.endpoint = self._admission.endpoint
         self._selector = selectors.DefaultSelector()
+        self._outboxes = Outboxes(self._selector)
         self._agents: list[HostAgent] = []
         self._numbers: dict[HostAgent, int] = {}  # of their hosts
         self._start_by: dict[HostAgent, float] = {}
         self._unstarted: list[tuple[HostAgent, list[Placement], Host]] = []
-        self._checks: HostChecks | None = None  # until all hosts have passed
-        self._heartbeats: dict[HostAgent, agent.Heartbeat] = {}  # of those that have answered
+        self._checks: HostChecks | Admission | None = None  # until all hosts have passed
         self._gone: set[HostAgent] = set()
         self._awaiting = False  # somebody who reads our output
         self._holding = False  # ranks must write no more
         self._unfinished: list[int] = []  # ranks that have ended meanwhile
-        self._full: list[IO[bytes]] = []  # inputs of agents that take nothing for now
         self._lost = False  # an agent was silent for too long
         self._running = {placement.rank for placement in spec.placements}
         self._endings: list[Ending] = []
@@ -138,14 +142,6 @@ class Job:
 
     # Starting
 
-    def _address(self) -> str:
-        if self._spec.address:
-            return self._spec.address
-        if self._spec.interface:
-            return network.address_of(self._spec.interface)
-        others = [host.name for host, local in zip(self._spec.hosts, self._local, strict=True) if not local]
-        return network.address_for(others[0].rpartition("@")[2]) if others else network.loopback()
-
     def _start_agents(self) -> None:
         for number, host in enumerate(self._spec.hosts):
             placements = [item for item in self._spec.placements if item.host == str(number)]
@@ -177,8 +173,6 @@ class Job:
             checks.add(process, [spec.argv_of([item.rank]) for item in items], env)
         while checks.pending and not self._stopping:
             self._turn()
-            for process in self._agents:
-                self._hear(process)  # it beats less often before it has a job
             if time.monotonic() >= start_by:
                 checks.give_up()
         self._checks = None
@@ -196,6 +190,7 @@ class Job:
             own = [(p.rank, rank_environment(self._spec.programs, p, host.name)) for p in placements]
             process.start(self._order(own, process, endpoint))
         if self._driver is not None:
+            self._checks = self._admission
             self._selector.register(self._driver.wake, selectors.EVENT_READ, self._driver)
             self._driver.begin(self, time.monotonic())
         elif self._spec.verbose:
@@ -218,21 +213,45 @@ class Job:
             "POLYHVD_HOST_ID": str(self._numbers[process]),
         }
         order = self._spec.order(ranks, process.environment, told)
-        return {**order, "heartbeat_timeout_s": self._silence_s, "ignored": self._ignored}
+        return {**order, "heartbeat_timeout_s": self._pulses.silence_s, "ignored": self._ignored}
 
     def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
         """For the driver of an elastic job, see :class:`polyhvd.launch.driven.DrivenJob`."""
-        if number == len(self._hosts):
-            self._hosts.append(host)
-            self._local.append(network.is_local(host.name))
-        there = (item for item in self._agents if self._numbers[item] == number and not item.ended)
-        process = next(there, None) or self._start_agent(number)
+        self._running.add(member)
         while self._output.size <= member:
             self._output.add_rank()
-        self._running.add(member)
+        process = self._agent_on(host, number)
         variables = {**rank_environment((), place, host.name), "POLYHVD_MEMBER": str(member)}
-        order = self._order([(member, variables)], process, self.rendezvous.endpoint)
-        process.start({**order, "local_size": place.local_size, "stays": True})
+
+        def start() -> None:
+            order = self._order([(member, variables)], process, self.endpoint(number, {number}))
+            process.start({**order, "local_size": place.local_size, "stays": True})
+
+        self._admission.when_fit(process, start)
+
+    def _agent_on(self, host: Host, number: int) -> HostAgent:
+        """The agent on a host of an elastic job; a new one is to say first whether the host is fit."""
+        while number >= len(self._hosts):
+            self._hosts.append(host)
+            self._local.append(network.is_local(host.name))
+        self._hosts[number] = host
+        for process in self._agents:
+            refused = process.ended or self._admission.refuses(process)
+            if self._numbers[process] == number and not refused:
+                return process
+        process = self._start_agent(number)
+        if self._spec.agents is None and not self._local[number]:
+            self._admission.expect(process, number)
+        return process
+
+    def _admit(self, driver: Driver) -> None:
+        """Start members on hosts that have proved fit, and refuse the others."""
+        for process, problems in self._admission.settle():
+            members = driver.refuse(self._numbers[process], problems, time.monotonic())
+            self._running -= members
+            for member in members:
+                self._output.finish(member)
+            (process.cut if process.ready else process.kill)()
 
     def end(self, reason: str, cause: Ending | None, status: int) -> None:
         """End the job, which has failed."""
@@ -259,9 +278,10 @@ class Job:
     # The loop
 
     def _turn(self) -> None:
-        checking = self._checks is not None
-        starting = [item for item in self._agents if not item.ended and (checking or not item.ready)]
-        self._watch_outboxes()
+        starting = [
+            item for item in self._agents if not item.ended and (self._judges(item) or not item.ready)
+        ]
+        self._outboxes.watch(self._agents)
         self._catch_up()
         deadlines = [self._start_by[process] for process in starting]
         if self._driver is not None and not self._stopping:
@@ -283,10 +303,13 @@ class Job:
             if now >= self._start_by[process] and not process.ready and not process.ended:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
                 process.kill()
-        if self._driver is not None and not self._stopping:
+        if self._driver is not None:
+            if not self._stopping:
+                self._admission.give_up(item for item in starting if now >= self._start_by[item])
+                self._admit(self._driver)
             self._driver.turn(now)
         self._take_steps(now)
-        for process in self._exchange_signs_of_life(now):
+        for process in self._pulses.exchange(self._agents, now, self._judges):
             self._give_up(process)
 
     def _catch_up(self) -> None:
@@ -297,32 +320,6 @@ class Job:
             if process.ready and not process.ended and process.unread_bytes:
                 self._take(process)
 
-    def _watch_outboxes(self) -> None:
-        """Wake up when an agent takes more of what it is to be told."""
-        for process in self._agents:
-            if process.ended:
-                continue
-            done = process.flush()
-            if process.stdin in self._full and done:
-                self._full.remove(process.stdin)
-                self._selector.unregister(process.stdin)
-            elif process.stdin not in self._full and not done:
-                self._full.append(process.stdin)
-                self._selector.register(process.stdin, selectors.EVENT_WRITE, (process, process.flush))
-
-    def _exchange_signs_of_life(self, now: float) -> list[HostAgent]:
-        """Give the agents ours, and say which have given none for too long. See Heartbeat."""
-        silent = []
-        for process in self._agents:
-            if not process.ready:
-                continue
-            beat = self._heartbeats.setdefault(process, agent.Heartbeat(self._silence_s, now))
-            if beat.is_due(now):
-                process.tell(agent.BEAT)
-            if beat.is_silent(now) and not process.ended:
-                silent.append(process)
-        return silent
-
     def _give_up(self, process: HostAgent) -> None:
         """Nothing has come from this agent for too long: its host counts as lost."""
         self._lost = True
@@ -330,8 +327,8 @@ class Job:
         process.ended = True
         self._agent_ended(
             process,
-            f"was lost: nothing was heard of {process.host} for {self._silence_s:g} s (is its network cut, "
-            f"or {process.program} stopped?); the ranks there end by themselves",
+            f"was lost: nothing was heard of {process.host} for {self._pulses.silence_s:g} s (is its network "
+            f"cut, or {process.program} stopped?); the ranks there end by themselves",
         )
 
     def _timer_s(self, *others: float) -> float | None:
@@ -340,8 +337,7 @@ class Job:
             times.append(self._stop_at)
         now = time.monotonic()
         waits = [moment - now for moment in times]
-        waits += [self._heartbeats[item].timer_s(now) for item in self._heartbeats]
-        timer_s = max(0.0, min(waits, default=float("inf")))
+        timer_s = max(0.0, min([*waits, self._pulses.timer_s(now)]))
         return timer_s if timer_s < float("inf") else None
 
     def _take_steps(self, now: float) -> None:
@@ -373,8 +369,8 @@ class Job:
                 self._take_steps(now)
                 for process in unheard:
                     if process.is_done():  # and will be silent for as long as nobody reads
-                        self._hear(process)
-                for process in self._exchange_signs_of_life(now):
+                        self._pulses.hear(process)
+                for process in self._pulses.exchange(self._agents, now, self._judges):
                     self._give_up(process)
                 if now >= hold_at and not self._holding:
                     self._holding = True
@@ -401,22 +397,22 @@ class Job:
                 heard[process.stdout.fileno()] = process
                 poll.register(process.stdout, select.POLLIN)
             else:
-                self._hear(process)  # it is for us to read
+                self._pulses.hear(process)  # it is for us to read
         timer_s = self._timer_s(*([until] if until < float("inf") else []))
         ready = {fd for fd, _ in poll.poll(None if timer_s is None else 1000 * timer_s)}
         for fd in ready & heard.keys():
             if heard[fd].put_aside():
-                self._hear(heard[fd])
+                self._pulses.hear(heard[fd])
             else:
                 unheard.add(heard[fd])
         return ready
 
-    def _hear(self, process: HostAgent) -> None:
-        if process in self._heartbeats:
-            self._heartbeats[process].heard(time.monotonic())
+    def _judges(self, process: HostAgent) -> bool:
+        """Whether it is not known yet if the host of this agent can take part."""
+        return self._checks is not None and self._checks.awaits(process)
 
     def _take(self, process: HostAgent) -> None:
-        self._hear(process)
+        self._pulses.hear(process)
         try:
             frames = process.receive()
         except ValueError as error:
@@ -442,6 +438,8 @@ class Job:
                 self._exited(rank, process, status, f"was not started: {reason}")
             elif kind == agent.FACTS and self._checks is not None:
                 self._checks.take(process, rank, payload)
+            elif kind == agent.NOTICE and rank == signal.SIGTERM and self._driver is not None:
+                self._driver.host_leaves(self._numbers[process], time.monotonic())
             elif kind == agent.SIGNALLED:
                 self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
         if process.ended:
@@ -452,11 +450,9 @@ class Job:
             return
         self._gone.add(process)
         self._selector.unregister(process.stdout)
-        if process.stdin in self._full:
-            self._full.remove(process.stdin)
-            self._selector.unregister(process.stdin)
+        self._outboxes.forget(process)
         lost = [rank for rank in process.ranks if rank in self._running]
-        if not lost and self._checks is None:
+        if not lost and not self._judges(process):
             return
         with contextlib.suppress(KeyError):  # read to the end already
             self._selector.unregister(process.stderr)
@@ -464,7 +460,7 @@ class Job:
                 pass
         what = "was lost" if process.ready else "was not started"
         status = process.close()
-        if self._checks is not None:
+        if self._checks is not None and self._checks.awaits(process):
             return self._checks.lost(process, status, reason)
         reason = reason or f"{what}: {process.fault or f'{process.program} ended with status {status}'}"
         process.end_strays()
@@ -482,12 +478,14 @@ class Job:
         else:
             self._output.finish(rank)
         ending = self._ending(rank, process, status, reason)
-        if self._stopping:
-            if status > 0:  # else it died of our signal
-                self._later.append(ending)
+        if self._stopping and status > 0:  # else it died of our signal
+            self._later.append(ending)
+        if self._stopping and self._driver is None:
             return
         policy = self._spec.policy if self._driver is None else self._driver
         decision = policy.on_ending(ending, frozenset(self._running), time.monotonic())
+        if self._stopping:
+            return
         if isinstance(decision, StartReplacement):
             if self._driver is None:
                 raise NotImplementedError(f"rank {rank}: only an elastic job can replace its ranks")
@@ -550,11 +548,9 @@ class Job:
     def _suspend(self) -> None:
         """Somebody has pressed Ctrl-Z: stop, as any program does. The ranks go on, and agents do not wait."""
         self._tell_all(agent.SUSPENDED)
-        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTSTP)  # returns when somebody continues us
-        signal.signal(signal.SIGTSTP, handler)
+        stop_like_others()
         for process in self._agents:
-            self._hear(process)
+            self._pulses.hear(process)
         self._tell_all(agent.BEAT)
 
     def _heed(self, number: int, now: float, *, say: bool) -> None:
@@ -572,6 +568,8 @@ class Job:
         elif not self._stopping:
             self._stopping = True
             self._stop_at = None
+            if self._driver is not None:
+                self._driver.stop(now, notice=number == signal.SIGTERM)
             self._end_gently(number, now)
             if say:
                 name = signal.Signals(number).name

@@ -15,12 +15,13 @@ from polyhvd.launch.policy import FailurePolicy, StopAtFirstFailure
 from polyhvd.launch.programs import Program, argv_of
 from polyhvd.launch.providers.ssh import SshAgents
 from polyhvd.launch.providers.starting import AgentProvider
+from polyhvd.rendezvous import network
 from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:
     from polyhvd.launch.providers.allocation import Allocation
 
-__all__ = ["JobSpec"]
+__all__ = ["JobSpec", "address_of"]
 
 
 @dataclass
@@ -109,3 +110,13 @@ class JobSpec:
             "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
             "ranks": ranks,
         }
+
+
+def address_of(spec: JobSpec, local: Sequence[bool]) -> str:
+    """Where the rendezvous of a job listens at first; ``local`` says of each host whether it is this one."""
+    if spec.address:
+        return spec.address
+    if spec.interface:
+        return network.address_of(spec.interface)
+    others = [host.name for host, is_local in zip(spec.hosts, local, strict=True) if not is_local]
+    return network.address_for(others[0].rpartition("@")[2]) if others else network.loopback()

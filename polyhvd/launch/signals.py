@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from polyhvd.launch import agent
 
-__all__ = ["passing_signals_to"]
+__all__ = ["passing_signals_to", "stop_like_others"]
 
 
 @contextlib.contextmanager
@@ -34,6 +34,13 @@ def passing_signals_to(alarm: int) -> Iterator[None]:
         for number, handler in former.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(former_alarm)
+
+
+def stop_like_others() -> None:
+    """Stop, as Ctrl-Z has any other program do; returns when somebody continues this process."""
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
 
 
 def _leave_to_the_loop(*_: object) -> None:

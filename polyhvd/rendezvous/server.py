@@ -92,9 +92,12 @@ class Server:
         """Write a value, unless there is one; from any thread, and without waiting for it."""
         self._tell(lambda: self._put(None, scope, index, value, own=False))
 
-    def drop(self, prefix: str) -> None:
-        """Forget the values of all scopes that begin so; from any thread."""
-        self._tell(lambda: self._values.drop(prefix))
+    def drop(self, prefix: str, *, waiters: bool = False) -> None:
+        """Forget the values of all scopes that begin so; from any thread.
+
+        With ``waiters`` those are forgotten as well who wait there for an answer.
+        """
+        self._tell(lambda: self._values.drop(prefix, waiters=waiters))
 
     def close(self) -> None:
         """Cut all connections and end the thread; clients that wait fail at once."""

@@ -83,8 +83,10 @@ class Values(Generic[Peer]):
             if 0 <= index < count:
                 gather.missing.add(index)
 
-    def drop(self, prefix: str) -> None:
-        """Forget all values of the scopes that begin so."""
+    def drop(self, prefix: str, *, waiters: bool = False) -> None:
+        """Forget all values of the scopes that begin so, and who waits there if that is said."""
+        for scope in [scope for scope in self._gathers if waiters and scope.startswith(prefix)]:
+            del self._gathers[scope]
         for scope in [scope for scope in self.scopes if scope.startswith(prefix)]:
             for index in list(self.scopes[scope]):
                 self.remove(scope, index)

@@ -248,6 +248,7 @@ class Course:
     started: int = 0
     finishing: bool = False  # a member of a world is done: the others finish without it
     ended: bool = False
+    leaving: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.limits)
@@ -283,6 +284,7 @@ class Course:
         assert set(action.members) <= self.asking, "nobody is placed who has not asked"
         assert set(action.members) <= self.living.keys()
         assert not set(action.members) & self.dismissed
+        assert not set(action.members) & self.leaving, "who was given notice is in no further world"
         assert len(action.members) <= self.limits.max_size
         assert action.hosts == tuple(self.living[member][0] for member in action.members)
         for host in set(action.hosts):
@@ -298,13 +300,21 @@ class Course:
 
     def step(self, data: st.DataObject) -> None:
         self.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 30.0]), label="time")
-        kind = data.draw(st.sampled_from(["ask", "ask", "ask", "lose", "well", "hosts", "time"]))
+        kinds = ["ask", "ask", "ask", "lose", "well", "hosts", "time", "unfit", "leave", "leave host"]
+        kind = data.draw(st.sampled_from(kinds))
         members = sorted(self.living)
         if kind == "hosts":
             names = data.draw(st.sets(st.sampled_from("abc")), label="hosts")
             self.hosts = {name: data.draw(st.integers(0, 3)) for name in sorted(names)}
             self.do(self.membership.hosts_are(self.hosts, self.now))
-        elif kind == "time" or not members:
+        elif kind == "unfit" and self.hosts:
+            host = data.draw(st.sampled_from(sorted(self.hosts)), label="host")
+            self._refuse(host, others_may_come=data.draw(st.booleans()))
+        elif kind == "leave host" and self.hosts:
+            host = data.draw(st.sampled_from(sorted(self.hosts)), label="host")
+            self.leaving |= {member for member in self.living if self.living[member][0] == host}
+            self.do(self.membership.host_leaves(host, self.now))
+        elif kind in ("time", "unfit", "leave host") or not members:
             self.do(self.membership.time_is(self.now))
         else:
             member = data.draw(st.sampled_from(members), label=kind)
@@ -312,12 +322,23 @@ class Course:
                 self.asking.add(member)
                 flags = {"wired": data.draw(st.booleans()), "progressed": data.draw(st.booleans())}
                 self.do(self.membership.asks(member, self.place[member], self.now, **flags))
+            elif kind == "leave":
+                self.leaving.add(member)
+                self.do(self.membership.leaves([member], self.now))
             else:
                 del self.living[member]
                 self.asking.discard(member)
                 fate = Fate.LOST if kind == "lose" else Fate.WELL
                 self.finishing |= fate is Fate.WELL and member in self.world
                 self.do(self.membership.ended(member, fate, self.now))
+
+    def _refuse(self, host: str, *, others_may_come: bool) -> None:
+        """Nothing can be started on a host: its processes that were never heard of are none."""
+        for member in self.membership.unready_on(host):
+            assert self.living.pop(member)[0] == host
+            assert member not in self.asking or member in self.dismissed
+            self.asking.discard(member)
+        self.do(self.membership.host_unfit(host, self.now, others_may_come=others_may_come))
 
     def let_it_run(self) -> None:
         """Whoever lives asks, and time goes on: the job is in a world then, or at its end."""
@@ -327,8 +348,14 @@ class Course:
             for member in sorted(self.living):
                 if member in self.dismissed:
                     self.do(self.membership.asks(member, self.place[member], self.now))
+                    del self.living[member]
+                    self.asking.discard(member)
+                    self.do(self.membership.ended(member, Fate.WELL, self.now))
+                    if self.ended:
+                        return
                     continue
-                if self.place[member] < self.generation or self.place[member] == 0 or self.is_broken():
+                behind = self.place[member] < self.generation or self.place[member] == 0
+                if behind or self.is_broken() or self.leaving & set(self.world):
                     self.asking.add(member)
                     self.do(
                         self.membership.asks(
@@ -340,7 +367,8 @@ class Course:
             self.now = min(max(self.membership.next_at(self.now), self.now + 0.1), self.now + 1000.0)
             self.do(self.membership.time_is(self.now))
             least = 1 if self.finishing else self.limits.min_size
-            if not self.is_broken() and least <= len(self.world):
+            is_whole = not self.is_broken() and not self.leaving & set(self.world)
+            if is_whole and least <= len(self.world):
                 return
         raise AssertionError("neither a world nor an end")
 
@@ -373,6 +401,86 @@ def test_any_course_of_events_keeps_the_rules_and_comes_to_a_world_or_an_end(
             course.step(data)
     if not course.ended:
         course.let_it_run()
+
+
+def test_host_that_is_unfit_rests_longer_each_time_and_others_form_the_world() -> None:
+    membership = Membership(Limits(3, 2, 3))
+    assert started(membership.hosts_are({"a": 2, "b": 1}, 0.0)) == [0, 1, 2]
+    assert membership.host_unfit("b", 1.0) == []
+    assert membership.next_at(1.0) == 6.0
+    membership.asks(0, 0, 2.0)
+    assert formed(membership.asks(1, 0, 2.0)) == [(0, 1)]
+    assert membership.time_is(6.0) == [Start(3, "b", 0)]
+    assert membership.host_unfit("b", 7.0) == []
+    assert membership.time_is(16.9) == []
+    assert membership.time_is(17.0) == [Start(4, "b", 0)]
+    membership.asks(4, 0, 18.0)
+    membership.ended(4, Fate.LOST, 19.0)
+    membership.host_unfit("b", 20.0)
+    assert membership.time_is(25.0) == [Start(6, "b", 0)]  # it had been fit meanwhile
+
+
+def test_host_that_is_unfit_ends_the_job_where_no_other_can_come() -> None:
+    limits = Limits(2, 2, 2)
+    membership = Membership(limits)
+    membership.hosts_are({"a": 1, "b": 1}, 0.0)
+    reason = "the other hosts have 1 slots, fewer than --min-np 2"
+    assert membership.host_unfit("b", 1.0, others_may_come=False) == [End(reason)]
+    membership = Membership(limits)
+    membership.hosts_are({"a": 1, "b": 1}, 0.0)
+    assert membership.host_unfit("b", 1.0, others_may_come=True) == []
+    assert membership.hosts_are({"a": 2, "b": 1}, 2.0) == [Start(2, "a", 1)]
+
+
+def test_host_that_is_listed_anew_does_not_rest() -> None:
+    membership = running(Limits(1, 1, 2), {"a": 1})
+    assert started(membership.hosts_are({"a": 1, "b": 1}, 1.0)) == [1]
+    membership.host_unfit("b", 2.0)
+    assert membership.hosts_are({"a": 1}, 3.0) == []
+    assert started(membership.hosts_are({"a": 1, "b": 1}, 4.0)) == [2]
+
+
+def test_member_that_leaves_is_in_no_further_world_and_its_slot_stays_empty() -> None:
+    membership = running(Limits(3, 2, 3), {"a": 3})
+    assert membership.leaves([0], 1.0) == [Notify(1)]
+    assert membership.leaves([0], 1.0) == []
+    actions = ask_all(membership, (0, 1, 2), 1, 2.0)
+    assert actions == [Form(2, (1, 2), ("a", "a")), Dismiss(0)]
+    assert membership.ended(0, Fate.WELL, 3.0) == []
+    assert membership.next_at(3.0) == float("inf")
+
+
+def test_spare_takes_the_place_of_a_member_that_leaves() -> None:
+    membership = running(Limits(2, 2, 2, spares=1), {"a": 2})
+    membership.leaves([1], 1.0)
+    assert formed(ask_all(membership, (0, 1), 1, 2.0)) == [(0, 2)]
+
+
+def test_member_that_leaves_is_replaced_where_too_few_would_be_left() -> None:
+    membership = running(Limits(2, 2, 2), {"a": 2})
+    assert membership.leaves([1], 1.0) == [Notify(1)]
+    assert ask_all(membership, (0, 1), 1, 2.0) == [Dismiss(1)]
+    assert membership.ended(1, Fate.WELL, 3.0) == [Start(2, "a", 1)]
+    assert formed(membership.asks(2, 0, 4.0)) == [(0, 2)]
+
+
+def test_host_that_leaves_is_used_again_when_it_is_listed_anew() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 1, "b": 1})
+    assert membership.host_leaves("b", 1.0) == [Notify(1)]
+    assert formed(ask_all(membership, (0, 1), 1, 2.0)) == [(0,)]
+    membership.ended(1, Fate.WELL, 3.0)
+    assert membership.hosts_are({"a": 1, "b": 1}, 4.0) == []
+    assert membership.hosts_are({"a": 1}, 5.0) == []
+    assert membership.hosts_are({"a": 1, "b": 1}, 6.0) == [Start(2, "b", 0)]
+
+
+def test_job_that_everybody_leaves_can_be_resumed() -> None:
+    membership = running(Limits(2, 1, 2, spares=1), {"a": 2})
+    membership.leaves([0], 1.0)
+    assert not membership.all_are_leaving
+    membership.leaves([1], 1.0)
+    assert membership.all_are_leaving
+    assert ask_all(membership, (0, 1), 1, 2.0) == [Dismiss(0), Dismiss(1)]
 
 
 def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
 
 from polyhvd.runtime import current
 
-pytestmark = pytest.mark.ranks(1, 3, framework="numpy")
+everywhere = pytest.mark.ranks(1, 3, framework="numpy")
 
 
+@everywhere
 def test_notice_is_seen_by_all_ranks_after_the_same_operation() -> None:
     engine = current.world().engine
     assert engine.notice == 0
@@ -26,6 +32,7 @@ def test_notice_is_seen_by_all_ranks_after_the_same_operation() -> None:
     assert hvd.allgather_object(seen) == hvd.size() * [seen]
 
 
+@everywhere
 def test_notice_that_has_come_is_not_seen_before_the_next_operation() -> None:
     engine = current.world().engine
     before = engine.notice
@@ -37,6 +44,7 @@ def test_notice_that_has_come_is_not_seen_before_the_next_operation() -> None:
     assert engine.notice == before + 1
 
 
+@everywhere
 def test_later_tuning_takes_no_notice_back() -> None:
     engine = current.world().engine
     before = engine.notice
@@ -51,8 +59,39 @@ def test_later_tuning_takes_no_notice_back() -> None:
     assert hvd.allgather_object(engine.tuning == engine.tuning) == hvd.size() * [True]
 
 
+@everywhere
 def test_only_rank_0_notifies() -> None:
     if hvd.rank() > 0:
         with pytest.raises(hvd.InvalidArgumentError, match=r"notify\(\): rank 0 alone does"):
             current.world().engine.notify(1)
     hvd.barrier()
+
+
+def reduce_for_ever(x: np.ndarray) -> None:
+    while True:
+        hvd.allreduce(x, name="x")
+
+
+@pytest.mark.ranks(2, framework="numpy", fresh=True)
+def test_abort_ends_a_transfer_that_does_not_move() -> None:
+    """What a rank is told of another one's loss must reach its program in the midst of a transfer, too."""
+    pids = hvd.allgather_object(os.getpid())
+    x = np.ones(1 << 20)
+    stopped_at: list[float] = []
+
+    def stop_the_other() -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(0.3)  # it may have been about to send
+        stopped_at.append(time.monotonic())
+        current.world().engine.abort("a test")
+
+    if hvd.rank() == 0:
+        threading.Timer(0.3, stop_the_other).start()
+    try:
+        with pytest.raises(hvd.PeerLostError, match="a test"):
+            reduce_for_ever(x)
+        if hvd.rank() == 0:
+            assert time.monotonic() < stopped_at[0] + 10
+    finally:
+        if hvd.rank() == 0:
+            os.kill(pids[1], signal.SIGCONT)

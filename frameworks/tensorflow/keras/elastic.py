@@ -9,6 +9,7 @@ from polyhvd.tensorflow.elastic import run, run_fn
 from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
+from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.variables import KerasModelState
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -22,6 +23,7 @@ __all__ = [
     "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "on_leave",
     "run",
     "run_fn",
 ]

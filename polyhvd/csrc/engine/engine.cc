@@ -217,6 +217,9 @@ bool Engine::progress() {
 
 void Engine::check_health() {
   if (const auto reason = parts_.liveness->abort_reason()) throw Failure(*reason);
+  if (abort_said_.load(std::memory_order_acquire)) {
+    throw Failure(ErrorCode::kPeerLost, abort_reason_);
+  }
   if (options_.mailbox) options_.mailbox->tick();
   stall_watch_->check();
   const auto now = Clock::now();
@@ -392,13 +395,18 @@ void Engine::claim_role() {
 }
 
 void Engine::abort(const std::string& reason) {
+  const std::string text = "rank " + std::to_string(rank_) + " ended the job: " + reason;
+  if (!aborting_.exchange(true)) {
+    abort_reason_ = text;
+    abort_said_.store(true, std::memory_order_release);
+  }
   role_.claim();
   parking_->wake_if_asleep();
   while (!take_role()) {
     if (stopping_.load()) return;
     role_.await([] { return false; });
   }
-  fail({ErrorCode::kPeerLost, "rank " + std::to_string(rank_) + " ended the job: " + reason});
+  fail({ErrorCode::kPeerLost, text});
   release_role();
 }
 

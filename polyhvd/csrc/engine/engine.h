@@ -105,7 +105,7 @@ class Engine {
   // Ends this rank's part in good order: what was agreed still runs, what is
   // pending fails. Idempotent.
   void shutdown();
-  // Ends the job for everybody.
+  // Ends the job for everybody, also while an operation runs that does not move. Any thread.
   void abort(const std::string& reason);
   // In a forked child: closes the descriptors, and nothing else ever again.
   void abandon() noexcept;
@@ -190,6 +190,9 @@ class Engine {
   Lending lending_;  // likewise
   Tuner tuner_;      // likewise
 
+  std::atomic<bool> aborting_{false};     // somebody has said why, or is about to
+  std::atomic<bool> abort_said_{false};   // so that whoever has the role gives up
+  std::string abort_reason_;              // written once, before abort_said_
   std::atomic<bool> left_behind_{false};  // the parent has left, and so this engine ended
   std::atomic<bool> stopping_{false};     // by shutdown(): the engine's thread ends
   std::atomic<bool> abandoned_{false};    // in a forked child, where that thread does not exist

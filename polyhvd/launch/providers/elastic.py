@@ -7,10 +7,11 @@ import time
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.elastic.places import Seat
 from polyhvd.elastic.process import take_seat
+from polyhvd.elastic.watch import Watch
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.meeting import given_secret
 from polyhvd.rendezvous.client import Client
-from polyhvd.rendezvous.store import Store, StoreError
+from polyhvd.rendezvous.store import Store, StoreError, job_name
 from polyhvd.runtime.placement import Placement
 
 __all__ = ["meet_as_member"]
@@ -28,19 +29,22 @@ def meet_as_member(launched: Launched, settings: Settings, deadline: float) -> t
     if member is None or not launched.rendezvous or not secret:
         raise ConfigError("POLYHVD_MEMBER needs POLYHVD_RENDEZVOUS and POLYHVD_SECRET; start with polyhvdrun")
     try:
-        process = take_seat(lambda: Seat.connect(launched.rendezvous, secret, member, deadline))
+        process = take_seat(
+            lambda: Seat.connect(launched.rendezvous, secret, member, deadline),
+            lambda: Watch(_connected(launched.rendezvous, secret, member, 0, deadline), member),
+        )
         answer = process.next_place()
         placement = answer.placement(member)
         if placement.size == 1:
             return placement, None
         until = time.monotonic() + settings.start_timeout_s
-        store = Client(
-            launched.rendezvous,
-            secret,
-            rank=placement.rank,
-            generation=placement.generation,
-            deadline=until,
-        )
+        endpoint = answer.rendezvous or launched.rendezvous
+        store = _connected(endpoint, secret, placement.rank, placement.generation, until)
+        store.job = job_name("elastic", secret)  # over all generations, wherever their members meet
     except StoreError as error:
         raise HorovodInternalError(f"process {member} of this elastic job: {error}") from None
     return placement, store
+
+
+def _connected(endpoint: str, secret: bytes, rank: int, generation: int, deadline: float) -> Client:
+    return Client(endpoint, secret, rank=rank, generation=generation, deadline=deadline)

@@ -1,0 +1,56 @@
+"""What the user of an elastic job allows. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Limits"]
+
+#: From the second failure of a slot on, unless the user says otherwise.
+_COOLDOWN_S = (1.0, 60.0)
+#: How long a host rests that could not take part, unless the user says otherwise: at first, and at most.
+_UNFIT_S = (5.0, 60.0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user allows.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+
+    size: int  #: of the first world
+    min_size: int
+    max_size: int
+    spares: int = 0  #: on each host, started ahead
+    reset_limit: int | None = None  #: of generations after the first
+    timeout_s: float = 600.0  #: with fewer than ``min_size`` members
+    #: How long a slot rests after a failure: at first, and at most, doubled each time. None: the first
+    #: failure costs nothing.
+    cooldown_s: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_size <= self.size <= self.max_size:
+            raise ValueError(
+                f"--min-np {self.min_size}, -np {self.size}, --max-np {self.max_size}: "
+                "expected 1 <= --min-np <= -np <= --max-np"
+            )
+        if self.spares < 0 or (self.reset_limit is not None and self.reset_limit < 0):
+            raise ValueError("--spares and --reset-limit must not be negative")
+        if not 0 <= self.timeout_s < float("inf"):
+            raise ValueError(f"--elastic-timeout {self.timeout_s:g}: expected seconds, from 0 on")
+        if self.cooldown_s is not None and not 0 <= self.cooldown_s[0] <= self.cooldown_s[1] < float("inf"):
+            low, high = self.cooldown_s
+            raise ValueError(f"--blacklist-cooldown-range {low:g} {high:g}: expected 0 <= MIN <= MAX")
+
+    def cooldown_after(self, failures: int) -> float:
+        """How long a slot rests after so many failures in a row."""
+        low, high = self.cooldown_s or _COOLDOWN_S
+        doublings = failures - (1 if self.cooldown_s else 2)
+        return 0.0 if doublings < 0 else min(high, low * 2.0 ** min(doublings, 60))
+
+    def rest_after(self, refusals: int) -> float:
+        """How long a host rests that could not take part for so many times in a row."""
+        low, high = self.cooldown_s or _UNFIT_S
+        return min(high, low * 2.0 ** min(refusals - 1, 60))

@@ -1,0 +1,111 @@
+"""A process's thread that hears from the launcher of its elastic job while the program is busy.
+
+It has a connection of its own: the one by which the process asks for places is used by the program's threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections import deque
+
+from polyhvd.elastic.places import lost_scope
+from polyhvd.rendezvous.client import ConnectedStore
+from polyhvd.rendezvous.store import StoreError
+from polyhvd.runtime.world import World
+
+__all__ = ["Watch"]
+
+#: Of one request to the store: as long as a world lives.
+_WAIT_S = 1e6
+
+
+class Watch:
+    """See the module. A world whose member is lost fails, also where nothing of that is seen by itself.
+
+    A forked child has none.
+
+    Args:
+        store: a connection that this object now owns.
+        member: the number of this process.
+    """
+
+    def __init__(self, store: ConnectedStore, member: int) -> None:
+        self._store = store
+        self._member = member
+        self._wake, self._alarm = os.pipe()
+        os.set_blocking(self._alarm, False)
+        os.set_blocking(self._wake, False)
+        #: What to do on the thread; appending and popping are atomic, so that a signal's handler may.
+        self._worlds: deque[weakref.ref[World]] = deque()
+        self._told: deque[tuple[str, bytes]] = deque()
+        self._requests: dict[int, weakref.ref[World]] = {}  # whether somebody in that world is lost
+        self._thread = threading.Thread(target=self._run, name="polyhvd-watch", daemon=True)
+        _watches.add(self)
+        self._thread.start()
+
+    @property
+    def hears(self) -> bool:
+        """Whether there is a launcher, as far as this process knows."""
+        return self._thread.is_alive()
+
+    def follow(self, world: World) -> None:
+        """Watch over this world from now on; it is not kept alive."""
+        self._worlds.append(weakref.ref(world))
+        self._ring()
+
+    def tell(self, scope: str, value: bytes) -> None:
+        """Have the launcher told something; from any thread, and from a signal's handler. Never waits."""
+        self._told.append((scope, value))
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._alarm, b"+")
+
+    def _run(self) -> None:
+        try:
+            while True:
+                select.select([self._store.fileno(), self._wake], [], [])
+                self._turn()
+        except (StoreError, OSError, ValueError):
+            self._store.close()  # the launcher is gone, and this process is about to be ended
+
+    def _turn(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+        while self._told:
+            scope, value = self._told.popleft()
+            self._store.put(scope, self._member, value)
+        while self._worlds:
+            follower = self._worlds.popleft()
+            self._requests = {number: ref for number, ref in self._requests.items() if ref() is not None}
+            if (world := follower()) is not None:
+                request = self._store.post_gather(lost_scope(world.placement.generation), 1, _WAIT_S)
+                self._requests[request] = follower
+        for request, follower in list(self._requests.items()):
+            if (said := self._store.take(request)) is not None:
+                del self._requests[request]
+                if (world := follower()) is not None:
+                    world.engine.abort(said[0].decode("utf-8", "replace"))
+
+    def _forget(self) -> None:
+        self._store.close()
+        os.close(self._wake)
+        os.close(self._alarm)
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked process is no member, and must not keep the connection of its parent open."""
+    for watch in list(_watches):
+        watch._forget()
+    _watches.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,71 @@
+"""The ``polyhvd leave`` command: ranks or hosts of a running elastic job are to leave it, without a loss."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from polyhvd.launch import control
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; returns the exit status: 1 when nobody leaves, or the job has ended meanwhile."""
+    parser = argparse.ArgumentParser(
+        prog="polyhvd leave",
+        description="Have ranks or hosts leave an elastic job at its next commit, without a loss. "
+        "Runs on the launcher's host, and returns when they have left.",
+        epilog="example: polyhvd leave --host algo-2",
+    )
+    add = parser.add_argument
+    add("--job", type=int, metavar="PID", help="process id of its polyhvdrun; default: the only one here")
+    add("--host", action="append", default=[], metavar="HOST", help="all of a host, which is used no more")
+    add("--rank", type=int, action="append", default=[], metavar="N", help="as ranks are now")
+    add("--process", type=int, action="append", default=[], metavar="N", help="as polyhvdrun prints it: [N]")
+    add("--no-wait", action="store_true", help="return when the job knows of it")
+    options = parser.parse_args(arguments)
+    if not (options.host or options.rank or options.process):
+        parser.error("name who is to leave: --host, --rank or --process")
+    try:
+        job = _job(options.job)
+        return _ask(job, options)
+    except OSError as error:
+        print(f"polyhvd leave: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _job(given: int | None) -> int:
+    found = control.jobs()
+    listed = ", ".join(map(str, found)) or "none"
+    if given is None and len(found) == 1:
+        return found[0]
+    if given is None:
+        raise OSError(f"name the job with --job PID; elastic jobs whose polyhvdrun runs here: {listed}")
+    if given not in found:
+        raise OSError(f"--job {given} is no polyhvdrun of an elastic job on this host; there are: {listed}")
+    return given
+
+
+def _ask(job: int, options: argparse.Namespace) -> int:
+    begun = time.monotonic()
+    said: dict[str, Any] = {}
+
+    def hear(words: dict[str, Any]) -> None:
+        said.update(words)
+        for line in words.get("leaving", ()):
+            print(f"{line} leaves", flush=True)
+
+    words = {"hosts": options.host, "ranks": options.rank, "processes": options.process}
+    control.request(job, {**words, "wait": not options.no_wait}, hear)
+    if "error" in said:
+        raise OSError(said["error"])
+    if options.no_wait:
+        return 0
+    if not said.get("left"):
+        raise OSError(f"job {job} has ended meanwhile")
+    print(f"left after {time.monotonic() - begun:.2f} s")
+    return 0

@@ -1,0 +1,58 @@
+"""A program that trains until a file says so, tells its world, and what it does when it leaves.
+
+Argument: a folder, in which the file is to be. Its weights tell whether a step was lost or made twice.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polyhvd.numpy as hvd
+
+from polyhvd.elastic.leaving import Leave, on_leave
+from polyhvd.runtime import current
+
+FOLDER = Path(sys.argv[1])
+STEP_S = float(os.environ.get("STEP_S", "0.01"))
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # at once
+
+
+@hvd.elastic.run
+def train(state: Any) -> None:
+    place = current.world().placement
+    pids = hvd.allgather_object(os.getpid())
+    if place.rank == 0:
+        listed = " ".join(map(str, pids))
+        say(f"world {place.generation} size {place.size} from {state.step} pids {listed}.")
+    while not state.done:
+        if os.environ.get("NO_COMMITS") != "1" or state.step == 0:
+            state.commit()
+        done = hvd.allreduce(np.array([(FOLDER / "done").exists()], float), op=hvd.Max, name="done")[0]
+        state.weights += hvd.allreduce(np.full(100, state.step + 1.0), op=hvd.Average, name="gradient")
+        state.step += 1
+        state.done = bool(done)
+        time.sleep(STEP_S)
+
+
+hvd.init()
+STATE = hvd.elastic.ArrayState(weights=np.zeros(100), step=0, done=False)
+STATE.register_reset_callbacks([lambda: say("reset")])
+
+
+@on_leave
+def leave(told: Leave) -> None:
+    assert (STATE.weights == sum(range(1, STATE.step + 1))).all()
+    say(f"left rank {told.rank} of {told.size} everyone {told.everyone} step {STATE.step}")
+
+
+train(STATE)
+assert (STATE.weights == sum(range(1, STATE.step + 1))).all()
+say(f"end {STATE.step} size {hvd.size()}")

@@ -1,0 +1,169 @@
+"""Processes that are told to leave an elastic job: between two steps, and nobody is the worse for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import Launcher, assert_gone
+
+from polyhvd.launch.driven import RESUME_STATUS
+
+PROGRAM = str(Path(__file__).with_name("leaving_job.py"))
+
+
+class Job:
+    """A job of this host."""
+
+    def __init__(self, launcher: Launcher, *options: str, env: dict[str, str] | None = None) -> None:
+        self.launcher = launcher
+        self.folder = launcher._folder
+        launcher.start(*options, argv=[sys.executable, PROGRAM, str(self.folder)], env=env)
+
+    def world(self, generation: int, size: int) -> list[int]:
+        """Wait for a generation of this size; the pids of its ranks."""
+        pattern = rf"world {generation} size {size} from \d+ pids ([0-9 ]+)\."
+        while (found := re.search(pattern, self.launcher.out.decode())) is None:
+            self.launcher.wait_for("\n", self.launcher.out.count(b"\n") + 1)
+        return [int(pid) for pid in found[1].split()]
+
+    def finish(self, size: int) -> tuple[str, str]:
+        """Let it end well; what it has printed."""
+        (self.folder / "done").touch()
+        status, out, err = self.launcher.finish()
+        assert (status, out.count("end")) == (0, size), f"{out}\n{err}"
+        assert "elastic: " not in err, "nobody has had an error"
+        assert "was killed" not in err
+        return out, err
+
+    def leave(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run `polyhvd leave`."""
+        assert self.launcher.process is not None
+        job = ["--job", str(self.launcher.process.pid)]
+        command = [sys.executable, "-m", "polyhvd.cli", "leave", *job, *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+QUIET = ("-np", "3", "--min-np", "2", "--log-level", "info")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_gets_sigterm_leaves_between_two_steps(launcher: Launcher, rank: int) -> None:
+    job = Job(launcher, *QUIET)
+    pids = job.world(1, 3)
+    os.kill(pids[rank], signal.SIGTERM)
+    assert job.world(2, 2) == [pid for pid in pids if pid != pids[rank]]
+    assert_gone([pids[rank]])
+    out, err = job.finish(2)
+    left = re.findall(r"left rank (\d) of 3 everyone False step (\d+)", out)
+    assert [item[0] for item in left] == [str(rank)]
+    assert re.search(r"world 2 size 2 from (\d+)", out)[1] == left[0][1], "no step is lost, nor made twice"
+    assert f"process {rank} (rank {rank}) on localhost leaves with notice" in err
+    assert "generation 3" not in err, "its slot stays empty"
+
+
+def test_spare_takes_the_place_of_a_rank_that_leaves(launcher: Launcher) -> None:
+    job = Job(launcher, "-np", "2", "--min-np", "2", "--spares", "1")
+    os.kill(job.world(1, 2)[1], signal.SIGTERM)
+    job.world(2, 2)
+    job.finish(2)
+
+
+def test_rank_that_leaves_is_replaced_where_too_few_would_be_left(launcher: Launcher) -> None:
+    job = Job(launcher, "-np", "2", "--min-np", "2")
+    pids = job.world(1, 2)
+    os.kill(pids[1], signal.SIGTERM)
+    assert job.world(2, 2)[0] == pids[0]
+    job.finish(2)
+
+
+def test_polyhvd_leave_returns_when_the_rank_has_left(launcher: Launcher) -> None:
+    job = Job(launcher, *QUIET)
+    pids = job.world(1, 3)
+    done = job.leave("--rank", "1")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"process 1 \(rank 1\) on localhost leaves\nleft after [0-9.]+ s\n", done.stdout), (
+        done.stdout
+    )
+    assert_gone([pids[1]])
+    job.world(2, 2)
+    wrong = job.leave("--rank", "2")
+    assert wrong.returncode == 1
+    known = r"hosts: localhost; process 0 \(rank 0\) on localhost, process 2 \(rank 1\) on localhost"
+    assert re.fullmatch(rf"polyhvd leave: no such host or process; {known}\n", wrong.stderr), wrong.stderr
+    job.finish(2)
+
+
+def test_polyhvd_leave_without_a_job_or_a_name_says_what_is_missing() -> None:
+    command = [sys.executable, "-m", "polyhvd.cli", "leave"]
+    done = subprocess.run([*command, "--job", "1", "--rank", "0"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "--job 1 is no polyhvdrun of an elastic job on this host; there are: " in done.stderr
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "name who is to leave: --host, --rank or --process" in done.stderr
+
+
+def test_all_ranks_have_time_to_save_when_the_whole_job_is_told_to_end(launcher: Launcher) -> None:
+    job = Job(launcher, "-np", "3", "--min-np", "2", "--spares", "1", env={"STEP_S": "0.2"})
+    pids = job.world(1, 3)
+    launcher.signal(signal.SIGTERM)
+    status, out, err = launcher.finish()
+    assert status == 128 + signal.SIGTERM
+    left = re.findall(r"left rank (\d) of 3 everyone True step (\d+)", out)
+    assert sorted(item[0] for item in left) == ["0", "1", "2"], f"{out}\n{err}"
+    assert len({item[1] for item in left}) == 1, "all at the same step"
+    assert_gone(pids)
+
+
+def test_job_whose_ranks_have_all_left_says_resume_me(launcher: Launcher) -> None:
+    job = Job(launcher, "-np", "2", "--min-np", "1")
+    for pid in job.world(1, 2):
+        os.kill(pid, signal.SIGTERM)
+    status, out, err = launcher.finish()
+    assert status == RESUME_STATUS, err
+    assert out.count("left rank") == 2
+    assert "everyone True" in out
+    assert "every process has left with notice" in err
+
+
+def test_rank_that_comes_to_no_boundary_is_killed_after_the_grace(launcher: Launcher) -> None:
+    job = Job(launcher, "-np", "2", "--min-np", "2", "--term-grace-s", "1", env={"NO_COMMITS": "1"})
+    pids = job.world(1, 2)
+    launcher.signal(signal.SIGTERM)
+    assert launcher.finish()[0] == 128 + signal.SIGTERM
+    assert_gone(pids)
+
+
+def test_forked_children_of_a_member_end_by_sigterm_as_ever(launcher: Launcher) -> None:
+    source = (
+        "import os, signal, time\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "pid = os.fork()\n"
+        "if pid == 0: time.sleep(60); os._exit(1)\n"
+        "os.kill(pid, signal.SIGTERM)\n"
+        "print('ended by', os.WTERMSIG(os.waitpid(pid, 0)[1]))\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+    )
+    status, out, err = launcher.run("-np", "1", "--min-np", "1", source=source)
+    assert (status, out) == (0, "[0] ended by 15\n"), err
+
+
+def test_program_with_a_way_of_its_own_with_sigterm_keeps_it(launcher: Launcher) -> None:
+    source = (
+        "import os, signal, time\n"
+        "import polyhvd.numpy as hvd\n"
+        "def mine(*_): print('mine', flush=True)\n"
+        "signal.signal(signal.SIGTERM, mine)\n"
+        "hvd.init()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "hvd.barrier()\n"
+    )
+    status, out, err = launcher.run("-np", "2", "--min-np", "1", source=source)
+    assert (status, sorted(out.splitlines())) == (0, ["[0] mine", "[1] mine"]), err
