@@ -21,6 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench.main(words[1:])
     if words[:1] == ["doctor"]:  # whose status says what was found
         return doctor.main(words[1:])
+    if words[:1] == ["parity"]:
+        from polyhvd.parity import command as parity  # with what it needs of NumPy, which takes a while
+
+        return parity.main(words[1:])
     parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -41,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(run=_autotune)
 
     commands.add_parser("doctor", help="say what is on this host or on several, what is wrong, what to do")
+    commands.add_parser("parity", help="train one network in several frameworks, and say where they part")
     commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
 
     options = parser.parse_args(words)

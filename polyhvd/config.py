@@ -363,6 +363,13 @@ class Settings(_Table):
         256 << 20,
         "Bytes of a rank's timeline at most; the oldest events are dropped.",
     )
+    parity_log: str = _row(
+        "PARITY_LOG",
+        str,
+        "",
+        "File to which parity.compare and parity.watch add a line of JSON for each comparison; set by "
+        "`polyhvd parity --scripts`.",
+    )
     autotune: bool = _row(
         "AUTOTUNE", _switch, False, "1: try values for fusion, batching and chunks while the job runs."
     )

@@ -20,7 +20,27 @@ from polyhvd.training.mapping import Weight
 __all__ = ["KerasSession"]
 
 
-class _Attention(keras.layers.Layer):
+class Convolution(keras.layers.Conv2D):
+    """With zeros at all sides: "same" of a convolution with strides has other sides than other frameworks."""
+
+    def __init__(self, edge: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.edge = edge
+
+    def call(self, x: Any) -> Any:
+        """Of what has zeros around it."""
+        sides = (self.edge, self.edge)
+        return super().call(tf.pad(x, ((0, 0), sides, sides, (0, 0))))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        """Of an image that is larger."""
+        batch, height, width, channels = shape
+        return super().compute_output_shape((batch, height + 2 * self.edge, width + 2 * self.edge, channels))
+
+
+class Attention(keras.layers.Layer):
+    """Self-attention with several heads."""
+
     def __init__(self, heads: int, layers: Sequence[Any]) -> None:
         super().__init__()
         self.heads = heads
@@ -38,7 +58,9 @@ class _Attention(keras.layers.Layer):
         return self.out(tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), (-1, steps, units)))
 
 
-class _Residual(keras.layers.Layer):
+class Residual(keras.layers.Layer):
+    """The sum of two ways."""
+
     def __init__(self, inner: Any, around: Any) -> None:
         super().__init__()
         self.inner, self.around = inner, around
@@ -67,29 +89,23 @@ class KerasSession(Session):
         inputs = self._given(self.case.data("tensorflow", 0)[0])
         model = keras.Sequential([keras.layers.Input(inputs.shape[1:], dtype=inputs.dtype.name)])
         for layer in made:
-            for item in self._some(layer):
-                model.add(item)
+            model.add(self._one(layer))
         return model
 
     def _given(self, inputs: Any) -> Any:
         return np.moveaxis(inputs, 1, -1) if inputs.ndim == 4 and self._channels_last else inputs
-
-    def _some(self, layer: Layer) -> list[Any]:
-        """Padding is a layer of its own: "same" of a convolution with strides has other sides than others."""
-        if layer.kind == "convolution" and layer.options["padding"]:
-            return [keras.layers.ZeroPadding2D(layer.options["padding"]), self._one(layer)]
-        return [self._one(layer)]
-
-    def _inner(self, layers: Sequence[Layer]) -> list[Any]:
-        return [item for layer in layers for item in self._some(layer)]
 
     def _one(self, layer: Layer) -> Any:
         kind, given = layer.kind, layer.options
         if kind == "dense":
             return keras.layers.Dense(given["units"], use_bias=given["bias"])
         if kind == "convolution":
-            return keras.layers.Conv2D(
-                given["units"], given["kernel"], strides=given["stride"], use_bias=given["bias"]
+            return Convolution(
+                given["padding"],
+                filters=given["units"],
+                kernel_size=given["kernel"],
+                strides=given["stride"],
+                use_bias=given["bias"],
             )
         if kind == "batch_normalization":
             options = {"epsilon": given["epsilon"], "momentum": given["keep"]}
@@ -108,9 +124,9 @@ class KerasSession(Session):
             cell = keras.layers.LSTM if kind == "lstm" else keras.layers.GRU
             return cell(given["units"], return_sequences=True)
         if kind == "attention":
-            return _Attention(given["heads"], [self._one(item) for item in layer.inner])
+            return Attention(given["heads"], [self._one(item) for item in layer.inner])
         if kind == "residual":
-            return _Residual(self._inner(layer.inner), self._inner(layer.around))
+            return Residual(*([self._one(item) for item in side] for side in (layer.inner, layer.around)))
         if kind == "flatten":
             return keras.layers.Flatten()
         if kind == "last":

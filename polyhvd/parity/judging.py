@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from polyhvd.parity.runs import MODES, Run, Step
-from polyhvd.parity.traces import KINDS, Trace, in_order, joined, limit_of, relative_difference, totals_of
+from polyhvd.parity.traces import KINDS, Trace, differences, in_order, joined, limit_of, relative_difference
 
 __all__ = ["Finding", "Pair", "Verdict", "judge"]
 
@@ -291,15 +291,13 @@ def _step(
     number: int, reference: Step, other: Step, layers: int, worst: dict[str, float], question: str
 ) -> tuple[Finding | None, list[float]]:
     """The first difference of a step, and of each layer the largest beside its limit."""
-    common = reference.traces.keys() & other.traces.keys()
-    totals = totals_of(reference.traces, common)
     first = None
     row = [0.0] * layers
-    for key in in_order(common):
+    for key, relative in differences(other.traces, reference.traces):
         one, two = reference.traces[key], other.traces[key]
         if question == "distribution" and one.shape != two.shape and key[0] in ("input", "activation"):
             continue  # of something that has no row for each sample, and is cut elsewhere
-        relative, limit = relative_difference(two, one, totals[key[0]]), limit_of(one.dtype)
+        limit = limit_of(one.dtype)
         worst[key[0]] = max(worst[key[0]], relative)
         if layers:
             row[one.layer] = max(row[one.layer], relative / limit)

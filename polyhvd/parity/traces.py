@@ -17,6 +17,7 @@ __all__ = [
     "Key",
     "Trace",
     "common_input",
+    "differences",
     "in_order",
     "joined",
     "limit_of",
@@ -144,6 +145,39 @@ def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
     if difference == 0.0:
         return 0.0
     return difference / scale if scale else float("inf")
+
+
+def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> list[tuple[Key, float]]:
+    """All tensors that both have, causes before effects, with their differences by the norm.
+
+    Left out is what only seems to differ: zeros around an image are part of a convolution in one framework
+    and a layer of its own in another, so that the next layer is given the same.
+    """
+    common = traces.keys() & references.keys()
+    totals = totals_of(references, common)
+    found = {
+        key: relative_difference(traces[key], references[key], totals[key[0]]) for key in in_order(common)
+    }
+    return [
+        (key, relative)
+        for key, relative in found.items()
+        if not (_is_padded(traces[key], references[key]) and _agrees_behind(key, found, references))
+    ]
+
+
+def _is_padded(trace: Trace, reference: Trace) -> bool:
+    shapes = trace.shape, reference.shape
+    return (
+        trace.kind in ("input", "activation")
+        and len(shapes[0]) == len(shapes[1]) > 2
+        and shapes[0][:2] == shapes[1][:2]
+        and shapes[0] != shapes[1]
+    )
+
+
+def _agrees_behind(key: Key, found: Mapping[Key, float], references: Mapping[Key, Trace]) -> bool:
+    behind = ("activation", key[1] + 1)
+    return behind in found and found[behind] <= limit_of(references[behind].dtype)
 
 
 def common_input(array: Array, weight: Weight) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,16 @@ import numpy as np
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.parity import log
 from polyhvd.parity.comparing import array_of
 from polyhvd.parity.models import framework_of, module_of, weights_of
 from polyhvd.parity.traces import (
     Key,
     Trace,
     common_input,
+    differences,
     in_order,
     limit_of,
-    relative_difference,
-    totals_of,
     trace_of,
 )
 from polyhvd.training.mapping import Weight
@@ -177,21 +177,30 @@ class Watch:
         told = allgather_object(mine, name=f"{self._prefix}.step", process_set=self._process_set)
         ranks = tuple(self._process_set.ranks or range(len(told)))
         found = self._first_of(told, ranks)
+        log.note(self._entry(found), ranks[0])
         self.steps += 1
         if found is not None:
             self.divergences.append(found)
         return found
 
+    def _entry(self, found: Divergence | None) -> dict[str, Any]:
+        """For the log."""
+        return {
+            "name": self._prefix,
+            "agree": found is None,
+            "first": {} if found is None else asdict(found),
+            "text": "" if found is None else str(found),
+            "relative": 0.0 if found is None else found.relative,
+        }
+
     def _first_of(self, told: Sequence[list[Trace]], ranks: Sequence[int]) -> Divergence | None:
         sides = [{trace.key: trace for trace in side} for side in told]
-        common = set.intersection(*(set(side) for side in sides))
-        totals = totals_of(sides[0], common)
-        for key in in_order(common):
+        found = [dict(differences(side, sides[0])) for side in sides[1:]]
+        for key in in_order(set.intersection(*(set(side) for side in sides))):
             reference = sides[0][key]
-            for rank, side in zip(ranks[1:], sides[1:], strict=True):
-                limit = self._limit or limit_of(reference.dtype)
-                relative = relative_difference(side[key], reference, totals[key[0]])
-                if relative > limit:
+            limit = self._limit or limit_of(reference.dtype)
+            for rank, relatives in zip(ranks[1:], found, strict=True):
+                if (relative := relatives.get(key, 0.0)) > limit:
                     names = tuple(each[key].name for each in sides)
                     return Divergence(self.steps, key[0], reference.layer, names, rank, relative, limit)
         return None
