@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--steps", type=_positive, default=20, metavar="N", help="of training; default: 20")
     add("--np", type=_positive, default=2, metavar="N", help="ranks of each framework; default: 2")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and data; default: 0")
     add("--optimizer", choices=OPTIMIZERS, help="instead of the case's")
     add("--rate", type=float, metavar="X", help="learning rate, instead of the case's")
     add("--momentum", type=float, metavar="X", help="of momentum and nesterov")
@@ -124,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     parser = _parser()
     options = parser.parse_args(words)
+    if options.seed < 0:
+        parser.error(f"--seed {options.seed}: expected 0 or more")
     if options.list:
         print("\n".join(_listed()))
         return 0
@@ -206,7 +209,7 @@ def _run_case(options: argparse.Namespace, folder: Path) -> Report:
         if (key == "optimizer" or key in known) and value is not None
     }
     path = options.case if options.case in CASES else str(Path(options.case).absolute())
-    order = Order(path, given, options.steps, options.np, str(folder))
+    order = Order(path, given, options.steps, options.np, str(folder), options.seed)
     frameworks = options.frameworks or [name for name in FRAMEWORKS if not _missing(name)]
     report = Report(options.case, 0, "agree", "", list(frameworks), steps=options.steps, ranks=options.np)
     for name in frameworks:

@@ -23,7 +23,7 @@ from polyhvd.parity.session import Session, begin
 from polyhvd.parity.traces import Key, Trace, common_input, trace_of
 from polyhvd.training.mapping import Weight
 
-__all__ = ["main"]
+__all__ = ["main", "session_of", "train"]
 
 Array = np.ndarray[Any, Any]
 _STATUS = 3
@@ -107,17 +107,36 @@ class _Recorder:
         return taken
 
 
-def _train(session: Session, run: Run, order: Order, part: tuple[int, int], told: Path | None) -> None:
-    """Train, and write down what happens into ``run``."""
+def train(
+    session: Session,
+    run: Run,
+    steps: int,
+    part: tuple[int, int],
+    tell: Callable[[], None],
+    seed: int = 0,
+) -> None:
+    """Train, and write down what happens.
+
+    Args:
+        session: of a model; nothing was done with it yet.
+        run: what is written to.
+        steps: how many.
+        part: of each batch: which of how many.
+        tell: is called after each step.
+        seed: of the weights.
+
+    Raises:
+        BadCaseError: the case cannot be used.
+    """
     case = session.case
     weights = session.weights()
     run.weights = [(w.name, w.role, *w.form[1:]) for w in weights]
-    begin(weights)
+    begin(weights, seed)
     session.prepare()
     recorder = _Recorder(session, part)
     run.layers = [weight.name for weight in recorder.layers]
     number, of = part
-    for step in range(order.steps):
+    for step in range(steps):
         inputs, targets = case.data(run.framework, step)
         pieces = of * case.optimizer.accumulate
         if len(inputs) % pieces:
@@ -141,15 +160,19 @@ def _train(session: Session, run: Run, order: Order, part: tuple[int, int], told
             )
         session.reduce()
         recorder.gradients()
-        session.update(case.optimizer.rate_at(step, order.steps))
+        session.update(case.optimizer.rate_at(step, steps))
         recorder.updates()
         run.steps.append(Step(float(np.mean(losses)), rows, recorder.take()))
-        if told is not None:
-            with told.open("ab") as file:
-                file.write(b".")
+        tell()
 
 
-def _session(framework: str, case: Case, process_set: Any, *, synchronized: bool) -> Session:
+def session_of(framework: str, case: Case, process_set: Any, *, synchronized: bool) -> Session:
+    """A session of a framework, which is imported; see :class:`Session` for the arguments.
+
+    Raises:
+        LookupError: the case has no model for it.
+        BadCaseError: the case cannot be used.
+    """
     module, name = FRAMEWORKS[framework]
     made: Session = getattr(importlib.import_module(module), name)(
         case, process_set, synchronized=synchronized
@@ -160,13 +183,17 @@ def _session(framework: str, case: Case, process_set: Any, *, synchronized: bool
 def _modes(order: Order, framework: str, rank: int) -> None:
     case = order.load()
     folder = Path(order.folder)
-    told = folder / f"{framework}.progress" if rank == 0 else None
+
+    def tell() -> None:
+        if rank == 0:
+            with (folder / f"{framework}.progress").open("ab") as file:
+                file.write(b".")
 
     def run(mode: str, process_set: Any, part: tuple[int, int]) -> None:
         made = Run(framework, mode)
         try:
-            session = _session(framework, case, process_set, synchronized=mode == "all")
-            _train(session, made, order, part, told)
+            session = session_of(framework, case, process_set, synchronized=mode == "all")
+            train(session, made, order.steps, part, tell, order.seed)
         except BadCaseError as error:
             made.problem = f"bad case: {error}"
         except LookupError as error:

@@ -21,6 +21,8 @@ FRAMEWORKS = {
 }
 #: One process without polyhvd; one rank; all ranks, each of which has a part of the batch.
 MODES = ("plain", "one", "all")
+#: Of one seed of the catalogue's data.
+_STEPS_MAX = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Order:
         steps: how many.
         ranks: of each framework.
         folder: for what the processes write.
+        seed: of the weights; of the catalogue's data, too.
     """
 
     case: str
@@ -40,6 +43,7 @@ class Order:
     steps: int
     ranks: int
     folder: str
+    seed: int = 0
 
     def load(self) -> Case:
         """The case, with the options that were asked for.
@@ -52,6 +56,9 @@ class Order:
             merged = replace(case.optimizer, **self.options)
         except ValueError as error:
             raise BadCaseError(str(error)) from error
+        if self.case in CASES and self.seed:
+            batch, first = case.batch, self.seed * _STEPS_MAX
+            case = replace(case, batch=lambda framework, step: batch(framework, first + step))
         return replace(case, optimizer=merged)
 
 

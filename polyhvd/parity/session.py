@@ -91,15 +91,16 @@ class Session(abc.ABC):
         """
 
 
-def first_values(weights: Sequence[Weight]) -> list[Array]:
+def first_values(weights: Sequence[Weight], seed: int = 0) -> list[Array]:
     """The values with which every framework begins, in common form.
 
     Args:
         weights: of a model. Those of others that are like it get the same.
+        seed: of the values.
     """
     made = []
     for place, weight in enumerate(weights):
-        rng, shape = np.random.default_rng([_SEED, place]), weight.layout.common_shape
+        rng, shape = np.random.default_rng([_SEED + seed, place]), weight.layout.common_shape
         if weight.role == "scale":
             values = rng.uniform(0.8, 1.2, shape)
         elif weight.role == "variance":
@@ -115,9 +116,9 @@ def first_values(weights: Sequence[Weight]) -> list[Array]:
     return made
 
 
-def begin(weights: Sequence[Weight]) -> None:
+def begin(weights: Sequence[Weight], seed: int = 0) -> None:
     """Write the values with which every framework begins into a model."""
-    for weight, values in zip(weights, first_values(weights), strict=True):
+    for weight, values in zip(weights, first_values(weights, seed), strict=True):
         lying = weight.layout.array_from_common(values)
         weight.write(np.array(lying, dtype=weight.dtype, order="C"))
 
