@@ -136,6 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = getattr(options, name)
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {Path(path).parent}")
+    try:
+        Optimizer(**_numbers(options))
+    except ValueError as error:
+        parser.error(str(error))
     begun = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="polyhvd-parity-") as folder:
@@ -201,15 +205,16 @@ def _write(report: Report, options: argparse.Namespace) -> int:
     return status
 
 
+def _numbers(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the optimizer."""
+    known = {item.name for item in fields(Optimizer)} - {"name"}
+    given = {key: value for key, value in vars(options).items() if key in known and value is not None}
+    return given if options.optimizer is None else {"name": options.optimizer, **given}
+
+
 def _run_case(options: argparse.Namespace, folder: Path) -> Report:
-    known = {item.name for item in fields(Optimizer)}
-    given = {
-        ("name" if key == "optimizer" else key): value
-        for key, value in vars(options).items()
-        if (key == "optimizer" or key in known) and value is not None
-    }
     path = options.case if options.case in CASES else str(Path(options.case).absolute())
-    order = Order(path, given, options.steps, options.np, str(folder), options.seed)
+    order = Order(path, _numbers(options), options.steps, options.np, str(folder), options.seed)
     frameworks = options.frameworks or [name for name in FRAMEWORKS if not _missing(name)]
     report = Report(options.case, 0, "agree", "", list(frameworks), steps=options.steps, ranks=options.np)
     for name in frameworks:
@@ -324,8 +329,8 @@ def _check(pair: Pair, ranks: int) -> Check:
 
 def _died(job: Job) -> str:
     said = job.said()
-    if job.status is None or (not said and job.status < 0):
+    if job.is_late:
         return f"{job.name}: was not ready in time; raise --timeout, or take fewer --steps"
     reason = said[-1] if said else f"the launcher has ended with status {job.status}"
-    lines = [line for line in job.tail(30) if not line.startswith("polyhvdrun: ")]
+    lines = [line for line in job.tail(30) if not line.startswith("polyhvdrun: ")][-10:]
     return "\n".join([f"{job.name}: {reason}", *(f"  {line}" for line in lines)])

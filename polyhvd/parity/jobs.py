@@ -31,6 +31,7 @@ class Job:
 
     def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
         self.name = name
+        self.is_late = False
         self.log = folder / f"{name}.log"
         parent, libc = os.getpid(), ctypes.CDLL(None)
 
@@ -88,27 +89,29 @@ def run_all(jobs: Sequence[Job], timeout_s: float, tell: Callable[[], None]) -> 
         tell: is called again and again while they run.
 
     Returns:
-        the first job that has failed; None: there is none. One that has run out of time has no status.
+        the first job that has failed, or was late; None: there is none.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; all have ended.
     """
     deadline = time.monotonic() + timeout_s
-    failed = late = None
+    failed = None
     try:
-        while failed is None and late is None and any(job.status is None for job in jobs):
+        while failed is None and any(job.status is None for job in jobs):
             tell()
             time.sleep(_POLL_S)
             failed = next((job for job in jobs if job.status not in (None, 0)), None)
-            if time.monotonic() >= deadline:
-                late = next((job for job in jobs if job.status is None), None)
+            if failed is None and time.monotonic() >= deadline:
+                failed = next((job for job in jobs if job.status is None), None)
+                if failed is not None:
+                    failed.is_late = True
     finally:
         for job in jobs:
             job.stop()
         for job in jobs:
             job.wait()
     tell()
-    return failed or late or next((job for job in jobs if job.status != 0), None)
+    return failed or next((job for job in jobs if job.status != 0), None)
 
 
 def launcher(ranks: int, timeout_s: float) -> list[str]:

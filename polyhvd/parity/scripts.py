@@ -88,7 +88,9 @@ def _concluded(report: Report, entries: Sequence[dict[str, Any]], job: Job) -> R
     said, tail = job.said(), job.tail(30)
     if job.status != 0:
         outcome = "models" if any(_UNLIKE in line for line in tail) else "rank-died"
-        reason = said[-1] if said else "the programs were not ready in time; raise --timeout"
+        reason = said[-1] if said else f"the launcher has ended with status {job.status}"
+        if job.is_late:
+            reason = f"{report.case}: the programs were not ready in time; raise --timeout"
         return _failed(report, outcome, "\n".join([reason, *(f"  {line}" for line in tail)]))
     if not entries:
         return _failed(

@@ -58,7 +58,9 @@ def chart(
     if line is not None:
         _, y = at(0, line[0])
         drawn.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{_LEFT + 4}" y="{y - 4:.1f}">{escape(line[1])}</text>')
+        drawn.append(
+            f'<text x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">{escape(line[1])}</text>'
+        )
     for name, classes, points in curves:
         places = [at(step, value) for step, value in enumerate(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -76,7 +78,7 @@ def chart(
         f'<figure><figcaption id="{identity}">{escape(title)}</figcaption>'
         f'<svg role="img" aria-labelledby="{identity} {identity}-text" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}">'
         f'<desc id="{identity}-text">{escape(summary)}</desc>{"".join(drawn)}</svg>'
-        f'<ul class="legend">{legend}</ul></figure>'
+        f'<ul class="legend">{legend}</ul><p>{escape(summary)}</p></figure>'
         + _table(identity, title, {name: points for name, _, points in curves}, steps)
     )
 
