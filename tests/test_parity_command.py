@@ -94,6 +94,19 @@ def test_a_case_of_the_catalogue_agrees_and_all_reports_say_so(tmp_path: Path) -
     assert "All agree" in files["html"].read_text()
 
 
+def test_the_case_in_the_documentation_agrees(tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "parity.md").read_text()
+    (example,) = re.findall(r"```python\n# case: mycase.py\n(.*?)```", document, re.DOTALL)
+    done = parity(write(tmp_path, "mycase.py", example), "--frameworks", "numpy", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documentation_has_every_status() -> None:
+    document = (ROOT / "docs" / "parity.md").read_text()
+    told = dict(re.findall(r"^\| (\d+) \| `([\w-]+)` \|", document, re.MULTILINE))
+    assert told == {str(status): name for name, status in STATUSES.items()}
+
+
 def test_two_frameworks_that_differ_are_told_apart_by_layer_step_and_kind(tmp_path: Path) -> None:
     text = CASE.replace(
         "    return [layers",
