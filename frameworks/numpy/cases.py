@@ -147,7 +147,7 @@ class NumpySession(Session):
         wanted, first, second = self.case.optimizer, self._first[place], self._second[place]
         if wanted.name in ("sgd", "momentum", "nesterov"):
             first[...] = wanted.uses_momentum * first + rate * g
-            return wanted.momentum * first + rate * g if wanted.name == "nesterov" else first
+            return np.asarray(wanted.momentum * first + rate * g) if wanted.name == "nesterov" else first
         if wanted.name in ("adam", "adamw"):
             beta_1, beta_2 = wanted.betas
             first[...] = beta_1 * first + (1 - beta_1) * g

@@ -211,7 +211,8 @@ class Convolution(Block):
 
     def _windows(self, x: Array) -> tuple[Array, int, int]:
         height, width = ((n - self._size) // self._stride + 1 for n in x.shape[2:])
-        view = np.lib.stride_tricks.sliding_window_view(x, (self._size, self._size), axis=(2, 3))
+        slide: Any = np.lib.stride_tricks.sliding_window_view  # whose types know one axis
+        view: Array = slide(x, (self._size, self._size), axis=(2, 3))
         return view[:, :, :: self._stride, :: self._stride], height, width
 
     def forward(self, x: Array) -> Array:
@@ -265,7 +266,8 @@ class BatchNorm(Block):
         for role, value in (("mean", mean), ("variance", variance)):
             self.weights[role][...] = self._keep * self.weights[role] + (1 - self._keep) * value
         scale, offset = (self.weights[role].reshape(self._form) for role in ("scale", "offset"))
-        return self._normal * scale + offset
+        made: Array = self._normal * scale + offset
+        return made
 
     def backward(self, g: Array) -> Array:
         """Of scale, offset and input; those of the weights are this rank's part."""
@@ -274,7 +276,8 @@ class BatchNorm(Block):
         by_scale = g * self.weights["scale"].reshape(self._form)
         mean = self._average(by_scale.mean(axis=self._axes)).reshape(self._form)
         slope = self._average((by_scale * self._normal).mean(axis=self._axes)).reshape(self._form)
-        return ((by_scale - mean - self._normal * slope) * self._inverse).astype(g.dtype)
+        made: Array = ((by_scale - mean - self._normal * slope) * self._inverse).astype(g.dtype)
+        return made
 
 
 class LayerNorm(Block):
@@ -300,7 +303,8 @@ class LayerNorm(Block):
         by_scale = g * self.weights["scale"]
         mean = by_scale.mean(axis=-1, keepdims=True)
         slope = (by_scale * self._normal).mean(axis=-1, keepdims=True)
-        return ((by_scale - mean - self._normal * slope) * self._inverse).astype(g.dtype)
+        made: Array = ((by_scale - mean - self._normal * slope) * self._inverse).astype(g.dtype)
+        return made
 
 
 class MaxPool(Block):
@@ -317,7 +321,8 @@ class MaxPool(Block):
         squares = x[:, :, : height * n, : width * n].reshape(*x.shape[:2], height, n, width, n)
         squares = squares.transpose(0, 1, 2, 4, 3, 5).reshape(*x.shape[:2], height, width, n * n)
         self._chosen = squares.argmax(axis=-1)
-        return squares.max(axis=-1)
+        made: Array = squares.max(axis=-1)
+        return made
 
     def backward(self, g: Array) -> Array:
         """To the first of the largest."""

@@ -19,7 +19,12 @@ from polyhvd.training.mapping import Weight
 __all__ = ["TorchSession"]
 
 Tensor = torch.Tensor
-_FUNCTIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
+_FUNCTIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "gelu": nn.GELU,
+}
 
 
 class _Recurrent(nn.Module):
@@ -118,7 +123,7 @@ class TorchSession(Session):
         if kind == "residual":
             around = self._all(layer.around) if layer.around else nn.Identity()
             return _Residual(self._all(layer.inner), around)
-        others = {"flatten": nn.Flatten, "last": _Last}
+        others: dict[str, type[nn.Module]] = {"flatten": nn.Flatten, "last": _Last}
         if kind in others:
             return others[kind]()
         return _Mean({"global_average_pool": (2, 3), "mean_over_time": (1,)}[kind])
@@ -189,7 +194,7 @@ class TorchSession(Session):
             loss = nn.functional.cross_entropy(outputs, wanted)
         else:
             loss = nn.functional.mse_loss(outputs, wanted)
-        (loss / self.case.optimizer.accumulate).backward()  # type: ignore[no-untyped-call]
+        (loss / self.case.optimizer.accumulate).backward()
         return float(loss.detach())
 
     def reduce(self) -> None:
