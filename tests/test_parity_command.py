@@ -129,6 +129,19 @@ def test_two_frameworks_that_differ_are_told_apart_by_layer_step_and_kind(tmp_pa
     assert "step 0, layer 0, activation" in done.stdout
 
 
+def test_a_framework_that_the_case_has_no_model_for_is_left_out(tmp_path: Path) -> None:
+    text = CASE.replace(
+        "    return [layers", "    if framework == 'torch':\n        return None\n    return [layers"
+    )
+    case, out = write(tmp_path, "mine.py", text), tmp_path / "report.json"
+    done = parity(case, "--frameworks", "torch,numpy", "--steps", "2", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(out.read_text())
+    assert (told["frameworks"], told["left_out"]) == (["numpy"], ["torch"])
+    assert "no model for torch, which was left out" in done.stdout
+    assert parity(case, "--frameworks", "torch", "--steps", "2").returncode == STATUSES["bad-case"]
+
+
 def test_a_rank_that_dies_has_a_status_of_its_own_and_is_named(tmp_path: Path) -> None:
     dies = (
         "    import os\n"

@@ -102,7 +102,11 @@ class GluonSession(Session):
         if kind == "max_pool":
             return nn.MaxPool2D(given["size"])
         if kind == "embedding":
-            return nn.Embedding(given["words"], given["units"], sparse_grad=given["sparse"])
+            return nn.Embedding(
+                given["words"],
+                given["units"],
+                sparse_grad=given["sparse"] and self.case.optimizer.takes_sparse,
+            )
         if kind in ("lstm", "gru"):
             cell = rnn.LSTM if kind == "lstm" else rnn.GRU
             made = cell(given["units"], layout="NTC", input_size=given["inputs"])

@@ -203,11 +203,13 @@ class KerasSession(Session):
         """A step of the optimizer, with the epsilon and the decay that it lacks."""
         wanted = self.case.optimizer
         self._steps += 1
+        if not wanted.takes_sparse:  # Keras takes rows that come twice one by one, also where it squares them
+            self._gradients = [tf.convert_to_tensor(gradient) for gradient in self._gradients]
         if wanted.clip_norm is not None:
             self._gradients, _ = tf.clip_by_global_norm(self._gradients, wanted.clip_norm)
         if wanted.coupled_decay:
             self._gradients = [
-                tf.convert_to_tensor(gradient) + wanted.coupled_decay * variable
+                gradient + wanted.coupled_decay * variable
                 for gradient, variable in zip(self._gradients, self._trained, strict=True)
             ]
         self._optimizer.learning_rate = rate

@@ -112,7 +112,9 @@ class TorchSession(Session):
         if kind == "max_pool":
             return nn.MaxPool2d(given["size"])
         if kind == "embedding":
-            return nn.Embedding(given["words"], given["units"], sparse=given["sparse"])
+            return nn.Embedding(
+                given["words"], given["units"], sparse=given["sparse"] and self.case.optimizer.takes_sparse
+            )
         if kind in ("lstm", "gru"):
             cell = (nn.LSTM if kind == "lstm" else nn.GRU)(given["inputs"], given["units"], batch_first=True)
             if kind == "lstm":

@@ -93,6 +93,12 @@ class Optimizer:
         return self.momentum if self.name in ("momentum", "nesterov") else 0.0
 
     @property
+    def takes_sparse(self) -> bool:
+        """Whether every framework can do it to sparse gradients as they are."""
+        plain = self.name == "sgd" and not self.weight_decay and self.clip_norm is None
+        return plain and self.accumulate == 1
+
+    @property
     def coupled_decay(self) -> float:
         """What of each weight is added to its gradient."""
         return 0.0 if self.name == "adamw" else self.weight_decay

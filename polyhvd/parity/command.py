@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(FRAMEWORKS)}; default: all that are installed",
     )
     add("--steps", type=_positive, default=20, metavar="N", help="of training; default: 20")
-    add("--np", type=_positive, default=2, metavar="N", help="ranks of each framework; default: 2")
+    add("--np", type=_positive, metavar="N", help="ranks of each framework; default: 2; of each script: 1")
     add("--seed", type=int, default=0, metavar="N", help="of weights and data; default: 0")
     add("--optimizer", choices=OPTIMIZERS, help="instead of the case's")
     add("--rate", type=float, metavar="X", help="learning rate, instead of the case's")
@@ -144,9 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="polyhvd-parity-") as folder:
             if options.scripts is not None:
-                ranks = options.np if "--np" in words else 1
-                found = scripts.run(options.scripts, ranks, options.timeout, Path(folder))
+                found = scripts.run(options.scripts, options.np or 1, options.timeout, Path(folder))
             else:
+                options.np = options.np or 2
                 found = _run_case(options, Path(folder))
     except KeyboardInterrupt:
         print("polyhvd parity: interrupted; all processes have ended", file=sys.stderr)
@@ -243,8 +243,8 @@ def _failed(report: Report, outcome: str, message: str) -> Report:
     return replace(report, status=STATUSES[outcome], outcome=outcome, message=message)
 
 
-def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tuple[list[Run], list[Job], Any]:
-    """All frameworks side by side; what they have seen, the jobs, and the one that has failed."""
+def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tuple[list[Run], Job | None]:
+    """All frameworks side by side; what they have seen, and the job that has failed."""
     folder = Path(order.folder)
     modes = 2 + (order.ranks > 1)
     progress = Progress(order.steps * modes * len(frameworks))
@@ -263,7 +263,7 @@ def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tupl
         for name in frameworks:
             program = [sys.executable, "-m", "polyhvd.parity.running", str(folder / "order.json"), name]
             jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], folder))
-        failed = run_all(jobs, timeout_s, tell)
+        failed = run_all(jobs, timeout_s, tell, lambda job: (folder / f"{job.name}.left-out").exists())
     finally:
         progress.close()
     runs: list[Run] = []
@@ -273,20 +273,17 @@ def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tupl
                 path = folder / f"{name}.{mode}.{rank}"
                 if path.exists():
                     runs.append(pickle.loads(path.read_bytes()))  # of a process of this one's
-    return runs, jobs, failed
+    return runs, failed
 
 
-def _conclude(report: Report, case: Case, runs: Sequence[Run], jobs: Sequence[Job], failed: Any) -> Report:
+def _conclude(report: Report, case: Case, runs: Sequence[Run], failed: Job | None) -> Report:
     """What has come of it."""
     bad = next((run for run in runs if run.problem.startswith("bad case: ")), None)
     if bad is not None:
         return _failed(report, "bad-case", bad.problem.removeprefix("bad case: "))
     left_out = [run.framework for run in runs if run.problem == "none"]
-    died = next((job for job in jobs if job.status != 0 and job.name not in left_out), None)
-    if failed is not None and failed.name not in left_out:
-        died = failed
-    if died is not None:
-        return _failed(report, "rank-died", _died(died))
+    if failed is not None:
+        return _failed(report, "rank-died", _died(failed))
     verdict = judge(runs, same_on_ranks=case.same_on_ranks)
     report = replace(
         report,

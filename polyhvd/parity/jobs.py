@@ -80,13 +80,19 @@ class Job:
         return [line.removeprefix(mark) for line in self.tail(1000) if line.startswith(mark)]
 
 
-def run_all(jobs: Sequence[Job], timeout_s: float, tell: Callable[[], None]) -> Job | None:
+def run_all(
+    jobs: Sequence[Job],
+    timeout_s: float,
+    tell: Callable[[], None],
+    excuses: Callable[[Job], bool] = lambda job: False,
+) -> Job | None:
     """Wait for jobs; when one fails, or the time is over, the others end as well.
 
     Args:
         jobs: that run.
         timeout_s: for all of them.
         tell: is called again and again while they run.
+        excuses: whether the failure of a job is none.
 
     Returns:
         the first job that has failed, or was late; None: there is none.
@@ -96,11 +102,15 @@ def run_all(jobs: Sequence[Job], timeout_s: float, tell: Callable[[], None]) -> 
     """
     deadline = time.monotonic() + timeout_s
     failed = None
+
+    def failure() -> Job | None:
+        return next((job for job in jobs if job.status not in (None, 0) and not excuses(job)), None)
+
     try:
         while failed is None and any(job.status is None for job in jobs):
             tell()
             time.sleep(_POLL_S)
-            failed = next((job for job in jobs if job.status not in (None, 0)), None)
+            failed = failure()
             if failed is None and time.monotonic() >= deadline:
                 failed = next((job for job in jobs if job.status is None), None)
                 if failed is not None:
@@ -111,7 +121,7 @@ def run_all(jobs: Sequence[Job], timeout_s: float, tell: Callable[[], None]) -> 
         for job in jobs:
             job.wait()
     tell()
-    return failed or next((job for job in jobs if job.status != 0), None)
+    return failed or failure()
 
 
 def launcher(ranks: int, timeout_s: float) -> list[str]:

@@ -141,7 +141,8 @@ def embedding(words: int, units: int, *, sparse: bool = False) -> Layer:
     Args:
         words: rows.
         units: columns.
-        sparse: whether the gradient has those rows alone that a batch has used; with SGD without momentum.
+        sparse: whether the gradient has those rows alone that a batch has used, where the optimizer
+            is SGD without momentum, decay, clipping and accumulation.
     """
     return Layer("embedding", {"words": words, "units": units, "sparse": sparse})
 

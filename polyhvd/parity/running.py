@@ -200,6 +200,7 @@ def _modes(order: Order, framework: str, rank: int) -> None:
             if error.args:
                 raise
             made.problem = "none"  # the case has no model for this framework
+            (folder / f"{framework}.left-out").touch()
         path = folder / f"{framework}.{mode}.{rank}"
         new = path.with_name(f"{path.name}.new")
         new.write_bytes(pickle.dumps(made))

@@ -54,6 +54,10 @@ def test_a_case_trains_alike_in_each_framework_and_on_several_ranks(ranks: Ranks
     _assert_agreement(ranks, case, {})
 
 
+def test_an_embedding_has_dense_gradients_where_the_optimizer_needs_them(ranks: Ranks) -> None:
+    _assert_agreement(ranks, "embedding", {"name": "adam", "rate": 0.01, "epsilon": 1e-3})
+
+
 @pytest.mark.parametrize("options", _OPTIMIZERS, ids=lambda options: str(options["name"]))
 def test_an_optimizer_runs_the_same_algorithm_everywhere(ranks: Ranks, options: dict[str, Any]) -> None:
     _assert_agreement(ranks, "mlp", options)
