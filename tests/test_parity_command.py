@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from launching import wait_until  # tests/harness, on the path by tests/conftest.py
 
-from polyhvd.parity import command, running
+from polyhvd.parity import command, layers, running
 from polyhvd.parity.case import BadCaseError, Case, Optimizer, from_file
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.judging import Verdict, judge
@@ -396,6 +396,44 @@ def test_another_epsilon_of_a_normalization_is_found_in_its_layer() -> None:
         return made
 
     assert first_of(against(case, replace(case, build=build))) == (0, "activation", 3)
+
+
+def biased(case: Case, factor: float) -> Case:
+    """A bias that has no effect, and, with another sum of the same rows, a gradient of other roundings."""
+    made = [
+        layers.convolution(3, 8, 3),
+        layers.batch_normalization(8),
+        layers.activation("gelu"),
+        layers.flatten(),
+        layers.dense(8 * 36, 5),
+    ]
+    made[1] = replace(made[1], options={**made[1].options, "epsilon": factor})
+    return with_numbers(replace(case, build=lambda _: list(made)), name="adam", rate=0.05)
+
+
+def backwards(case: Case) -> Case:
+    def batch(framework: str, step: int) -> Any:
+        return tuple(part[::-1] for part in case.batch(framework, step))
+
+    return replace(case, batch=batch)
+
+
+def test_a_weight_without_effect_is_no_divergence() -> None:
+    """Adam makes steps of full size of its gradient, which is rounding alone."""
+    case = biased(CASES["cnn"], 1e-5)
+    one, two = run(case), run(backwards(case), name="other")
+    for steps in zip(one.steps, two.steps, strict=True):  # the rows in another order
+        steps[1].traces.update({key: steps[0].traces[key] for key in [("input", 0)]})
+    biases = [
+        (a.traces["update", 1], b.traces["update", 1]) for a, b in zip(one.steps, two.steps, strict=True)
+    ]
+    assert any(abs(a.sketch - b.sketch).max() > 0.1 * a.norm for a, b in biases), "nothing was to be seen"
+    kinds = ("activation",)  # whose rows are in another order
+    for item in (one, two):
+        for step in item.steps:
+            step.traces = {key: trace for key, trace in step.traces.items() if key[0] not in kinds}
+    (pair,) = judge([one, two]).pairs
+    assert pair.first is None, pair.first
 
 
 def test_models_that_do_not_match_are_a_problem_of_their_own() -> None:

@@ -37,6 +37,8 @@ _LAYERS_AND_STEPS = 64.0
 _LIMIT_MAX = 0.05
 #: A tensor that is smaller than this fraction of all of its kind may be rounding alone.
 _NOISE = 1e-3
+#: A gradient that is smaller than this fraction of the limit, by all gradients, is rounding.
+_IDLE = 0.01
 
 
 @dataclass(frozen=True)
@@ -150,19 +152,37 @@ def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
 def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> list[tuple[Key, float]]:
     """All tensors that both have, causes before effects, with their differences by the norm.
 
-    Left out is what only seems to differ: zeros around an image are part of a convolution in one framework
-    and a layer of its own in another, so that the next layer is given the same.
+    Left out is what only seems to differ. Zeros around an image are part of a convolution in one framework
+    and a layer of its own in another, so that the next layer is given the same. And a weight that has no
+    effect, as a bias before batch normalization, has a gradient of rounding errors, of which some optimizers
+    make a step like any other: that step, and what the weight does until its effect is taken away.
     """
     common = traces.keys() & references.keys()
     totals = totals_of(references, common)
     found = {
         key: relative_difference(traces[key], references[key], totals[key[0]]) for key in in_order(common)
     }
-    return [
-        (key, relative)
-        for key, relative in found.items()
-        if not (_is_padded(traces[key], references[key]) and _agrees_behind(key, found, references))
-    ]
+    idle = {
+        key[1]: references[key].layer
+        for key in common
+        if key[0] == "gradient"
+        and max(side[key].norm for side in (traces, references))
+        < _IDLE * limit_of(references[key].dtype) * totals["gradient"]
+    }
+    layers = set(idle.values())
+
+    def is_seeming(key: Key) -> bool:
+        kind, place = key
+        if kind == "update":  # of what has no gradient: of a mean of batch normalization
+            has_gradient = ("gradient", place) in common
+            return place in idle or (not has_gradient and references[key].layer - 1 in layers)
+        if kind == "gradient" or ("activation", place + 1) not in found:
+            return False
+        behind = ("activation", place + 1)
+        agrees = found[behind] <= limit_of(references[behind].dtype) or is_seeming(behind)
+        return agrees and (references[key].layer in layers or _is_padded(traces[key], references[key]))
+
+    return [(key, relative) for key, relative in found.items() if not is_seeming(key)]
 
 
 def _is_padded(trace: Trace, reference: Trace) -> bool:
@@ -173,11 +193,6 @@ def _is_padded(trace: Trace, reference: Trace) -> bool:
         and shapes[0][:2] == shapes[1][:2]
         and shapes[0] != shapes[1]
     )
-
-
-def _agrees_behind(key: Key, found: Mapping[Key, float], references: Mapping[Key, Trace]) -> bool:
-    behind = ("activation", key[1] + 1)
-    return behind in found and found[behind] <= limit_of(references[behind].dtype)
 
 
 def common_input(array: Array, weight: Weight) -> Array:

@@ -9,7 +9,7 @@ from html import escape
 __all__ = ["Curve", "chart"]
 
 _WIDTH, _HEIGHT = 640.0, 260.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 12.0, 14.0, 34.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 12.0, 24.0, 34.0
 #: Of an axis of logarithms: what is smaller is drawn there.
 _LEAST = 1e-9
 
@@ -100,7 +100,7 @@ def _axes(low: float, high: float, steps: int, unit: str, *, logarithmic: bool) 
         drawn.append(f'<text x="{x:.1f}" y="{_HEIGHT - 18:.1f}" text-anchor="middle">{step}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     drawn.append(f'<text x="{middle:.1f}" y="{_HEIGHT - 3:.1f}" text-anchor="middle">step</text>')
-    drawn.append(f'<text x="{_LEFT + 4}" y="{_TOP - 3:.1f}">{escape(unit)}</text>')
+    drawn.append(f'<text x="{_LEFT + 4}" y="{_TOP - 9:.1f}">{escape(unit)}</text>')
     return drawn
 
 

@@ -49,6 +49,6 @@ svg text{fill:var(--weak);font:11px system-ui,sans-serif}
 pre{overflow-x:auto;font-size:.85rem}
 summary{cursor:pointer;padding:.3rem 0;color:var(--link)}
 dt{font-weight:600}dd{margin:0 0 .5rem}
-@media (max-width:40rem){main{padding:.7rem}tbody th{min-width:13rem}svg text{font-size:17px}
+@media (max-width:40rem){main{padding:.7rem}tbody th{min-width:13rem}svg text{font-size:15px}
 .heat tbody th{min-width:0}.heat th span{max-width:6rem}}
 """
