@@ -139,7 +139,13 @@ def test_a_framework_that_the_case_has_no_model_for_is_left_out(tmp_path: Path) 
     told = json.loads(out.read_text())
     assert (told["frameworks"], told["left_out"]) == (["numpy"], ["torch"])
     assert "no model for torch, which was left out" in done.stdout
-    assert parity(case, "--frameworks", "torch", "--steps", "2").returncode == STATUSES["bad-case"]
+
+
+def test_a_case_without_any_model_is_a_bad_one(tmp_path: Path) -> None:
+    case = write(tmp_path, "none.py", CASE.replace("    return [layers", "    return None and [layers"))
+    done = parity(case, "--frameworks", "numpy")
+    assert done.returncode == STATUSES["bad-case"]
+    assert "build() has no model for numpy" in done.stderr
 
 
 def test_a_rank_that_dies_has_a_status_of_its_own_and_is_named(tmp_path: Path) -> None:
