@@ -174,7 +174,7 @@ CASES: dict[str, Case] = {
             "resnet18",
             _resnet18,
             _images(8, 24),
-            optimizer=Optimizer("momentum", rate=0.01),
+            optimizer=Optimizer("momentum", rate=0.001),
             about="ResNet-18 with an eighth of the channels and GELU, on images of 8 x 8",
         ),
     )
