@@ -198,6 +198,13 @@ build/core/plain/control_plane: build/core/plain/benchmarks/control_plane.o $(ST
 control-plane: build/core/plain/control_plane
 	build/core/plain/control_plane
 
+CASES ?= linear mlp cnn lstm gru transformer embedding resnet18
+
+##@ parity   polyhvd parity of all cases (CASES) in all frameworks: five minutes
+.PHONY: parity
+parity: $(STAMPS)/test
+	for case in $(CASES); do $(VENV)/bin/polyhvd parity $$case --frameworks mxnet,torch,tensorflow,numpy || exit; done
+
 ##@ matrix   the one wheel under other versions of every framework, each alone
 matrix: $(STAMPS)/test stand-ins
 	$(PY) tools/matrix.py

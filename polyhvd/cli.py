@@ -23,6 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor.main(words[1:])
     if words[:1] == ["leave"]:
         return leave.main(words[1:])
+    if words[:1] == ["parity"]:
+        from polyhvd.parity import command as parity  # with what it needs of NumPy, which takes a while
+
+        return parity.main(words[1:])
     parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -44,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     commands.add_parser("doctor", help="say what is on this host or on several, what is wrong, what to do")
     commands.add_parser("leave", help="have ranks or hosts leave an elastic job, without a loss")
+    commands.add_parser("parity", help="train one network in several frameworks, and say where they part")
     commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
 
     options = parser.parse_args(words)

@@ -357,10 +357,10 @@ class Settings(_Table):
         "TIMELINE_MARK_CYCLES", _switch, False, "1: mark in the timeline when the engine begins new work."
     )
     timeline_bytes_max: int = _row(
-        "TIMELINE_MAX_BYTES",
-        _count,
-        256 << 20,
-        "Bytes of a rank's timeline at most; the oldest events are dropped.",
+        "TIMELINE_MAX_BYTES", _count, 256 << 20, "Bytes of a rank's timeline at most; the oldest are dropped."
+    )
+    parity_log: str = _row(
+        "PARITY_LOG", str, "", "File to which parity.compare and parity.watch add a line of JSON each time."
     )
     autotune: bool = _row(
         "AUTOTUNE", _switch, False, "1: try values for fusion, batching and chunks while the job runs."

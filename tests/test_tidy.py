@@ -149,7 +149,7 @@ FLAT_FILES_MAX = 10
 #: Files of an adapter's folder, which mean the same in each. All have the first five.
 FILES_OF_ALL = ("adapter", "dialect", "functions", "state", "verbs")
 FILES_OF_MANY = (
-    *("base", "batch_norm", "compression", "derivatives", "elastic", "errors", "names", "native"),
+    *("base", "batch_norm", "cases", "compression", "derivatives", "elastic", "errors", "names", "native"),
     *("optimizer", "parity", "passes", "reducer", "samplers", "sparse"),
 )
 

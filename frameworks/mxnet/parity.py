@@ -8,6 +8,7 @@ from typing import Any
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, nn
+from mxnet.gluon.nn.conv_layers import _Conv
 from mxnet.ndarray import NDArray
 
 from polyhvd.errors import InvalidArgumentError
@@ -140,6 +141,8 @@ def _weight(block: Block | None, key: str, parameter: Parameter) -> Weight:
 
 def _is_channels_last(block: Block | None) -> bool:
     kwargs = getattr(block, "_kwargs", {})
+    if not isinstance(block, (nn.BatchNorm, _Conv)):  # whose axis is no channel: LayerNorm
+        return False
     return kwargs.get("layout", "").endswith("C") or kwargs.get("axis", 1) == -1
 
 

@@ -14,6 +14,7 @@ from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.parity import log
 from polyhvd.parity.axes import layout_of
 from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
 from polyhvd.parity.models import framework_of, module_of
@@ -185,9 +186,28 @@ def compare(
         name, ranks, tuple(side[0] for side in told), tuple(side[1] for side in told), tolerance
     )
     found = replace(found, differences=_differences(found, array, process_set))
+    log.note(_entry(found), ranks[0])
     if raises and not found.agree:
         raise ParityError(found)
     return found
+
+
+def _entry(found: Comparison) -> dict[str, Any]:
+    """For the log."""
+    first: dict[str, Any] = {}
+    if found.differences:
+        worst = found.differences[0]
+        mine, other = (found.fingerprints[found.ranks.index(rank)] for rank in (found.ranks[0], worst.rank))
+        is_batch = worst.kind == "shape" and mine.shape[1:] == other.shape[1:] and mine.shape and other.shape
+        first = {"kind": "batch" if is_batch else worst.kind, "rank": worst.rank, "at": list(worst.at)}
+    return {
+        "name": found.name,
+        "agree": found.agree,
+        "first": first,
+        "text": "" if found.agree else str(found),
+        "relative": max((each.relative for each in found.differences), default=0.0),
+        "frameworks": found.frameworks,
+    }
 
 
 def _differences(found: Comparison, mine: Array, process_set: ProcessSet) -> tuple[Difference, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,22 +12,23 @@ import numpy as np
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.parity import log
 from polyhvd.parity.comparing import array_of
-from polyhvd.parity.fingerprints import tolerance_of
 from polyhvd.parity.models import framework_of, module_of, weights_of
+from polyhvd.parity.traces import (
+    Key,
+    Trace,
+    common_input,
+    differences,
+    in_order,
+    limit_of,
+    trace_of,
+)
 from polyhvd.training.mapping import Weight
 
 __all__ = ["Divergence", "Watch", "watch"]
 
 Array = np.ndarray[Any, Any]
-#: In the order in which one is the cause of another within a step.
-_KINDS = ("input", "activation", "gradient", "update")
-_BUCKETS = 64
-#: Errors of many layers and steps add up; those of mistakes are far larger.
-_LAYERS_AND_STEPS = 64.0
-_LIMIT_MAX = 0.05
-#: A tensor that is smaller than this fraction of all of its kind may be rounding alone.
-_NOISE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -67,51 +67,6 @@ class Divergence:
         )
 
 
-@dataclass(frozen=True)
-class _Trace:
-    """A tensor in common form, in so few numbers that they can be sent in each step.
-
-    The sketch is linear: the norm of the difference of two estimates that of the tensors' difference (Alon,
-    Matias and Szegedy, "The space complexity of approximating the frequency moments", STOC 1996).
-    """
-
-    kind: str
-    place: int  # of a layer or weight
-    layer: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    norm: float
-    sketch: Array
-    not_finite: int
-
-
-@lru_cache(maxsize=256)
-def _signs(size: int) -> Array:
-    return np.random.default_rng(size).integers(0, 2, size, dtype=np.int8) * np.int8(2) - np.int8(1)
-
-
-def _trace(kind: str, place: int, layer: int, name: str, array: Array) -> _Trace:
-    flat = array.astype(np.float64).reshape(-1)
-    finite = np.isfinite(flat)
-    if not finite.all():
-        flat = np.where(finite, flat, 0.0)
-    signed = flat * _signs(flat.size)
-    sketch = np.zeros(-(-flat.size // _BUCKETS) * _BUCKETS)
-    sketch[: flat.size] = signed
-    return _Trace(
-        kind,
-        place,
-        layer,
-        name,
-        tuple(array.shape),
-        array.dtype.name,
-        float(np.sqrt(np.square(flat).sum())),
-        sketch.reshape(-1, _BUCKETS).sum(axis=0),
-        int(flat.size - finite.sum()),
-    )
-
-
 class Watch:
     """What :func:`watch` returns. A context manager that ends the watch."""
 
@@ -125,7 +80,7 @@ class Watch:
         self._limit = limit
         self._process_set = process_set
         self._weights = weights_of(model)
-        self._traces: dict[tuple[str, int], _Trace] = {}
+        self._traces: dict[Key, Trace] = {}
         self._before: list[Array] = []
         self._layers: list[Weight] = []  # of each the first weight, whose layer it is
         for weight in self._weights:
@@ -172,8 +127,8 @@ class Watch:
         def tell(tensor: Any) -> None:
             kind = "activation" if number else "input"
             made_by = self._layers[max(number - 1, 0)]
-            array = _common_input(array_of(tensor)[1], weight)
-            self._note(_trace(kind, number, max(number - 1, 0), made_by.name, array))
+            array = common_input(array_of(tensor)[1], weight)
+            self._note(trace_of(kind, number, max(number - 1, 0), made_by.name, array))
 
         return tell
 
@@ -184,7 +139,7 @@ class Watch:
         array = array_of(tensor)[1]
         if last.channels_last and array.ndim > 3:
             array = np.moveaxis(array, -1, 1)
-        self._note(_trace("activation", number, number - 1, last.name, array))
+        self._note(trace_of("activation", number, number - 1, last.name, array))
 
     def _before_step(self, gradient_of: Callable[[Any], Any]) -> None:
         self._before = [weight.read() for weight in self._weights]
@@ -202,10 +157,10 @@ class Watch:
     def _note_weight(self, kind: str, place: int, weight: Weight, array: Array) -> None:
         layer = next((i for i, known in enumerate(self._layers) if known.layer is weight.layer), 0)
         common = weight.layout.array_to_common(array)
-        self._note(_trace(kind, place, layer, weight.name, common))
+        self._note(trace_of(kind, place, layer, weight.name, common))
 
-    def _note(self, trace: _Trace) -> None:
-        self._traces[trace.kind, trace.place] = trace
+    def _note(self, trace: Trace) -> None:
+        self._traces[trace.key] = trace
 
     # Comparing ------------------------------------------------------------------
 
@@ -222,59 +177,33 @@ class Watch:
         told = allgather_object(mine, name=f"{self._prefix}.step", process_set=self._process_set)
         ranks = tuple(self._process_set.ranks or range(len(told)))
         found = self._first_of(told, ranks)
+        log.note(self._entry(found), ranks[0])
         self.steps += 1
         if found is not None:
             self.divergences.append(found)
         return found
 
-    def _first_of(self, told: Sequence[list[_Trace]], ranks: Sequence[int]) -> Divergence | None:
-        sides = [{(trace.kind, trace.place): trace for trace in side} for side in told]
-        common = set.intersection(*(set(side) for side in sides))
-        totals = {
-            kind: np.sqrt(sum(sides[0][key].norm ** 2 for key in common if key[0] == kind)) for kind in _KINDS
+    def _entry(self, found: Divergence | None) -> dict[str, Any]:
+        """For the log."""
+        return {
+            "name": self._prefix,
+            "agree": found is None,
+            "first": {} if found is None else asdict(found),
+            "text": "" if found is None else str(found),
+            "relative": 0.0 if found is None else found.relative,
         }
-        # Gradients come about from the last layer to the first.
-        order = sorted(
-            common, key=lambda key: (_KINDS.index(key[0]), -key[1] if key[0] == "gradient" else key[1])
-        )
-        for key in order:
+
+    def _first_of(self, told: Sequence[list[Trace]], ranks: Sequence[int]) -> Divergence | None:
+        sides = [{trace.key: trace for trace in side} for side in told]
+        found = [dict(differences(side, sides[0])) for side in sides[1:]]
+        for key in in_order(set.intersection(*(set(side) for side in sides))):
             reference = sides[0][key]
-            for rank, side in zip(ranks[1:], sides[1:], strict=True):
-                limit = self._limit or _limit_of(reference.dtype)
-                relative = _relative(side[key], reference, float(totals[key[0]]))
-                if relative > limit:
+            limit = self._limit or limit_of(reference.dtype)
+            for rank, relatives in zip(ranks[1:], found, strict=True):
+                if (relative := relatives.get(key, 0.0)) > limit:
                     names = tuple(each[key].name for each in sides)
                     return Divergence(self.steps, key[0], reference.layer, names, rank, relative, limit)
         return None
-
-
-def _limit_of(dtype: str) -> float:
-    return min(_LAYERS_AND_STEPS * tolerance_of(dtype).rtol, _LIMIT_MAX)
-
-
-def _relative(trace: _Trace, reference: _Trace, total: float) -> float:
-    """The difference of two tensors, by the norm of the second; that of what is mere noise counts less."""
-    if trace.shape != reference.shape or trace.not_finite != reference.not_finite:
-        return float("inf")
-    difference = float(np.sqrt(np.square(trace.sketch - reference.sketch).sum()))
-    scale = reference.norm if reference.kind in ("input", "activation") else reference.norm + _NOISE * total
-    if difference == 0.0:
-        return 0.0
-    return difference / scale if scale else float("inf")
-
-
-def _common_input(array: Array, weight: Weight) -> Array:
-    """What a layer is given, as PyTorch's would be: channels first, and rows of images in that order."""
-    layout = weight.layout
-    if weight.role == "kernel" and len(layout.common_shape) == 2:
-        inputs = layout.common_shape[1]
-        if array.shape[-1] != inputs:  # a dense layer of Gluon's takes images as they are
-            return array.reshape(len(array), -1)
-        if layout.view is not None:
-            image = array.reshape(len(array), *layout.view[:-1])
-            return np.moveaxis(image, -1, 1).reshape(len(array), -1)
-        return array
-    return np.moveaxis(array, -1, 1) if weight.channels_last and array.ndim > 2 else array
 
 
 def watch(

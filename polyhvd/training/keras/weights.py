@@ -62,8 +62,13 @@ def weights_of(model: Any) -> list[Weight]:
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    """A layer and all within it, those with weights of their own before what is in them."""
-    yield from model._flatten_layers(include_self=True, recursive=True)
+    """A layer and all within it, those with weights of their own before what is in them.
+
+    Keras' own walk through all depths has what is within a layer from the last to the first.
+    """
+    yield model
+    for layer in model._flatten_layers(include_self=False, recursive=False):
+        yield from _layers(layer)
 
 
 def _own_variables(layer: Any) -> list[Any]:

@@ -1,0 +1,242 @@
+"""A case: one network, its data and its optimizer, for every framework; and how a file of one is read."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.parity.layers import Layer
+
+__all__ = ["LOSSES", "OPTIMIZERS", "SCHEDULES", "BadCaseError", "Case", "Optimizer", "from_file"]
+
+Array = np.ndarray[Any, Any]
+#: Means over the batch: of the cross entropy of scores with classes, of the squared difference.
+LOSSES = ("cross_entropy", "squared_error")
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad")
+SCHEDULES = ("constant", "warmup", "cosine", "halve")
+
+
+class BadCaseError(ValueError):
+    """A case cannot be used; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What every framework is to do with the gradients, in numbers that all of them understand alike.
+
+    docs/parity.md has the formulas, and what each framework has instead by default.
+
+    Args:
+        name: one of :data:`OPTIMIZERS`.
+        rate: learning rate.
+        momentum: of "momentum" and "nesterov".
+        betas: of "adam" and "adamw".
+        rho: of "rmsprop".
+        epsilon: outside of the root in "adam" and "adamw", inside in "rmsprop" and "adagrad".
+        weight_decay: decoupled in "adamw", else added to the gradient.
+        clip_norm: gradients of a larger norm, all together, are scaled to it, after they were averaged.
+        accumulate: into how many parts of equal size each rank cuts its batch, whose gradients it adds up.
+        schedule: one of :data:`SCHEDULES`.
+    """
+
+    name: str = "sgd"
+    rate: float = 0.05
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    rho: float = 0.9
+    epsilon: float = 1e-6
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    accumulate: int = 1
+    schedule: str = "constant"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("name", self.name, OPTIMIZERS),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            if value not in known:
+                raise InvalidArgumentError(f"Optimizer: {what}={value!r}: expected one of {', '.join(known)}")
+        for what, number in (("rate", self.rate), ("epsilon", self.epsilon), ("clip_norm", self.clip_norm)):
+            if number is not None and not 0 < number < math.inf:
+                raise InvalidArgumentError(f"Optimizer: {what}={number}: expected a number above 0")
+        if self.accumulate < 1:
+            raise InvalidArgumentError(f"Optimizer: accumulate={self.accumulate}: expected 1 or more")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InvalidArgumentError(f"Optimizer: weight_decay={self.weight_decay}: expected 0 or more")
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of a step.
+
+        Args:
+            step: counted from 0.
+            steps: how many there are.
+        """
+        if self.schedule == "warmup":  # over the first quarter
+            return self.rate * min(1.0, (step + 1) / max(1, math.ceil(steps / 4)))
+        if self.schedule == "cosine":
+            return self.rate * 0.5 * (1.0 + math.cos(math.pi * step / max(1, steps)))
+        if self.schedule == "halve":  # after a half
+            return self.rate * (0.5 if 2 * step >= steps else 1.0)
+        return self.rate
+
+    @property
+    def uses_momentum(self) -> float:
+        """The momentum, 0 where it has none."""
+        return self.momentum if self.name in ("momentum", "nesterov") else 0.0
+
+    @property
+    def takes_sparse(self) -> bool:
+        """Whether every framework can do it to sparse gradients as they are."""
+        plain = self.name == "sgd" and not self.weight_decay and self.clip_norm is None
+        return plain and self.accumulate == 1
+
+    @property
+    def coupled_decay(self) -> float:
+        """What of each weight is added to its gradient."""
+        return 0.0 if self.name == "adamw" else self.weight_decay
+
+    @property
+    def decoupled_decay(self) -> float:
+        """What of each weight is taken from it in a step, times the learning rate."""
+        return self.weight_decay if self.name == "adamw" else 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ``polyhvd parity`` runs.
+
+    Args:
+        name: of the catalogue, or of the file.
+        build: given the name of a framework, returns layers of :mod:`polyhvd.parity.layers`, or a model of
+            that framework, built; None: the case has none for it.
+        batch: given the name of a framework and the number of a step, returns inputs and targets of a whole
+            batch, the same for every framework: images as [batch, channels, height, width].
+        loss: one of :data:`LOSSES`.
+        optimizer: what is done with the gradients.
+        same_on_ranks: whether several ranks have to do together what one does with the whole batch. Not with
+            batch normalization, whose statistics are each rank's own, unless it is described by layers.
+        about: in a few words.
+        channels_last: frameworks whose model, built by the case, is given images with channels last.
+    """
+
+    name: str
+    build: Callable[[str], Any]
+    batch: Callable[[str, int], tuple[Array, Array]]
+    loss: str = "cross_entropy"
+    optimizer: Optimizer = Optimizer()
+    same_on_ranks: bool = True
+    about: str = ""
+    channels_last: Sequence[str] = ("tensorflow",)
+
+    def of(self, framework: str) -> list[Layer] | Any | None:
+        """What ``build`` makes: a list of layers, a model, or None.
+
+        Raises:
+            BadCaseError: build raises, or returns a list of something else.
+        """
+        try:
+            made = self.build(framework)
+        except Exception as error:
+            raise BadCaseError(
+                f"{self.name}: build({framework!r}) has raised {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(made, (list, tuple)):
+            wrong = next((item for item in made if not isinstance(item, Layer)), None)
+            if wrong is not None or not made:
+                raise BadCaseError(
+                    f"{self.name}: build({framework!r}) has to return a list of layers of "
+                    f"polyhvd.parity.layers, or a model of {framework}; found "
+                    f"{'an empty list' if not made else f'a list with {type(wrong).__name__} in it'}"
+                )
+            return list(made)
+        return made
+
+    def data(self, framework: str, step: int) -> tuple[Array, Array]:
+        """A batch.
+
+        Raises:
+            BadCaseError: ``batch`` raises, or returns something else than two arrays of equal length.
+        """
+        try:
+            made = self.batch(framework, step)
+        except Exception as error:
+            raise BadCaseError(
+                f"{self.name}: batch({framework!r}, {step}) has raised {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            raise BadCaseError(
+                f"{self.name}: batch({framework!r}, {step}) has to return inputs and targets, two arrays; "
+                f"found {type(made).__name__}"
+            )
+        inputs, targets = np.asarray(made[0]), np.asarray(made[1])
+        if not inputs.ndim or not targets.ndim or len(inputs) != len(targets) or not len(inputs):
+            raise BadCaseError(
+                f"{self.name}: batch({framework!r}, {step}): inputs and targets need as many rows, "
+                f"found shapes {list(inputs.shape)} and {list(targets.shape)}"
+            )
+        return _plain(inputs), _plain(targets)
+
+
+def _plain(array: Array) -> Array:
+    """In types that every framework has by default."""
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+
+
+#: What a file may say besides ``build`` and ``batch``.
+_OPTIONAL = {"loss", "optimizer", "same_on_ranks", "about", "channels_last"}
+
+
+def from_file(path: Path) -> Case:
+    """The case that a file describes.
+
+    Args:
+        path: of a program of Python with the functions ``build(framework)`` and ``batch(framework, step)``,
+            and if need be ``loss``, ``optimizer`` (an :class:`Optimizer`, or a dict of its arguments),
+            ``same_on_ranks``, ``about`` and ``channels_last``, which mean what they mean in :class:`Case`.
+
+    Raises:
+        BadCaseError: there is no such file, it cannot be run, or lacks a function.
+
+    Example::
+
+        case = from_file(Path("mymodel.py"))
+    """
+    if not path.is_file():
+        raise BadCaseError(f"{path}: there is no such file; give one, or a name of `polyhvd parity --list`")
+    spec = importlib.util.spec_from_file_location(f"polyhvd_case_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise BadCaseError(f"{path}: is no file of Python; its name has to end in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadCaseError(f"{path}: cannot be run: {type(error).__name__}: {error}") from error
+    known = vars(module)
+    for name, called in (("build", "build(framework)"), ("batch", "batch(framework, step)")):
+        if not callable(known.get(name)):
+            raise BadCaseError(
+                f"{path}: has no function {called}; docs/parity.md has an example of a whole case"
+            )
+    given = {name: known[name] for name in _OPTIONAL if name in known}
+    try:
+        if isinstance(given.get("optimizer"), dict):
+            given["optimizer"] = Optimizer(**given["optimizer"])
+        case = Case(path.stem, known["build"], known["batch"], **given)
+    except (TypeError, ValueError) as error:
+        raise BadCaseError(f"{path}: optimizer: {error}") from error
+    if case.loss not in LOSSES:
+        raise BadCaseError(f"{path}: loss={case.loss!r}: expected one of {', '.join(LOSSES)}")
+    if not isinstance(case.optimizer, Optimizer):
+        raise BadCaseError(
+            f"{path}: optimizer: expected an Optimizer or a dict of its arguments "
+            f"({', '.join(item.name for item in fields(Optimizer))}), found {type(case.optimizer).__name__}"
+        )
+    return case

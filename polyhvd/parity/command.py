@@ -1,0 +1,333 @@
+"""``polyhvd parity``: one case in several frameworks, alone and on several ranks; or programs of a user."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+from polyhvd.installed import is_installed
+from polyhvd.parity import scripts
+from polyhvd.parity.case import OPTIMIZERS, SCHEDULES, BadCaseError, Case, Optimizer
+from polyhvd.parity.catalogue import CASES
+from polyhvd.parity.jobs import Job, launcher, run_all
+from polyhvd.parity.judging import Pair, Verdict, judge
+from polyhvd.parity.report import Check, Report
+from polyhvd.parity.report.terminal import Progress, print_report
+from polyhvd.parity.runs import FRAMEWORKS, MODES, Order, Run
+from polyhvd.parity.statuses import STATUSES
+
+__all__ = ["SUBCOMMANDS", "main"]
+
+#: Words in the place of CASE that are commands of their own, by the module whose ``main`` runs them.
+SUBCOMMANDS: dict[str, str] = {}
+#: What each framework needs to be installed, and how it comes.
+_PACKAGES = {
+    "mxnet": (("mxnet",), "pip install 'polyhvd[mxnet]'"),
+    "torch": (("torch",), "pip install 'polyhvd[torch]'"),
+    "tensorflow": (("tensorflow", "keras"), "pip install 'polyhvd[tensorflow]'"),
+    "numpy": (("numpy",), "pip install numpy"),
+}
+_INTERRUPTED_STATUS = 130
+#: One thread for each rank: small networks gain nothing by more, and sums stay in one order.
+_VARIABLES = ("OMP_NUM_THREADS=1", "TF_CPP_MIN_LOG_LEVEL=3", "TF_ENABLE_ONEDNN_OPTS=0")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(STATUSES["usage"], f"polyhvd parity: {message}; see polyhvd parity --help\n")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    if wrong := [name for name in names if name not in FRAMEWORKS]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not one of {', '.join(FRAMEWORKS)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    told = "  ".join(f"{status} {name}" for name, status in STATUSES.items())
+    parser = _Parser(
+        prog="polyhvd parity",
+        description="Train one network in several frameworks, alone and on several ranks, and say whether "
+        "they agree, and where they part first.",
+        epilog=f"exit status: {told}. docs/parity.md has more.",
+    )
+    add = parser.add_argument
+    add("case", nargs="?", metavar="CASE", help="a name of --list, or a file with build() and batch()")
+    add("--list", action="store_true", help="the ready cases, optimizers and schedules")
+    add(
+        "--frameworks",
+        type=_names,
+        metavar="NAME,...",
+        help=f"of {', '.join(FRAMEWORKS)}; default: all that are installed",
+    )
+    add("--steps", type=_positive, default=20, metavar="N", help="of training; default: 20")
+    add("--np", type=_positive, metavar="N", help="ranks of each framework; default: 2; of each script: 1")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and data; default: 0")
+    add("--optimizer", choices=OPTIMIZERS, help="instead of the case's")
+    add("--rate", type=float, metavar="X", help="learning rate, instead of the case's")
+    add("--momentum", type=float, metavar="X", help="of momentum and nesterov")
+    add("--epsilon", type=float, metavar="X", help="of adam, adamw, rmsprop and adagrad")
+    add("--weight-decay", type=float, metavar="X", help="decoupled in adamw, else a part of the gradient")
+    add("--clip-norm", type=float, metavar="X", help="of all gradients together, after they are averaged")
+    add("--accumulate", type=_positive, metavar="N", help="parts of a rank's batch, one after the other")
+    add("--schedule", choices=SCHEDULES, help="of the learning rate")
+    add("--json", metavar="FILE", help="write the report as JSON; - is standard output, and no table")
+    add("--junit", metavar="FILE", help="write it as JUnit's XML, for CI servers")
+    add("--html", metavar="FILE", help="write it as one page that needs nothing else")
+    add("--timeout", type=_seconds, default=600.0, metavar="S", help="for all of it; default: 600")
+    add(
+        "--scripts",
+        nargs="+",
+        metavar="FILE",
+        help="run these programs as one job, each on --np ranks (1), with calls of parity.compare in them",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: after the word "parity"; None: those of this process.
+
+    Returns:
+        the exit status, one of :data:`polyhvd.parity.statuses.STATUSES`, or 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in SUBCOMMANDS:
+        status: int = import_module(SUBCOMMANDS[words[0]]).main(words[1:])
+        return status
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.seed < 0:
+        parser.error(f"--seed {options.seed}: expected 0 or more")
+    if options.list:
+        print("\n".join(_listed()))
+        return 0
+    if (options.case is None) == (options.scripts is None):
+        parser.error("give a CASE or --scripts, one of them")
+    for name in ("json", "junit", "html"):
+        path = getattr(options, name)
+        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+            parser.error(f"--{name} {path}: there is no folder {Path(path).parent}")
+    try:
+        Optimizer(**_numbers(options))
+    except ValueError as error:
+        parser.error(str(error))
+    begun = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="polyhvd-parity-") as folder:
+            if options.scripts is not None:
+                found = scripts.run(options.scripts, options.np or 1, options.timeout, Path(folder))
+            else:
+                options.np = options.np or 2
+                found = _run_case(options, Path(folder))
+    except KeyboardInterrupt:
+        print("polyhvd parity: interrupted; all processes have ended", file=sys.stderr)
+        return _INTERRUPTED_STATUS
+    found = replace(found, seconds=round(time.monotonic() - begun, 3), versions=_versions(found.frameworks))
+    return _write(found, options)
+
+
+def _listed() -> list[str]:
+    width = max(map(len, CASES))
+    lines = ["cases:", *(f"  {name:{width}}  {case.about}" for name, case in CASES.items())]
+    for what, names in (("optimizers", OPTIMIZERS), ("schedules", SCHEDULES), ("frameworks", FRAMEWORKS)):
+        lines.append(f"{what}: {', '.join(names)}")
+    return lines
+
+
+def _versions(frameworks: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for package in ("polyhvd", *(name for item in frameworks for name in _PACKAGES[item][0])):
+        for name in (package, f"{package}-cpu", f"{package}_cpu"):
+            try:
+                found[package] = metadata.version(name)
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def _write(report: Report, options: argparse.Namespace) -> int:
+    """All reports that were asked for; returns the exit status."""
+    from polyhvd.parity.report import documents, page
+
+    makers: dict[str, Callable[[Report], str]] = {
+        "json": documents.as_json,
+        "junit": documents.as_junit,
+        "html": page.as_html,
+    }
+    status = report.status
+    for name, make in makers.items():
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if path == "-":
+            print(make(report), end="")
+            continue
+        try:
+            Path(path).write_text(make(report), encoding="utf-8")
+        except OSError as error:
+            print(f"polyhvd parity: --{name} {path}: {error.strerror}", file=sys.stderr)
+            status = status or STATUSES["usage"]
+    if "-" not in (options.json, options.junit, options.html):
+        if report.outcome in ("agree", "differ"):
+            print_report(report)
+        else:
+            print(f"polyhvd parity: {report.message}", file=sys.stderr)
+    return status
+
+
+def _numbers(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the optimizer."""
+    known = {item.name for item in fields(Optimizer)} - {"name"}
+    given = {key: value for key, value in vars(options).items() if key in known and value is not None}
+    return given if options.optimizer is None else {"name": options.optimizer, **given}
+
+
+def _run_case(options: argparse.Namespace, folder: Path) -> Report:
+    path = options.case if options.case in CASES else str(Path(options.case).absolute())
+    order = Order(path, _numbers(options), options.steps, options.np, str(folder), options.seed)
+    frameworks = options.frameworks or [name for name in FRAMEWORKS if not _missing(name)]
+    report = Report(options.case, 0, "agree", "", list(frameworks), steps=options.steps, ranks=options.np)
+    for name in frameworks:
+        if missing := _missing(name):
+            return _failed(
+                report,
+                "not-installed",
+                f"{name} needs {missing}, which is not installed for {sys.executable}; install it with: "
+                f"{_PACKAGES[name][1]}, or leave it out of --frameworks",
+            )
+    try:
+        case = order.load()
+    except BadCaseError as error:
+        return _failed(report, "bad-case", str(error))
+    report = replace(report, case=case.name, optimizer=asdict(case.optimizer))
+    (folder / "order.json").write_text(json.dumps(asdict(order)))
+    return _conclude(report, case, *_run_jobs(order, frameworks, options.timeout))
+
+
+def _missing(framework: str) -> str:
+    """The first package that a framework lacks; empty: it is installed."""
+    return next((name for name in _PACKAGES[framework][0] if not is_installed(name)), "")
+
+
+def _failed(report: Report, outcome: str, message: str) -> Report:
+    return replace(report, status=STATUSES[outcome], outcome=outcome, message=message)
+
+
+def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tuple[list[Run], Job | None]:
+    """All frameworks side by side; what they have seen, and the job that has failed."""
+    folder = Path(order.folder)
+    modes = 2 + (order.ranks > 1)
+    progress = Progress(order.steps * modes * len(frameworks))
+    jobs: list[Job] = []
+
+    def tell() -> None:
+        done = {
+            name: path.stat().st_size if (path := folder / f"{name}.progress").exists() else 0
+            for name in frameworks
+        }
+        texts = [f"{name} {100 * count // (order.steps * modes)}%" for name, count in done.items()]
+        progress.show(sum(done.values()), "  ".join(texts))
+
+    words = [item for variable in _VARIABLES for item in ("-x", variable)]
+    try:
+        for name in frameworks:
+            program = [sys.executable, "-m", "polyhvd.parity.running", str(folder / "order.json"), name]
+            jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], folder))
+        failed = run_all(jobs, timeout_s, tell, lambda job: (folder / f"{job.name}.left-out").exists())
+    finally:
+        progress.close()
+    runs: list[Run] = []
+    for name in frameworks:
+        for mode in MODES:
+            for rank in range(order.ranks):
+                path = folder / f"{name}.{mode}.{rank}"
+                if path.exists():
+                    runs.append(pickle.loads(path.read_bytes()))  # of a process of this one's
+    return runs, failed
+
+
+def _conclude(report: Report, case: Case, runs: Sequence[Run], failed: Job | None) -> Report:
+    """What has come of it."""
+    bad = next((run for run in runs if run.problem.startswith("bad case: ")), None)
+    if bad is not None:
+        return _failed(report, "bad-case", bad.problem.removeprefix("bad case: "))
+    left_out = [run.framework for run in runs if run.problem == "none"]
+    if failed is not None:
+        return _failed(report, "rank-died", _died(failed))
+    verdict = judge(runs, same_on_ranks=case.same_on_ranks)
+    report = replace(
+        report,
+        frameworks=[name for name in report.frameworks if name not in left_out],
+        left_out=list(verdict.left_out),
+        losses=verdict.losses,
+        layers=verdict.layers,
+        checks=[_check(pair, report.ranks) for pair in verdict.pairs],
+    )
+    if verdict.problem:
+        return _failed(report, verdict.problem, verdict.message)
+    if not verdict.pairs:
+        named = ", ".join(verdict.left_out)
+        return _failed(report, "bad-case", f"{report.case}: build() has no model for {named}")
+    return _agreed(report, verdict)
+
+
+def _agreed(report: Report, verdict: Verdict) -> Report:
+    count, differing = len(report.checks), report.differing
+    if verdict.agree:
+        text = f"{report.case}: all {count} comparisons agree over {report.steps} steps"
+        return replace(report, message=text)
+    text = f"{report.case}: {len(differing)} of {count} comparisons differ"
+    return _failed(report, "differ", text)
+
+
+def _check(pair: Pair, ranks: int) -> Check:
+    first = pair.first
+    return Check(
+        name=pair.title(ranks),
+        question=pair.question,
+        agree=pair.agree,
+        first={} if first is None else {**asdict(first), "advice": first.advice},
+        text="" if first is None else str(first),
+        loss=pair.loss,
+        worst=pair.worst,
+        cells=pair.cells,
+    )
+
+
+def _died(job: Job) -> str:
+    said = job.said()
+    if job.is_late:
+        return f"{job.name}: was not ready in time; raise --timeout, or take fewer --steps"
+    reason = said[-1] if said else f"the launcher has ended with status {job.status}"
+    lines = [line for line in job.tail(30) if not line.startswith("polyhvdrun: ")][-10:]
+    return "\n".join([f"{job.name}: {reason}", *(f"  {line}" for line in lines)])

@@ -1,0 +1,135 @@
+"""The jobs that ``polyhvd parity`` starts: one for each framework, side by side, by polyhvdrun."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["Job", "launcher", "run_all"]
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.1
+#: The launcher kills ranks that do not end; this is for the launcher itself.
+_GRACE_S = 45.0
+
+
+class Job:
+    """A command whose output goes to a file.
+
+    Args:
+        name: for people.
+        words: the command.
+        folder: for its output.
+    """
+
+    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.is_late = False
+        self.log = folder / f"{name}.log"
+        parent, libc = os.getpid(), ctypes.CDLL(None)
+
+        def end_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                list(words),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,  # this process has one thread
+                start_new_session=True,  # Ctrl-C comes to this process, which ends the others
+            )
+
+    @property
+    def status(self) -> int | None:
+        """How it has ended; None: it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Have it end; :meth:`wait` for it."""
+        if self.status is None:
+            self._process.terminate()
+
+    def wait(self) -> None:
+        """Until it has ended; kills it if it does not."""
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def tail(self, lines: int = 12) -> list[str]:
+        """The last lines of its output."""
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace").splitlines()[-lines:]
+        return []
+
+    def said(self) -> list[str]:
+        """What the launcher has said."""
+        mark = "polyhvdrun: "
+        return [line.removeprefix(mark) for line in self.tail(1000) if line.startswith(mark)]
+
+
+def run_all(
+    jobs: Sequence[Job],
+    timeout_s: float,
+    tell: Callable[[], None],
+    excuses: Callable[[Job], bool] = lambda job: False,
+) -> Job | None:
+    """Wait for jobs; when one fails, or the time is over, the others end as well.
+
+    Args:
+        jobs: that run.
+        timeout_s: for all of them.
+        tell: is called again and again while they run.
+        excuses: whether the failure of a job is none.
+
+    Returns:
+        the first job that has failed, or was late; None: there is none.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; all have ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    failed = None
+
+    def failure() -> Job | None:
+        return next((job for job in jobs if job.status not in (None, 0) and not excuses(job)), None)
+
+    try:
+        while failed is None and any(job.status is None for job in jobs):
+            tell()
+            time.sleep(_POLL_S)
+            failed = failure()
+            if failed is None and time.monotonic() >= deadline:
+                failed = next((job for job in jobs if job.status is None), None)
+                if failed is not None:
+                    failed.is_late = True
+    finally:
+        for job in jobs:
+            job.stop()
+        for job in jobs:
+            job.wait()
+    tell()
+    return failed or failure()
+
+
+def launcher(ranks: int, timeout_s: float) -> list[str]:
+    """The beginning of polyhvdrun's command line.
+
+    Args:
+        ranks: of the first program.
+        timeout_s: for ranks to start, which import frameworks and train alone before they meet.
+    """
+    words = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), "--no-tag"]
+    return [*words, "--start-timeout", f"{timeout_s:g}"]

@@ -1,0 +1,306 @@
+"""What the runs of a case say: which of them agree, and where those that do not part first. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from polyhvd.parity.runs import MODES, Run, Step
+from polyhvd.parity.traces import KINDS, Trace, differences, in_order, joined, limit_of, relative_difference
+
+__all__ = ["Finding", "Pair", "Verdict", "judge"]
+
+#: What runs are called in a report, by mode.
+NAMES = {"plain": "alone, without polyhvd", "one": "1 rank", "all": "{ranks} ranks"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where two runs part first.
+
+    Args:
+        step: counted from 0.
+        kind: "input", "activation", "gradient", "update" or "loss".
+        layer: counted from 0 among those that have weights.
+        names: of the layer or weight in the reference, and in the other run.
+        relative: the norm of the difference over that of the reference.
+        limit: what is taken for rounding.
+    """
+
+    step: int
+    kind: str
+    layer: int
+    names: tuple[str, str]
+    relative: float
+    limit: float
+
+    def __str__(self) -> str:
+        where = self.names[0] if self.names[0] == self.names[1] else " / ".join(self.names)
+        return (
+            f"step {self.step}, layer {self.layer}, {self.kind}: {where} differs by {self.relative:.2g} of "
+            f"its norm, where {self.limit:.2g} may be rounding"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Where to look."""
+        return {
+            "input": "The batches differ: compare what the data pipelines return in this "
+            "step, and in which order.",
+            "activation": "The forward pass of this layer differs: compare its weights and its options with "
+            "the other's (padding, epsilon, momentum of batch normalization, slopes, dropout, gate order).",
+            "gradient": "The activations agree, and this gradient does not: compare the loss (a mean or a "
+            "sum?), what is averaged over ranks, and the backward pass of the layers behind this one.",
+            "update": "The gradients agree, and what the optimizer makes of them does not: compare its "
+            "numbers with the table of optimizers in docs/parity.md (epsilon, decay, momentum, bias "
+            "correction, schedule).",
+            "loss": "All activations agree, and the loss does not: compare the loss functions (a mean or a "
+            "sum? half of the square?).",
+        }[self.kind]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs, compared.
+
+    Args:
+        question: "distribution" (several ways to run one framework) or "frameworks".
+        frameworks, modes: of the reference, and of the other.
+        first: where they part; None: they agree.
+        loss: the largest relative difference of losses.
+        worst: the largest relative difference of each kind.
+        cells: for each step and layer the largest ratio of a difference to its limit.
+    """
+
+    question: str
+    frameworks: tuple[str, str]
+    modes: tuple[str, str]
+    first: Finding | None
+    loss: float
+    worst: dict[str, float]
+    cells: list[list[float]] = field(default_factory=list)
+
+    @property
+    def agree(self) -> bool:
+        """Whether there is no difference but rounding."""
+        return self.first is None
+
+    def title(self, ranks: int) -> str:
+        """Both in words.
+
+        Args:
+            ranks: of a run on several.
+        """
+        one, two = (NAMES[mode].format(ranks=ranks) for mode in self.modes)
+        if self.question == "distribution":
+            return f"{self.frameworks[0]}: {two} against {one}"
+        return f"{self.frameworks[1]} against {self.frameworks[0]}: {one}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all runs say.
+
+    Args:
+        problem: what forbids a comparison: "models", "nan", "batches" or nothing.
+        message: the problem in a sentence.
+        pairs: what was compared.
+        layers: names of layers, by framework.
+        losses: of each run, by framework and mode.
+        left_out: frameworks for which the case has no model.
+    """
+
+    problem: str = ""
+    message: str = ""
+    pairs: tuple[Pair, ...] = ()
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def agree(self) -> bool:
+        """Whether everything was compared, and agrees."""
+        return not self.problem and bool(self.pairs) and all(pair.agree for pair in self.pairs)
+
+
+def judge(runs: Sequence[Run], *, same_on_ranks: bool = True) -> Verdict:
+    """Compare all runs of a case.
+
+    Args:
+        runs: of all frameworks, modes and ranks; of ranks in their order.
+        same_on_ranks: whether a run on several ranks has to do what one does.
+
+    Returns:
+        the verdict; if models or batches differ, or NaNs came up, that alone.
+    """
+    whole = _whole([run for run in runs if run.problem != "none"])
+    left_out = tuple(dict.fromkeys(run.framework for run in runs if run.problem == "none"))
+    told = Verdict(
+        layers={framework: next(iter(modes.values())).layers for framework, modes in whole.items()},
+        losses={
+            f: {m: [s.loss for s in run.steps] for m, run in modes.items()} for f, modes in whole.items()
+        },
+        left_out=left_out,
+    )
+    for problem, check in (("models", _unlike_models), ("batches", _unlike_batches), ("nan", _not_finite)):
+        if message := check(whole):
+            return replace(told, problem=problem, message=message)
+    return replace(told, pairs=tuple(_pairs(whole, same_on_ranks=same_on_ranks)))
+
+
+def _whole(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
+    """By framework and mode, those of several ranks put together."""
+    found: dict[str, dict[str, Run]] = {}
+    for framework in dict.fromkeys(run.framework for run in runs):
+        for mode in MODES:
+            parts = [run for run in runs if (run.framework, run.mode) == (framework, mode)]
+            if parts:
+                steps = [_joined_step(steps) for steps in zip(*(part.steps for part in parts), strict=False)]
+                found.setdefault(framework, {})[mode] = replace(parts[0], steps=steps)
+    return found
+
+
+def _joined_step(parts: Sequence[Step]) -> Step:
+    """Of inputs and activations each rank has a part; gradients and updates are the same on all."""
+    if len(parts) == 1:
+        return parts[0]
+    traces = {}
+    for key in parts[0].traces.keys() & parts[-1].traces.keys():
+        sides = [part.traces[key] for part in parts if key in part.traces]
+        is_cut = key[0] in ("input", "activation")
+        traces[key] = joined(sides) if is_cut else _farthest(sides)
+    loss = sum(part.loss for part in parts) / len(parts)
+    return Step(loss, sum(part.rows for part in parts), traces)
+
+
+def _farthest(sides: Sequence[Trace]) -> Trace:
+    """That of the first rank; of one that differs from it, if there is one: it will be found to differ."""
+    apart = [relative_difference(side, sides[0], sides[0].norm) for side in sides]
+    farthest = max(range(len(sides)), key=apart.__getitem__)
+    return sides[farthest] if apart[farthest] > limit_of(sides[0].dtype) else sides[0]
+
+
+def _unlike_models(whole: Mapping[str, Mapping[str, Run]]) -> str:
+    sides = [(framework, next(iter(modes.values())).weights) for framework, modes in whole.items()]
+    for (one, mine), (other, theirs) in itertools.pairwise(sides):
+        for place in range(max(len(mine), len(theirs))):
+            pair = [side[place] if place < len(side) else None for side in (mine, theirs)]
+            if pair[0] is None or pair[1] is None or _differ(pair[0], pair[1]):
+                told = " and ".join(
+                    f"{framework} has {_described(weight)}"
+                    for framework, weight in zip((one, other), pair, strict=True)
+                )
+                return (
+                    f"the models do not match: at weight {place}, {told}; build them with the same layers in "
+                    "the same order, and with the same weights frozen"
+                )
+    return ""
+
+
+def _differ(mine: tuple[object, ...], theirs: tuple[object, ...]) -> bool:
+    roles = {mine[1], theirs[1]} - {""}
+    trained = mine[4] == theirs[4] or mine[1] == "state bias"  # Keras has one bias where others freeze one
+    return len(roles) > 1 or mine[2:4] != theirs[2:4] or not trained
+
+
+def _described(weight: tuple[object, ...] | None) -> str:
+    if weight is None:
+        return "no more"
+    name, role, shape, dtype, trained = weight
+    state = "" if trained else ", not trained"
+    return f"{name!r} ({role or 'weight'} {dtype} {list(shape)} in common form{state})"  # type: ignore[call-overload]
+
+
+def _unlike_batches(whole: Mapping[str, Mapping[str, Run]]) -> str:
+    runs = [run for modes in whole.values() for run in modes.values()]
+    for step, steps in enumerate(zip(*(run.steps for run in runs), strict=False)):
+        for run, item in zip(runs, steps, strict=True):
+            if item.rows != steps[0].rows:
+                return (
+                    f"the batches differ in size: in step {step}, {runs[0].framework} has {steps[0].rows} "
+                    f"rows, {run.framework} {item.rows}; let batch() return the same rows for every framework"
+                )
+    return ""
+
+
+def _not_finite(whole: Mapping[str, Mapping[str, Run]]) -> str:
+    for framework, modes in whole.items():
+        for mode, run in modes.items():
+            for number, step in enumerate(run.steps):
+                for key in in_order(step.traces):
+                    trace = step.traces[key]
+                    if trace.not_finite:
+                        return (
+                            f"{framework} ({mode}) has {trace.not_finite} NaNs or infinities in step {number}"
+                            f", layer {trace.layer}, {trace.kind} of {trace.name}: what follows cannot be "
+                            "compared; lower the learning rate, or look for a log or a quotient of 0"
+                        )
+                if not math.isfinite(step.loss):
+                    return (
+                        f"the loss of {framework} ({mode}) is {step.loss} in step {number}, and all that the "
+                        "model has made is finite: look at the loss and its targets"
+                    )
+    return ""
+
+
+def _pairs(whole: Mapping[str, Mapping[str, Run]], *, same_on_ranks: bool) -> list[Pair]:
+    pairs = []
+    for modes in whole.values():
+        for one, two in (("plain", "one"), ("plain", "all"), ("one", "all")):
+            if one in modes and two in modes and (two != "all" or same_on_ranks):
+                pairs.append(_pair("distribution", modes[one], modes[two]))
+    for first, second in itertools.combinations(whole.values(), 2):
+        pairs += [
+            _pair("frameworks", first[mode], second[mode])
+            for mode in ("plain", "all")
+            if mode in first and mode in second
+        ]
+    return pairs
+
+
+def _pair(question: str, reference: Run, other: Run) -> Pair:
+    worst = dict.fromkeys(KINDS, 0.0)
+    cells: list[list[float]] = []
+    firsts: list[Finding] = []
+    loss = 0.0
+    for step, (one, two) in enumerate(zip(reference.steps, other.steps, strict=False)):
+        finding, row = _step(step, one, two, len(reference.layers), worst, question)
+        cells.append(row)
+        gap = abs(two.loss - one.loss) / max(abs(one.loss), 1e-3)
+        loss = max(loss, gap)
+        limit = limit_of("float32")
+        if gap > limit and (finding is None or finding.kind in ("gradient", "update")):
+            last = len(reference.layers) - 1
+            finding = Finding(step, "loss", last, ("the loss", "the loss"), gap, limit)
+        if finding is not None:
+            firsts.append(finding)
+    return Pair(
+        question,
+        (reference.framework, other.framework),
+        (reference.mode, other.mode),
+        firsts[0] if firsts else None,
+        loss,
+        worst,
+        cells,
+    )
+
+
+def _step(
+    number: int, reference: Step, other: Step, layers: int, worst: dict[str, float], question: str
+) -> tuple[Finding | None, list[float]]:
+    """The first difference of a step, and of each layer the largest beside its limit."""
+    first = None
+    row = [0.0] * layers
+    for key, relative in differences(other.traces, reference.traces):
+        one, two = reference.traces[key], other.traces[key]
+        if question == "distribution" and one.shape != two.shape and key[0] in ("input", "activation"):
+            continue  # of something that has no row for each sample, and is cut elsewhere
+        limit = limit_of(one.dtype)
+        worst[key[0]] = max(worst[key[0]], relative)
+        if layers:
+            row[one.layer] = max(row[one.layer], relative / limit)
+        if relative > limit and first is None:
+            first = Finding(number, key[0], one.layer, (one.name, two.name), relative, limit)
+    return first, row

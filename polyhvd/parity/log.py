@@ -1,0 +1,33 @@
+"""The file in which a job writes down what was compared, for ``polyhvd parity --scripts``."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from polyhvd.observe.files import opener
+from polyhvd.runtime import current
+
+__all__ = ["note"]
+
+
+def note(entry: dict[str, Any], first_rank: int) -> None:
+    """Add a line of JSON to the file that ``POLYHVD_PARITY_LOG`` names, on the first of the ranks alone.
+
+    Args:
+        entry: what was found.
+        first_rank: world rank of the one that writes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    world = current.world()
+    if not world.settings.parity_log or world.placement.rank != first_rank:
+        return
+    line = json.dumps(entry) + "\n"
+    descriptor = opener(world.settings.parity_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""The value that all forms of the report are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["SCHEMA", "Check", "Report"]
+
+#: Of the JSON; the number changes when a field changes its meaning or goes away.
+SCHEMA = {"name": "polyhvd.parity", "version": 1}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Args:
+        name: in words.
+        question: "distribution" (one framework, run in several ways), "frameworks", or "compare" (a call of
+            :func:`polyhvd.parity.compare` or a step of :func:`polyhvd.parity.watch` in a script).
+        agree: what has come of it.
+        first: where the first difference is: step, kind, layer, names, relative, limit and advice; {}: none.
+        text: the difference in a sentence.
+        loss: the largest relative difference of losses.
+        worst: the largest relative difference of each kind.
+        cells: for each step and layer, the largest difference by its limit.
+        times: how often it was made.
+    """
+
+    name: str
+    question: str
+    agree: bool
+    first: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    loss: float = 0.0
+    worst: dict[str, float] = field(default_factory=dict)
+    cells: list[list[float]] = field(default_factory=list)
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found.
+
+    Args:
+        case: its name, or the scripts.
+        status: the exit status; 0: all agree.
+        outcome: its name, such as "agree" and "differ".
+        message: what has kept it from being compared, or a summary.
+        frameworks: that took part.
+        left_out: for which the case has no model.
+        steps, ranks: that were asked for.
+        optimizer: in numbers.
+        checks: in the order in which they were made.
+        losses: by framework and mode.
+        layers: names of layers, by framework.
+        seconds: it took.
+        versions: of what is installed.
+    """
+
+    case: str
+    status: int
+    outcome: str
+    message: str
+    frameworks: list[str]
+    left_out: list[str] = field(default_factory=list)
+    steps: int = 0
+    ranks: int = 0
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def differing(self) -> list[Check]:
+        """The checks that do not agree."""
+        return [check for check in self.checks if not check.agree]

@@ -1,0 +1,231 @@
+"""The report as one page of HTML that needs nothing else: no script, no font, no network."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from polyhvd.parity.report.charts import Curve, chart
+from polyhvd.parity.report.findings import Check, Report
+from polyhvd.parity.report.style import STYLE
+
+__all__ = ["as_html"]
+
+_MODES = {"plain": "alone", "one": "1 rank"}
+#: Heat maps of single checks, at most.
+_MAPS_MAX = 12
+#: Up to which part of its limit a difference has which class, and what it is called.
+_LEVELS = (
+    (0.01, "h0", "1 % of the limit or less"),
+    (0.1, "h1", "10 % or less"),
+    (1.0, "h2", "within the limit"),
+    (10.0, "h3", "beyond the limit"),
+    (math.inf, "h4", "beyond ten times the limit"),
+)
+#: What to look at where nothing could be compared.
+_ADVICE = {
+    "bad-case": "Correct the case as the message says; docs/parity.md has an example of a whole one.",
+    "not-installed": "Install the framework, or leave it out of --frameworks.",
+    "rank-died": "Run the case in that framework alone (--frameworks NAME --np 1), and read what it prints.",
+    "models": "Make both models with the same layers in the same order, and freeze the same weights.",
+    "nan": "Lower the learning rate (--rate), or look at the layer named above for a log or a quotient of 0.",
+    "batches": "Let every framework have the same rows in every step.",
+}
+
+
+def as_html(report: Report) -> str:
+    """The page.
+
+    Args:
+        report: of one case, or of scripts.
+    """
+    title = f"Parity of {report.case}: {'agree' if report.status == 0 else report.outcome}"
+    parts = [
+        _head(report),
+        _next_steps(report),
+        _checks(report),
+        _divergence(report),
+        _losses(report),
+        _heat_maps(report),
+        _about(report),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        '<a class="skip" href="#checks">To the comparisons</a>\n<main>\n'
+        + "\n".join(filter(None, parts))
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _head(report: Report) -> str:
+    word = "All agree" if report.status == 0 else "Differ" if report.outcome == "differ" else "Not compared"
+    classes = "good" if report.status == 0 else "bad"
+    took = f"{report.steps} steps, " if report.steps else ""
+    return (
+        f"<header><h1>Parity of {escape(report.case)}</h1>"
+        f'<p class="verdict {classes}"><strong>{word}.</strong> {_lines(report.message)}</p>'
+        f"<p>{escape(', '.join(report.frameworks) or 'scripts')}; {took}{report.ranks} ranks, "
+        f"{report.seconds:.1f} s.</p></header>"
+    )
+
+
+def _lines(text: str) -> str:
+    first, *others = text.splitlines() or [""]
+    rest = f"<pre>{escape(chr(10).join(others))}</pre>" if others else ""
+    return escape(first) + rest
+
+
+def _next_steps(report: Report) -> str:
+    if report.status == 0:
+        steps = [
+            "Nothing has to be done. Other optimizers (--optimizer), more steps (--steps) and other numbers "
+            "of ranks (--np) look at more."
+        ]
+    elif report.outcome != "differ":
+        steps = [_ADVICE.get(report.outcome, "")]
+    else:
+        steps = []
+        for check in sorted(report.differing, key=_place):
+            text = f"<strong>{escape(check.name)}</strong>: {escape(check.text)}"
+            advice = escape(str(check.first.get("advice", "")))
+            steps.append(f"{text}<br>{advice}")
+        return _section("next", "What to do next", f"<ol>{''.join(f'<li>{s}</li>' for s in steps)}</ol>")
+    return _section("next", "What to do next", "".join(f"<p>{escape(step)}</p>" for step in steps))
+
+
+def _place(check: Check) -> tuple[int, int]:
+    """Causes first: of one framework alone, then by step."""
+    return check.question != "distribution", int(check.first.get("step", 0))
+
+
+def _section(identity: str, title: str, body: str) -> str:
+    return f'<section aria-labelledby="{identity}"><h2 id="{identity}">{escape(title)}</h2>{body}</section>'
+
+
+def _checks(report: Report) -> str:
+    if not report.checks:
+        return _section("checks", "Comparisons", "<p>None was made.</p>")
+    rows = []
+    for check in report.checks:
+        worst = max(check.worst.values(), default=0.0)
+        result = "agree" if check.agree else "differ"
+        where = ""
+        if not check.agree:
+            names = check.first.get("names") or ()
+            where = ", ".join(
+                [f"{key} {check.first[key]}" for key in ("step", "layer", "kind") if key in check.first]
+                + [" / ".join(dict.fromkeys(map(str, names)))] * bool(names)
+            )
+        rows.append(
+            f'<tr class="{result}"><th scope="row">{escape(check.name)}</th><td>{result}</td>'
+            f"<td>{check.loss:.1e}</td><td>{worst:.1e}</td><td>{escape(where)}</td></tr>"
+        )
+    table = (
+        '<div class="wide" role="region" tabindex="0" aria-label="All comparisons"><table><thead><tr>'
+        '<th scope="col">comparison</th><th scope="col">result</th><th scope="col">losses</th>'
+        '<th scope="col">worst</th><th scope="col">first difference</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        "<p>Differences are relative: of losses by the loss, of tensors by their norm.</p>"
+    )
+    return _section("checks", "Comparisons", table)
+
+
+def _divergence(report: Report) -> str:
+    curves: list[Curve] = []
+    for question, name, classes in (
+        ("distribution", "one framework, distributed against alone", "c0"),
+        ("frameworks", "one framework against another", "c1 dashed"),
+    ):
+        rows = [check.cells for check in report.checks if check.question == question and check.cells]
+        if rows:
+            steps = min(len(cells) for cells in rows)
+            worst = [max(max(cells[step], default=0.0) for cells in rows) for step in range(steps)]
+            curves.append((name, classes, worst))
+    if not curves:
+        return ""
+    most = max(value for _, _, values in curves for value in values)
+    summary = f"The largest difference of any tensor in each step, by its limit; {most:.2g} at most."
+    drawn = chart(
+        "divergence",
+        "Largest difference by its limit",
+        summary,
+        curves,
+        unit="difference / limit",
+        logarithmic=True,
+        line=(1.0, "limit"),
+    )
+    return _section("by-step", "Divergence by step", drawn)
+
+
+def _losses(report: Report) -> str:
+    curves: list[Curve] = []
+    for number, (framework, modes) in enumerate(report.losses.items()):
+        for mode, losses in modes.items():
+            dashes = {"plain": "", "one": " dashed", "all": " dotted"}[mode]
+            name = f"{framework}, {_MODES.get(mode, f'{report.ranks} ranks')}"
+            curves.append((name, f"c{number}{dashes}", losses))
+    if not curves:
+        return ""
+    ends = [losses[-1] for _, _, losses in curves if losses]
+    summary = f"{len(curves)} curves; at the end the losses lie from {min(ends):.4g} to {max(ends):.4g}."
+    drawn = chart(
+        "loss-curves", "Loss by step", summary + " Curves that agree hide each other.", curves, unit="loss"
+    )
+    return _section("losses", "Loss curves", drawn)
+
+
+def _heat_maps(report: Report) -> str:
+    checks = [check for check in report.checks if check.cells and check.cells[0]]
+    if not checks:
+        return ""
+    steps = min(len(check.cells) for check in checks)
+    layers = min(len(check.cells[0]) for check in checks)
+    worst = [
+        [max(check.cells[step][layer] for check in checks) for layer in range(layers)]
+        for step in range(steps)
+    ]
+    names = next(iter(report.layers.values()), [])
+    keys = "".join(f'<li><span class="cell {name}"></span>{text}</li>' for _, name, text in _LEVELS)
+    body = [
+        "<p>Of each layer and step the largest difference of an activation, gradient or update, in per cent "
+        f'of what may be rounding.</p><ul class="legend">{keys}</ul>',
+        _map("Worst of all comparisons", worst, names),
+    ]
+    for check in report.differing[:_MAPS_MAX]:
+        if check.cells and check.cells[0]:
+            of_framework = report.layers.get(check.first.get("framework", ""), names)
+            body.append(_map(check.name, check.cells, of_framework))
+    return _section("heat", "Layers and steps", "".join(body))
+
+
+def _map(title: str, cells: list[list[float]], names: list[str]) -> str:
+    heads = "".join(f'<th scope="col">{step}</th>' for step in range(len(cells)))
+    rows = []
+    for layer in range(len(cells[0])):
+        name = names[layer] if layer < len(names) else f"layer {layer}"
+        row = "".join(_cell(step[layer]) for step in cells)
+        rows.append(f'<tr><th scope="row">{layer} <span>{escape(name)}</span></th>{row}</tr>')
+    return (
+        f'<h3>{escape(title)}</h3><div class="wide" role="region" tabindex="0" '
+        f'aria-label="Heat map: {escape(title)}"><table class="heat"><thead><tr><th scope="col">layer / step'
+        f"</th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _cell(ratio: float) -> str:
+    level = next(name for limit, name, _ in _LEVELS if ratio <= limit)
+    text = f"{100 * ratio:.0f}" if ratio < 99.95 else "!!" if math.isfinite(ratio) else "∞"
+    return f'<td class="{level}">{text}</td>'
+
+
+def _about(report: Report) -> str:
+    items = [("Case", report.case), ("Frameworks", ", ".join(report.frameworks))]
+    items += [("Optimizer", ", ".join(f"{k} {v}" for k, v in report.optimizer.items() if v is not None))]
+    items += [("Versions", ", ".join(f"{k} {v}" for k, v in report.versions.items()))]
+    if report.left_out:
+        items.append(("Left out, without a model", ", ".join(report.left_out)))
+    told = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items if text)
+    return _section("about", "What was run", f"<dl>{told}</dl>")

@@ -1,0 +1,129 @@
+"""The report on a terminal: a table and a progress bar, by rich where that is installed and wanted."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import IO, Any
+
+from polyhvd.installed import is_installed
+from polyhvd.parity.report.findings import Check, Report
+
+__all__ = ["Progress", "print_report"]
+
+_BAR = 24
+
+
+class Progress:
+    """How far the jobs are, in one line of a terminal; nothing where standard error is none.
+
+    Args:
+        total: steps of all of them.
+        stream: to write to.
+    """
+
+    def __init__(self, total: int, stream: IO[str] | None = None) -> None:
+        self._total = max(total, 1)
+        self._stream = sys.stderr if stream is None else stream
+        self._shows = self._stream.isatty()
+        self._rich: Any = None
+        if self._shows and is_installed("rich"):
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            self._rich = RichProgress(*columns, console=Console(file=self._stream), transient=True)
+            self._task = self._rich.add_task("starting", total=self._total)
+            self._rich.start()
+
+    def show(self, done: int, text: str) -> None:
+        """Show so many steps, and a text."""
+        if self._rich is not None:
+            self._rich.update(self._task, completed=done, description=text)
+        elif self._shows:
+            filled = _BAR * min(done, self._total) // self._total
+            line = f"[{'#' * filled}{'.' * (_BAR - filled)}] {text}"
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r{line[:width]:<{width}}")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._rich is not None:
+            self._rich.stop()
+        elif self._shows:
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write("\r" + " " * width + "\r")
+            self._stream.flush()
+
+
+def print_report(report: Report, stream: IO[str] | None = None) -> None:
+    """Print the table, where checks part, and what to do.
+
+    Args:
+        report: of one case.
+        stream: to print to; None: standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    if stream.isatty() and is_installed("rich"):
+        _print_rich(report, stream)
+    else:
+        _print_plain(report, lambda line: print(line, file=stream))
+
+
+def _columns(check: Check) -> tuple[str, ...]:
+    worst = max(check.worst.values(), default=0.0)
+    if check.question == "compare":
+        return check.name, f"{check.times} x", f"{worst:.1e}", "agree" if check.agree else "DIFFER"
+    return check.name, f"{check.loss:.1e}", f"{worst:.1e}", "agree" if check.agree else "DIFFER"
+
+
+def _heads(report: Report) -> tuple[str, ...]:
+    is_case = any(check.question != "compare" for check in report.checks)
+    return "comparison", "loss" if is_case else "compared", "worst", "result"
+
+
+def _details(report: Report) -> list[str]:
+    lines = []
+    for check in report.differing:
+        lines += [f"{check.name}:", f"  {check.text}"]
+        if advice := check.first.get("advice"):
+            lines.append(f"  {advice}")
+    if report.left_out:
+        lines.append(f"The case has no model for {', '.join(report.left_out)}, which was left out.")
+    return [*lines, report.message]
+
+
+def _print_plain(report: Report, say: Callable[[str], None]) -> None:
+    rows = [_heads(report), *map(_columns, report.checks)]
+    if report.checks:
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for row in rows:
+            say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        say("")
+    for line in _details(report):
+        indent = line[: len(line) - len(line.lstrip())]
+        for part in line.splitlines() if "\n" in line else textwrap.wrap(line, 100, subsequent_indent=indent):
+            say(part)
+
+
+def _print_rich(report: Report, stream: IO[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=stream)
+    if report.checks:
+        table = Table()
+        for head in _heads(report):
+            table.add_column(head)
+        for check in report.checks:
+            *texts, result = _columns(check)
+            style = "green" if check.agree else "bold red"
+            table.add_row(*map(Text, texts), Text(result, style))
+        console.print(table)
+    for line in _details(report):
+        console.print(Text(line))

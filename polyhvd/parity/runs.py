@@ -1,0 +1,97 @@
+"""What ``polyhvd parity`` asks its processes for, and what they have seen. Values alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from polyhvd.parity.case import BadCaseError, Case, from_file
+from polyhvd.parity.catalogue import CASES
+from polyhvd.parity.traces import Key, Trace
+
+__all__ = ["FRAMEWORKS", "MODES", "Order", "Run", "Step"]
+
+#: Where each framework's sessions are.
+FRAMEWORKS = {
+    "mxnet": ("polyhvd.mxnet.cases", "GluonSession"),
+    "torch": ("polyhvd.torch.cases", "TorchSession"),
+    "tensorflow": ("polyhvd.tensorflow.cases", "KerasSession"),
+    "numpy": ("polyhvd.numpy.cases", "NumpySession"),
+}
+#: One process without polyhvd; one rank; all ranks, each of which has a part of the batch.
+MODES = ("plain", "one", "all")
+#: Of one seed of the catalogue's data.
+_STEPS_MAX = 1_000_000
+
+
+@dataclass(frozen=True)
+class Order:
+    """What was asked for, as every process reads it.
+
+    Args:
+        case: a name of the catalogue, or the path of a file.
+        options: of :class:`polyhvd.parity.case.Optimizer`, instead of those of the case.
+        steps: how many.
+        ranks: of each framework.
+        folder: for what the processes write.
+        seed: of the weights; of the catalogue's data, too.
+    """
+
+    case: str
+    options: dict[str, Any]
+    steps: int
+    ranks: int
+    folder: str
+    seed: int = 0
+
+    def load(self) -> Case:
+        """The case, with the options that were asked for.
+
+        Raises:
+            BadCaseError: there is none.
+        """
+        case = CASES.get(self.case) or from_file(Path(self.case))
+        try:
+            merged = replace(case.optimizer, **self.options)
+        except ValueError as error:
+            raise BadCaseError(str(error)) from error
+        if self.case in CASES and self.seed:
+            batch, first = case.batch, self.seed * _STEPS_MAX
+            case = replace(case, batch=lambda framework, step: batch(framework, first + step))
+        return replace(case, optimizer=merged)
+
+
+@dataclass
+class Step:
+    """One step of a run.
+
+    Args:
+        loss: mean over this rank's part of the batch.
+        rows: of that part.
+        traces: of all that was seen.
+    """
+
+    loss: float
+    rows: int
+    traces: dict[Key, Trace] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """What one rank has seen in one mode. Is pickled.
+
+    Args:
+        framework, mode: which.
+        weights: name, role, common shape, dtype and whether it is trained, of each.
+        layers: the names of layers with weights, in order.
+        steps: in order.
+        problem: what has ended it early; empty: nothing.
+    """
+
+    framework: str
+    mode: str
+    weights: list[tuple[str, str, tuple[int, ...], str, bool]] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    problem: str = ""

@@ -1,0 +1,209 @@
+"""What is kept of a tensor of a model in training, in so few numbers that each step can keep all. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from polyhvd.parity.fingerprints import tolerance_of
+from polyhvd.training.mapping import Weight
+
+__all__ = [
+    "KINDS",
+    "Key",
+    "Trace",
+    "common_input",
+    "differences",
+    "in_order",
+    "joined",
+    "limit_of",
+    "relative_difference",
+    "totals_of",
+    "trace_of",
+]
+
+Array = np.ndarray[Any, Any]
+#: Kind and place: what names a tensor within a step, the same in every framework.
+Key = tuple[str, int]
+#: In the order in which one is the cause of another within a step.
+KINDS = ("input", "activation", "gradient", "update")
+_BUCKETS = 64
+#: Errors of many layers and steps add up; those of mistakes are far larger.
+_LAYERS_AND_STEPS = 64.0
+_LIMIT_MAX = 0.05
+#: A tensor that is smaller than this fraction of all of its kind may be rounding alone.
+_NOISE = 1e-3
+#: A gradient that is smaller than this fraction of the limit, by all gradients, is rounding.
+_IDLE = 0.01
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A tensor in common form.
+
+    The sketch is linear: the norm of the difference of two estimates that of the tensors' difference (Alon,
+    Matias and Szegedy, "The space complexity of approximating the frequency moments", STOC 1996).
+    """
+
+    kind: str
+    place: int  # of a layer or weight
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float
+    sketch: Array
+    not_finite: int
+
+    @property
+    def key(self) -> Key:
+        """What it is called in its step."""
+        return self.kind, self.place
+
+
+@lru_cache(maxsize=256)
+def _signs(size: int) -> Array:
+    return np.random.default_rng(size).integers(0, 2, size, dtype=np.int8) * np.int8(2) - np.int8(1)
+
+
+def trace_of(
+    kind: str, place: int, layer: int, name: str, array: Array, part: tuple[int, int] = (0, 1)
+) -> Trace:
+    """The trace of an array.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        place: of the layer or weight.
+        layer: which layer it belongs to, counted from 0 among those that have weights.
+        name: of the layer or weight.
+        array: in common form.
+        part: which of how many equal parts of a whole, cut along the first axis; see :func:`joined`.
+    """
+    flat = array.astype(np.float64).reshape(-1)
+    finite = np.isfinite(flat)
+    if not finite.all():
+        flat = np.where(finite, flat, 0.0)
+    begin = part[0] * flat.size
+    signed = flat * _signs(flat.size * part[1])[begin : begin + flat.size]
+    before = begin % _BUCKETS
+    sketch = np.zeros(-(-(before + flat.size) // _BUCKETS) * _BUCKETS)
+    sketch[before : before + flat.size] = signed
+    return Trace(
+        kind,
+        place,
+        layer,
+        name,
+        tuple(array.shape),
+        array.dtype.name,
+        float(np.sqrt(np.square(flat).sum())),
+        sketch.reshape(-1, _BUCKETS).sum(axis=0),
+        int(flat.size - finite.sum()),
+    )
+
+
+def joined(parts: Sequence[Trace]) -> Trace:
+    """The trace of a whole from those of all its parts, which were made with ``part``."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    rows = sum(part.shape[0] for part in parts) if first.shape else 0
+    return replace(
+        first,
+        shape=(rows, *first.shape[1:]) if first.shape else (),
+        norm=float(np.sqrt(sum(part.norm**2 for part in parts))),
+        sketch=np.sum([part.sketch for part in parts], axis=0),
+        not_finite=sum(part.not_finite for part in parts),
+    )
+
+
+def in_order(keys: Iterable[Key]) -> list[Key]:
+    """Causes before effects. Gradients come about from the last layer to the first."""
+    return sorted(keys, key=lambda key: (KINDS.index(key[0]), -key[1] if key[0] == "gradient" else key[1]))
+
+
+def totals_of(traces: Mapping[Key, Trace], keys: Iterable[Key]) -> dict[str, float]:
+    """The norm of all tensors of a kind together."""
+    wanted = list(keys)
+    return {
+        kind: float(np.sqrt(sum(traces[key].norm ** 2 for key in wanted if key[0] == kind))) for kind in KINDS
+    }
+
+
+def limit_of(dtype: str) -> float:
+    """Up to which fraction of a tensor's norm a difference is taken for rounding."""
+    return min(_LAYERS_AND_STEPS * tolerance_of(dtype).rtol, _LIMIT_MAX)
+
+
+def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
+    """The difference of two tensors, by the norm of the second; that of what is mere noise counts less."""
+    if trace.shape != reference.shape or trace.not_finite != reference.not_finite:
+        return float("inf")
+    difference = float(np.sqrt(np.square(trace.sketch - reference.sketch).sum()))
+    scale = reference.norm if reference.kind in ("input", "activation") else reference.norm + _NOISE * total
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale else float("inf")
+
+
+def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> list[tuple[Key, float]]:
+    """All tensors that both have, causes before effects, with their differences by the norm.
+
+    Left out is what only seems to differ. Zeros around an image are part of a convolution in one framework
+    and a layer of its own in another, so that the next layer is given the same. And a weight that has no
+    effect, as a bias before batch normalization, has a gradient of rounding errors, of which some optimizers
+    make a step like any other: that step, and what the weight does until its effect is taken away.
+    """
+    common = traces.keys() & references.keys()
+    totals = totals_of(references, common)
+    found = {
+        key: relative_difference(traces[key], references[key], totals[key[0]]) for key in in_order(common)
+    }
+    idle = {
+        key[1]: references[key].layer
+        for key in common
+        if key[0] == "gradient"
+        and max(side[key].norm for side in (traces, references))
+        < _IDLE * limit_of(references[key].dtype) * totals["gradient"]
+    }
+    layers = set(idle.values())
+
+    def is_seeming(key: Key) -> bool:
+        kind, place = key
+        if kind == "update":  # of what has no gradient: of a mean of batch normalization
+            has_gradient = ("gradient", place) in common
+            return place in idle or (not has_gradient and references[key].layer - 1 in layers)
+        if kind == "gradient" or ("activation", place + 1) not in found:
+            return False
+        behind = ("activation", place + 1)
+        agrees = found[behind] <= limit_of(references[behind].dtype) or is_seeming(behind)
+        return agrees and (references[key].layer in layers or _is_padded(traces[key], references[key]))
+
+    return [(key, relative) for key, relative in found.items() if not is_seeming(key)]
+
+
+def _is_padded(trace: Trace, reference: Trace) -> bool:
+    shapes = trace.shape, reference.shape
+    return (
+        trace.kind in ("input", "activation")
+        and len(shapes[0]) == len(shapes[1]) > 2
+        and shapes[0][:2] == shapes[1][:2]
+        and shapes[0] != shapes[1]
+    )
+
+
+def common_input(array: Array, weight: Weight) -> Array:
+    """What a layer is given, as PyTorch's would be: channels first, and rows of images in that order."""
+    layout = weight.layout
+    if weight.role == "kernel" and len(layout.common_shape) == 2:
+        inputs = layout.common_shape[1]
+        if array.shape[-1] != inputs:  # a dense layer of Gluon's takes images as they are
+            return array.reshape(len(array), -1)
+        if layout.view is not None:
+            image = array.reshape(len(array), *layout.view[:-1])
+            return np.moveaxis(image, -1, 1).reshape(len(array), -1)
+        return array
+    return np.moveaxis(array, -1, 1) if weight.channels_last and array.ndim > 2 else array

@@ -1,0 +1,567 @@
+"""``polyhvd parity`` as users run it: its reports, its exit statuses, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from launching import wait_until  # tests/harness, on the path by tests/conftest.py
+
+from polyhvd.parity import command, layers, running
+from polyhvd.parity.case import BadCaseError, Case, Optimizer, from_file
+from polyhvd.parity.catalogue import CASES
+from polyhvd.parity.judging import Verdict, judge
+from polyhvd.parity.report import Report
+from polyhvd.parity.report.documents import as_json, as_junit
+from polyhvd.parity.report.page import as_html
+from polyhvd.parity.runs import Order, Run
+from polyhvd.parity.statuses import STATUSES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CASE = """
+import numpy as np
+from polyhvd.parity import layers
+
+def build(framework):
+    return [layers.dense(4, 6), layers.activation("tanh"), layers.dense(6, 3)]
+
+def batch(framework, step):
+    inputs = np.random.default_rng(step).standard_normal((12, 4))
+    return inputs, inputs[:, :3].argmax(axis=1)
+"""
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "polyhvd.cli", "parity", *words],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def parity(*words: str) -> subprocess.CompletedProcess[str]:
+    with start(*words) as process:
+        out, errors = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(words, process.returncode, out, errors)
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+# As users run it -------------------------------------------------------------------
+
+
+def test_a_case_of_the_catalogue_agrees_and_all_reports_say_so(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"report.{name}" for name in ("json", "junit", "html")}
+    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    done = parity("mlp", "--frameworks", "numpy", "--steps", "4", "--np", "3", *options)
+    assert done.returncode == 0, done.stderr
+    assert "mlp: all 3 comparisons agree over 4 steps" in done.stdout
+    assert re.search(r"^numpy: 3 ranks against 1 rank +\S+ +\S+ +agree$", done.stdout, re.MULTILINE)
+
+    told = json.loads(files["json"].read_text())
+    assert told["schema"] == {"name": "polyhvd.parity", "version": 1}
+    assert (told["status"], told["outcome"], told["ranks"], told["steps"]) == (0, "agree", 3, 4)
+    assert [check["agree"] for check in told["checks"]] == [True] * 3
+    assert {mode: len(losses) for mode, losses in told["losses"]["numpy"].items()} == {
+        "plain": 4,
+        "one": 4,
+        "all": 4,
+    }
+    suite = ElementTree.parse(files["junit"]).getroot().find("testsuite")
+    assert suite is not None
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "0", "0")
+    assert len(suite.findall("testcase")) == 3
+    assert "All agree" in files["html"].read_text()
+
+
+def test_the_case_in_the_documentation_agrees(tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "parity.md").read_text()
+    (example,) = re.findall(r"```python\n# case: mycase.py\n(.*?)```", document, re.DOTALL)
+    done = parity(write(tmp_path, "mycase.py", example), "--frameworks", "numpy", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documentation_has_every_status() -> None:
+    document = (ROOT / "docs" / "parity.md").read_text()
+    told = dict(re.findall(r"^\| (\d+) \| `([\w-]+)` \|", document, re.MULTILINE))
+    assert told == {str(status): name for name, status in STATUSES.items()}
+
+
+def test_two_frameworks_that_differ_are_told_apart_by_layer_step_and_kind(tmp_path: Path) -> None:
+    text = CASE.replace(
+        "    return [layers",
+        "    if framework == 'torch':\n"
+        "        from torch import nn\n"
+        "        return nn.Sequential(nn.Linear(4, 6), nn.Hardtanh(), nn.Linear(6, 3))\n"
+        "    return [layers",
+    )
+    case, out = write(tmp_path, "mine.py", text), tmp_path / "report.json"
+    done = parity(case, "--frameworks", "numpy,torch", "--steps", "3", "--json", str(out))
+    assert done.returncode == STATUSES["differ"], done.stderr
+    differing = [check for check in json.loads(out.read_text())["checks"] if not check["agree"]]
+    assert [check["name"] for check in differing] == [
+        "torch against numpy: alone, without polyhvd",
+        "torch against numpy: 2 ranks",
+    ]
+    first = differing[0]["first"]
+    assert (first["step"], first["layer"], first["kind"]) == (0, 0, "activation")
+    assert first["names"] == ["0.kernel", "0.weight"]
+    assert "step 0, layer 0, activation" in done.stdout
+
+
+def test_a_framework_that_the_case_has_no_model_for_is_left_out(tmp_path: Path) -> None:
+    text = CASE.replace(
+        "    return [layers", "    if framework == 'torch':\n        return None\n    return [layers"
+    )
+    case, out = write(tmp_path, "mine.py", text), tmp_path / "report.json"
+    done = parity(case, "--frameworks", "torch,numpy", "--steps", "2", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(out.read_text())
+    assert (told["frameworks"], told["left_out"]) == (["numpy"], ["torch"])
+    assert "no model for torch, which was left out" in done.stdout
+
+
+def test_a_case_without_any_model_is_a_bad_one(tmp_path: Path) -> None:
+    case = write(tmp_path, "none.py", CASE.replace("    return [layers", "    return None and [layers"))
+    done = parity(case, "--frameworks", "numpy")
+    assert done.returncode == STATUSES["bad-case"]
+    assert "build() has no model for numpy" in done.stderr
+
+
+def test_a_rank_that_dies_has_a_status_of_its_own_and_is_named(tmp_path: Path) -> None:
+    dies = (
+        "    import os\n"
+        "    if step == 2 and os.environ['POLYHVD_RANK'] == '1':\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    case = write(tmp_path, "dies.py", CASE.replace("    inputs =", f"{dies}    inputs ="))
+    done = parity(case, "--frameworks", "numpy", "--steps", "4")
+    assert done.returncode == STATUSES["rank-died"]
+    assert done.stderr.startswith("polyhvd parity: numpy: rank 1 on localhost was killed by SIGKILL"), (
+        done.stderr
+    )
+
+
+def test_a_case_that_raises_while_it_trains_is_a_bad_case(tmp_path: Path) -> None:
+    case = write(tmp_path, "raises.py", CASE.replace("    inputs =", "    1 / (step - 2)\n    inputs ="))
+    done = parity(case, "--frameworks", "numpy", "--steps", "4")
+    assert done.returncode == STATUSES["bad-case"]
+    assert "batch('numpy', 2) has raised ZeroDivisionError" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+SCRIPT = """
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd import parity
+
+hvd.init()
+for _ in range(2):
+    parity.compare("same", np.ones(3))
+"""
+
+
+def test_scripts_that_agree(tmp_path: Path) -> None:
+    script, out = write(tmp_path, "a.py", SCRIPT), tmp_path / "report.json"
+    done = parity("--scripts", script, script, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    (check,) = json.loads(out.read_text())["checks"]
+    assert (check["name"], check["times"], check["agree"]) == ("same", 2, True)
+
+
+@pytest.mark.parametrize(
+    ("other", "outcome", "told"),
+    [
+        ('parity.compare("last", np.ones(3) * hvd.size())\n', "differ", "2 instead of 1"),
+        ('parity.compare("last", np.array([1, np.nan, 1.0]))\n', "nan", "not finite"),
+        ('parity.compare("last", np.ones(4))\n', "batches", "in shape"),
+        ("raise SystemExit(9)\n", "rank-died", "rank 1 on localhost exited with status 9"),
+    ],
+)
+def test_scripts_that_do_not_agree(tmp_path: Path, other: str, outcome: str, told: str) -> None:
+    one = write(tmp_path, "one.py", SCRIPT + 'parity.compare("last", np.ones(3))\n')
+    two = write(tmp_path, "two.py", SCRIPT + other)
+    done = parity("--scripts", one, two)
+    assert done.returncode == STATUSES[outcome], done.stdout + done.stderr
+    assert told in done.stdout + done.stderr
+
+
+def test_scripts_that_compare_nothing_are_no_proof(tmp_path: Path) -> None:
+    script = write(tmp_path, "none.py", "import polyhvd.numpy as hvd\nhvd.init()\n")
+    done = parity("--scripts", script)
+    assert done.returncode == STATUSES["bad-case"]
+    assert "have compared nothing" in done.stderr
+
+
+def _below(folder: Path) -> list[int]:
+    """Processes that have to do with a case in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            words = path.with_name("cmdline").read_bytes() + path.read_bytes()
+        except OSError:
+            continue
+        if str(folder).encode() in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path, number: int) -> None:
+    begun = tmp_path / "begun"
+    waits = f"    import pathlib, time\n    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(600)\n"
+    case = write(tmp_path, "waits.py", CASE.replace("    inputs =", f"{waits}    inputs ="))
+    environment = {**os.environ, "PARITY_TEST": str(tmp_path)}
+    words = [sys.executable, "-m", "polyhvd.cli", "parity", case, "--frameworks", "numpy"]
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(begun.exists, "the case to be running", deadline_s=60)
+        assert len(_below(tmp_path)) > 2
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == (130 if number == signal.SIGINT else -number), errors
+        wait_until(lambda: not _below(tmp_path), "all processes to end", deadline_s=60)
+    finally:
+        process.kill()
+
+
+def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
+    case = write(
+        tmp_path, "slow.py", CASE.replace("    inputs =", "    import time; time.sleep(600)\n    inputs =")
+    )
+    begun = time.monotonic()
+    done = parity(case, "--frameworks", "numpy", "--timeout", "2")
+    assert done.returncode == STATUSES["rank-died"]
+    assert "was not ready in time" in done.stderr
+    assert time.monotonic() - begun < 120
+
+
+# Bad input, in this process --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def batch(framework, step): ...", r"has no function build\(framework\)"),
+        ("def build(framework): ...", r"has no function batch\(framework, step\)"),
+        ("build = ", "cannot be run: SyntaxError"),
+        ("import nowhere_at_all", "cannot be run: ModuleNotFoundError"),
+        (CASE + "\nloss = 'hinge'", "loss='hinge': expected one of cross_entropy"),
+        (CASE + "\noptimizer = {'name': 'lion'}", "name='lion': expected one of sgd"),
+        (CASE + "\noptimizer = {'speed': 3}", "optimizer: .*speed"),
+        (CASE + "\noptimizer = 'adam'", "expected an Optimizer or a dict"),
+    ],
+)
+def test_a_file_that_is_no_case_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    case = write(tmp_path, "bad.py", text)
+    assert command.main([case, "--frameworks", "numpy"]) == STATUSES["bad-case"]
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadCaseError, match="there is no such file"):
+        from_file(Path("nowhere.py"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["mlp", "--scripts", "a.py"],
+        ["mlp", "--frameworks", "jax"],
+        ["mlp", "--np", "0"],
+        ["mlp", "--rate", "-1"],
+        ["mlp", "--seed", "-1"],
+        ["mlp", "--timeout", "inf"],
+        ["mlp", "--html", "no/such/folder/report.html"],
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(words)
+    assert caught.value.code == STATUSES["usage"]
+
+
+def test_a_framework_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "is_installed", lambda package: package != "mxnet")
+    assert command.main(["mlp", "--frameworks", "numpy,mxnet"]) == STATUSES["not-installed"]
+    assert "mxnet needs mxnet, which is not installed" in capsys.readouterr().err
+
+
+def test_the_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in CASES)
+
+
+# What is judged, with runs of NumPy ------------------------------------------------
+
+
+def run(case: Case, mode: str = "plain", name: str = "numpy", part: tuple[int, int] = (0, 1)) -> Run:
+    made = Run(name, mode)
+    session = running.session_of("numpy", case, None, synchronized=False)
+    running.train(session, made, 6, part, lambda: None)
+    return made
+
+
+def against(case: Case, other: Case) -> Verdict:
+    return judge([run(case), run(other, name="other")])
+
+
+def first_of(verdict: Verdict) -> tuple[int, str, int]:
+    assert not verdict.problem, verdict.message
+    (pair,) = verdict.pairs
+    assert pair.first is not None
+    return pair.first.step, pair.first.kind, pair.first.layer
+
+
+def with_numbers(case: Case, **numbers: Any) -> Case:
+    return replace(case, optimizer=replace(case.optimizer, **numbers))
+
+
+def test_equal_runs_agree() -> None:
+    assert against(CASES["mlp"], CASES["mlp"]).agree
+
+
+@pytest.mark.parametrize(
+    ("numbers", "other"),
+    [
+        ({"name": "adam"}, {"epsilon": 1e-4}),
+        ({"name": "adam", "weight_decay": 0.1}, {"name": "adamw"}),
+        ({"name": "momentum"}, {"name": "nesterov"}),
+        ({"name": "rmsprop"}, {"rho": 0.95}),
+        ({"clip_norm": 0.1}, {"clip_norm": 0.11}),
+    ],
+)
+def test_another_optimizer_is_an_update_that_differs(numbers: dict[str, Any], other: dict[str, Any]) -> None:
+    case = with_numbers(CASES["mlp"], **numbers)
+    step, kind, _ = first_of(against(case, with_numbers(case, **other)))
+    assert (step, kind) == (0, "update")
+
+
+def test_a_warm_up_that_is_a_step_late_is_found_in_that_step() -> None:
+    class Late(Optimizer):
+        def rate_at(self, step: int, steps: int) -> float:
+            return super().rate_at(max(step - 1, 0), steps)
+
+    case = with_numbers(CASES["mlp"], schedule="warmup")
+    late = replace(case, optimizer=Late(schedule="warmup"))
+    assert first_of(against(case, late))[:2] == (1, "update")
+
+
+def test_one_batch_that_differs_is_found_in_its_step() -> None:
+    case = CASES["mlp"]
+
+    def batch(framework: str, step: int) -> Any:
+        inputs, targets = case.batch(framework, step)
+        return (inputs[::-1], targets[::-1]) if step == 3 else (inputs, targets)
+
+    assert first_of(against(case, replace(case, batch=batch))) == (3, "input", 0)
+
+
+def test_another_target_is_a_loss_that_differs() -> None:
+    case = CASES["mlp"]
+
+    def batch(framework: str, step: int) -> Any:
+        inputs, targets = case.batch(framework, step)
+        return inputs, (targets + (step == 2)) % 5
+
+    assert first_of(against(case, replace(case, batch=batch)))[:2] == (2, "loss")
+
+
+def test_another_epsilon_of_a_normalization_is_found_in_its_layer() -> None:
+    case = CASES["cnn"]
+
+    def build(framework: str) -> Any:
+        made = case.of(framework)
+        made[4] = replace(made[4], options={**made[4].options, "epsilon": 1e-2})
+        return made
+
+    assert first_of(against(case, replace(case, build=build))) == (0, "activation", 3)
+
+
+def biased(case: Case, factor: float) -> Case:
+    """A bias that has no effect, and, with another sum of the same rows, a gradient of other roundings."""
+    made = [
+        layers.convolution(3, 8, 3),
+        layers.batch_normalization(8),
+        layers.activation("gelu"),
+        layers.flatten(),
+        layers.dense(8 * 36, 5),
+    ]
+    made[1] = replace(made[1], options={**made[1].options, "epsilon": factor})
+    return with_numbers(replace(case, build=lambda _: list(made)), name="adam", rate=0.05)
+
+
+def backwards(case: Case) -> Case:
+    def batch(framework: str, step: int) -> Any:
+        return tuple(part[::-1] for part in case.batch(framework, step))
+
+    return replace(case, batch=batch)
+
+
+def test_a_weight_without_effect_is_no_divergence() -> None:
+    """Adam makes steps of full size of its gradient, which is rounding alone."""
+    case = biased(CASES["cnn"], 1e-5)
+    one, two = run(case), run(backwards(case), name="other")
+    for steps in zip(one.steps, two.steps, strict=True):  # the rows in another order
+        steps[1].traces.update({key: steps[0].traces[key] for key in [("input", 0)]})
+    biases = [
+        (a.traces["update", 1], b.traces["update", 1]) for a, b in zip(one.steps, two.steps, strict=True)
+    ]
+    assert any(abs(a.sketch - b.sketch).max() > 0.1 * a.norm for a, b in biases), "nothing was to be seen"
+    kinds = ("activation",)  # whose rows are in another order
+    for item in (one, two):
+        for step in item.steps:
+            step.traces = {key: trace for key, trace in step.traces.items() if key[0] not in kinds}
+    (pair,) = judge([one, two]).pairs
+    assert pair.first is None, pair.first
+
+
+def test_models_that_do_not_match_are_a_problem_of_their_own() -> None:
+    verdict = against(CASES["mlp"], CASES["linear"])
+    assert verdict.problem == "models"
+    assert "at weight 0, numpy has '0.kernel' (kernel float32 [32, 16]" in verdict.message
+    assert not verdict.agree
+
+
+def test_batches_of_different_sizes_are_a_problem_of_their_own() -> None:
+    case = CASES["mlp"]
+    fewer = replace(case, batch=lambda f, step: tuple(part[:-1] for part in case.batch(f, step)))
+    verdict = against(case, fewer)
+    assert verdict.problem == "batches"
+    assert "numpy has 24 rows, other 23" in verdict.message
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nans_are_a_problem_of_their_own() -> None:
+    case = CASES["mlp"]
+
+    def batch(framework: str, step: int) -> Any:
+        inputs, targets = case.batch(framework, step)
+        return np.where(step == 1, np.nan, inputs), targets
+
+    verdict = against(case, replace(case, batch=batch))
+    assert verdict.problem == "nan"
+    assert "in step 1, layer 0, input" in verdict.message
+
+
+def test_ranks_whose_weights_part_are_found() -> None:
+    """Gradients and updates are the same on all ranks; here the second one's are not."""
+    case = CASES["linear"]
+    parts = [run(case, "all", part=(0, 2)), run(with_numbers(case, rate=0.5), "all", part=(1, 2))]
+    (pair,) = judge([run(case), *parts]).pairs
+    assert pair.first is not None
+    assert (pair.first.step, pair.first.kind) == (0, "gradient")  # nobody has averaged them
+
+
+def test_no_seed_of_the_clean_cases_gives_a_false_alarm() -> None:
+    """Sums in another order are all that differs: what one rank adds up, and two do."""
+    for seed in range(1, 21):
+        case = Order("mlp", {}, 6, 1, "", seed).load()
+        verdict = against(case, with_numbers(case, accumulate=2))
+        assert verdict.agree, f"seed {seed}: {verdict.pairs[0].first}"
+        assert verdict.pairs[0].worst["gradient"] > 0
+
+
+# Reports ---------------------------------------------------------------------------
+
+
+def report_of(verdict: Verdict) -> Report:
+    pairs = [command._check(pair, 2) for pair in verdict.pairs]
+    status = 0 if verdict.agree else 1
+    outcome = "agree" if verdict.agree else "differ"
+    layers, losses = verdict.layers, verdict.losses
+    return Report(
+        "<mlp> & co",
+        status,
+        outcome,
+        "told",
+        ["numpy", "other"],
+        steps=6,
+        ranks=2,
+        checks=pairs,
+        losses=losses,
+        layers=layers,
+    )
+
+
+class _Page(HTMLParser):
+    """Elements that are open, and those that have been seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_is_accessible() -> None:
+    case = with_numbers(CASES["mlp"], name="adam")
+    text = as_html(report_of(against(case, with_numbers(case, epsilon=1e-3))))
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    assert "<mlp>" not in text
+    assert not re.search(r"https?://|<script|<link|@import|url\(", text)
+    identities = [attributes["id"] for _, attributes in page.seen if "id" in attributes]
+    assert len(identities) == len(set(identities))
+    for tag, attributes in page.seen:
+        for name in (attributes.get("aria-labelledby") or "").split():
+            assert name in identities
+        if tag == "th":
+            assert attributes.get("scope") in ("row", "col")
+        if attributes.get("role") == "region":
+            assert attributes.get("tabindex") == "0"
+            assert attributes.get("aria-label")
+    assert "prefers-color-scheme:dark" in text
+    assert "step 0" in text
+    assert "compare its numbers with the table of optimizers" in text
+
+
+def test_infinite_differences_are_valid_json_and_junit() -> None:
+    found = report_of(against(CASES["mlp"], CASES["mlp"]))
+    worse = replace(
+        found, checks=[replace(found.checks[0], agree=False, loss=float("inf"), text="a \x00 \x1b[1m b")]
+    )
+    told = json.loads(as_json(worse), parse_constant=lambda name: pytest.fail(name))
+    assert told["checks"][0]["loss"] == "inf"
+    root = ElementTree.fromstring(as_junit(worse).encode())
+    failure = root.find("testsuite/testcase/failure")
+    assert failure is not None
+    assert failure.text is not None
+    assert failure.text.startswith("a ")
