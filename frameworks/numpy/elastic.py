@@ -10,16 +10,19 @@ from polyhvd.numpy.functions import functions
 from polyhvd.elastic.arrays import ArraysState
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.state import ObjectState, State
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.elastic.train import train
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
     "ArrayState",
+    "CheckpointError",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
     "run",
     "run_fn",
+    "train",
 ]
 
 

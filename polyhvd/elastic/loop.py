@@ -87,7 +87,8 @@ def looped(
         while True:
             try:
                 if must_reset:
-                    (reset or _rejoin)()
+                    with state.waiting():
+                        (reset or _rejoin)()
                     state.on_reset()
                 must_reset = False
                 if not skip_sync:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from polyhvd.tensorflow.elastic import run, run_fn
+from polyhvd.tensorflow.elastic import run, run_fn, train
 from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.variables import KerasModelState
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
+    "CheckpointError",
     "CommitStateCallback",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -24,6 +25,7 @@ __all__ = [
     "UpdateEpochStateCallback",
     "run",
     "run_fn",
+    "train",
 ]
 
 
