@@ -14,6 +14,7 @@ from stand_ins import is_installed
 from polyhvd.launch.driven import RESUME_STATUS
 
 JOB = str(Path(__file__).with_name("train_job.py"))
+DEADLINE_S = 120.0  # for liveness only: frameworks take long to start on a busy machine
 #: Lost ranks are replaced before anybody goes on, so that the worlds are all of one size.
 REPLACED = ("-np", "3", "--min-np", "3", "--spares", "1")
 #: They are not.
@@ -32,7 +33,7 @@ def run(
     launcher.out = launcher.err = b""
     command = [sys.executable, JOB, framework, str(folder), *kills]
     launcher.start(*options, argv=command, env={"TRAIN": how})
-    status, out, err = launcher.finish()
+    status, out, err = launcher.finish(DEADLINE_S)
     for kill in kills:
         assert (folder / f"killed {kill}").exists(), f"nobody was at {kill}:\n{out}\n{err}"
     return status, re.findall(r"(?:end|resumed) .*", out), f"{out}\n{err}"
@@ -110,7 +111,7 @@ def test_frameworks_go_on_with_the_same_bits_after_kills_and_from_disk(
 ) -> None:
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
-    kills = ("before:1:4", "after:0:9")
+    kills = ("after:0:6",)
     status, ends, said = run(launcher, *REPLACED, kills=kills, how="resumed", framework=framework)
     assert status == 0, said
     told = sorted(text.split(" ", 1) for text in ends)
