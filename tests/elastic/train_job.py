@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from polyhvd.data import ArrayLoader
+from polyhvd.data import ArrayLoader, DistributedBatchSampler
+from polyhvd.data.arrays import Batch
 from polyhvd.elastic import checkpoint
 from polyhvd.elastic.train import Training
 
@@ -206,11 +207,37 @@ train_module.Training = KilledTraining  # type: ignore[attr-defined]
 train_module.Folder = KilledFolder  # type: ignore[attr-defined]
 
 
+def loader_of() -> tuple[Any, Any]:
+    """A loader, and what makes a Batch of what it yields."""
+    if FRAMEWORK not in ("torch", "mxnet"):
+        return ArrayLoader([x, y], batch_size=BATCH, seed=3), lambda batch: batch
+    sampler = DistributedBatchSampler(ROWS, batch_size=BATCH, seed=3)
+    numbers = np.arange(ROWS)
+    if FRAMEWORK == "torch":
+        import torch
+
+        data: Any = torch.utils.data.TensorDataset(*map(torch.from_numpy, (x, y, numbers)))
+        loader: Any = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    else:
+        from mxnet import gluon
+
+        loader = gluon.data.DataLoader(gluon.data.ArrayDataset(x, y, numbers), batch_sampler=sampler)
+
+    def as_batch(items: Any) -> Batch:
+        inputs, classes, rows = (item.numpy() if FRAMEWORK == "torch" else item.asnumpy() for item in items)
+        return Batch((inputs, classes), rows.astype(np.int64), sampler.weight)
+
+    return loader, as_batch
+
+
 def train(epochs: int, **options: Any) -> str:
     """Train a model from the beginning, or from a checkpoint; what has become of it."""
     state, update, values = MODELS[FRAMEWORK]()
 
-    def step(batch: Any) -> Any:
+    loader, as_batch = loader_of()
+
+    def step(items: Any) -> Any:
+        batch = as_batch(items)
         number = made[-1].steps
         die_at("before", hvd.rank(), number)
         rows = np.zeros(ROWS)
@@ -220,7 +247,6 @@ def train(epochs: int, **options: Any) -> str:
         die_at("after", hvd.rank(), number)
         return result
 
-    loader = ArrayLoader([x, y], batch_size=BATCH, seed=3)
     hvd.elastic.train(step, state, loader, epochs=epochs, progress=False, **options)
     everything = b"".join(np.ascontiguousarray(item).tobytes() for item in values())
     counts = sorted(set(state.counts.tolist()))
