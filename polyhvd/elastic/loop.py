@@ -114,6 +114,7 @@ def looped(
                     _leave()
                     state.restore()
                 skip_sync = False
+                del error  # its traceback keeps what the function had, of which the next world is to be free
             must_reset = True
 
     return cast(Callable[Concatenate[S, P], T], wrapper)
