@@ -256,9 +256,14 @@ class TorchState(HandlersState):
                 handlers[name] = make(value)
         rest = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(handlers, **rest)
+        self.register_local("torch", lambda: torch.get_rng_state().numpy(), _set_rng_state)
         for name, value in given.items():
             if value is None:
                 setattr(self, name, None)
+
+
+def _set_rng_state(value: Any) -> None:
+    torch.set_rng_state(torch.from_numpy(value.copy()))
 
 
 def __dir__() -> list[str]:

@@ -259,7 +259,7 @@ def _write_arrays(stream: BinaryIO, arrays: dict[str, Array]) -> None:
     with zipfile.ZipFile(stream, "w") as file:
         for name, array in arrays.items():
             with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
+                np.lib.format.write_array(entry, array, allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
 def _torn(file: Path, error: Exception) -> TornError:

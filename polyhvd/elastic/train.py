@@ -17,6 +17,7 @@ from typing import Any
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.data.position import Position
 from polyhvd.elastic.checkpoint import Folder, TornError, pack
+from polyhvd.elastic.local import LocalParts, random_states
 from polyhvd.elastic.loop import looped
 from polyhvd.elastic.progress import Progress
 from polyhvd.elastic.state import ObjectState
@@ -142,6 +143,7 @@ def _train(
         position = training.position
         while position.epoch < epochs:
             _go_through_epoch(step, data, training, on_epoch_end, shown)
+        training.parts.finish()
         allgather_object(None, name="elastic.train.end")  # nobody leaves while another may need its state
 
     with training.owning():
@@ -243,6 +245,7 @@ class Training(ObjectState):
         self._checkpoint_every = checkpoint_every
         self._commit_every = commit_every
         self._is_due = False  # whether the next commit is written to disk
+        self.parts = LocalParts({**random_states(), **inner._local})
         super().__init__(broadcast_object, _rank, steps=0, data=position.state_dict())
         if self._folder is not None:
             pack(self.exported())  # raises now, not after an hour, where it cannot be written
@@ -295,6 +298,8 @@ class Training(ObjectState):
         """Go back to the copy."""
         self._inner.restore()
         super().restore()
+        self.parts.abandon()
+        self.parts.restore()
         self.position.load_state_dict(self.data)
 
     def on_reset(self) -> None:
@@ -308,6 +313,7 @@ class Training(ObjectState):
             if max(told) < 0:
                 self._resume(self._folder)
         super().sync()
+        self.parts.settle()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -350,6 +356,7 @@ class Training(ObjectState):
         if self._is_due and self._folder is not None and self._rank() == 0:
             self._folder.write(self.steps, self.exported())
         self._is_due = False
+        self.parts.keep()
 
     def _write_waiting(self) -> None:
         folder = self._folder

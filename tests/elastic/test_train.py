@@ -85,7 +85,8 @@ def test_job_that_has_too_few_ranks_says_resume_me_and_resumes_where_it_was(
     status, ends, said = run(launcher, *options, kills=("before:1:7",), how="checkpoint")
     assert (status, ends) == (RESUME_STATUS, []), said
     assert "run the job again, to resume from its checkpoint" in said
-    assert checkpoints(launcher) == ["checkpoint-000000000007.npz"]  # of those that were left
+    # Of those that were left, who may be one step apart; the newest counts.
+    assert checkpoints(launcher)[-1] == "checkpoint-000000000007.npz"
     status, ends, said = run(launcher, "-np", "3", how="checkpoint")
     assert (status, ends) == (0, 3 * [end]), said
 
