@@ -128,7 +128,7 @@ def _train(
 ) -> None:
     if not callable(step):
         raise InvalidArgumentError(f"train(step={step!r}): expected a function of one batch")
-    if not isinstance(epochs, int) or epochs < 0:
+    if type(epochs) is not int or epochs < 0:
         raise InvalidArgumentError(f"train(epochs={epochs!r}): expected an integer of at least 0")
     if not isinstance(state, ObjectState):
         raise InvalidArgumentError(

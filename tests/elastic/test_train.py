@@ -3,8 +3,12 @@ that was not, where the worlds have had the same sizes."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -119,3 +123,34 @@ def test_frameworks_go_on_with_the_same_bits_after_kills_and_from_disk(
     assert [name for name, _ in told] == 3 * ["end"] + 3 * ["resumed"], said
     assert len({text for _, text in told}) == 1, said
     assert told[0][1].endswith("counts [2.0] steps 18 size 3")
+
+
+def ranks_of(argument: str) -> list[int]:
+    """The processes with this argument, but for the launcher."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if argument.encode() in words and b"polyhvd.launch" not in words:
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher) -> None:
+    example = str(Path(__file__).resolve().parents[2] / "examples" / "elastic_numpy.py")
+    folder = launcher._folder / "checkpoints"
+    command = [sys.executable, example, "--epochs", "12", "--checkpoint", str(folder)]
+    launcher.start("-np", "2", "--min-np", "2", "--spares", "1", argv=command)
+    process = launcher.process
+    assert process is not None
+    deadline = time.monotonic() + DEADLINE_S
+    while not folder.is_dir() or not any(folder.glob("checkpoint-*.npz")):
+        assert process.poll() is None, launcher.finish()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(ranks_of(str(folder))[0], signal.SIGKILL)
+    status, out, err = launcher.finish(DEADLINE_S)
+    assert status == 0, err
+    assert "goes on" in err
+    (accuracy,) = re.findall(r"test accuracy ([\d.]+)", out)
+    assert float(accuracy) > 0.85
