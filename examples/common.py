@@ -20,6 +20,17 @@ REDRAW_S = 0.1
 
 def arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> argparse.Namespace:
     """Reads the command line; the arguments given here are the defaults."""
+    return _parser(description, epochs, batch_size, lr).parse_args()
+
+
+def elastic_arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> argparse.Namespace:
+    """Likewise, for jobs that are killed."""
+    parser = _parser(description, epochs, batch_size, lr)
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="where to write checkpoints, and resume from")
+    return parser.parse_args()
+
+
+def _parser(description: str, epochs: int, batch_size: int, lr: float) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -31,7 +42,7 @@ def arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> a
     parser.add_argument("--data", choices=["digits", "fashion-mnist"], default="digits", help="data set")
     parser.add_argument("--plot", metavar="FILE.png", help="where rank 0 draws the loss curve")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of images")
-    return parser.parse_args()
+    return parser
 
 
 def _positive(text: str) -> int:

@@ -16,7 +16,8 @@
     │   │   ├── PeerDepartedError      a rank that is needed has shut down
     │   │   ├── ShutdownError          shutdown() while work was pending
     │   │   └── TransferTimeoutError   an agreed transfer did not finish in time
-    │   └── HostsUpdatedInterrupt      elastic: the set of hosts has changed
+    │   ├── HostsUpdatedInterrupt      elastic: the set of hosts has changed
+    │   └── CheckpointError            elastic: a checkpoint cannot be written or read
     └── ImportError
         └── HorovodVersionMismatchError   parts of different versions were mixed
 """
@@ -28,6 +29,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 __all__ = [
+    "CheckpointError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
@@ -103,6 +105,10 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts has changed")
         self.skip_sync = skip_sync
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint on disk cannot be written, or cannot be read (``elastic.train``)."""
 
 
 class HorovodVersionMismatchError(ImportError):

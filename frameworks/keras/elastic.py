@@ -12,10 +12,12 @@ from polyhvd.elastic import loop
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.state import ObjectState, State
+from polyhvd.elastic.train import train_told
 from polyhvd.elastic.variables import KerasModelState
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
+    "CheckpointError",
     "CommitStateCallback",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -27,6 +29,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "train",
 ]
 
 
@@ -40,6 +43,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
     return loop.looped(func, reset, on.as_polyhvd)
 
 
+train = train_told(on.as_polyhvd)
 run.__doc__ = loop.run.__doc__
 run_fn.__doc__ = loop.run_fn.__doc__
 

@@ -15,6 +15,7 @@ from polyhvd.installed import missing as _missing
 if not (_is_installed("lightning") or _is_installed("pytorch_lightning")):
     raise _missing(__name__, "Lightning 2", "pip install lightning")
 
+from polyhvd.lightning import elastic
 from polyhvd.lightning.environment import PolyhvdEnvironment
 from polyhvd.lightning.strategy import PolyhvdStrategy, register
 from polyhvd.torch import Compression, allgather, allreduce, broadcast
@@ -34,6 +35,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "elastic",
 ]
 __all__ += exports.__all__
 

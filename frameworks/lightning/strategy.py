@@ -8,6 +8,7 @@ from typing import Any
 
 import polyhvd.torch as hvd
 import torch
+from polyhvd.lightning import elastic
 from polyhvd.lightning.base import layer_sync, pl, rank_zero
 from polyhvd.lightning.environment import PolyhvdEnvironment
 from torchmetrics import Metric
@@ -232,6 +233,11 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         hvd.barrier()
 
     # Checkpoints -------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> Any:
+        """What a file has, or the commit of an elastic job that the path stands for."""
+        kept = elastic.kept_as(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, **kwargs) if kept is None else kept
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers; a checkpoint of another strategy serves as well."""

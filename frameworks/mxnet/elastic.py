@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet.base import MXNetError
 from mxnet.gluon import Block, Parameter
 from polyhvd.mxnet.errors import InvalidArgumentError
@@ -22,9 +23,12 @@ from polyhvd.mxnet.trainer import DistributedTrainer
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.elastic.train import train
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.training.state import changed
 
 __all__ = [
+    "CheckpointError",
     "GluonState",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -33,6 +37,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "train",
 ]
 
 
@@ -59,6 +64,18 @@ class _Parameters(Handler):
                 array[:] = value
             if parameter.grad_req == "add":
                 parameter.zero_grad()
+
+    def exported(self) -> Any:
+        return [array.asnumpy() for array in self._arrays()]
+
+    def imported(self, value: Any) -> None:
+        parameters: list[Parameter] = list(self.value.collect_params().values())
+        if [parameter.shape for parameter in parameters] != [array.shape for array in value]:
+            raise ValueError(
+                f"it has {len(value)} parameters, here are {len(parameters)}, or of other shapes"
+            )
+        for parameter, array in zip(parameters, value, strict=True):
+            parameter.set_data(mx.nd.array(array, dtype=array.dtype))
 
     def sync_from(self, root: int, *, same: bool) -> None:
         if not same:
@@ -93,6 +110,28 @@ class _Trainer(Handler):
         scaler = getattr(self.value, "_amp_loss_scaler", None)
         if scaler is not None and scale is not None:
             vars(scaler).update(scale)
+
+    def exported(self) -> Any:
+        updater, optimizer = optimizer_of(self.value)
+        scaler = getattr(self.value, "_amp_loss_scaler", None)
+        return {
+            "states": changed(updater.states, lambda v: v.asnumpy() if isinstance(v, mx.nd.NDArray) else v),
+            "attributes": optimizer_attributes(optimizer),
+            "scaler": None if scaler is None else dict(vars(scaler)),
+        }
+
+    def imported(self, value: Any) -> None:
+        updater, optimizer = optimizer_of(self.value)
+
+        def array(item: Any) -> Any:
+            return mx.nd.array(item, dtype=item.dtype) if isinstance(item, np.ndarray) else item
+
+        updater.states = changed(value["states"], array)
+        updater.states_synced = dict.fromkeys(updater.states, False)
+        vars(optimizer).update(value["attributes"])
+        scaler = getattr(self.value, "_amp_loss_scaler", None)
+        if scaler is not None and value["scaler"] is not None:
+            vars(scaler).update(value["scaler"])
 
     def sync_from(self, root: int, *, same: bool) -> None:
         if not same:

@@ -11,10 +11,12 @@ from polyhvd.elastic.arrays import ArraysState
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.state import ObjectState, State
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.elastic.train import train
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
     "ArrayState",
+    "CheckpointError",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "ObjectState",
@@ -22,6 +24,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "train",
 ]
 
 

@@ -11,10 +11,12 @@ from polyhvd.tensorflow.state import broadcast_variables
 from polyhvd.elastic import loop
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.state import HandlersState, ObjectState, State
+from polyhvd.elastic.train import train_told
 from polyhvd.elastic.variables import KerasModelState, VariablesHandler
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
 
 __all__ = [
+    "CheckpointError",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "ObjectState",
@@ -24,6 +26,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "train",
 ]
 
 
@@ -37,6 +40,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
     return loop.looped(func, reset, as_polyhvd)
 
 
+train = train_told(as_polyhvd)
 run.__doc__ = loop.run.__doc__
 run_fn.__doc__ = loop.run_fn.__doc__
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from polyhvd.torch.samplers import ElasticSampler
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters, load_state
@@ -14,10 +15,12 @@ from polyhvd.collectives.objects import broadcast_object
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
-from polyhvd.training.state import put_tensors, take_tensors
+from polyhvd.elastic.train import train
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.training.state import changed, put_tensors, take_tensors
 
 __all__ = [
+    "CheckpointError",
     "ElasticSampler",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -30,6 +33,7 @@ __all__ = [
     "run",
     "run_fn",
     "set_handler_registry",
+    "train",
 ]
 
 Tensor = torch.Tensor
@@ -69,6 +73,9 @@ class _TensorsHandler(StateHandler):
         saved = copy.deepcopy(rest)
         self._rest, self._tensors, self._spare = saved, spare, self._tensors
 
+    def exported(self) -> Any:
+        return changed(self.value.state_dict(), _packed)
+
     def _saved(self, tensors: list[Tensor]) -> Any:
         return put_tensors(copy.deepcopy(self._rest), tensors)
 
@@ -81,6 +88,9 @@ class _ModelHandler(_TensorsHandler):
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved(self._tensors))
+
+    def imported(self, value: Any) -> None:
+        self.value.load_state_dict(_unpacked(value))
 
     def sync_from(self, root: int, *, same: bool) -> None:
         state = self.value.state_dict()
@@ -102,6 +112,9 @@ class _OptimizerHandler(_TensorsHandler):
         # It takes tensors over as they are, and changes them in its steps.
         load_state(self.value, self._saved([tensor.clone() for tensor in self._tensors]))
 
+    def imported(self, value: Any) -> None:
+        load_state(self.value, _unpacked(value))
+
     def sync_from(self, root: int, *, same: bool) -> None:
         if not same:
             broadcast_optimizer_state(self.value, root)
@@ -116,9 +129,41 @@ class _StatefulHandler(StateHandler):
     def restore(self) -> None:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
+    def exported(self) -> Any:
+        return changed(self.value.state_dict(), _packed)
+
+    def imported(self, value: Any) -> None:
+        self.value.load_state_dict(_unpacked(value))
+
     def sync_from(self, root: int, *, same: bool) -> None:
         state = self.value.state_dict()
         self.value.load_state_dict(broadcast_object(state, root, name="elastic.state.stateful"))
+
+
+_TENSOR = "torch.Tensor"  # in checkpoints, the key of its dtype
+
+
+def _packed(value: Any) -> Any:
+    """A tensor as bytes with its dtype, of which NumPy does not have all."""
+    if not torch.is_tensor(value):
+        return value
+    host = value.detach().cpu().contiguous()
+    raw = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
+    return {_TENSOR: str(host.dtype).removeprefix("torch."), "shape": list(host.shape), "bytes": raw}
+
+
+def _unpacked(value: Any) -> Any:
+    """What :func:`_packed` was applied to in nested containers."""
+    if type(value) is dict and _TENSOR in value:
+        dtype = getattr(torch, value[_TENSOR])
+        if not value["bytes"].size:
+            return torch.empty(value["shape"], dtype=dtype)
+        return torch.from_numpy(value["bytes"].copy()).view(dtype).reshape(value["shape"])
+    if type(value) is dict:
+        return {key: _unpacked(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unpacked(item) for item in value)
+    return value
 
 
 def _likes(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
@@ -213,9 +258,14 @@ class TorchState(HandlersState):
                 handlers[name] = make(value)
         rest = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(handlers, **rest)
+        self.register_local("torch", lambda: torch.get_rng_state().numpy(), _set_rng_state)
         for name, value in given.items():
             if value is None:
                 setattr(self, name, None)
+
+
+def _set_rng_state(value: Any) -> None:
+    torch.set_rng_state(torch.from_numpy(value.copy()))
 
 
 def __dir__() -> list[str]:

@@ -68,6 +68,12 @@ class ArraysState(ObjectState):
         self._put(self._saved, self._fitting(arrays, _likes(self._copies), self._copies))
         self._is_commit = True
 
+    def imported(self, values: dict[str, Any]) -> None:
+        """See :meth:`ObjectState.imported`; arrays of the same shape keep their memory."""
+        rest, told = take_tensors({name: values[name] for name in self._names}, self._is_array)
+        _, arrays = self._taken()
+        self._put(rest, self._fitting(arrays, _likes(told), told))
+
     def _keep_synced(self, *, kept: bool) -> None:
         if kept:
             rest, _ = self._taken()

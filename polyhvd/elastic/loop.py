@@ -87,7 +87,8 @@ def looped(
         while True:
             try:
                 if must_reset:
-                    (reset or _rejoin)()
+                    with state.waiting():
+                        (reset or _rejoin)()
                     state.on_reset()
                 must_reset = False
                 if not skip_sync:
@@ -113,6 +114,7 @@ def looped(
                     _leave()
                     state.restore()
                 skip_sync = False
+                del error  # its traceback keeps what the function had, of which the next world is to be free
             must_reset = True
 
     return cast(Callable[Concatenate[S, P], T], wrapper)

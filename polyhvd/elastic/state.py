@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.elastic import process
-from polyhvd.errors import HostsUpdatedInterrupt
+from polyhvd.errors import CheckpointError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.runtime import current
 
 __all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied"]
@@ -41,6 +42,7 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = _NEVER  # number of the last; the same for the same commit on all ranks
         self._is_commit = False  # whether the values are those of the last commit
+        self._owner = ""  # who alone may commit, if anybody
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
         """Have functions called after each change of the world, before the state is told to newcomers.
@@ -63,6 +65,7 @@ class State:
 
         Raises:
             HostsUpdatedInterrupt: processes are waiting to join, or are to leave; on all ranks at one commit.
+            InvalidArgumentError: within ``hvd.elastic.train``, which commits the state itself.
 
         Example::
 
@@ -70,14 +73,20 @@ class State:
                 step()
                 state.commit()
         """
+        if self._owner:
+            raise InvalidArgumentError(f"state.commit(): leave it to {self._owner}")
         self.save()
         self._commits += 1
         member = process.find()
         if member is not None:
             member.progress()
+        self._committed()
         self._is_commit = True
         self.check_host_updates()
         self._is_commit = False
+
+    def _committed(self) -> None:
+        """What else a commit does, before the world may change."""
 
     def check_host_updates(self) -> None:
         """Let the world change here, if it is to; costs next to nothing.
@@ -93,6 +102,16 @@ class State:
         member = process.find()
         if member is not None and member.is_awaited():
             raise HostsUpdatedInterrupt
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """What holds while this process waits for its place in the next world. Raises nothing.
+
+        Example::
+
+            with state.waiting():
+                rejoin()
+        """
+        return nullcontext()
 
     def on_reset(self) -> None:
         """Called after a change of the world: :meth:`reset`, and the registered functions.
@@ -189,6 +208,7 @@ class ObjectState(State):
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
         self._saved: dict[str, Any] = {}
+        self._local: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._names = list(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
@@ -242,6 +262,53 @@ class ObjectState(State):
         self._keep_synced(kept=kept)
         self._commits = max(newest, 0)
         self._is_commit = False
+
+    def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        """Say what is this rank's own, and is not to become what another rank has.
+
+        ``hvd.elastic.train`` keeps it at each commit, and a copy at the next rank: who takes the place of a
+        rank that is lost gets what that had.
+
+        Args:
+            name: the same on every rank.
+            get: returns it: numbers, texts and arrays, in dicts, lists and tuples.
+            put: takes it back.
+
+        Raises nothing.
+
+        Example::
+
+            state.register_local("bias", lambda: net.bias.numpy(), net.bias.assign)
+        """
+        self._local[name] = (get, put)
+
+    def exported(self) -> dict[str, Any]:
+        """The values as a checkpoint keeps them: of numbers, texts and arrays. They are not copied.
+
+        Raises:
+            CheckpointError: one of them cannot be in a checkpoint.
+
+        Example::
+
+            values = state.exported()
+        """
+        return {name: getattr(self, name) for name in self._names}
+
+    def imported(self, values: dict[str, Any]) -> None:
+        """Take over what :meth:`exported` has returned, in this process or another.
+
+        Args:
+            values: by name.
+
+        Raises:
+            Exception: they are those of another state.
+
+        Example::
+
+            state.imported(values)
+        """
+        for name in self._names:
+            setattr(self, name, values[name])
 
     def _keep_synced(self, *, kept: bool) -> None:
         """Have what was told as the last commit.
@@ -302,6 +369,33 @@ class Handler:
         Example::
 
             handler.restore()
+        """
+        raise NotImplementedError
+
+    def exported(self) -> Any:
+        """The value for a checkpoint: numbers, texts and arrays, in dicts, lists and tuples.
+
+        Raises:
+            CheckpointError: the subclass does not say how.
+
+        Example::
+
+            value = handler.exported()
+        """
+        raise CheckpointError(
+            f"{type(self).__qualname__} does not say how a checkpoint keeps a "
+            f"{type(self.value).__qualname__}: give it the methods exported() and imported()"
+        )
+
+    def imported(self, value: Any) -> None:
+        """Take over what :meth:`exported` has returned. Raises NotImplementedError where it cannot.
+
+        Args:
+            value: the same, or that of another process.
+
+        Example::
+
+            handler.imported(value)
         """
         raise NotImplementedError
 
@@ -391,6 +485,19 @@ class HandlersState(ObjectState):
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+
+    def exported(self) -> dict[str, Any]:
+        """See :meth:`ObjectState.exported`."""
+        return {
+            **super().exported(),
+            **{name: handler.exported() for name, handler in self._handlers.items()},
+        }
+
+    def imported(self, values: dict[str, Any]) -> None:
+        """See :meth:`ObjectState.imported`."""
+        for name, handler in self._handlers.items():
+            handler.imported(values[name])
+        super().imported(values)
 
     def _keep_synced(self, *, kept: bool) -> None:
         for handler in self._handlers.values():

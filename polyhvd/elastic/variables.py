@@ -63,6 +63,34 @@ class VariablesHandler(Handler):
         for variable, value in zip(self._variables(), self._copies, strict=False):
             variable.assign(value)
 
+    def exported(self) -> Any:
+        """The values for a checkpoint. Raises nothing.
+
+        Example::
+
+            values = handler.exported()
+        """
+        return [np.asarray(variable.numpy()) for variable in self._variables()]
+
+    def imported(self, value: Any) -> None:
+        """Take over what :meth:`exported` has returned.
+
+        Args:
+            value: an array for each variable.
+
+        Raises:
+            ValueError: there are others here.
+
+        Example::
+
+            handler.imported(values)
+        """
+        variables = self._variables()
+        if [tuple(item.shape) for item in variables] != [item.shape for item in value]:
+            raise ValueError(f"it has {len(value)} variables, here are {len(variables)}, or of other shapes")
+        for variable, array in zip(variables, value, strict=True):
+            variable.assign(array)
+
     def sync_from(self, root: int, *, same: bool) -> None:
         """Take the variables of a rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives
 
-__all__ = ["broadcast_named", "put_tensors", "take_tensors"]
+__all__ = ["broadcast_named", "changed", "put_tensors", "take_tensors"]
 
 T = TypeVar("T")
 
@@ -50,12 +51,16 @@ class _Place:
         self.number = number
 
 
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested dicts, lists and tuples in which ``change`` was applied to what they hold."""
     if type(value) is dict:
-        return {key: _changed(item, change) for key, item in value.items()}
+        return {key: changed(item, change) for key, item in value.items()}
+    if type(value) is OrderedDict:  # PyTorch keeps versions of modules in an attribute of it
+        copy = OrderedDict((key, changed(item, change)) for key, item in value.items())
+        vars(copy).update(vars(value))
+        return copy
     if type(value) in (list, tuple):
-        return type(value)(_changed(item, change) for item in value)
+        return type(value)(changed(item, change) for item in value)
     return change(value)
 
 
@@ -69,9 +74,9 @@ def take_tensors(state: Any, is_tensor: Callable[[Any], bool]) -> tuple[Any, lis
         tensors.append(value)
         return _Place(len(tensors) - 1)
 
-    return _changed(state, take), tensors
+    return changed(state, take), tensors
 
 
 def put_tensors(state: Any, tensors: Sequence[Any]) -> Any:
     """The state that :func:`take_tensors` has taken apart, with these tensors in their places."""
-    return _changed(state, lambda value: tensors[value.number] if isinstance(value, _Place) else value)
+    return changed(state, lambda value: tensors[value.number] if isinstance(value, _Place) else value)

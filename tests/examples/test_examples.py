@@ -17,7 +17,11 @@ from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the
 from stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name != "common.py")
+EXAMPLES = sorted(
+    path.name
+    for path in (ROOT / "examples").glob("*.py")
+    if path.name != "common.py" and not path.name.startswith("elastic_")
+)
 #: Those of one job, each on a rank.
 MIXED = ("mixed_gluon.py", "mixed_torch.py")
 TIMEOUT_S = 120.0

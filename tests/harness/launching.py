@@ -99,12 +99,12 @@ class Launcher:
             self._read(process, deadline)
         return self.out
 
-    def finish(self) -> tuple[int, str, str]:
+    def finish(self, deadline_s: float = DEADLINE_S) -> tuple[int, str, str]:
         """Wait for the end; returns exit status, standard output and error."""
         process = self.process
         assert process is not None
         try:
-            out, err = process.communicate(timeout=DEADLINE_S)
+            out, err = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()

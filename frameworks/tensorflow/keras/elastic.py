@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from polyhvd.tensorflow.elastic import run, run_fn
+from polyhvd.tensorflow.elastic import run, run_fn, train
 from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.variables import KerasModelState
-from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
+    "CheckpointError",
     "CommitStateCallback",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -26,6 +27,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "train",
 ]
 
 

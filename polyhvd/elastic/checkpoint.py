@@ -1,0 +1,266 @@
+"""Checkpoints on disk: one file per version, written whole or not at all, and read without running any of it.
+
+A file is NumPy's .npz without pickles: the arrays, and a JSON text of what else there is. This module knows
+nothing of worlds and frameworks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from polyhvd.errors import CheckpointError
+
+__all__ = ["Folder", "TornError", "pack", "unpack"]
+
+_FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d{12})\.npz")
+_TEMPORARY = ".writing-"
+_KEPT = 2
+
+Array = np.ndarray[Any, Any]
+
+
+def pack(value: Any, where: str = "state") -> tuple[Any, list[Array]]:
+    """Take a value apart into what JSON can say, and arrays.
+
+    Args:
+        value: of numbers, texts, bytes, None and arrays, in dicts, lists and tuples of any depth.
+        where: what it is called in messages.
+
+    Returns:
+        A tree for JSON, and the arrays that it refers to by number. They are not copied.
+
+    Raises:
+        CheckpointError: it holds something else.
+
+    Example::
+
+        tree, arrays = pack({"w": np.ones(3), "epoch": 2})
+    """
+    arrays: list[Array] = []
+
+    def kept(array: Array) -> int:
+        arrays.append(array)
+        return len(arrays) - 1
+
+    def packed(item: Any, name: str) -> Any:
+        if item is None or type(item) in (bool, int, float, str):
+            return item
+        if isinstance(item, (np.ndarray, np.generic)) and not item.dtype.hasobject:
+            kind = "array" if isinstance(item, np.ndarray) else "scalar"
+            array = np.asarray(item)
+            if array.dtype.kind == "V" and array.dtype.names is None:  # bfloat16 and such, of ml_dtypes
+                raw = np.frombuffer(array.tobytes(), np.uint8)
+                return {"raw": kept(raw), "dtype": array.dtype.name, "shape": list(array.shape)}
+            return {kind: kept(array)}
+        if isinstance(item, (bytes, bytearray)):
+            return {"bytes": kept(np.frombuffer(bytes(item), np.uint8))}
+        if isinstance(item, dict):
+            pairs = [[packed(key, f"a key of {name}"), packed(item[key], f"{name}[{key!r}]")] for key in item]
+            return {"dict": pairs}
+        if type(item) in (list, tuple):
+            items = [packed(part, f"{name}[{number}]") for number, part in enumerate(item)]
+            return {type(item).__name__: items}
+        raise CheckpointError(
+            f"{name} is a {type(item).__module__}.{type(item).__qualname__}, which no checkpoint can keep: "
+            "it has to consist of numbers, texts, bytes, None and arrays, in dicts, lists and tuples"
+        )
+
+    return packed(value, where), arrays
+
+
+def unpack(tree: Any, array: Callable[[int], Array]) -> Any:
+    """What :func:`pack` has taken apart.
+
+    Args:
+        tree: for JSON.
+        array: returns the array of a number.
+
+    Raises:
+        ValueError: it is no such tree.
+
+    Example::
+
+        value = unpack(*pack(value)[0], arrays.__getitem__)
+    """
+    if not isinstance(tree, dict):
+        return tree
+    kind, told = next(iter(tree.items()))
+    if kind == "array":
+        return array(told)
+    if kind == "scalar":
+        return array(told)[()]
+    if kind == "bytes":
+        return array(told).tobytes()
+    if kind == "raw":
+        return np.frombuffer(array(told).tobytes(), np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
+    if kind == "dict":
+        return {unpack(key, array): unpack(item, array) for key, item in told}
+    if kind == "list":
+        return [unpack(item, array) for item in told]
+    if kind == "tuple":
+        return tuple(unpack(item, array) for item in told)
+    raise ValueError(f"it has a {kind!r}, which this version does not know")
+
+
+class TornError(CheckpointError):
+    """A file is not whole, or is no checkpoint."""
+
+
+class Folder:
+    """Checkpoints in a folder. The newest are kept, and the others removed.
+
+    A file gets its name when all of it is on the disk, so that one of that name is whole, whenever a process
+    or machine has died. Several processes may write one at a time; equal numbers are equal checkpoints.
+
+    Args:
+        path: made if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be made, or is none.
+
+    Example::
+
+        Folder("run").write(steps=100, value={"w": np.ones(3)})
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder of checkpoints {str(self.path)!r} cannot be made: {error.strerror}; say another "
+                "one, or make it a folder that this user may write"
+            ) from error
+
+    def numbers(self) -> list[int]:
+        """The numbers of the checkpoints that there are, newest first; raises CheckpointError."""
+        try:
+            names = os.listdir(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder of checkpoints {str(self.path)!r} cannot be read: {error.strerror}"
+            ) from error
+        found = (_NAME.fullmatch(name) for name in names)
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def file(self, number: int) -> Path:
+        """The file of a checkpoint."""
+        return self.path / f"checkpoint-{number:012d}.npz"
+
+    def write(self, steps: int, value: Any) -> None:
+        """Write a checkpoint, which is then on the disk as a whole.
+
+        Args:
+            steps: its number.
+            value: as :func:`pack` takes it.
+
+        Raises:
+            CheckpointError: the disk is full, say. Checkpoints that were there stay.
+
+        Example::
+
+            folder.write(steps=100, value={"w": np.ones(3)})
+        """
+        tree, arrays = pack(value)
+        told = {"format": _FORMAT, "steps": steps, "arrays": len(arrays), "tree": tree}
+        text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+        file = self.file(steps)
+        temporary = self.path / f"{_TEMPORARY}{steps}-{secrets.token_hex(8)}"
+        try:
+            with open(temporary, "xb") as stream:
+                _write_arrays(stream, {"told": text, **{f"a{i}": array for i, array in enumerate(arrays)}})
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, file)
+            self._sync_names()
+        except OSError as error:
+            former = self.numbers()[:1]
+            stays = f"{str(self.file(former[0]))!r} stays" if former else "there is no former one"
+            raise CheckpointError(
+                f"the checkpoint {str(file)!r} could not be written: {error.strerror or error}; {stays}. "
+                "Make room, or say another folder, and run the job again: it resumes from the last checkpoint"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        self._tidy(steps)
+
+    def read(self, number: int) -> Any:
+        """The value of a checkpoint.
+
+        Args:
+            number: one of :meth:`numbers`.
+
+        Raises:
+            CheckpointError: the file is not whole, or of another format.
+
+        Example::
+
+            value = folder.read(folder.numbers()[0])
+        """
+        file = self.file(number)
+        try:
+            with np.load(file, allow_pickle=False) as data:
+                told = json.loads(data["told"].tobytes())
+                if told["format"] != _FORMAT:
+                    raise CheckpointError(
+                        f"the checkpoint {str(file)!r} has format {told['format']}, and this version reads "
+                        f"{_FORMAT}: use the version of polyhvd that has written it"
+                    )
+                arrays = [data[f"a{place}"] for place in range(told["arrays"])]
+            return unpack(told["tree"], arrays.__getitem__)
+        except CheckpointError:
+            raise
+        except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zlib.error) as error:
+            raise _torn(file, error) from error
+        except zipfile.BadZipFile as error:
+            raise _torn(file, error) from error
+
+    def put_aside(self, number: int) -> None:
+        """Rename a file that cannot be read, so that it is no checkpoint any more. Raises nothing."""
+        file = self.file(number)
+        with contextlib.suppress(OSError):
+            os.replace(file, file.with_suffix(".torn"))
+
+    def _sync_names(self) -> None:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _tidy(self, steps: int) -> None:
+        """Remove what is too old, and what processes that have died had begun to write."""
+        for number in self.numbers()[_KEPT:]:
+            with contextlib.suppress(OSError):
+                self.file(number).unlink()
+        for name in os.listdir(self.path):
+            number_of = re.match(rf"{re.escape(_TEMPORARY)}(\d+)-", name)
+            if number_of and int(number_of[1]) < steps:
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink()
+
+
+def _write_arrays(stream: BinaryIO, arrays: dict[str, Array]) -> None:
+    """As ``numpy.savez``, which leaves an open file behind where the disk is full."""
+    with zipfile.ZipFile(stream, "w") as file:
+        for name, array in arrays.items():
+            with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)  # type: ignore[no-untyped-call]
+
+
+def _torn(file: Path, error: Exception) -> TornError:
+    return TornError(f"the checkpoint {str(file)!r} cannot be read: {error}; it is torn, or no checkpoint")

@@ -1,0 +1,422 @@
+"""``train``: the whole loop of an elastic training, of which the user says what one step is.
+
+Weights, optimizer and the position in the data are one state here, which is committed after steps: what a
+failure undoes is never more of one than of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.data.position import Position
+from polyhvd.elastic.checkpoint import Folder, TornError, pack
+from polyhvd.elastic.local import LocalParts, random_states
+from polyhvd.elastic.loop import looped
+from polyhvd.elastic.progress import Progress
+from polyhvd.elastic.state import ObjectState
+from polyhvd.errors import CheckpointError, InvalidArgumentError
+from polyhvd.runtime import current
+
+__all__ = ["Training", "train", "train_told"]
+
+_LOG = logging.getLogger("polyhvd")
+
+#: A process that has waited so long for a place in the next world writes a checkpoint: the job may end.
+_WAITS_BEFORE_CHECKPOINT_S = 3.0
+
+
+def train(
+    step: Callable[[Any], Any],
+    state: ObjectState,
+    data: Any,
+    *,
+    epochs: int,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    commit_every: int = 1,
+    on_epoch_end: Callable[[int], Any] | None = None,
+    progress: bool = True,
+) -> None:
+    """Train to the end, through losses of ranks, newcomers and restarts of the job.
+
+    Every row of every epoch is in the final weights once: weights, optimizer and the position in the data
+    are committed together after a step, told together to newcomers, and written together to disk. A failure
+    undoes the step that is under way. When the world changes, what this process has in memory stays, and the
+    rows that are left are dealt to the ranks that there are then.
+
+    Every rank calls it, with the same arguments. The job is elastic with ``polyhvdrun --min-np``; in others,
+    and without a launcher, it trains and writes checkpoints as well, and a lost rank ends it.
+
+    Args:
+        step: trains on one batch: computes gradients, has them reduced and updates the weights that ``state``
+            keeps. What it returns, a loss or a dict of numbers or None, is shown. What it raises otherwise
+            than for a lost rank ends the job. It does not call ``state.commit()``.
+        state: what is trained, one of ``hvd.elastic``: an ``ArrayState``, ``TorchState``, ``KerasState`` ...
+        data: a :class:`polyhvd.data.ArrayLoader`, or a ``DataLoader`` of PyTorch or Gluon over a
+            :class:`polyhvd.data.DistributedBatchSampler`.
+        epochs: passes over the data in all, those before a restart included.
+        checkpoint: a folder on a file system that all hosts see. Rank 0 writes there after each epoch, and a
+            job that is started again goes on from the newest checkpoint. All that ``state`` keeps then has to
+            be arrays, numbers and texts, in dicts, lists and tuples: nothing is pickled.
+        checkpoint_every: also write after each of so many steps.
+        commit_every: steps between two copies of the state in memory. With more, a failure undoes up to as
+            many steps, which are made again; their rows count once all the same.
+        on_epoch_end: is called on every rank with the number of the epoch, from 0, before its last step is
+            committed: for learning rates, or an evaluation. It is called again when that step is undone.
+        progress: whether rank 0 shows how far it is: a bar on a terminal where rich or tqdm is installed,
+            else a line per epoch, on the standard error.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be used.
+        CheckpointError: a checkpoint cannot be written, since the disk is full, say; or none of those that
+            there are can be read. The former ones stay.
+        HorovodInternalError: a rank was lost, and the job is not elastic.
+
+    Example::
+
+        loader = ArrayLoader([images, labels], batch_size=32)
+        state = hvd.elastic.ArrayState(weights=weights)
+
+        def step(batch):
+            state.weights -= 0.1 * hvd.allreduce(batch.weight * gradient(state.weights, *batch), name="g")
+
+        hvd.elastic.train(step, state, loader, epochs=10, checkpoint="run")
+    """
+    options = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "commit_every": commit_every}
+    _train(step, state, data, epochs, on_epoch_end, progress, lambda error: error, options)
+
+
+def train_told(told: Callable[[BaseException], BaseException]) -> Callable[..., None]:
+    """:func:`train` of a framework whose errors stand for polyhvd's.
+
+    Args:
+        told: which of polyhvd's errors one of a framework's stands for.
+    """
+
+    @functools.wraps(train)
+    def wrapper(
+        step: Callable[[Any], Any],
+        state: ObjectState,
+        data: Any,
+        *,
+        epochs: int,
+        on_epoch_end: Callable[[int], Any] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        _train(step, state, data, epochs, on_epoch_end, progress, told, options)
+
+    return wrapper
+
+
+def _train(
+    step: Callable[[Any], Any],
+    state: ObjectState,
+    data: Any,
+    epochs: int,
+    on_epoch_end: Callable[[int], Any] | None,
+    progress: bool,
+    told: Callable[[BaseException], BaseException],
+    options: dict[str, Any],
+) -> None:
+    if not callable(step):
+        raise InvalidArgumentError(f"train(step={step!r}): expected a function of one batch")
+    if type(epochs) is not int or epochs < 0:
+        raise InvalidArgumentError(f"train(epochs={epochs!r}): expected an integer of at least 0")
+    if not isinstance(state, ObjectState):
+        raise InvalidArgumentError(
+            f"train(state={state!r}): expected a state of hvd.elastic such as ObjectState, which says "
+            "what is trained"
+        )
+    training = Training(state, position_of(data), **options)
+    shown = Progress(epochs, enabled=progress)
+
+    def go_on(training: Training) -> None:
+        training.begin_again()
+        position = training.position
+        while position.epoch < epochs:
+            _go_through_epoch(step, data, training, on_epoch_end, shown)
+        training.parts.finish()
+        allgather_object(None, name="elastic.train.end")  # nobody leaves while another may need its state
+
+    with training.owning():
+        try:
+            looped(go_on, told=told)(training)
+        finally:
+            shown.close()
+
+
+def _go_through_epoch(
+    step: Callable[[Any], Any],
+    data: Any,
+    training: Training,
+    on_epoch_end: Callable[[int], Any] | None,
+    shown: Progress,
+) -> None:
+    """The steps that are left in an epoch. The position is in the next one afterwards."""
+    position, epoch = training.position, training.position.epoch
+    shown.begin_epoch(epoch, len(position))
+    ended = False
+    for batch in data:
+        result = step(batch)
+        position.advance()
+        ended = len(position) == 0
+        if ended:
+            _end_epoch(training, epoch, on_epoch_end)
+        training.end_step(epoch_ended=ended)
+        shown.step(result)
+        if ended:
+            break
+    if not ended:  # no row was left: there are none at all, or too few for a step with last="drop"
+        _end_epoch(training, epoch, on_epoch_end)
+        training.end_epoch()
+    shown.end_epoch(current.world().placement.size)
+
+
+def _end_epoch(training: Training, epoch: int, on_epoch_end: Callable[[int], Any] | None) -> None:
+    if on_epoch_end is not None:
+        on_epoch_end(epoch)
+    training.position.set_epoch(epoch + 1)
+
+
+def position_of(data: Any) -> Position:
+    """Where a loader is in its data.
+
+    Args:
+        data: as of :func:`train`.
+
+    Raises:
+        InvalidArgumentError: it does not say.
+
+    Example::
+
+        position_of(DataLoader(dataset, batch_sampler=sampler)) is sampler
+    """
+    for found in (data, getattr(data, "batch_sampler", None), getattr(data, "_batch_sampler", None)):
+        if isinstance(found, Position):
+            return found
+    raise InvalidArgumentError(
+        f"train(data={type(data).__qualname__}): it does not say where it is in its data; expected a "
+        "polyhvd.data.ArrayLoader, or a DataLoader(dataset, batch_sampler=DistributedBatchSampler(...))"
+    )
+
+
+class Training(ObjectState):
+    """A state, the position in the data and the number of steps, which are never apart.
+
+    Args:
+        inner: what is trained.
+        position: in its data.
+        checkpoint, checkpoint_every, commit_every: as of :func:`train`.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+        CheckpointError: the state cannot be in a checkpoint.
+    """
+
+    steps: int
+
+    def __init__(
+        self,
+        inner: ObjectState,
+        position: Position,
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        commit_every: int = 1,
+    ) -> None:
+        for name, value in {"checkpoint_every": checkpoint_every, "commit_every": commit_every}.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InvalidArgumentError(f"train({name}={value!r}): expected an integer of at least 1")
+        if checkpoint is None and checkpoint_every is not None:
+            raise InvalidArgumentError(
+                f"train(checkpoint_every={checkpoint_every}) without checkpoint=: say the folder as well"
+            )
+        self._inner = inner
+        self.position = position
+        self._folder = None if checkpoint is None else Folder(checkpoint)
+        self._checkpoint_every = checkpoint_every
+        self._commit_every = commit_every
+        self._is_due = False  # whether the next commit is written to disk
+        self.parts = LocalParts({**random_states(), **inner._local})
+        super().__init__(broadcast_object, _rank, steps=0, data=position.state_dict())
+        if self._folder is not None:
+            pack(self.exported())  # raises now, not after an hour, where it cannot be written
+
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """Within, nobody else commits the state that is trained."""
+        self._inner._owner = "elastic.train(), which commits it together with the position in the data"
+        try:
+            yield
+        finally:
+            self._inner._owner = ""
+
+    def begin_again(self) -> None:
+        """Nothing is under way: what was read ahead was for another world."""
+        self.position.load_state_dict(self.position.state_dict())
+
+    def end_step(self, *, epoch_ended: bool) -> None:
+        """Commit and write what is due after a step.
+
+        Args:
+            epoch_ended: whether it was the last one of its epoch.
+
+        Raises:
+            HostsUpdatedInterrupt: the world is to change.
+            CheckpointError: the checkpoint could not be written.
+        """
+        self.steps += 1
+        every = self._checkpoint_every
+        self._is_due = epoch_ended or (every is not None and self.steps % every == 0)
+        if self._is_due or self.steps % self._commit_every == 0:
+            self.commit()
+        else:
+            self.check_host_updates()
+
+    def end_epoch(self) -> None:
+        """Commit and write after an epoch without a step; raises as :meth:`end_step` does."""
+        self._is_due = True
+        self.commit()
+
+    # What the loop calls
+
+    def save(self) -> None:
+        """Keep a copy of all of it."""
+        self.data = self.position.state_dict()
+        self._inner.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the copy."""
+        self._inner.restore()
+        super().restore()
+        self.parts.abandon()
+        self.parts.restore()
+        self.position.load_state_dict(self.data)
+
+    def on_reset(self) -> None:
+        """What the user has registered with the state."""
+        self._inner.on_reset()
+
+    def sync(self) -> None:
+        """Give all ranks the newest commit, or where there is none yet, the newest checkpoint."""
+        if self._folder is not None:
+            told = allgather_object(self._commits, name="elastic.train.commits")
+            if max(told) < 0:
+                self._resume(self._folder)
+        super().sync()
+        self.parts.settle()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While this process waits for a place: when that takes long, the job may end, and it writes."""
+        if self._folder is None or self._commits < 0:
+            yield
+            return
+        timer = threading.Timer(_WAITS_BEFORE_CHECKPOINT_S, self._write_waiting)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _keep_synced(self, *, kept: bool) -> None:
+        self._inner._keep_synced(kept=kept)
+        super().save()
+
+    def _sync_from(self, root: int, *, same: bool) -> None:
+        self.data = self.position.state_dict()
+        self._inner._sync_from(root, same=same)
+        super()._sync_from(root, same=same)
+        self.position.load_state_dict(self.data)
+
+    # Checkpoints
+
+    def exported(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"state": self._inner.exported(), "data": self.position.state_dict(), "steps": self.steps}
+
+    def imported(self, values: dict[str, Any]) -> None:
+        """Take over what a checkpoint has kept."""
+        self.position.load_state_dict(values["data"])
+        self._inner.imported(values["state"])
+        self.steps = values["steps"]
+
+    def _committed(self) -> None:
+        if self._is_due and self._folder is not None and self._rank() == 0:
+            self._folder.write(self.steps, self.exported())
+        self._is_due = False
+        self.parts.keep()
+
+    def _write_waiting(self) -> None:
+        folder = self._folder
+        try:
+            if folder is not None and self.steps not in folder.numbers():
+                folder.write(self.steps, self.exported())
+                _LOG.info("elastic: checkpoint of step %d written, since the world is not whole", self.steps)
+        except Exception as error:
+            _LOG.error("elastic: %s", error)
+
+    def _resume(self, folder: Folder) -> None:
+        """Take the newest checkpoint that a rank can read; all ranks call it, and raise alike."""
+        torn: list[str] = []
+        while True:
+            newest, error = -1, ""
+            try:
+                newest = max(folder.numbers(), default=-1)
+            except CheckpointError as raised:
+                error = str(raised)
+            told = allgather_object((newest, error), name="elastic.train.checkpoints")
+            if errors := [text for _, text in told if text]:
+                raise CheckpointError(errors[0])
+            newest = max(number for number, _ in told)
+            if newest < 0:
+                break
+            root = [number for number, _ in told].index(newest)
+            said = self._load(folder, newest) if self._rank() == root else None
+            is_torn, error = broadcast_object(said, root, name="elastic.train.loaded")
+            if error and not is_torn:
+                raise CheckpointError(error)
+            if not error:
+                return
+            torn.append(error)
+        if torn:
+            raise CheckpointError(
+                f"{'; '.join(torn)}. There is no other to resume from; to begin anew, say another folder"
+            )
+
+    def _load(self, folder: Folder, number: int) -> tuple[bool, str]:
+        """Load a checkpoint; whether its file is torn, and what is wrong, if anything."""
+        try:
+            values = folder.read(number)
+        except TornError as error:
+            _LOG.warning("elastic: %s; the one before it counts", error)
+            folder.put_aside(number)
+            return True, str(error)
+        except CheckpointError as error:
+            return False, str(error)
+        try:
+            self.imported(values)
+        except Exception as error:
+            file = str(folder.file(number))
+            return False, (
+                f"the checkpoint {file!r} does not fit this program: {type(error).__name__}: {error}; it is "
+                "that of another model or other data; say another folder, or run the program that wrote it"
+            )
+        self._commits = 0
+        _LOG.info("elastic: resumed from %s", folder.file(number))
+        return False, ""
+
+
+def _rank() -> int:
+    return current.world().placement.rank

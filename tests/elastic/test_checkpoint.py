@@ -1,0 +1,125 @@
+"""Checkpoints on disk: whole or not there, and nothing in them is run."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import signal
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyhvd.elastic.checkpoint import Folder, TornError, pack
+from polyhvd.errors import CheckpointError
+
+VALUE = {
+    "w": np.arange(6.0).reshape(2, 3),
+    "half": np.float16([1, np.nan]),
+    "none": np.empty((0, 4), np.int8),
+    0: [1, -2.5, float("inf"), "é", None, True],
+    "nested": {"t": (1, (np.float32(2), b"\0\xff")), (1, "a"): 2**70},
+}
+
+
+def test_value_is_what_was_written(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "a" / "b")
+    folder.write(12, VALUE)
+    assert folder.numbers() == [12]
+    found = folder.read(12)
+    assert list(found) == list(VALUE)
+    for name in ("w", "half", "none"):
+        np.testing.assert_array_equal(found[name], VALUE[name], strict=True)
+    assert found[0] == VALUE[0]
+    assert found["nested"][(1, "a")] == 2**70
+    assert found["nested"]["t"] == (1, (2.0, b"\0\xff"))
+    assert found["nested"]["t"][1][0].dtype == np.float32
+
+
+def test_two_are_kept_and_what_the_dead_have_begun_is_removed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    (tmp_path / ".writing-3-0123").write_bytes(b"half")
+    (tmp_path / "mine.txt").write_text("of the user")
+    for steps in (1, 2, 10, 9999999):
+        folder.write(steps, {"steps": steps})
+    assert folder.numbers() == [9999999, 10]
+    assert sorted(path.name for path in tmp_path.iterdir())[-1] == "mine.txt"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("value", [object(), {"a": [lambda: 1]}, {1, 2}, np.array([None])])
+def test_what_would_need_a_pickle_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^state\['x'\].* is a .*, which no checkpoint can keep"):
+        pack({"x": value})
+
+
+@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
+def test_torn_file_is_an_error_that_names_it(tmp_path: Path, kept: float) -> None:
+    folder = Folder(tmp_path)
+    folder.write(1, {"w": np.arange(10000.0)})
+    whole = folder.file(1).read_bytes()
+    folder.file(1).write_bytes(whole[: int(kept * len(whole)) if kept < 1 else int(kept)])
+    with pytest.raises(TornError, match=r"checkpoint-000000000001\.npz' cannot be read"):
+        folder.read(1)
+
+
+def test_byte_that_has_changed_is_found(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write(1, {"w": np.arange(10000.0)})
+    whole = bytearray(folder.file(1).read_bytes())
+    whole[len(whole) // 2] ^= 1
+    folder.file(1).write_bytes(whole)
+    with pytest.raises(TornError, match="CRC"):
+        folder.read(1)
+
+
+def test_pickle_in_a_file_is_not_run(tmp_path: Path) -> None:
+    class Bad:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "run",)
+
+    folder = Folder(tmp_path)
+    folder.file(1).write_bytes(pickle.dumps(Bad()))
+    with pytest.raises(TornError):
+        folder.read(1)
+    with open(folder.file(2), "wb") as stream:
+        np.savez(stream, told=np.array([Bad()], dtype=object))
+    with pytest.raises(TornError):
+        folder.read(2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_newer_format_is_not_taken_for_a_torn_file(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write(1, {})
+    with np.load(folder.file(1)) as data:
+        told = data["told"].tobytes().replace(b'"format": 1', b'"format": 9')
+    with open(folder.file(1), "wb") as stream:
+        np.savez(stream, told=np.frombuffer(told, np.uint8))
+    with pytest.raises(CheckpointError, match="format 9, and this version reads 1") as found:
+        folder.read(1)
+    assert not isinstance(found.value, TornError)
+
+
+def test_full_disk_is_an_error_and_the_former_stays(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write(1, VALUE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"could not be written: .*000000000001\.npz' stays"):
+            folder.write(2, {"w": np.zeros(1_000_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, former)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.file(1).name]
+    assert zipfile.ZipFile(folder.file(1)).testzip() is None
+
+
+def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        Folder(tmp_path / "file" / "sub")

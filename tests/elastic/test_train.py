@@ -1,0 +1,156 @@
+"""``hvd.elastic.train`` in jobs that are killed: every row counts once, and the weights are those of a job
+that was not, where the worlds have had the same sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import Launcher
+from stand_ins import is_installed
+
+from polyhvd.launch.driven import RESUME_STATUS
+
+JOB = str(Path(__file__).with_name("train_job.py"))
+DEADLINE_S = 120.0  # for liveness only: frameworks take long to start on a busy machine
+#: Lost ranks are replaced before anybody goes on, so that the worlds are all of one size.
+REPLACED = ("-np", "3", "--min-np", "3", "--spares", "1")
+#: They are not.
+SLOTS_REST = ("-np", "3", "--min-np", "2", "--blacklist-cooldown-range", "600", "600")
+
+
+def run(
+    launcher: Launcher,
+    *options: str,
+    kills: tuple[str, ...] = (),
+    how: str = "once",
+    framework: str = "numpy",
+) -> tuple[int, list[str], str]:
+    """The status, what ranks have told, and what the job has printed."""
+    folder = launcher._folder
+    launcher.out = launcher.err = b""
+    command = [sys.executable, JOB, framework, str(folder), *kills]
+    launcher.start(*options, argv=command, env={"TRAIN": how})
+    status, out, err = launcher.finish(DEADLINE_S)
+    for kill in kills:
+        assert (folder / f"killed {kill}").exists(), f"nobody was at {kill}:\n{out}\n{err}"
+    return status, re.findall(r"(?:end|resumed) .*", out), f"{out}\n{err}"
+
+
+def checkpoints(launcher: Launcher) -> list[str]:
+    return sorted(path.name for path in (launcher._folder / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def end(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What three ranks tell that nobody has killed."""
+    launcher = Launcher(tmp_path_factory.mktemp("undisturbed"))
+    status, ends, said = run(launcher, "-np", "3")
+    assert (status, ends) == (0, 3 * ends[:1]), said
+    assert ends[0].endswith("counts [2.0] steps 18 size 3")
+    return ends[0]
+
+
+@pytest.mark.parametrize(
+    ("kills", "how"),
+    [
+        (("before:1:4", "after:0:11"), "once"),
+        (("commit:0:1", "commit:2:9"), "once"),  # the ninth step ends an epoch
+        (("before:0:6", "after:2:8"), "once commit_every 4"),
+        (("write:0:9", "commit:1:18"), "checkpoint commit_every 5"),
+        (("before:2:0", "before:1:0"), "once"),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "-".join(value),
+)
+def test_weights_are_those_of_a_job_that_was_not_killed(
+    launcher: Launcher, end: str, kills: tuple[str, ...], how: str
+) -> None:
+    status, ends, said = run(launcher, *REPLACED, kills=kills, how=how)
+    assert (status, ends) == (0, 3 * [end]), said
+
+
+@pytest.mark.parametrize("kills", [("before:1:4",), ("after:0:4",), ("commit:2:9",)], ids="-".join)
+def test_every_row_counts_once_when_the_world_shrinks(launcher: Launcher, kills: tuple[str, ...]) -> None:
+    status, ends, said = run(launcher, *SLOTS_REST, kills=kills)
+    assert (status, ends) == (0, 2 * ends[:1]), said
+    assert re.fullmatch(r"end \w+ counts \[2\.0\] steps 2\d size 2", ends[0])
+
+
+def test_job_that_has_too_few_ranks_says_resume_me_and_resumes_where_it_was(
+    launcher: Launcher, end: str
+) -> None:
+    options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:], "--elastic-timeout", "6")
+    status, ends, said = run(launcher, *options, kills=("before:1:7",), how="checkpoint")
+    assert (status, ends) == (RESUME_STATUS, []), said
+    assert "run the job again, to resume from its checkpoint" in said
+    # Of those that were left, who may be one step apart; the newest counts.
+    assert checkpoints(launcher)[-1] == "checkpoint-000000000007.npz"
+    status, ends, said = run(launcher, "-np", "3", how="checkpoint")
+    assert (status, ends) == (0, 3 * [end]), said
+
+
+def test_job_of_another_size_resumes_from_the_former_checkpoint_where_the_last_is_torn(
+    launcher: Launcher,
+) -> None:
+    status, ends, said = run(launcher, "-np", "3", how="checkpoint checkpoint_every 4")
+    assert status == 0, said
+    assert checkpoints(launcher) == ["checkpoint-000000000016.npz", "checkpoint-000000000018.npz"]
+    torn = launcher._folder / "checkpoints" / "checkpoint-000000000018.npz"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    status, ends, said = run(launcher, "-np", "2", how="checkpoint")
+    assert (status, ends) == (0, 2 * ends[:1]), said
+    assert re.fullmatch(r"end \w+ counts \[2\.0\] steps 19 size 2", ends[0])  # 11 rows were left: 8 and 3
+    assert "checkpoint-000000000018.npz' cannot be read" in said
+    assert "checkpoint-000000000018.torn" in checkpoints(launcher)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras", "mxnet"])
+def test_frameworks_go_on_with_the_same_bits_after_kills_and_from_disk(
+    launcher: Launcher, framework: str
+) -> None:
+    if not is_installed(framework):
+        pytest.skip(f"{framework} is not installed")
+    kills = ("after:0:6",)
+    status, ends, said = run(launcher, *REPLACED, kills=kills, how="resumed", framework=framework)
+    assert status == 0, said
+    told = sorted(text.split(" ", 1) for text in ends)
+    assert [name for name, _ in told] == 3 * ["end"] + 3 * ["resumed"], said
+    assert len({text for _, text in told}) == 1, said
+    assert told[0][1].endswith("counts [2.0] steps 18 size 3")
+
+
+def ranks_of(argument: str) -> list[int]:
+    """The processes with this argument, but for the launcher."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if argument.encode() in words and b"polyhvd.launch" not in words:
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher) -> None:
+    example = str(Path(__file__).resolve().parents[2] / "examples" / "elastic_numpy.py")
+    folder = launcher._folder / "checkpoints"
+    command = [sys.executable, example, "--epochs", "12", "--checkpoint", str(folder)]
+    launcher.start("-np", "2", "--min-np", "2", "--spares", "1", argv=command)
+    process = launcher.process
+    assert process is not None
+    deadline = time.monotonic() + DEADLINE_S
+    while not folder.is_dir() or not any(folder.glob("checkpoint-*.npz")):
+        assert process.poll() is None, launcher.finish()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(ranks_of(str(folder))[0], signal.SIGKILL)
+    status, out, err = launcher.finish(DEADLINE_S)
+    assert status == 0, err
+    assert "goes on" in err
+    (accuracy,) = re.findall(r"test accuracy ([\d.]+)", out)
+    assert float(accuracy) > 0.85

@@ -1,0 +1,83 @@
+"""``hvd.elastic.train`` on one rank: what it refuses, and data without rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polyhvd.numpy as hvd
+import pytest
+
+from polyhvd.data import ArrayLoader
+
+pytestmark = pytest.mark.ranks(1, framework="numpy")
+
+
+def loader(rows: int = 10, **options: Any) -> ArrayLoader:
+    return ArrayLoader([np.zeros(rows)], batch_size=2, **options)
+
+
+def state(**kwargs: Any) -> Any:
+    return hvd.elastic.ArrayState(w=np.zeros(2), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"step": 3}, r"train\(step=3\): expected a function of one batch"),
+        ({"state": 5}, r"train\(state=5\): expected a state of hvd\.elastic"),
+        ({"data": [1]}, r"train\(data=list\): it does not say where it is in its data"),
+        ({"epochs": -1}, r"train\(epochs=-1\): expected an integer of at least 0"),
+        ({"epochs": True}, r"train\(epochs=True\): expected an integer"),
+        ({"commit_every": 0}, r"train\(commit_every=0\): expected an integer of at least 1"),
+        ({"checkpoint_every": 2}, r"checkpoint_every=2\) without checkpoint="),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_argument_that_cannot_be_used_is_refused(arguments: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"step": id, "state": state(), "data": loader(), "epochs": 1, **arguments}
+    with pytest.raises(hvd.InvalidArgumentError, match=said):
+        hvd.elastic.train(given.pop("step"), given.pop("state"), given.pop("data"), **given)
+
+
+def test_step_that_commits_is_refused_and_afterwards_the_state_is_the_user_s_again() -> None:
+    mine = state()
+    with pytest.raises(hvd.InvalidArgumentError, match=r"leave it to elastic\.train\(\)"):
+        hvd.elastic.train(lambda batch: mine.commit(), mine, loader(), epochs=1, progress=False)
+    mine.commit()
+
+
+def test_attribute_that_no_checkpoint_can_keep_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(hvd.elastic.CheckpointError, match=r"state\['state'\]\['x'\] is a builtins\.object"):
+        hvd.elastic.train(pytest.fail, state(x=object()), loader(), epochs=1, checkpoint=tmp_path)
+
+
+def test_epochs_without_a_step_end_all_the_same() -> None:
+    ended: list[int] = []
+    for data in (loader(0), loader(1, last="drop")):
+        hvd.elastic.train(pytest.fail, state(), data, epochs=2, on_epoch_end=ended.append, progress=False)
+    assert ended == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("other", ["attribute", "rows"])
+def test_checkpoint_of_another_program_is_refused_and_stays(tmp_path: Path, other: str) -> None:
+    hvd.elastic.train(id, state(), loader(), epochs=1, checkpoint=tmp_path, progress=False)
+    kept = sorted(tmp_path.iterdir())
+    changed = state(v=1) if other == "attribute" else state()
+    data = loader(12) if other == "rows" else loader()
+    with pytest.raises(hvd.elastic.CheckpointError, match="does not fit this program"):
+        hvd.elastic.train(id, changed, data, epochs=1, checkpoint=tmp_path, progress=False)
+    assert sorted(tmp_path.iterdir()) == kept
+
+
+def test_training_that_has_ended_makes_no_step_when_it_is_started_again(tmp_path: Path) -> None:
+    first = state(count=0)
+
+    def step(batch: Any) -> None:
+        first.count += 1
+
+    hvd.elastic.train(step, first, loader(), epochs=2, checkpoint=tmp_path, progress=False)
+    second = state(count=0)
+    hvd.elastic.train(pytest.fail, second, loader(), epochs=2, checkpoint=tmp_path, progress=False)
+    assert second.count == 10

@@ -1,0 +1,268 @@
+"""A model that ``hvd.elastic.train`` trains, in any framework, with kills where a test says so.
+
+Arguments: the framework, a folder, and places at which a process kills itself, each once in the whole job:
+
+    before:RANK:STEP   in the step, before its collectives
+    after:RANK:STEP    in the step, when the weights are updated
+    commit:RANK:STEP   within the commit of the step, when half of the state was copied
+    write:RANK:STEP    while the checkpoint of that step is written
+
+It tells a digest of the weights, how often each row has counted, and how many steps there were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyhvd.data import ArrayLoader, DistributedBatchSampler
+from polyhvd.data.arrays import Batch
+from polyhvd.elastic import checkpoint
+from polyhvd.elastic.train import Training
+
+FRAMEWORK, FOLDER, KILLS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+ROWS, INPUTS, OUTPUTS, BATCH = 107, 6, 3, 4
+
+random = np.random.default_rng(5)
+x = random.normal(size=(ROWS, INPUTS)).astype(np.float32)
+y = (x @ random.normal(size=(INPUTS, OUTPUTS))).argmax(1)
+first_w = random.normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
+
+hvd = importlib.import_module("polyhvd." + FRAMEWORK)
+hvd.init()
+
+
+def die_at(*place: object) -> None:
+    text = ":".join(map(str, place))
+    if text not in KILLS:
+        return
+    try:
+        (FOLDER / f"killed {text}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def numpy_model() -> Any:
+    state = hvd.elastic.ArrayState(w=first_w.copy(), m=np.zeros_like(first_w), counts=np.zeros(ROWS))
+
+    def update(batch: Any) -> float:
+        inputs, classes = batch
+        scores = np.exp(inputs @ state.w)
+        wrong = scores / scores.sum(1, keepdims=True) - np.eye(OUTPUTS, dtype=np.float32)[classes]
+        gradient = np.float32(batch.weight / len(inputs)) * (inputs.T @ wrong)
+        state.m[:] = 0.9 * state.m + hvd.allreduce(gradient, name="gradient")
+        state.w -= 0.1 * state.m
+        return float(np.abs(wrong).mean())
+
+    return state, update, lambda: [state.w, state.m]
+
+
+def torch_model() -> Any:
+    import torch
+
+    model = torch.nn.Linear(INPUTS, OUTPUTS)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(first_w.T))
+        model.bias.zero_()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, counts=np.zeros(ROWS))
+
+    def update(batch: Any) -> Any:
+        inputs, classes = map(torch.from_numpy, batch)
+        optimizer.zero_grad()
+        loss = batch.weight * torch.nn.functional.cross_entropy(model(inputs), classes)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def values() -> list[Any]:
+        moments = [part[key] for part in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [item.detach().numpy() for item in (model.weight, model.bias, *moments)]
+
+    return state, update, values
+
+
+def tensorflow_model() -> Any:
+    import tensorflow as tf
+
+    w, b = tf.Variable(first_w), tf.Variable(tf.zeros(OUTPUTS))
+    moments = [tf.Variable(tf.zeros_like(v)) for v in (w, b)]
+    state = hvd.elastic.TensorFlowState([w, b, *moments], counts=np.zeros(ROWS))
+
+    @tf.function(reduce_retracing=True)
+    def graph(inputs: Any, classes: Any, weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            scores = inputs @ w + b
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(classes, scores)
+            loss = weight * tf.reduce_mean(losses)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, [w, b])
+        for variable, moment, gradient in zip((w, b), moments, gradients, strict=True):
+            moment.assign(0.9 * moment + gradient)
+            variable.assign_sub(0.1 * moment)
+        return loss
+
+    def update(batch: Any) -> Any:
+        return graph(tf.constant(batch[0]), tf.constant(batch[1]), tf.constant(batch.weight, tf.float32))
+
+    return state, update, lambda: [item.numpy() for item in (w, b, *moments)]
+
+
+def keras_model() -> Any:
+    if FRAMEWORK == "keras":
+        import keras
+    else:
+        import tensorflow as tf
+
+        keras = tf.keras
+    model = keras.Sequential([keras.Input((INPUTS,)), keras.layers.Dense(OUTPUTS)])
+    model.set_weights([first_w, np.zeros(OUTPUTS, np.float32)])
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), loss_of)
+    state = hvd.elastic.KerasState(model, counts=np.zeros(ROWS))
+
+    def update(batch: Any) -> float:
+        inputs, classes = batch
+        return float(model.train_on_batch(inputs, classes, np.full(len(inputs), batch.weight, np.float32)))
+
+    return state, update, lambda: [*model.get_weights(), *map(np.asarray, model.optimizer.variables)]
+
+
+def mxnet_model() -> Any:
+    import mxnet as mx
+    from mxnet import autograd, gluon
+
+    net = gluon.nn.Dense(OUTPUTS, in_units=INPUTS)
+    net.initialize()
+    net.weight.set_data(mx.nd.array(first_w.T))
+    net.bias.set_data(mx.nd.zeros(OUTPUTS))
+    trainer = hvd.DistributedTrainer(net.collect_params(), "adam", {"learning_rate": 0.05})
+    state = hvd.elastic.GluonState(net, trainer, counts=np.zeros(ROWS))
+    loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def update(batch: Any) -> Any:
+        inputs, classes = map(mx.nd.array, batch)
+        with autograd.record():
+            loss = batch.weight * loss_of(net(inputs), classes).mean()
+        loss.backward()
+        trainer.step(1)
+        return loss
+
+    def values() -> list[Any]:
+        moments = [part for pair in trainer._updaters[0].states.values() for part in pair]
+        return [item.asnumpy() for item in (net.weight.data(), net.bias.data(), *moments)]
+
+    return state, update, values
+
+
+MODELS = {
+    "numpy": numpy_model,
+    "torch": torch_model,
+    "tensorflow": tensorflow_model,
+    "tensorflow.keras": keras_model,
+    "keras": keras_model,
+    "mxnet": mxnet_model,
+}
+numpy_hvd = importlib.import_module("polyhvd.numpy")
+train_module = importlib.import_module("polyhvd.elastic.train")
+made: list[Training] = []
+
+
+class KilledTraining(Training):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        super().__init__(*args, **kwargs)
+
+    def save(self) -> None:
+        self._inner.save()
+        die_at("commit", hvd.rank(), self.steps)
+        super().save()
+
+
+class KilledFolder(checkpoint.Folder):
+    def write(self, steps: int, value: Any) -> None:
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            if hvd.is_initialized():
+                die_at("write", hvd.rank(), steps)
+            real(descriptor)
+
+        os.fsync = fsync
+        try:
+            super().write(steps, value)
+        finally:
+            os.fsync = real
+
+
+train_module.Training = KilledTraining  # type: ignore[attr-defined]
+train_module.Folder = KilledFolder  # type: ignore[attr-defined]
+
+
+def loader_of() -> tuple[Any, Any]:
+    """A loader, and what makes a Batch of what it yields."""
+    if FRAMEWORK not in ("torch", "mxnet"):
+        return ArrayLoader([x, y], batch_size=BATCH, seed=3), lambda batch: batch
+    sampler = DistributedBatchSampler(ROWS, batch_size=BATCH, seed=3)
+    numbers = np.arange(ROWS)
+    if FRAMEWORK == "torch":
+        import torch
+
+        data: Any = torch.utils.data.TensorDataset(*map(torch.from_numpy, (x, y, numbers)))
+        loader: Any = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    else:
+        from mxnet import gluon
+
+        loader = gluon.data.DataLoader(gluon.data.ArrayDataset(x, y, numbers), batch_sampler=sampler)
+
+    def as_batch(items: Any) -> Batch:
+        inputs, classes, rows = (item.numpy() if FRAMEWORK == "torch" else item.asnumpy() for item in items)
+        return Batch((inputs, classes), rows.astype(np.int64), sampler.weight)
+
+    return loader, as_batch
+
+
+def train(epochs: int, **options: Any) -> str:
+    """Train a model from the beginning, or from a checkpoint; what has become of it."""
+    state, update, values = MODELS[FRAMEWORK]()
+
+    loader, as_batch = loader_of()
+
+    def step(items: Any) -> Any:
+        batch = as_batch(items)
+        number = made[-1].steps
+        die_at("before", hvd.rank(), number)
+        rows = np.zeros(ROWS)
+        np.add.at(rows, batch.indices, 1.0 if batch.weight else 0.0)
+        state.counts = state.counts + numpy_hvd.allreduce(rows, op=numpy_hvd.Sum, name="rows")
+        result = update(batch)
+        die_at("after", hvd.rank(), number)
+        return result
+
+    hvd.elastic.train(step, state, loader, epochs=epochs, progress=False, **options)
+    everything = b"".join(np.ascontiguousarray(item).tobytes() for item in values())
+    counts = sorted(set(state.counts.tolist()))
+    return f"{hashlib.sha256(everything).hexdigest()[:16]} counts {counts} steps {made[-1].steps}"
+
+
+FOLDER_OF = str(FOLDER / "checkpoints")
+mode, *arguments = os.environ.get("TRAIN", "once").split()
+if mode == "resumed":  # with kills, and then without, but for the end of one training and the next from disk
+    print("end", train(2), f"size {hvd.size()}", flush=True)
+    train(1, checkpoint=FOLDER_OF)
+    print("resumed", train(2, checkpoint=FOLDER_OF), f"size {hvd.size()}", flush=True)
+else:
+    options: dict[str, Any] = {
+        name: int(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)
+    }
+    if mode == "checkpoint":
+        options["checkpoint"] = FOLDER_OF
+    print("end", train(2, **options), f"size {hvd.size()}", flush=True)
