@@ -21,6 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench.main(words[1:])
     if words[:1] == ["doctor"]:  # whose status says what was found
         return doctor.main(words[1:])
+    if words[:2] == ["parity", "migrate"]:
+        from polyhvd.parity import migrating
+
+        return migrating.main(words[2:])
     parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -42,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     commands.add_parser("doctor", help="say what is on this host or on several, what is wrong, what to do")
     commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
+    parity = commands.add_parser("parity", help="work on one model in several frameworks")
+    actions = parity.add_subparsers(required=True, metavar="ACTION")
+    actions.add_parser("migrate", help="carry trained weights over to another framework, with proof")
 
     options = parser.parse_args(words)
     try:
