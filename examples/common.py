@@ -18,9 +18,17 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package
 REDRAW_S = 0.1
 
 
-def arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> argparse.Namespace:
-    """Reads the command line; the arguments given here are the defaults."""
-    return _parser(description, epochs, batch_size, lr).parse_args()
+def arguments(
+    description: str, *, epochs: int, batch_size: int, lr: float, files: bool = False
+) -> argparse.Namespace:
+    """Reads the command line; those given here are the defaults. With ``files`` it may name weights."""
+    parser = _parser(description, epochs, batch_size, lr)
+    if files:
+        parser.set_defaults(data="fashion-mnist")
+        parser.add_argument("--images", type=_positive, default=60000, help="to train on and to test with")
+        parser.add_argument("--start", metavar="FILE", help="weights to begin with")
+        parser.add_argument("--save", metavar="FILE", help="where rank 0 writes the weights at the end")
+    return parser.parse_args()
 
 
 def elastic_arguments(description: str, *, epochs: int, batch_size: int, lr: float) -> argparse.Namespace:
@@ -60,6 +68,10 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def first(self, number: int) -> Images:
+        """So many of them."""
+        return Images(self.pixels[:number], self.labels[:number])
 
     def shard(self, rank: int, size: int, *, even: bool = True) -> Images:
         """Every size-th image. All ranks get the same number if even, so all take as many steps."""

@@ -14,7 +14,12 @@ for _folder in ("harness", "parity", "backends", "gpu"):
     if str(_TESTS / _folder) not in sys.path:
         sys.path.insert(0, str(_TESTS / _folder))
 
-import ranks_plugin  # noqa: E402
+from fork_servers import ForkServers  # noqa: E402
+from pool import Pools  # noqa: E402
+
+from polyhvd.testing.plugin import pools_of, world_of  # noqa: E402
+
+_SERVERS: pytest.StashKey[ForkServers] = pytest.StashKey()
 
 # A shell without job control starts what runs in the background with Ctrl-C ignored, and every
 # rank would inherit that.
@@ -23,7 +28,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(ranks_plugin, "ranks")
     config.addinivalue_line(
         "markers", "sizes(*numbers): run on these numbers of ranks, or what a driver shares"
     )
@@ -39,7 +43,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one pool follow each other; everything else keeps its place before them."""
 
     def pool_of(item: pytest.Item) -> tuple[object, ...]:
-        world = getattr(item, "callspec", None) and item.callspec.params.get("world")
+        world = world_of(item) or (getattr(item, "callspec", None) and item.callspec.params.get("world"))
         return (0,) if world is None else (1, *world.order)
 
     items.sort(key=pool_of)
+
+
+def pytest_polyhvd_pools(config: pytest.Config) -> Pools:
+    """Marked tests run in forks of the servers, and share their pools with tests that drive these."""
+    return Pools(_servers(config))
+
+
+def _servers(config: pytest.Config) -> ForkServers:
+    if _SERVERS not in config.stash:
+        config.stash[_SERVERS] = ForkServers()
+        config.add_cleanup(config.stash[_SERVERS].close)  # after the pools' end
+    return config.stash[_SERVERS]
+
+
+@pytest.fixture(scope="session")
+def fork_servers(pytestconfig: pytest.Config) -> ForkServers:
+    """Servers in whose forks ranks begin with their framework imported."""
+    return _servers(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def pools(pytestconfig: pytest.Config) -> Pools:
+    """The ranks that stay from test to test."""
+    pools = pools_of(pytestconfig)
+    assert isinstance(pools, Pools)
+    return pools

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,16 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["on_input", "on_output", "on_step", "to_numpy", "weights_of"]
+__all__ = [
+    "load_file",
+    "on_input",
+    "on_output",
+    "on_step",
+    "outputs_of",
+    "save_file",
+    "to_numpy",
+    "weights_of",
+]
 
 _ROLES = {
     "weight": "kernel",
@@ -177,3 +187,47 @@ def on_step(
 
     optimizer.step = step
     return end
+
+
+def load_file(model: Block, path: str) -> None:
+    """Give a model the weights of a file, which has to have all of them and no other.
+
+    Args:
+        model: to be overwritten.
+        path: as ``save_parameters`` or ``export`` have written it.
+
+    Raises:
+        InvalidArgumentError: the weights are not those of the model.
+    """
+    try:
+        model.load_parameters(path)
+    except (AssertionError, ValueError, mx.base.MXNetError) as error:
+        raise InvalidArgumentError(f"{path}: {str(error).strip().splitlines()[-1]}") from None
+
+
+def save_file(model: Block, path: str) -> None:
+    """Write the parameters of a model, as ``load_parameters`` reads them.
+
+    Args:
+        model: whose weights are written.
+        path: of the file.
+    """
+    model.save_parameters(path)
+
+
+def outputs_of(model: Block, inputs: Any) -> tuple[Any, bool]:
+    """What a model makes of an array of NumPy, not as in training: an array, or a list of them.
+
+    Args:
+        model: that is run once. What is not initialized gets random values.
+        inputs: as it takes them.
+
+    Returns:
+        the outputs, and whether images in them have their channels last.
+    """
+    if any(parameter._data is None for _, _, parameter in _parameters(model)):
+        with warnings.catch_warnings():  # of those that have values
+            warnings.simplefilter("ignore")
+            model.initialize()
+    made = model(mx.nd.array(inputs, dtype=inputs.dtype))
+    return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), False

@@ -12,7 +12,16 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["on_input", "on_output", "on_step", "to_numpy", "weights_of"]
+__all__ = [
+    "load_file",
+    "on_input",
+    "on_output",
+    "on_step",
+    "outputs_of",
+    "save_file",
+    "to_numpy",
+    "weights_of",
+]
 
 Tensor = torch.Tensor
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
@@ -145,3 +154,51 @@ def _from_numpy(array: Any) -> Tensor:
 
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def load_file(model: torch.nn.Module, path: str) -> None:
+    """Give a model the weights of a file, which has to have all of them and no other.
+
+    Args:
+        model: to be overwritten.
+        path: of a state dict, or of a dict with one as its "state_dict".
+
+    Raises:
+        InvalidArgumentError: the weights are not those of the model.
+    """
+    stored = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(stored, Mapping) and isinstance(stored.get("state_dict"), Mapping):
+        stored = stored["state_dict"]
+    if not isinstance(stored, Mapping):
+        raise InvalidArgumentError(f"{path}: expected a state dict, found {type(stored).__name__}")
+    try:
+        model.load_state_dict(stored)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise InvalidArgumentError(f"{path}: {' '.join(lines[:2])}") from None
+
+
+def save_file(model: torch.nn.Module, path: str) -> None:
+    """Write the state dict of a model.
+
+    Args:
+        model: whose weights are written.
+        path: of the file.
+    """
+    torch.save(model.state_dict(), path)
+
+
+def outputs_of(model: torch.nn.Module, inputs: Any) -> tuple[Any, bool]:
+    """What a model makes of an array of NumPy, not as in training: an array, or a list of them.
+
+    Args:
+        model: that is run once.
+        inputs: as it takes them.
+
+    Returns:
+        the outputs, and whether images in them have their channels last.
+    """
+    model.eval()
+    with torch.no_grad():
+        made = model(torch.from_numpy(inputs))
+    return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), False

@@ -28,7 +28,7 @@ from polyhvd.parity.statuses import STATUSES
 __all__ = ["SUBCOMMANDS", "main"]
 
 #: Words in the place of CASE that are commands of their own, by the module whose ``main`` runs them.
-SUBCOMMANDS: dict[str, str] = {}
+SUBCOMMANDS: dict[str, str] = {"migrate": "polyhvd.parity.migrating"}
 #: What each framework needs to be installed, and how it comes.
 _PACKAGES = {
     "mxnet": (("mxnet",), "pip install 'polyhvd[mxnet]'"),

@@ -16,7 +16,7 @@ from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Given", "Loaded", "given_of", "load", "paired", "write"]
 
 Array = np.ndarray[Any, Any]
 Names = Mapping[str, str] | Callable[[str], str | None]
@@ -32,7 +32,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Given:
+class Given:
     """A weight to be loaded, in common form. Can be pickled."""
 
     name: str
@@ -80,25 +80,41 @@ def load(
     mine = laid_out(weights_of(model), layouts or {}, "layouts")
     if isinstance(from_, int) and not isinstance(from_, bool):
         is_root = current.world().placement.rank == from_
-        told = _given(mine) if is_root else None
+        told = given_of(mine) if is_root else None
         given = broadcast_object(told, from_, name="parity.load", process_set=process_set)
         source = f"rank {from_}"
     else:
-        given = _given(laid_out(weights_of(from_), from_layouts or {}, "from_layouts"))
+        given = given_of(laid_out(weights_of(from_), from_layouts or {}, "from_layouts"))
         is_root, source = False, framework_of(from_) or ""
-    pairs = _paired(mine, given, names, (framework_of(model) or "", source))
+    pairs = paired(mine, given, names, (framework_of(model) or "", source))
     if not is_root:
-        _write(pairs)
+        write(pairs)
     return [Loaded(weight.name, other.name, weight.layout.common_shape) for weight, other in pairs]
 
 
-def _given(weights: Sequence[Weight]) -> list[_Given]:
-    return [_Given(w.name, w.role, np.array(w.layout.array_to_common(w.read()), order="C")) for w in weights]
+def given_of(weights: Sequence[Weight]) -> list[Given]:
+    """Copies of weights, in common form.
+
+    Args:
+        weights: of a model.
+    """
+    return [Given(w.name, w.role, np.array(w.layout.array_to_common(w.read()), order="C")) for w in weights]
 
 
-def _paired(
-    mine: Sequence[Weight], given: Sequence[_Given], names: Names | None, sides: tuple[str, str]
-) -> list[tuple[Weight, _Given]]:
+def paired(
+    mine: Sequence[Weight], given: Sequence[Given], names: Names | None, sides: tuple[str, str]
+) -> list[tuple[Weight, Given]]:
+    """Which weights belong together, in the order of the model.
+
+    Args:
+        mine: those of the model.
+        given: those that are to be loaded.
+        names: as of :func:`load`.
+        sides: what the two are called.
+
+    Raises:
+        InvalidArgumentError: weights are missing, left over or of other shapes.
+    """
     if names is not None:
         given = _by_name(mine, given, names)
     pairs = []
@@ -115,10 +131,10 @@ def _paired(
     return pairs
 
 
-def _by_name(mine: Sequence[Weight], given: Sequence[_Given], names: Names) -> list[_Given]:
+def _by_name(mine: Sequence[Weight], given: Sequence[Given], names: Names) -> list[Given]:
     """Those given, in the order of the model."""
     known = {weight.name for weight in mine}
-    renamed: dict[str, _Given] = {}
+    renamed: dict[str, Given] = {}
     for other in given:
         name = names(other.name) if callable(names) else names.get(other.name, other.name)
         if name is None:
@@ -139,7 +155,7 @@ def _by_name(mine: Sequence[Weight], given: Sequence[_Given], names: Names) -> l
     return [renamed[weight.name] for weight in mine]
 
 
-def _fit(weight: Weight, other: _Given) -> bool:
+def _fit(weight: Weight, other: Given) -> bool:
     roles = {weight.role, other.role} - {""}
     return len(roles) < 2 and weight.layout.common_shape == other.array.shape
 
@@ -150,13 +166,18 @@ def _of_weight(weight: Weight | None) -> str:
     return f"{weight.name!r} ({weight.role or 'weight'} {list(weight.layout.common_shape)} in common form)"
 
 
-def _of_given(given: _Given | None) -> str:
+def _of_given(given: Given | None) -> str:
     if given is None:
         return "has no more"
     return f"has {given.name!r} ({given.role or 'weight'} {list(given.array.shape)})"
 
 
-def _write(pairs: Sequence[tuple[Weight, _Given]]) -> None:
+def write(pairs: Sequence[tuple[Weight, Given]]) -> None:
+    """Overwrite the weights of a model.
+
+    Args:
+        pairs: as :func:`paired` returns them.
+    """
     for weight, other in pairs:
         lying = weight.layout.array_from_common(other.array)
         weight.write(np.array(lying, dtype=_dtype(weight.dtype), order="C"))

@@ -17,8 +17,9 @@ import numpy as np
 import oracle
 import polyhvd.numpy as hvd
 import pytest
-import worker
 from pool import Pool, PoolSpec
+
+from polyhvd.testing import worker
 
 _ALWAYS = (("POLYHVD_CMA", "1"),)
 

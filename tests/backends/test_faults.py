@@ -16,11 +16,11 @@ import numpy as np
 import oracle
 import polyhvd.numpy as hvd
 import pytest
-import worker
 from pool import Pool, PoolSpec
 from ranks_alive import is_running, wait_until_asleep
 
 from polyhvd.runtime import current
+from polyhvd.testing import worker
 
 #: The promise: a lost rank is an error on all others within this time.
 LIVENESS_S = 1.0

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
-import worker
 from pool import Pool, PoolSpec
 
 from polyhvd.collectives.process_sets import ProcessSet
+from polyhvd.testing import worker
 
 REPORT_S = 40.0  # for liveness only
 WARN = ("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")

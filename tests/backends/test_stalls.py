@@ -17,9 +17,10 @@ import numpy as np
 import oracle
 import polyhvd.numpy as hvd
 import pytest
-import worker
 from launching import Launcher
 from pool import Pool, PoolSpec, RankFailure
+
+from polyhvd.testing import worker
 
 REPORT_S = 30.0  # for liveness only
 WARN = (("HOROVOD_STALL_CHECK_TIME_SECONDS", "1"),)

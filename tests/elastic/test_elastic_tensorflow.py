@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from launching import Launcher
-from stand_ins import is_installed
+
+from polyhvd.testing.stand_ins import is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
 

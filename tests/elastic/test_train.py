@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from launching import Launcher
-from stand_ins import is_installed
 
 from polyhvd.launch.driven import RESUME_STATUS
+from polyhvd.testing.stand_ins import is_installed
 
 JOB = str(Path(__file__).with_name("train_job.py"))
 DEADLINE_S = 120.0  # for liveness only: frameworks take long to start on a busy machine

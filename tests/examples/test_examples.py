@@ -14,13 +14,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
-from stand_ins import is_installed
+
+from polyhvd.testing.stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Those that are killed, or move a model, have tests of their own.
 EXAMPLES = sorted(
     path.name
     for path in (ROOT / "examples").glob("*.py")
-    if path.name != "common.py" and not path.name.startswith("elastic_")
+    if path.name != "common.py" and not path.name.startswith(("elastic_", "migration_"))
 )
 #: Those of one job, each on a rank.
 MIXED = ("mixed_gluon.py", "mixed_torch.py")

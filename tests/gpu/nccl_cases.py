@@ -17,7 +17,8 @@ import numpy as np
 import oracle
 import polyhvd.numpy as hvd
 from device_arrays import DeviceArray
-from worker import note
+
+from polyhvd.testing.worker import note
 
 __all__ = [
     "allreduce",

@@ -17,7 +17,7 @@ __all__ = ["IMPORTS", "SETTINGS", "ForkServers"]
 #: What takes seconds to import, by framework.
 IMPORTS = {
     "mxnet": ["polyhvd.mxnet"],  # which mends NumPy before it imports mxnet
-    "numpy": ["polyhvd.numpy", "worker"],
+    "numpy": ["polyhvd.numpy", "polyhvd.testing.worker"],
     "tensorflow": ["tensorflow"],
     "torch": ["torch", "torch._dynamo"],
 }

@@ -1,52 +1,33 @@
-"""Warm pools of ranks: worker processes that import one framework once and serve many tests.
+"""The pools of polyhvd's own tests: ranks in forks of servers, in network namespaces, or below mpirun.
 
-The ranks find each other as in production, through the launcher's rendezvous, which the pool
-serves itself. A rank that fails or hangs fails the test at once, and ends its pool.
+What is general about pools is in polyhvd.testing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
-import ranks_alive
 from fork_servers import IMPORTS, ForkServers
 from inside import inside
 from netns import Namespace
 
-from polyhvd.launch.hosts import Host, place
-from polyhvd.rendezvous.auth import new_secret, parse_secret
+import polyhvd.testing.pool as testing
+from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement
+from polyhvd.testing.pool import MARK, START_S, WORKER, Rank, RankFailure
 
 __all__ = ["MARK", "Pool", "PoolSpec", "Pools", "RankFailure"]
 
-ROOT = Path(__file__).resolve().parents[2]
-#: In the environment of every process of a pool, children of its ranks included.
-MARK = "POLYHVD_TEST_POOL"
-_START_S = 180.0  # imports of four TensorFlows on two cores
-_RUN_S = 60.0
-_END_S = 20.0
-_DUMP_S = 2.0
-_EMPTY_S = 5.0
-_LOG_BYTES_SHOWN = 4000
-#: Settings that have no meaning while a framework is imported.
-_READ_LATER = ("POLYHVD_", "HOROVOD_", "TF_NUM_")
 #: One core a rank is more than there is. One thread between operations, so that a kernel that
 #: blocks is found out.
-_THREADS = {
+_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -60,330 +41,75 @@ _THREADS = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "PYTHONFAULTHANDLER": "1",
 }
-
-
-class RankFailure(AssertionError):
-    """A rank raised, died or hung."""
+#: Settings that have no meaning while a framework is imported.
+_READ_LATER = ("POLYHVD_", "HOROVOD_", "TF_NUM_")
 
 
 @dataclass(frozen=True)
-class PoolSpec:
+class PoolSpec(testing.PoolSpec):
     """What a pool is made of. Equal specs share a pool."""
 
-    framework: str  # "torch+mxnet": of each rank its own
-    hosts: tuple[int, ...]  # ranks on each
-    settings: tuple[tuple[str, str], ...] = ()  # environment on top
     namespaces: tuple[Namespace, ...] = ()  # of the hosts, if they have their own network
     mpirun: tuple[str, ...] = ()  # the launcher of MPI that starts the ranks, with its options
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return sum(self.hosts)
-
-    def framework_of(self, rank: int) -> str:
-        """What a rank imports."""
-        each = self.framework.split("+")
-        return each[rank] if len(each) > 1 else self.framework
-
     def __str__(self) -> str:
-        settings = "".join(f" {name}={value}" for name, value in self.settings)
-        below = f" below {self.mpirun[0]}" if self.mpirun else ""
-        return f"{self.framework} {'+'.join(map(str, self.hosts))}{settings}{below}"
+        return super().__str__() + (f" below {self.mpirun[0]}" if self.mpirun else "")
 
 
-class _Rank:
-    """The pool's end of one worker."""
+class _RankBelow(Rank):
+    """A rank that a launcher has started and that connects to ``listener``."""
 
     def __init__(
-        self, number: int, command: list[str], parent: int, env: dict[str, str], folder: Path
+        self, number: int, process: subprocess.Popen[bytes], listener: socket.socket, folder: Path
     ) -> None:
-        self.number = number
-        self.stacks = folder / f"rank{number}.stacks"
-        self.log = folder / f"rank{number}.log"
-        self.notes: list[Any] = []
-        self.answer: tuple[str, Any] | None = None
-        ours, theirs = socket.socketpair()
-        with theirs, self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *command,
-                    *("-c", "import worker; worker.main()"),
-                    *(str(theirs.fileno()), str(parent), str(self.stacks)),
-                    env["POLYHVD_TEST_FRAMEWORK"],
-                ],
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for pytest
-            )
-        self.connection = connection.Connection(ours.detach())
-
-    @classmethod
-    def below(
-        cls, number: int, process: subprocess.Popen[bytes], listener: socket.socket, folder: Path
-    ) -> _Rank:
-        """A rank that a launcher has started and that connects to ``listener``."""
-        rank = cls.__new__(cls)
-        rank.number, rank.process, rank.notes, rank.answer = number, process, [], None
-        rank.stacks, rank.log = folder / f"rank{number}.stacks", folder / "mpirun.log"
+        self.number, self.process, self.notes, self.answer = number, process, [], None
+        self.stacks, self.log = folder / f"rank{number}.stacks", folder / "mpirun.log"
         with listener:
-            listener.settimeout(_START_S)
+            listener.settimeout(START_S)
             try:
-                rank.connection = connection.Connection(listener.accept()[0].detach())
+                self.connection = connection.Connection(listener.accept()[0].detach())
             except TimeoutError:
-                raise RankFailure(f"rank {number} was not started{rank.shown_log()}") from None
-        return rank
-
-    def receive(self) -> None:
-        """Read one message; the end of the stream becomes an answer too."""
-        try:
-            kind, value = self.connection.recv()
-        except (EOFError, ConnectionError):
-            status = self.process.wait(_END_S)
-            how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-            kind, value = "end", f"the process ended: {how}"
-        if kind == "note":
-            self.notes.append(value)
-        else:
-            self.answer = (kind, value)
-
-    def printed_since(self, offset: int) -> str:
-        """What the rank has printed since its log had this size."""
-        with self.log.open("rb") as log:
-            log.seek(offset)
-            return log.read()[-_LOG_BYTES_SHOWN:].decode("utf-8", "replace").strip()
-
-    def shown_log(self) -> str:
-        """The end of what the rank has printed."""
-        data = self.log.read_bytes()[-_LOG_BYTES_SHOWN:].decode("utf-8", "replace").strip()
-        return f"\n--- printed by rank {self.number}:\n{data}" if data else ""
+                raise RankFailure(f"rank {number} was not started{self.shown_log()}") from None
 
 
-class Pool:
+class Pool(testing.Pool):
     """Ranks that wait for functions. Close it, or use it as a context manager."""
+
+    spec: PoolSpec
 
     def __init__(self, spec: PoolSpec, servers: ForkServers | None = None) -> None:
         """Start the ranks, in forks of the servers if there are some, and run hvd.init() on all of them."""
-        self.spec = spec
         self._python: dict[str, list[str]] = {}  # by framework
         for framework in {spec.framework_of(rank) for rank in range(spec.size)}:
-            self._python[framework] = [sys.executable]
             if servers is not None and framework in IMPORTS and not (spec.namespaces or spec.mpirun):
                 settings = {k: v for k, v in spec.settings if not k.startswith(_READ_LATER)}
                 self._python[framework] = servers.python(spec.size, IMPORTS[framework], **settings)
-        self.mark = secrets.token_hex(8)
-        self.usable = True
-        self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-pool-")
-        secret = new_secret()
-        where, address = contextlib.nullcontext(), "127.0.0.1"
-        if spec.namespaces:
-            where, address = inside(spec.namespaces[0].name), spec.namespaces[0].address
-        with where:
-            self._rendezvous = Server(parse_secret(secret), address)
-        hosts = [Host(f"host{number}", slots) for number, slots in enumerate(spec.hosts)]
-        placements = place(hosts)
-        if spec.mpirun:
-            self._ranks = self._start_below(spec.mpirun)
+        super().__init__(spec)
+
+    def _meeting_place(self, secret: str) -> Server:
+        if not self.spec.namespaces:
+            return super()._meeting_place(secret)
+        with inside(self.spec.namespaces[0].name):
+            return Server(parse_secret(secret), self.spec.namespaces[0].address)
+
+    def _command(self, placement: Placement) -> tuple[list[str], int]:
+        command, parent = super()._command(placement)
+        python = self._python.get(self.spec.framework_of(placement.rank), command)
+        if python != command:
+            parent = 0  # a fork lives as its server does
+        where = self.spec.namespaces[int(placement.host)].command() if self.spec.namespaces else []
+        return [*where, *python], parent
+
+    def _environment(self) -> dict[str, str]:
+        return {**super()._environment(), **_ENVIRONMENT}
+
+    def _start(self, placements: Sequence[Placement], secret: str) -> None:
+        if self.spec.mpirun:
+            self._start_below(self.spec.mpirun)
         else:
-            self._ranks = [self._start_rank(placement, secret) for placement in placements]
-        self._awaited = list(self._ranks)
-        #: Process ids, by rank.
-        self.pids: list[int] = self._gather(_START_S, f"the start of {spec}")
+            super()._start(placements, secret)
 
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.spec.size
-
-    def run(self, function: Callable[..., Any], *arguments: Any, deadline_s: float = _RUN_S) -> list[Any]:
-        """Call a function of a module on every rank, and return what it returned, by rank.
-
-        The first rank that raises, dies or takes longer than ``deadline_s`` fails the run for all:
-        RankFailure with its traceback or stacks, and the pool is gone.
-        """
-        __tracebackhide__ = True
-        self.start(function, *arguments)
-        return self._gather(deadline_s, function.__qualname__)
-
-    def start(
-        self, function: Callable[..., Any] | str, *arguments: Any, ranks: Sequence[int] | None = None
-    ) -> None:
-        """Begin a run, on some ranks or on all; ``answer`` and ``note`` hear from them.
-
-        A function of a module that only ranks import is given by name, as "module:function".
-        """
-        assert self.usable, "this pool has ended"
-        if isinstance(function, str):
-            module, _, name = function.partition(":")
-        else:
-            module, name = function.__module__, function.__qualname__
-        self._awaited = [self._ranks[number] for number in ranks or range(self.size)]
-        for rank in self._awaited:
-            rank.answer = None
-            rank.notes.clear()
-            rank.connection.send((module, name, arguments))
-
-    def answer(self, number: int, deadline_s: float = _RUN_S) -> Any:
-        """Wait for what one rank returns; RankFailure as in ``run``."""
-        __tracebackhide__ = True
-        rank = self._ranks[number]
-        self._listen(lambda: rank.answer is not None, [rank], deadline_s, f"rank {number}")
-        assert rank.answer is not None
-        self._check(rank)
-        return rank.answer[1]
-
-    def settle(self, deadline_s: float, grace_s: float, good: Callable[[Any], bool]) -> bool:
-        """Wait for all that were started, after a bad answer for ``grace_s`` at most; False: no longer.
-
-        ``good`` says of what a rank has returned whether the others will, too. Nobody is ended.
-        """
-        now = time.monotonic()
-        deadline = late = now + deadline_s
-        while waiting := {rank.connection: rank for rank in self._awaited if rank.answer is None}:
-            answers = [rank.answer for rank in self._awaited if rank.answer is not None]
-            if deadline == late and not all(kind == "value" and good(value) for kind, value in answers):
-                deadline = min(late, time.monotonic() + grace_s)
-            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return deadline < late
-            for end in ready:
-                waiting[end].receive()  # type: ignore[index]
-        return True
-
-    def answers(self) -> list[tuple[str, Any] | None]:
-        """Of each rank "value", "error" or "end" with what it is; None: it has not answered."""
-        return [rank.answer for rank in self._ranks]
-
-    def log_sizes(self) -> list[int]:
-        """How much each rank has printed."""
-        return [rank.log.stat().st_size for rank in self._ranks]
-
-    def printed_since(self, sizes: Sequence[int]) -> list[str]:
-        """What each rank has printed since :meth:`log_sizes` said these."""
-        return [rank.printed_since(size) for rank, size in zip(self._ranks, sizes, strict=True)]
-
-    def stacks(self) -> dict[int, str]:
-        """Where every rank is, in Python, that has not ended."""
-        running = [rank for rank in self._ranks if rank.process.poll() is None]
-        for rank in running:
-            rank.process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _DUMP_S
-        while time.monotonic() < deadline:
-            if all(rank.stacks.exists() and rank.stacks.stat().st_size for rank in running):
-                break
-            time.sleep(0.05)
-        return {rank.number: rank.stacks.read_text() for rank in running if rank.stacks.exists()}
-
-    def has_answered(self, number: int) -> bool:
-        """Whether a rank has returned or raised by now."""
-        rank = self._ranks[number]
-        while rank.answer is None and rank.connection.poll():
-            rank.receive()
-        return rank.answer is not None
-
-    def note(self, number: int, deadline_s: float = _RUN_S) -> Any:
-        """Wait for the next thing that a rank tells with ``worker.note``."""
-        __tracebackhide__ = True
-        rank = self._ranks[number]
-
-        def heard() -> bool:
-            return bool(rank.notes) or rank.answer is not None
-
-        self._listen(heard, [rank], deadline_s, f"a note of rank {number}")
-        if not rank.notes:
-            self._check(rank)
-            raise RankFailure(f"rank {number} returned without a note")
-        return rank.notes.pop(0)
-
-    def end(self, number: int, deadline_s: float = _END_S) -> int:
-        """Let one rank end in good order; returns its exit status."""
-        rank = self._ranks[number]
-        rank.connection.close()
-        return rank.process.wait(deadline_s)
-
-    def signal(self, number: int, which: int) -> None:
-        """Send a signal to one rank."""
-        os.kill(self.pids[number], which)
-
-    def processes(self) -> list[int]:
-        """Every process of this pool that runs: ranks, and children of them."""
-        return ranks_alive.processes_with(MARK, self.mark)
-
-    def close(self) -> None:
-        """End the ranks in good order; RankFailure when one does not manage to."""
-        if not self.usable:
-            return
-        self.usable = False
-        try:
-            for rank in self._ranks:
-                rank.connection.close()
-            deadline = time.monotonic() + _END_S
-            for rank in self._ranks:
-                try:
-                    status = rank.process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    raise RankFailure(
-                        f"rank {rank.number} of {self.spec} does not end{self._stacks()}"
-                    ) from None
-                if status != 0:
-                    raise RankFailure(
-                        f"rank {rank.number} of {self.spec} ended with status {status}{rank.shown_log()}"
-                    )
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """End everything at once; idempotent."""
-        self.usable = False
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for rank in self._ranks:
-            rank.process.wait()
-            rank.connection.close()
-        self._rendezvous.close()
-        deadline = time.monotonic() + _EMPTY_S
-        while True:
-            try:
-                self._folder.cleanup()
-                break
-            except OSError:  # a rank that is being killed still writes its flight dump
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-
-    def _start_rank(self, placement: Placement, secret: str) -> _Rank:
-        values = {
-            "RANK": placement.rank,
-            "SIZE": placement.size,
-            "LOCAL_RANK": placement.local_rank,
-            "LOCAL_SIZE": placement.local_size,
-            "CROSS_RANK": placement.cross_rank,
-            "CROSS_SIZE": placement.cross_size,
-            "HOST_ID": placement.host,
-            "RENDEZVOUS": self._rendezvous.endpoint,
-            "SECRET": secret,
-            "FLIGHT_DIR": self._folder.name,
-        }
-        env = {**self._environment(), **{f"POLYHVD_{name}": str(value) for name, value in values.items()}}
-        framework = self.spec.framework_of(placement.rank)
-        env |= {"POLYHVD_TEST_FRAMEWORK": framework, **dict(self.spec.settings)}
-        python = self._python[framework]
-        command = self.spec.namespaces[int(placement.host)].command() if self.spec.namespaces else []
-        parent = os.getpid() if python == [sys.executable] else 0  # a fork lives as its server does
-        return _Rank(placement.rank, [*command, *python], parent, env, Path(self._folder.name))
-
-    def _start_below(self, launcher: Sequence[str]) -> list[_Rank]:
+    def _start_below(self, launcher: Sequence[str]) -> None:
         """All ranks as MPI's launcher starts them, which knows nothing of pools: it closes descriptors."""
         folder = Path(self._folder.name)
         listeners, command = [], list(launcher)
@@ -393,111 +119,32 @@ class Pool:
             listener.listen(1)
             listeners.append(listener)
             command += [":"] if number else []
-            command += ["-np", "1", sys.executable, "-c", "import worker; worker.main()"]
+            command += ["-np", "1", sys.executable, "-c", WORKER]
             command += [f"polyhvd-pool-{self.mark}-{number}", "0", str(folder / f"rank{number}.stacks")]
             command += [self.spec.framework]
         env = {**self._environment(), "POLYHVD_FLIGHT_DIR": str(folder), **dict(self.spec.settings)}
         with (folder / "mpirun.log").open("wb") as log:
             process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        return [_Rank.below(number, process, item, folder) for number, item in enumerate(listeners)]
-
-    def _environment(self) -> dict[str, str]:
-        """What ranks have in common, without settings of the launcher's or the user's."""
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTEST_"))
-        }
-        return {
-            **inherited,
-            **_THREADS,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            MARK: self.mark,
-        }
-
-    def _gather(self, deadline_s: float, what: str) -> list[Any]:
-        """Wait for all that were started; the first that fails ends it for all."""
-        __tracebackhide__ = True
-
-        def settled() -> bool:
-            answers = [rank.answer for rank in self._awaited]
-            return None not in answers or any(a is not None and a[0] != "value" for a in answers)
-
-        self._listen(settled, self._awaited, deadline_s, what)
-        for rank in sorted(
-            self._awaited, key=lambda rank: rank.answer is not None and rank.answer[0] == "end"
-        ):
-            if rank.answer is not None:
-                self._check(rank)
-        return [rank.answer[1] for rank in self._awaited if rank.answer is not None]
-
-    def _listen(self, done: Callable[[], bool], ranks: Sequence[_Rank], deadline_s: float, what: str) -> None:
-        __tracebackhide__ = True
-        deadline = time.monotonic() + deadline_s
-        while not done():
-            open_ends = {rank.connection: rank for rank in ranks if rank.answer is None}
-            ready = connection.wait(list(open_ends), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                stacks = self._stacks()
-                self.kill()
-                raise RankFailure(f"{what} takes more than {deadline_s:g} s{stacks}")
-            for end in ready:
-                open_ends[end].receive()  # type: ignore[index]
-
-    def _check(self, rank: _Rank) -> None:
-        """Raise what a rank has raised, and end the pool."""
-        __tracebackhide__ = True
-        assert rank.answer is not None
-        kind, value = rank.answer
-        if kind == "value":
-            return
-        log = rank.shown_log()
-        self.kill()
-        raise RankFailure(f"rank {rank.number} of {self.spec}:\n{value}{log}")
-
-    def _stacks(self) -> str:
-        """Where every rank is, in Python, and what it has printed."""
-        stacks = self.stacks()
-        parts = []
-        for rank in self._ranks:
-            state = "has ended" if rank.number not in stacks else "has answered" if rank.answer else "is at"
-            text = stacks.get(rank.number, "")
-            parts.append(f"\n--- rank {rank.number} {state}:\n{text}{rank.shown_log()}")
-        return "".join(parts)
+        for number, item in enumerate(listeners):
+            self._ranks.append(_RankBelow(number, process, item, folder))
 
 
-class Pools:
+class Pools(testing.Pools):
     """At most one pool at a time: memory is for one framework's ranks."""
 
     def __init__(self, servers: ForkServers | None = None) -> None:
+        super().__init__(pools_max=1)
         self._servers = servers
-        self._pool: Pool | None = None
-        self._cannot_start: dict[PoolSpec, str] = {}
 
-    def get(self, spec: PoolSpec) -> Pool:
-        """The pool of this spec; a new one when there is none, or the last one failed."""
-        __tracebackhide__ = True
-        if spec in self._cannot_start:
-            raise RankFailure(self._cannot_start[spec])
-        if self._pool is None or not self._pool.usable or self._pool.spec != spec:
-            self.close()
-            try:
-                self._pool = Pool(spec, self._servers)
-            except RankFailure as failure:
-                self._cannot_start[spec] = f"as in the first test of this pool: {failure}"
-                raise
-        return self._pool
+    def get(self, spec: testing.PoolSpec) -> testing.Pool:
+        return super().get(_own(spec))
 
-    def close(self) -> None:
-        """End the pool that is left."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+    def new(self, spec: testing.PoolSpec) -> Pool:
+        return Pool(_own(spec), self._servers)
+
+
+def _own(spec: testing.PoolSpec) -> PoolSpec:
+    """A marked test and others share the pool of a spec."""
+    return spec if isinstance(spec, PoolSpec) else PoolSpec(spec.framework, spec.hosts, spec.settings)

@@ -1,46 +1,17 @@
-"""Looks at processes from outside, through /proc."""
+"""Waits for what other processes do, as /proc shows it."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+
+from polyhvd.testing.processes import is_running, processes_with, state_of
 
 __all__ = ["is_running", "processes_with", "wait_until_asleep"]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    return _state(pid) not in ("", "Z", "X")
 
 
 def wait_until_asleep(pid: int, deadline_s: float = 30.0) -> None:
     """Wait until a process's main thread sleeps in the kernel, since it has nothing to do."""
     deadline = time.monotonic() + deadline_s
-    while _state(pid) != "S":
+    while state_of(pid) != "S":
         assert time.monotonic() < deadline, f"process {pid} does not come to rest"
         time.sleep(0.01)
-
-
-def _state(pid: int) -> str:
-    """The letter that ps shows; empty when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
-
-
-def processes_with(variable: str, value: str) -> list[int]:
-    """Running processes that were started with this variable in their environment."""
-    wanted = f"{variable}={value}".encode()
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if wanted in environment and is_running(int(folder.name)):
-            found.append(int(folder.name))
-    return sorted(found)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import polyhvd.numpy as hvd
 import pytest
-import worker
 from pool import MARK, Pool, Pools, PoolSpec, RankFailure
 from ranks_alive import is_running, processes_with
+
+from polyhvd.testing import worker
 
 SPEC = PoolSpec("numpy", (2,))
 

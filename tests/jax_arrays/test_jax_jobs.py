@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from fork_servers import ForkServers
 from pool import Pool, PoolSpec
-from stand_ins import is_installed
+
+from polyhvd.testing.stand_ins import is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed("jax"), reason="jax is not installed")
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from worker import note
+
+from polyhvd.testing.worker import note
 
 #: How a program waits for an array, and looks at it: of MXNet's module and the array.
 Touch = Callable[[Any, Any], None]

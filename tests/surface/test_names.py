@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from pool import Pool, Pools, PoolSpec
-from stand_ins import is_installed
+
+from polyhvd.testing.stand_ins import is_installed
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))  # of the ranks, too

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from fork_servers import IMPORTS, SETTINGS, ForkServers
 from pool import Pool, PoolSpec
-from stand_ins import is_installed
+
+from polyhvd.testing.stand_ins import is_installed
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RANKS, TIMEOUT_S = 2, 240

@@ -11,8 +11,9 @@ import numpy as np
 import polyhvd.tensorflow.keras as hvd
 import pytest
 import tensorflow as tf
-from stand_ins import is_installed
 from tensorflow_common import raises
+
+from polyhvd.testing.stand_ins import is_installed
 
 _HAS_KERAS_2 = is_installed("tf_keras") or (
     is_installed("keras") and importlib.metadata.version("keras").startswith("2.")

@@ -8,7 +8,8 @@ import re
 from typing import Any
 
 import pytest
-from stand_ins import is_installed  # tests/harness, on the path by tests/conftest.py
+
+from polyhvd.testing.stand_ins import is_installed
 
 if not is_installed("tensorflow"):  # an import here would have others, which want stand-ins, find it
     pytest.skip("TensorFlow is not installed", allow_module_level=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from fork_servers import IMPORTS, SETTINGS, ForkServers
 from pool import Pool, PoolSpec
-from stand_ins import is_installed
+
+from polyhvd.testing.stand_ins import is_installed
 
 HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.skipif(not is_installed("torch"), reason="torch is not installed")

@@ -13,7 +13,8 @@ from typing import Any
 import polyhvd.torch as hvd
 import torch
 from torch_common import Tensor, assert_close, assert_same_bits, assert_usable, batches, loss_of, model, own
-from worker import note
+
+from polyhvd.testing.worker import note
 
 _PAUSE_MAX_S = 0.003
 OPTIONS: dict[str, dict[str, Any]] = {

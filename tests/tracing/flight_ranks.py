@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import polyhvd.numpy as hvd
-import worker
+
+from polyhvd.testing import worker
 
 __all__ = ["reduce_until_it_fails"]
 

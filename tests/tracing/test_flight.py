@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
-import worker
 from flight_ranks import reduce_until_it_fails
 from launching import ROOT, wait_until
 from pool import Pool
@@ -22,6 +21,7 @@ from ranks_alive import wait_until_asleep
 
 from polyhvd import cli
 from polyhvd.observe import flight
+from polyhvd.testing import worker
 
 
 def dumps_in(folder: Path) -> list[Path]:

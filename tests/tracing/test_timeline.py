@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
-import worker
 from launching import ROOT, wait_until
 from pool import Pool, Pools, PoolSpec
 from ranks_alive import is_running
 
 from polyhvd import cli
 from polyhvd.observe import timeline, tracing
+from polyhvd.testing import worker
 
 TWO = PoolSpec("numpy", (2,))
 SPANS_OF_ALLREDUCE = ["NEGOTIATE_ALLREDUCE", "WAIT", "QUEUE", "ALLREDUCE", "TRANSPORT"]

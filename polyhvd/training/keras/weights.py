@@ -62,13 +62,18 @@ def weights_of(model: Any) -> list[Weight]:
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    """A layer and all within it, those with weights of their own before what is in them.
-
-    Keras' own walk through all depths has what is within a layer from the last to the first.
-    """
-    yield model
-    for layer in model._flatten_layers(include_self=False, recursive=False):
-        yield from _layers(layer)
+    """A layer and all within it, those with weights of their own before what is in them."""
+    if hasattr(model, "_flatten_modules"):  # Keras 2
+        yield from model._flatten_layers(include_self=True, recursive=True)
+        return
+    # Keras 3 has this method, too, but goes through the layers of a layer from the last to the first.
+    waiting, seen = [model], set[int]()
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
+            waiting += reversed(layer._layers)
 
 
 def _own_variables(layer: Any) -> list[Any]:

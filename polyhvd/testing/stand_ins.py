@@ -39,7 +39,7 @@ class StandIn(ModuleType):
             raise AttributeError(f"{self.__name__} is a stand-in, which has no {name}")
         return StandIn(f"{self.__name__}.{name}")
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
+    def __call__(self, *_: Any, **__: Any) -> Any:  # noqa: D102
         return StandIn(f"{self.__name__}()")
 
     def __getitem__(self, _: Any) -> Any:

@@ -1,7 +1,7 @@
 """One rank of a pool: runs the functions that the pool sends it, one after the other.
 
-Started as ``python -c "import worker; worker.main()" FD PARENT STACKS FRAMEWORK``, in a fork of a server
-with PARENT 0, or under a launcher that closes descriptors with the name of an abstract socket and PARENT 0.
+Its arguments are FD PARENT STACKS FRAMEWORK: PARENT is the process that it ends with, or 0 if what started
+it sees to that; a launcher that closes descriptors gives the name of an abstract socket in the place of FD.
 Functions reach their pool through ``note``.
 """
 
@@ -48,12 +48,14 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     faulthandler.enable()
     _pool = Connection(int(descriptor) if descriptor.isdigit() else _dial(descriptor))
-    if not _perform(_pool, "worker", "begin", (framework,)):
+    if not _perform(_pool, "polyhvd.testing.worker", "begin", (framework,)):
         return
     while True:
         try:
             module, name, arguments = _pool.recv()
         except EOFError:
+            if "polyhvd.testing.session" in sys.modules:  # fixtures that outlive tests are to be finished
+                sys.modules["polyhvd.testing.session"].end()
             return
         _perform(_pool, module, name, arguments)
 

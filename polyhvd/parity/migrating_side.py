@@ -1,0 +1,190 @@
+"""One side of a migration, in a process of its own: reads weights of a model, or writes and proves them.
+
+``migrating.py`` starts it with the name of a folder, where it finds what it is to do, and writes what came
+of it. Plain arrays of NumPy pass between the sides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyhvd.errors import InvalidArgumentError
+from polyhvd.parity import loading
+
+__all__ = ["FRAMEWORKS", "Said", "Task", "main"]
+
+#: Of each framework the function of the model file, and the module that knows its models and files.
+FRAMEWORKS = {
+    "gluon": ("gluon_model", "polyhvd.mxnet.parity"),
+    "torch": ("torch_model", "polyhvd.torch.parity"),
+    "keras": ("keras_model", "polyhvd.keras.parity"),
+}
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a side is to do."""
+
+    framework: str
+    model_file: str
+    file: str  # of weights: to be read by the source, to be written by the target
+    inputs: Array | None = None  # None: those of the model file
+    source: Said | None = None  # what the source has said; None: this is the source
+
+
+@dataclass(frozen=True)
+class Said:
+    """What came of it."""
+
+    status: int = 0  # 2: the call cannot be carried out, 3: the models do not match
+    error: str = ""
+    framework: str = ""
+    weights: list[Any] = field(default_factory=list)
+    inputs: Array | None = None
+    outputs: list[Array] = field(default_factory=list)
+
+
+class _Refused(Exception):
+    """A call that cannot be carried out, in a line."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def main() -> None:
+    """Do what the folder says."""
+    folder = Path(sys.argv[1])
+    task: Task = pickle.loads((folder / "task").read_bytes())
+    try:
+        said = _work(task)
+    except _Refused as refused:
+        said = Said(refused.status, str(refused))
+    except ImportError as error:
+        said = Said(2, f"{task.framework}: {error}")
+    (folder / "said").write_bytes(pickle.dumps(said))
+
+
+def _work(task: Task) -> Said:
+    _, module = FRAMEWORKS[task.framework]
+    adapter = importlib.import_module(module)  # MXNet alone does not import under newer NumPy
+    file = _imported(task.model_file)
+    make = _made(file, task)
+    inputs = _inputs(file, task)
+    model = make()
+    outputs = _outputs(adapter, model, inputs, task)  # which gives layers their shapes
+    source = task.source
+    if source is None:
+        _told(lambda: adapter.load_file(model, task.file), 3)
+        outputs = _outputs(adapter, model, inputs, task)
+        given = _told(lambda: loading.given_of(adapter.weights_of(model)), 3)
+        return Said(framework=task.framework, weights=given, inputs=inputs, outputs=outputs)
+    sides = (task.framework, source.framework)
+    names = getattr(file, "names", None)
+    mine = _told(lambda: adapter.weights_of(model), 3)
+    pairs = _told(lambda: loading.paired(mine, source.weights, names, sides), 3)
+    loading.write(pairs)
+    adapter.save_file(model, task.file)
+    # What is proved is what the file has, in another model.
+    again = make()
+    _outputs(adapter, again, inputs, task)
+    _told(lambda: adapter.load_file(again, task.file), 3)
+    found = [loading.Loaded(w.name, other.name, w.layout.common_shape) for w, other in pairs]
+    return Said(framework=task.framework, weights=found, outputs=_outputs(adapter, again, inputs, task))
+
+
+def _imported(path: str) -> Any:
+    """The model file. What it imports may lie beside it."""
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise _Refused(f"--model {path}: expected a file of Python, whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _Refused(f"--model {path}: {_in_a_line(error)}") from error
+    return module
+
+
+def _made(file: Any, task: Task) -> Callable[[], Any]:
+    name, _ = FRAMEWORKS[task.framework]
+    function = getattr(file, name, None)
+    if not callable(function):
+        raise _Refused(
+            f"--model {task.model_file}: has no function {name}(), which is to return the model of "
+            f"{task.framework}"
+        )
+
+    def make() -> Any:
+        try:
+            model = function()
+        except Exception as error:
+            raise _Refused(f"--model {task.model_file}: {name}(): {_in_a_line(error)}") from error
+        if model is None:
+            raise _Refused(f"--model {task.model_file}: {name}() returns None; expected the model")
+        return model
+
+    return make
+
+
+def _inputs(file: Any, task: Task) -> Array:
+    if task.inputs is not None:
+        return task.inputs
+    function = getattr(file, "example_inputs", None)
+    if not callable(function):
+        raise _Refused(
+            f"--model {task.model_file}: has no function example_inputs(), which is to return an array of "
+            "NumPy that the models are given; write it, or pass --inputs FILE.npy"
+        )
+    try:
+        return np.ascontiguousarray(function())
+    except Exception as error:
+        raise _Refused(f"--model {task.model_file}: example_inputs(): {_in_a_line(error)}") from error
+
+
+def _outputs(adapter: Any, model: Any, inputs: Array, task: Task) -> list[Array]:
+    """What the model makes, in the form of channels first."""
+    try:
+        made, channels_last = adapter.outputs_of(model, inputs)
+    except Exception as error:
+        shape = "x".join(map(str, inputs.shape))
+        raise _Refused(
+            f"the model of {task.framework} does not take inputs of {inputs.dtype} {shape}: "
+            f"{_in_a_line(error)}",
+            3,
+        ) from error
+    made = made if isinstance(made, list) else [made]
+    return [np.moveaxis(each, -1, 1) if channels_last and each.ndim > 2 else each for each in made]
+
+
+def _told(function: Callable[[], Any], status: int) -> Any:
+    """What a function returns; what it refuses is told in a line."""
+    try:
+        return function()
+    except (InvalidArgumentError, OSError) as error:
+        raise _Refused(str(error).removeprefix("parity.load: "), status) from error
+    except Exception as error:  # files that are no files of weights
+        raise _Refused(_in_a_line(error), 2) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

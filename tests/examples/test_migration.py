@@ -1,0 +1,180 @@
+"""polyhvd parity migrate, and the examples of docs/moving-from-mxnet.md, as its reader runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fork_servers import SETTINGS  # tests/harness, on the path by tests/conftest.py
+
+from polyhvd import cli
+from polyhvd.testing.stand_ins import is_installed
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+MODEL = """
+import os, signal
+import numpy as np
+
+def example_inputs():
+    return np.random.default_rng(0).normal(size=(4, 1, 6, 6)).astype("float32")
+
+def torch_model():
+    from torch import nn
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
+
+def gluon_model(activation="relu", units=5):
+    from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(3, 3), nn.BatchNorm(), nn.Activation(activation), nn.Flatten(), nn.Dense(units))
+    return net
+"""
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, **SETTINGS},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def migrate(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run("-m", "polyhvd.cli", "parity", "migrate", *arguments, cwd=cwd)
+
+
+@pytest.fixture
+def needs_both() -> None:
+    for package in ("mxnet", "torch"):
+        if not is_installed(package):
+            pytest.skip(f"{package} is not installed")
+
+
+@pytest.fixture
+def trained(tmp_path: Path, needs_both: None) -> Path:
+    """A folder with a model file, and weights of PyTorch that are not as a new model's."""
+    (tmp_path / "model.py").write_text(MODEL)
+    source = """
+        import torch
+        from model import torch_model
+        torch.manual_seed(3)
+        state = torch_model().state_dict()
+        torch.save({name: value + torch.rand_like(value.float()) for name, value in state.items()}, "a.pt")
+    """
+    done = run("-c", "import sys; sys.path.insert(0, '')\n" + textwrap.dedent(source), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+def test_weights_come_over_and_back_again(trained: Path) -> None:
+    there = migrate("a.pt", "b.params", "--model", "model.py", "--verbose", cwd=trained)
+    assert there.returncode == 0, there.stderr
+    assert "b.params: 8 weights" in there.stdout
+    assert "0.weight -> " in there.stdout
+    assert "the largest output is the same in 100.0% of rows" in there.stdout
+    np.save(trained / "x.npy", np.ones((2, 1, 6, 6), "float32"))
+    back = migrate("b.params", "c.pt", "--model", "model.py", "--inputs", "x.npy", cwd=trained)
+    assert back.returncode == 0, back.stderr
+    assert "on inputs 2x1x6x6" in back.stdout
+    check = """
+        import torch
+        a, c = torch.load("a.pt"), torch.load("c.pt")
+        assert all(torch.equal(a[name], c[name]) for name in a if "num_batches" not in name)
+    """
+    assert run("-c", textwrap.dedent(check), cwd=trained).returncode == 0
+    assert not [path for path in trained.iterdir() if path.name.startswith(".polyhvd")]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "told"),
+    [
+        (('activation="relu"', 'activation="sigmoid"'), 1, "so the models compute something else"),
+        (("units=5", "units=7"), 3, "the models are not alike: at weight 6"),
+        (("def gluon_model", "def other"), 2, "has no function gluon_model(), which is to return"),
+        (
+            ("    from torch import nn\n", "    os.kill(os.getpid(), signal.SIGKILL)\n"),
+            4,
+            "ended with SIGKILL",
+        ),
+    ],
+    ids=["activation", "units", "function", "killed"],
+)
+def test_models_that_do_not_match_are_told_in_a_line_and_nothing_is_written(
+    trained: Path, change: tuple[str, str], status: int, told: str
+) -> None:
+    (trained / "model.py").write_text(MODEL.replace(*change))
+    (trained / "b.params").write_text("as it was")
+    done = migrate("a.pt", "b.params", "--model", "model.py", cwd=trained)
+    assert done.returncode == status, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (trained / "b.params").read_text() == "as it was"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["a.onnx", "b.pt", "--model", "model.py"],
+            "a.onnx: unknown kind of file; expected a name that ends in",
+        ),
+        (["a.pt", "b.params", "--model", "model.py"], "SOURCE a.pt: there is no such file"),
+        (["here.pt", "b.params", "--model", "no.py"], "--model no.py: there is no such file"),
+        (["here.pt", "no/b.params", "--model", "model.py"], "TARGET no/b.params: there is no folder"),
+        (["here.pt", "b.params", "--model", "model.py", "--inputs", "x.npy"], "--inputs x.npy"),
+    ],
+)
+def test_calls_that_cannot_be_carried_out_are_refused_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.pt").touch()
+    (tmp_path / "model.py").touch()
+    assert cli.main(["parity", "migrate", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_reader_goes_from_gluon_to_pytorch_and_keras(tmp_path: Path, needs_both: None) -> None:
+    if not is_installed("tensorflow"):
+        pytest.skip("tensorflow is not installed")
+    if not FASHION_MNIST.exists():
+        pytest.skip("the Debian package dataset-fashion-mnist is not installed")
+    few = ("--images", "24", "--batch-size", "8")
+    began = run(str(EXAMPLES / "migration_gluon.py"), *few, "--save", "gluon.params", cwd=tmp_path)
+    assert began.returncode == 0, began.stderr
+    for target in ("torch.pt", "keras.weights.h5"):
+        model = str(EXAMPLES / "migration_model.py")
+        moved = migrate("gluon.params", target, "--model", model, cwd=tmp_path)
+        assert moved.returncode == 0, moved.stderr
+        assert f"{target}: 102 weights, 11184970 numbers of gluon.params" in moved.stdout
+    command = ["-m", "polyhvd.launch"]
+    for name, start in (("gluon", "gluon.params"), ("torch", "torch.pt"), ("keras", "keras.weights.h5")):
+        command += [":"] if name != "gluon" else []
+        command += [
+            "-np",
+            "1",
+            sys.executable,
+            str(EXAMPLES / f"migration_{name}.py"),
+            *few,
+            "--start",
+            start,
+        ]
+    done = run(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test accuracy of gluon.params in Gluon" in done.stdout
+    assert "3 ranks" in done.stdout
