@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from polyhvd.shared import (
         Adasum,
         Average,
+        CheckpointError,
         HorovodInternalError,
         HorovodVersionMismatchError,
         HostsUpdatedInterrupt,
@@ -239,6 +240,7 @@ def stop_timeline() -> None:
 __all__ = [
     "Adasum",
     "Average",
+    "CheckpointError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",

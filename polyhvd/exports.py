@@ -5,6 +5,7 @@ from __future__ import annotations
 from polyhvd import (
     Adasum,
     Average,
+    CheckpointError,
     HorovodInternalError,
     HorovodVersionMismatchError,
     HostsUpdatedInterrupt,
@@ -55,6 +56,7 @@ from polyhvd import (
 __all__ = [
     "Adasum",
     "Average",
+    "CheckpointError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",

@@ -21,6 +21,7 @@ from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.config import Settings
 from polyhvd.errors import (
+    CheckpointError,
     HorovodInternalError,
     HorovodVersionMismatchError,
     HostsUpdatedInterrupt,
@@ -42,6 +43,7 @@ from polyhvd.launch.init import init, is_initialized, shutdown
 __all__ = [
     "Adasum",
     "Average",
+    "CheckpointError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",

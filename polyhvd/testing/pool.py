@@ -25,7 +25,7 @@ from polyhvd.launch.hosts import Host, place
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement
-from polyhvd.testing.processes import processes_with
+from polyhvd.testing.processes import is_running, processes_with
 
 __all__ = ["MARK", "START_S", "WORKER", "Pool", "PoolSpec", "Pools", "Rank", "RankFailure"]
 
@@ -268,7 +268,9 @@ class Pool:
     def is_alive(self) -> bool:
         """Whether all ranks run, and wait for functions."""
         return self.usable and all(
-            rank.process.poll() is None and not rank.connection.poll() for rank in self._ranks
+            # Of a child of a fork server, poll() hears a moment later than the system shows it.
+            rank.process.poll() is None and is_running(rank.process.pid) and not rank.connection.poll()
+            for rank in self._ranks
         )
 
     def note(self, number: int, deadline_s: float = _RUN_S) -> Any:

@@ -56,11 +56,20 @@ class KilledState(hvd.elastic.ArrayState):
         super()._sync_from(root, same=same)
 
 
+def wait_for_the_replacement() -> None:
+    """It is started half a second after the loss, and has NumPy to import before it can die."""
+    until = time.monotonic() + 30.0
+    while not (FOLDER / "killed init").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 @hvd.elastic.run
 def train(state: Any) -> None:
     generation = current.world().placement.generation
     print(f"from {state.step} generation {generation} rank {hvd.rank()} size {hvd.size()}", flush=True)
     while state.step < STEPS:
+        if "init" in KILLS and state.step == STEPS // 2:
+            wait_for_the_replacement()
         die_at("step", hvd.rank(), state.step)
         contribution = np.full(5, float(state.step + 1))
         state.weights += hvd.allreduce(contribution, op=hvd.Average, name="gradient")
