@@ -312,6 +312,15 @@ def test_a_framework_that_is_not_installed_is_named(
     assert "mxnet needs mxnet, which is not installed" in capsys.readouterr().err
 
 
+def test_keras_2_is_named_as_what_the_catalogue_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "is_installed", lambda package: True)
+    monkeypatch.setattr(command.metadata, "version", lambda package: "2.13.1")
+    assert command.main(["mlp", "--frameworks", "numpy,tensorflow"]) == STATUSES["not-installed"]
+    assert "tensorflow needs Keras 3 (there is 2.13.1), which is not installed" in capsys.readouterr().err
+
+
 def test_the_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
     out = capsys.readouterr().out

@@ -236,7 +236,12 @@ def _run_case(options: argparse.Namespace, folder: Path) -> Report:
 
 def _missing(framework: str) -> str:
     """The first package that a framework lacks; empty: it is installed."""
-    return next((name for name in _PACKAGES[framework][0] if not is_installed(name)), "")
+    for name in _PACKAGES[framework][0]:
+        if not is_installed(name):
+            return name
+        if name == "keras" and metadata.version(name).startswith("2."):
+            return f"Keras 3 (there is {metadata.version(name)})"
+    return ""
 
 
 def _failed(report: Report, outcome: str, message: str) -> Report:
