@@ -102,9 +102,12 @@ def request(job: int, words: dict[str, Any], heard: Callable[[dict[str, Any]], N
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(f"\0{_PREFIX}{job}")
-        connection.sendall(json.dumps(words).encode() + b"\n")
-        with connection.makefile("rb") as lines:
-            count = 0
+        count = 0
+        with (
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),  # it has let go of us
+            connection.makefile("rb") as lines,
+        ):
+            connection.sendall(json.dumps(words).encode() + b"\n")
             for line in lines:
                 count += 1
                 heard(json.loads(line))

@@ -49,6 +49,7 @@ class Job:
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+NOBODY = 65534
 QUIET = ("-np", "3", "--min-np", "2", "--log-level", "info")
 
 
@@ -167,3 +168,20 @@ def test_program_with_a_way_of_its_own_with_sigterm_keeps_it(launcher: Launcher)
     )
     status, out, err = launcher.run("-np", "2", "--min-np", "1", source=source)
     assert (status, sorted(out.splitlines())) == (0, ["[0] mine", "[1] mine"]), err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_told_that_the_job_is_not_its_own(launcher: Launcher) -> None:
+    job = Job(launcher, *QUIET)
+    job.world(1, 3)
+    assert launcher.process is not None
+    # The interpreter may lie where nobody can read: all is imported before the user is another one.
+    source = (
+        f"import os; from polyhvd.launch import control; os.setuid({NOBODY}); "
+        f"control.request({launcher.process.pid}, {{'ranks': [1]}}, print)"
+    )
+    for _ in range(5):  # the refusal may come before or after the words
+        refused = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 1
+        assert "it is another user's, or has just ended" in refused.stderr, refused.stderr
+    job.finish(3)
