@@ -106,15 +106,7 @@ def rank_environment(programs: Sequence[Program], item: Placement, host: str) ->
         item: the rank's place.
         host: its host, as users name it.
     """
-    values = {
-        "RANK": item.rank,
-        "SIZE": item.size,
-        "LOCAL_RANK": item.local_rank,
-        "LOCAL_SIZE": item.local_size,
-        "CROSS_RANK": item.cross_rank,
-        "CROSS_SIZE": item.cross_size,
-        "HOSTNAME": host,
-    }
+    values = {**item.values(), "HOSTNAME": host}
     own = [program.env for program in programs if item.rank in program.ranks]
     ours = {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
     return {**(own[0] if own else {}), **ours}

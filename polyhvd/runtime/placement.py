@@ -40,6 +40,17 @@ class Placement:
                 sized = what.replace("RANK", "SIZE")
                 raise ValueError(f"POLYHVD_{what}={rank} is not below POLYHVD_{sized}={size}")
 
+    def values(self) -> dict[str, int]:
+        """What launchers tell a rank of its place, by the names of variables without their prefix."""
+        return {
+            "RANK": self.rank,
+            "SIZE": self.size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_SIZE": self.local_size,
+            "CROSS_RANK": self.cross_rank,
+            "CROSS_SIZE": self.cross_size,
+        }
+
 
 #: A world of one rank.
 ALONE = Placement()

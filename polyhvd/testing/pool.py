@@ -346,12 +346,7 @@ class Pool:
 
     def _start_rank(self, placement: Placement, secret: str) -> Rank:
         values = {
-            "RANK": placement.rank,
-            "SIZE": placement.size,
-            "LOCAL_RANK": placement.local_rank,
-            "LOCAL_SIZE": placement.local_size,
-            "CROSS_RANK": placement.cross_rank,
-            "CROSS_SIZE": placement.cross_size,
+            **placement.values(),
             "HOST_ID": placement.host,
             "RENDEZVOUS": self._rendezvous.endpoint,
             "SECRET": secret,

@@ -147,12 +147,7 @@ class _Job:
         hosts = [Host(f"host{number}", slots) for number, slots in enumerate(case.hosts)]
         for placement in place(hosts):
             values = {
-                "RANK": placement.rank,
-                "SIZE": placement.size,
-                "LOCAL_RANK": placement.local_rank,
-                "LOCAL_SIZE": placement.local_size,
-                "CROSS_RANK": placement.cross_rank,
-                "CROSS_SIZE": placement.cross_size,
+                **placement.values(),
                 "HOST_ID": placement.host,
                 "RENDEZVOUS": self._rendezvous.endpoint,
                 "SECRET": secret,

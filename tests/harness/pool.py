@@ -1,4 +1,4 @@
-"""The pools of polyhvd's own tests: ranks in forks of servers, in network namespaces, or below mpirun.
+"""The pools of polyhvd's own tests: ranks started by fork servers, in network namespaces, or by mpirun.
 
 What is general about pools is in polyhvd.testing.
 """
