@@ -205,6 +205,12 @@ CASES ?= linear mlp cnn lstm gru transformer embedding resnet18
 parity: $(STAMPS)/test
 	for case in $(CASES); do $(VENV)/bin/polyhvd parity $$case --frameworks mxnet,torch,tensorflow,numpy || exit; done
 
+##@ slow     tests that wait for half a minute, or compute for as long
+.PHONY: slow
+slow: $(STAMPS)/test
+	SLURM_TIME_LIMITS=1 $(PY) -m pytest -q tests/launch/test_slurm_allocation.py -k time_limit
+	$(MAKE) -s parity CASES=resnet18
+
 ##@ matrix   the one wheel under other versions of every framework, each alone
 matrix: $(STAMPS)/test stand-ins
 	$(PY) tools/matrix.py

@@ -34,7 +34,7 @@ _OPTIMIZERS: tuple[dict[str, Any], ...] = (
 
 def _assert_agreement(ranks: Ranks, case: str, options: dict[str, Any]) -> None:
     if case == "resnet18" and ranks.driver == "tensorflow":
-        pytest.skip("takes half a minute; make parity runs it")
+        pytest.skip("takes half a minute; make slow runs it")
     if ranks.driver == "tensorflow" and metadata.version("keras").startswith("2."):
         pytest.skip("the catalogue needs Keras 3")
     seen = ranks.run(cases.runs_of, case, options, _STEPS)
