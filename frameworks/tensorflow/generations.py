@@ -20,9 +20,20 @@ from polyhvd.runtime import current
 __all__ = ["of_call", "of_operation"]
 
 _CREATED = "_polyhvd_generation"
-#: Ops that may take long: on the only thread there is, the generation would be asked for after them.
+_READY = "_polyhvd_generation_is_known"
+#: Ops that may take long, or have such ops in a branch or a body: where threads are few or busy, the
+#: generation would be asked for after them.
 _MAY_WAIT = frozenset(
-    {"EagerPyFunc", "IteratorGetNext", "PyFunc", "PyFuncStateless", "StatefulPartitionedCall"}
+    {
+        "Case",
+        "EagerPyFunc",
+        "If",
+        "IteratorGetNext",
+        "PyFunc",
+        "PyFuncStateless",
+        "StatefulPartitionedCall",
+        "While",
+    }
 )
 _created = threading.Lock()
 
@@ -48,12 +59,32 @@ def of_call() -> list[tf.Tensor]:
             # Neither inputs nor control inputs: it runs when the call begins.
             with graph.as_default(), graph.control_dependencies(None), tf.device(None):
                 tensor = library.polyhvd_generation(name="polyhvd_generation")
-            if graph.building_function:  # what a session has run may not be changed
-                for operation in graph.get_operations():
-                    if operation.type in _MAY_WAIT and operation._control_flow_context is None:
-                        operation._add_control_input(tensor.op)
             setattr(graph, _CREATED, tensor)
+            setattr(graph, _READY, (tensor.op, 0))
+        if graph.building_function:  # what a session has run may not be changed
+            inner = tf.compat.v1.get_default_graph()
+            while inner is not graph:  # a branch or the body of a loop, which may be run as part of its graph
+                _ask_first(inner, tensor)
+                inner = inner.outer_graph
+            _ask_first(graph, tensor)
     return [tensor]
+
+
+def _ask_first(graph: Any, generation: Any) -> None:
+    """Let the ops of ``graph`` that may take long, and are new here, run after ``generation``."""
+    ready, seen = getattr(graph, _READY, (None, 0))
+    operations = graph.get_operations()
+    waiting = [
+        operation
+        for operation in operations[seen:]
+        if operation.type in _MAY_WAIT and operation._control_flow_context is None
+    ]
+    if waiting and ready is None:
+        with graph.as_default(), graph.control_dependencies(None), tf.device(None):
+            ready = tf.identity(graph.capture(generation), name="polyhvd_generation").op
+    for operation in waiting:
+        operation._add_control_input(ready)
+    setattr(graph, _READY, (ready, len(operations)))
 
 
 def _constant(generation: int) -> Any:

@@ -1,4 +1,4 @@
-"""What was begun in a world that has ended, run by test_tf_generations.py as three ranks.
+"""What was begun in a world that has ended, run as three ranks.
 
 Between shutdown() and the next init() something of the old world is left: it must fail as lost, and not reach
 the new one, where other ranks do not expect it.
@@ -20,7 +20,8 @@ from tensorflow_common import raises
 
 import polyhvd
 
-pytestmark = pytest.mark.ranks(3, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "4"})
+#: One thread for ops that may wait: what is asked for after such an op is asked for when it has ended.
+pytestmark = pytest.mark.ranks(3, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "1"})
 
 
 tf.get_logger().setLevel("ERROR")
