@@ -147,10 +147,10 @@ faults: $(STAMPS)/test
 	POLYHVD_TEST_FAULT_CASES=$(FAULT_CASES) POLYHVD_TEST_FAULT_SEED=$(FAULT_SEED) \
 		$(PY) -m pytest -q tests/backends/test_random_faults.py
 
-##@ test     everything: the core, the launcher, every adapter, parity, training
+##@ test     the core, the launcher, every adapter, parity, training: all but what make slow has
 test: $(STAMPS)/test
 	$(MAKE) -j$(JOBS) core units stand-ins
-	$(PY) tools/suite.py
+	$(PY) tools/suite.py -m "not slow"
 
 ##@ test-gpu  tensors on GPUs with NCCL, on this machine's GPU instead of stand-ins
 .PHONY: test-gpu
@@ -205,10 +205,10 @@ CASES ?= linear mlp cnn lstm gru transformer embedding resnet18
 parity: $(STAMPS)/test
 	for case in $(CASES); do $(VENV)/bin/polyhvd parity $$case --frameworks mxnet,torch,tensorflow,numpy || exit; done
 
-##@ slow     tests that wait for half a minute, or compute for as long
+##@ slow     tests that wait or compute for long: several hosts, whole programs, the largest models
 .PHONY: slow
-slow: $(STAMPS)/test
-	SLURM_TIME_LIMITS=1 $(PY) -m pytest -q tests/launch/test_slurm_allocation.py -k time_limit
+slow: $(STAMPS)/test stand-ins
+	$(PY) tools/suite.py -m slow
 	$(MAKE) -s parity CASES=resnet18
 
 ##@ matrix   the one wheel under other versions of every framework, each alone

@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_by_mpi: never under MPI's launcher")
     config.addinivalue_line("markers", "only_by_mpi: under MPI's launcher only")
     config.addinivalue_line("markers", "drivers(*names): run with these drivers only")
+    config.addinivalue_line("markers", "slow: make slow runs it, and make test does not")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

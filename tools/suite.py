@@ -79,7 +79,7 @@ def main() -> None:
     order = ("failed", "error", "errors", "passed")
     names = sorted(total, key=lambda name: order.index(name) if name in order else len(order))
     summary = ", ".join(f"{total[name]} {name}" for name in names) or "no tests ran"
-    print(f"{f' {summary} in {time.monotonic() - began:.2f}s ':=^100}")
+    print(f"{f' total: {summary} in {time.monotonic() - began:.2f}s ':=^100}")
     bad = [status for status in statuses if status not in (0, _NOTHING_COLLECTED)]
     sys.exit(bad[0] if bad else min(statuses))
 

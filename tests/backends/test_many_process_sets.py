@@ -9,6 +9,8 @@ import polyhvd.numpy as hvd
 import pytest
 from pool import Pool
 
+pytestmark = pytest.mark.slow
+
 #: More than have a place at one time, so that each place has had several sets.
 _SETS = 600
 

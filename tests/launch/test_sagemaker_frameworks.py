@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from containers import Containers
 
+pytestmark = pytest.mark.slow
+
 START = "import os\nfrom polyhvd.sagemaker import checkpoint_dir, model_dir\n"
 TORCH = START + (
     "import torch\n"

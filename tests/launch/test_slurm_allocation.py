@@ -153,7 +153,7 @@ def test_the_shell_of_salloc_does_so_too(cluster: Cluster) -> None:
     assert places == ["place 0 3 0 2 0 2 sum 6.0", "place 1 3 1 2 0 1 sum 6.0", "place 2 3 0 1 1 2 sum 6.0"]
 
 
-@pytest.mark.skipif("SLURM_TIME_LIMITS" not in os.environ, reason="half a minute: make slow runs it")
+@pytest.mark.slow
 def test_a_signal_before_the_time_limit_reaches_ranks(cluster: Cluster) -> None:
     """What --signal does of itself: Slurm looks at time limits twice a minute."""
     cluster.submit(f"exec {RUN} {sys.executable} $S", "--time=1", "--signal=B:USR1@60")

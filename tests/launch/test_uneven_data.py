@@ -14,6 +14,8 @@ import pytest
 from fork_servers import IMPORTS, SETTINGS, ForkServers  # tests/harness, on the path by tests/conftest.py
 from launching import ROOT
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 300.0  # for liveness only: imports of three TensorFlows on two cores
 Run = Callable[..., tuple[str, str]]
 CURE = "give every rank equally many batches, or call hvd.join()"

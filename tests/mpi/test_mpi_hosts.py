@@ -13,6 +13,8 @@ import launching
 import pytest
 from mpi_hosts import Hosts, hosts
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["hosts"]
 
 WORKS = (

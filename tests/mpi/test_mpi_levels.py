@@ -11,6 +11,8 @@ import mpirun
 import pytest
 from mpi_hosts import Hosts, hosts
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["hosts"]
 
 NCCL = device_arrays.STAND_IN.with_name("libnccl.so.2")

@@ -20,6 +20,8 @@ from ranks_alive import processes_with
 
 from polyhvd.testing.stand_ins import StandIn, is_installed, stand_ins
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 import os, signal, sys, time
