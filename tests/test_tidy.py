@@ -390,6 +390,15 @@ def test_files_are_short() -> None:
     report(offences, "a file is about one thing")
 
 
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Folders of tests are no packages, so that of two files of one name pytest can import one only."""
+    files: dict[str, list[str]] = {}
+    for path in sources(".py"):
+        if path.is_relative_to(ROOT / "tests") and path.name.startswith("test_"):
+            files.setdefault(path.stem, []).append(relative(path))
+    report([" and ".join(same) for same in files.values() if len(same) > 1], "modules of tests share a name")
+
+
 def test_the_environment_is_read_in_config_alone() -> None:
     """The launcher and pools of tests make environments, and may look at their own."""
     offences = []

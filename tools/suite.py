@@ -25,7 +25,6 @@ FRAMEWORKS = (
         if (ROOT / "frameworks" / path.name.partition("_")[0]).is_dir()
     ),
     "tests/data",
-    "tests/elastic",
     "tests/surface",
     "tests/examples",
 )

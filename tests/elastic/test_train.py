@@ -110,6 +110,7 @@ def test_job_of_another_size_resumes_from_the_former_checkpoint_where_the_last_i
     assert "checkpoint-000000000018.torn" in checkpoints(launcher)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras", "mxnet"])
 def test_frameworks_go_on_with_the_same_bits_after_kills_and_from_disk(
     launcher: Launcher, framework: str

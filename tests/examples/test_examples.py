@@ -107,6 +107,7 @@ def test_example_trains_on_any_number_of_ranks(run: Run, example: str, ranks: in
     assert sum("epoch" in line for line in lines) == len(lines) - 1, "a line per epoch and the last one"
 
 
+@pytest.mark.slow
 def test_two_frameworks_train_one_model_in_one_job() -> None:
     for package in ("mxnet", "torch"):
         if not is_installed(package):
@@ -137,6 +138,7 @@ def test_plot_is_a_png(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
+@pytest.mark.slow
 def test_gluon_trains_on_fashion_mnist(run: Run, common: ModuleType) -> None:
     if not common.FASHION_MNIST.exists():
         pytest.skip("the Debian package dataset-fashion-mnist is not installed")

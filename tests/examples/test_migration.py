@@ -15,6 +15,8 @@ from fork_servers import SETTINGS  # tests/harness, on the path by tests/conftes
 from polyhvd import cli
 from polyhvd.testing.stand_ins import is_installed
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")

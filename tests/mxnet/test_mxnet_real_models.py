@@ -63,6 +63,7 @@ def compare(hvd, mx, np, make, sample, name, options, tolerance, hybrid=None, dt
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_a_residual_network_with_synchronized_batch_norm(hvd, mx, np):
     hvd.init()
 

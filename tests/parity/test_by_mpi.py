@@ -10,7 +10,7 @@ from worlds import Ranks
 
 from polyhvd.collectives.adapter import Capability
 
-pytestmark = [pytest.mark.only_by_mpi, pytest.mark.sizes(2, 3, 4)]
+pytestmark = [pytest.mark.slow, pytest.mark.only_by_mpi, pytest.mark.sizes(2, 3, 4)]
 
 
 def test_tensors_go_through_mpi(ranks: Ranks) -> None:

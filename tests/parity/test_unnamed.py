@@ -77,4 +77,4 @@ def test_four_threads_may_broadcast_parameters_of_the_same_names(ranks: Ranks) -
 @pytest.mark.sizes(2)
 @pytest.mark.drivers("numpy")
 def test_ten_thousand_objects_leave_no_memory_behind(ranks: Ranks) -> None:
-    assert max(ranks.run(unnamed.objects_without_memory)) < 4 << 20
+    assert max(ranks.run(unnamed.objects_without_memory, deadline_s=300)) < 4 << 20

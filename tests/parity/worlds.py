@@ -54,10 +54,10 @@ class Ranks:
         if capability not in self.pool.run(drivers.capabilities, self.driver)[0]:
             pytest.skip(f"{self.driver} does not declare {capability.name}")
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``function(driver's name, *arguments)`` on every rank; see Pool.run."""
+    def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """Call ``function(driver's name, *arguments)`` on every rank; see Pool.run, which has the options."""
         __tracebackhide__ = True
-        return self.pool.run(function, self.driver, *arguments)
+        return self.pool.run(function, self.driver, *arguments, **options)
 
     def run_alike(self, function: Callable[..., dict[str, int]], *arguments: Any) -> None:
         """The same, for functions that return digests by case, which must be equal on all ranks."""

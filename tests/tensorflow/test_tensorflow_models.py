@@ -15,7 +15,10 @@ import pytest
 import tensorflow as tf
 from keras_common import RANK, SIZE, assert_close, assert_same_on_all_ranks, value
 
-pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"})
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"TF_NUM_INTEROP_THREADS": "2"}),
+]
 
 
 BATCH, STEPS, WORDS, LENGTH = 4, 10, 5000, 12
