@@ -6,13 +6,15 @@ It has a connection of its own: the one by which the process asks for places is 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import threading
 import weakref
 from collections import deque
 
-from polyhvd.elastic.places import lost_scope
+from polyhvd.elastic.pace import SlowRank
+from polyhvd.elastic.places import lost_scope, slow_scope
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime.world import World
@@ -41,8 +43,13 @@ class Watch:
         os.set_blocking(self._wake, False)
         #: What to do on the thread; appending and popping are atomic, so that a signal's handler may.
         self._worlds: deque[weakref.ref[World]] = deque()
-        self._told: deque[tuple[str, bytes]] = deque()
+        self._told: deque[tuple[str, bytes, bool]] = deque()
         self._requests: dict[int, weakref.ref[World]] = {}  # whether somebody in that world is lost
+        #: Who is slow in a world, and in which generation; another thread reads the one reference.
+        self.slow: tuple[int, tuple[SlowRank, ...]] = (0, ())
+        self._slow_request = 0  # who is slow in the world that is followed; 0: there is none
+        self._slow_world: weakref.ref[World] | None = None
+        self._slow_number = 0
         self._thread = threading.Thread(target=self._run, name="polyhvd-watch", daemon=True)
         _watches.add(self)
         self._thread.start()
@@ -57,9 +64,12 @@ class Watch:
         self._worlds.append(weakref.ref(world))
         self._ring()
 
-    def tell(self, scope: str, value: bytes) -> None:
-        """Have the launcher told something; from any thread, and from a signal's handler. Never waits."""
-        self._told.append((scope, value))
+    def tell(self, scope: str, value: bytes, *, again: bool = False) -> None:
+        """Have the launcher told something; from any thread, and from a signal's handler. Never waits.
+
+        With ``again`` it is heard however often something is told in this scope, and else once.
+        """
+        self._told.append((scope, value, again))
         self._ring()
 
     def _ring(self) -> None:
@@ -78,19 +88,41 @@ class Watch:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
         while self._told:
-            scope, value = self._told.popleft()
+            scope, value, again = self._told.popleft()
             self._store.put(scope, self._member, value)
+            if again:
+                self._store.forget(scope, self._member)
         while self._worlds:
             follower = self._worlds.popleft()
             self._requests = {number: ref for number, ref in self._requests.items() if ref() is not None}
             if (world := follower()) is not None:
                 request = self._store.post_gather(lost_scope(world.placement.generation), 1, _WAIT_S)
                 self._requests[request] = follower
+                self._slow_world, self._slow_number = follower, 0
+                self._ask_who_is_slow(world)
         for request, follower in list(self._requests.items()):
             if (said := self._store.take(request)) is not None:
                 del self._requests[request]
                 if (world := follower()) is not None:
                     world.engine.abort(said[0].decode("utf-8", "replace"))
+
+        if self._slow_request and (said := self._store.take(self._slow_request)) is not None:
+            self._hear_who_is_slow(said[0])
+
+    def _ask_who_is_slow(self, world: World) -> None:
+        self._slow_number += 1
+        scope = slow_scope(world.placement.generation, self._slow_number)
+        self._slow_request = self._store.post_gather(scope, 1, _WAIT_S)
+
+    def _hear_who_is_slow(self, data: bytes) -> None:
+        self._slow_request = 0
+        world = None if self._slow_world is None else self._slow_world()
+        if world is None:
+            return
+        ranks = tuple(SlowRank(**item) for item in json.loads(data))
+        self.slow = (world.placement.generation, ranks)
+        world.remark("\n".join(map(str, ranks)))
+        self._ask_who_is_slow(world)
 
     def _forget(self) -> None:
         self._store.close()

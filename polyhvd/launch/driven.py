@@ -29,6 +29,8 @@ class Elastic:
     limits: Limits
     hosts: list[Host]  #: at the beginning
     discovery: Discovery | None = None  #: None: the hosts stay these
+    slow_factor: float = 1.5  #: a rank is slow that takes so many times as long as the others
+    evicts_slow: bool = False  #: whether a spare takes its place
 
 
 class DrivenJob(Protocol):

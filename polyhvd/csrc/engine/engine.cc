@@ -561,6 +561,12 @@ void Engine::adopt(const Tuning& tuning) {
   tuner_.adopt(tuning);
 }
 
+Engine::Waits Engine::waits() const noexcept {
+  const WaitMeter& meter = queue_.waits();
+  const double ns_per_tick = queue_.recorder().scale().ns_per_tick();
+  return {static_cast<double>(meter.waited()) * ns_per_tick * 1e-9, meter.agreed()};
+}
+
 std::map<std::string, std::uint64_t> Engine::counters() const {
   std::map<std::string, std::uint64_t> counters{
       {"operations", operations_.load()},

@@ -111,6 +111,13 @@ class Engine {
   void abandon() noexcept;
 
   std::map<std::string, std::uint64_t> counters() const;
+  // How long this rank has waited for others to come as far as it, in which every operation
+  // counts as of its announcement; and how many were agreed on. Any thread.
+  struct Waits {
+    double seconds = 0;
+    std::uint64_t agreed = 0;
+  };
+  Waits waits() const noexcept;
 
   // On world rank 0: what all ranks work with from their next operations on. The
   // samples of the speed begin anew with it.
