@@ -37,7 +37,11 @@ SETTINGS: dict[str, tuple[str, str | None, str]] = {
     "--stall-check-shutdown-time-seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "S", "end the job then"),
     "--log-level": ("LOG_LEVEL", "LEVEL", "what is logged at least"),
     "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "log lines do not begin with the time"),
-    "--heartbeat-timeout-s": ("HEARTBEAT_TIMEOUT_S", "S", "longest silence of a host; 0: for ever"),
+    "--heartbeat-timeout-s": (
+        "HEARTBEAT_TIMEOUT_S",
+        "S",
+        "longest silence of a host, by default 30, elastic 4; 0: for ever",
+    ),
     "--thread-affinity": ("THREAD_AFFINITY", "C0,C1", "core of the engine's thread, for each local rank"),
     "--gloo-timeout-seconds": ("DATA_TIMEOUT_SECONDS", "S", "longest time of an agreed transfer"),
     "--mpi-threads-disable": ("MPI_THREADS_DISABLE", None, "MPI serves one thread at a time"),
