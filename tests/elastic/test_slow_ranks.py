@@ -37,7 +37,7 @@ def named(err: str) -> list[str]:
     return re.findall(r"polyhvdrun: (rank \d+ on \S+) is slow: each step takes it \d+ ms of its own", err)
 
 
-@pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 1), (4, 3)])
+@pytest.mark.parametrize(("size", "rank"), [(3, 0), (4, 3)])
 def test_slow_rank_is_named_on_all_ranks_and_once_by_the_launcher(
     launcher: Launcher, size: int, rank: int
 ) -> None:
@@ -49,7 +49,7 @@ def test_slow_rank_is_named_on_all_ranks_and_once_by_the_launcher(
 
 @pytest.mark.parametrize("slow", ["all", "once"])
 def test_nobody_is_named_where_all_are_slow_or_one_pauses_once(launcher: Launcher, slow: str) -> None:
-    job = Job(launcher, "-np", "3", "--min-np", "2", SLOW=slow, STEP_S="0.02", SLOW_S="0.05")
+    job = Job(launcher, "-np", "3", "--min-np", "2", SLOW=slow, STEP_S="0.02", SLOW_S="0.03")
     job.wait_for("step 50.", 3)
     out, err = job.finish(3)
     assert "hears" not in out
