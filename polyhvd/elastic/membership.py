@@ -254,6 +254,8 @@ class Membership:
         world, found = self._world, self._members.get(member)
         if self._over or found is None or world is None or member not in world.members:
             return []
+        if len(world.members) < 2:  # nobody would be left to tell the state
+            return []
         if found.leaving or world.notified or world.lost or self._finishing or self._leaving:
             return []
         found.leaving = True

@@ -139,6 +139,15 @@ def test_spare_that_is_ready_takes_the_place_of_a_member_that_is_evicted() -> No
     assert membership.ended(1, Fate.WELL, 11.2) == []
 
 
+def test_nobody_is_evicted_from_a_world_of_one() -> None:
+    membership = Membership(Limits(1, 1, 1, spares=1))
+    membership.hosts_are({"a": 1}, 0.0)
+    for member in range(2):
+        membership.asks(member, 0, 0.0)
+    assert membership.evict(0, 10.0) == []
+    assert not membership.all_are_leaving
+
+
 def test_nobody_is_evicted_without_a_spare_or_from_a_world_that_has_lost_somebody() -> None:
     assert running(spares=0).evict(1, 10.0) == []
     membership = running(spares=1)
