@@ -21,6 +21,8 @@ FACTOR = 1.5
 _EXCESS_S = 0.010
 #: Who was slow is so until it is below this part of what makes it slow.
 _RELIEF = 0.8
+#: Nobody is found to be slow, or to be so no more, before it has been so for this long.
+_PATIENCE_S = 3.0
 #: Steps of which the median counts: one that a pause has made long, and eight more, change nothing.
 _STEPS = 20
 #: Where steps are long, so many are enough that take this long together.
@@ -139,6 +141,7 @@ class Judge:
         judge.begin(1, (0, 1))
         judge.hear(0, Figure(1, 0.010, 0.060), now=5.0)
         judge.hear(1, Figure(1, 0.058, 0.060), now=5.1)
+        judge.hear(1, Figure(1, 0.058, 0.060), now=8.1)
         judge.slow  # [SlowMember(1, 0.058, 0.010, 5.1)]
     """
 
@@ -146,6 +149,7 @@ class Judge:
         self._factor = factor
         self._generation = 0
         self._figures: dict[int, Figure | None] = {}
+        self._doubts: dict[int, float] = {}  # since when members are not what they were found to be
         #: Members that are slow, the slowest first.
         self.slow: list[SlowMember] = []
 
@@ -153,6 +157,7 @@ class Judge:
         """A world is formed; nothing is known of it yet."""
         self._generation = generation
         self._figures = dict.fromkeys(members)
+        self._doubts = {}
         self.slow = []
 
     def hear(self, member: int, figure: Figure, now: float) -> bool:
@@ -168,10 +173,15 @@ class Judge:
         typical_s = median_low(said.own_s for said in known.values())
         found = []
         for number, said in known.items():
-            part = _RELIEF if number in former else 1.0
-            excess_s = said.own_s - typical_s
-            if excess_s > part * _EXCESS_S and excess_s > part * (self._factor - 1.0) * typical_s:
-                since = former[number].since if number in former else now
+            since = former[number].since if number in former else None
+            excess_s, part = said.own_s - typical_s, 1.0 if since is None else _RELIEF
+            is_over = excess_s > part * _EXCESS_S and excess_s > part * (self._factor - 1.0) * typical_s
+            if is_over is (since is not None):
+                self._doubts.pop(number, None)
+            elif now >= (began := self._doubts.setdefault(number, now)) + _PATIENCE_S:
+                del self._doubts[number]
+                since = began if is_over else None
+            if since is not None:
                 found.append(SlowMember(number, said.own_s, typical_s, since))
         found.sort(key=lambda item: -item.own_s)
         is_news = former.keys() != {item.member for item in found} or any(

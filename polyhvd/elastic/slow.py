@@ -14,8 +14,8 @@ def slow_ranks() -> list[SlowRank]:
     A step is what lies between two calls of ``commit()`` or ``check_host_updates()``. Of each rank the time
     counts in which it does not wait for others: the median of its last 20 steps, or of the last five that
     take a minute. It is slow when that is 1.5 times what it is on the typical rank, or
-    ``--slow-rank-factor``, and 10 ms more. A single pause makes nobody slow, nor does a job that is slow
-    evenly.
+    ``--slow-rank-factor``, and 10 ms more, for three seconds. A single pause makes nobody slow, nor does a
+    job that is slow evenly.
 
     It asks nobody: it returns what the launcher has told last, which one rank hears a moment earlier than
     another. So nothing that ranks have to do alike may depend on it.

@@ -17,7 +17,7 @@ __all__ = ["SlowRanks"]
 #: process is no help.
 _REST_S, _REST_S_MAX = 60.0, 3600.0
 #: So long a rank is slow until it is replaced: what it suffers from may be over by then.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 6.0
 #: Of what was told, so much is kept for members that are behind.
 _KEPT = 16
 

@@ -1,7 +1,7 @@
 """A program one rank of which is slow, and that says what slow_ranks() tells it.
 
 Argument: a folder, in which a file `done` ends it. SLOW is the rank in the first world that sleeps for SLOW_S
-in each step, or "all", or "once" for one pause of rank 1. STEP_S is what a step takes all. Its weights tell
+in each step, or "all", with one pause of rank 1. STEP_S is what a step takes all. Its weights tell
 whether a step was lost or made twice.
 """
 
@@ -33,8 +33,10 @@ def say(text: str) -> None:
 
 def work(step: int) -> None:
     time.sleep(STEP_S)
-    if SLOW in ("all", first_rank) or (SLOW == "once" and first_rank == "1" and step == 30):
-        time.sleep(20 * SLOW_S if SLOW == "once" else SLOW_S)
+    if SLOW in ("all", first_rank):
+        time.sleep(SLOW_S)
+    if SLOW == "all" and first_rank == "1" and step == 30:
+        time.sleep(20 * SLOW_S)
     if STALL_S and first_rank == SLOW and (FOLDER / "stall").exists():
         (FOLDER / "stall").unlink()
         time.sleep(STALL_S)
