@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from polyhvd.elastic.membership import Fate, Form, Limits, Membership, Notify
 from polyhvd.elastic.pace import Figure, Judge, Pace
+from polyhvd.elastic.slow import slow_ranks
 
 
 def figures(own_s: list[float], step_s: float) -> list[Figure]:
@@ -132,6 +133,10 @@ def test_figure_survives_the_way_and_what_is_none_is_refused() -> None:
     for data in (b"", b"[]", b'{"generation": 1}', b'{"generation": "x", "own_s": 1, "step_s": 1}'):
         with pytest.raises((ValueError, TypeError, KeyError)):
             Figure.decoded(data)
+
+
+def test_nobody_is_slow_in_a_process_of_no_elastic_job() -> None:
+    assert slow_ranks() == []
 
 
 # Replacement

@@ -83,9 +83,3 @@ def test_evict_without_a_spare_is_refused_at_the_start() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--slow-rank-policy evict needs --spares N" in done.stderr
-
-
-def test_nobody_is_slow_in_a_job_that_is_not_elastic(launcher: Launcher) -> None:
-    source = "import polyhvd.numpy as hvd; hvd.init(); print(hvd.elastic.slow_ranks())"
-    status, out, _ = launcher.run("-np", "1", source=source)
-    assert (status, out) == (0, "[0] []\n")
