@@ -117,8 +117,7 @@ class Process:
         """The next world is there; objects of the last one's process sets stand for those that it has."""
         self.rejoin = rejoin
         self._wired = True
-        place = world.placement
-        self._pace = Pace(place.generation) if place.size > 1 else None
+        self._pace = Pace(world.placement.generation) if world.placement.size > 1 else None
         self.watch.follow(world)
         for item, place in self._objects:
             number = self._numbers[place]

@@ -23,6 +23,7 @@ __all__ = ["Watch"]
 
 #: Of one request to the store: as long as a world lives.
 _WAIT_S = 1e6
+_SLOW_REQUESTS_MAX = 8
 
 
 class Watch:
@@ -47,7 +48,9 @@ class Watch:
         self._requests: dict[int, weakref.ref[World]] = {}  # whether somebody in that world is lost
         #: Who is slow in a world, and in which generation; another thread reads the one reference.
         self.slow: tuple[int, tuple[SlowRank, ...]] = (0, ())
-        self._slow_request = 0  # who is slow in the world that is followed; 0: there is none
+        #: Who is slow, the last one in the world that is followed. Answers to others may be on their way, and
+        #: are to be taken, too.
+        self._slow_requests: deque[int] = deque(maxlen=_SLOW_REQUESTS_MAX)
         self._slow_world: weakref.ref[World] | None = None
         self._slow_number = 0
         self._thread = threading.Thread(target=self._run, name="polyhvd-watch", daemon=True)
@@ -100,22 +103,25 @@ class Watch:
                 self._requests[request] = follower
                 self._slow_world, self._slow_number = follower, 0
                 self._ask_who_is_slow(world)
+        for request in list(self._slow_requests):
+            if (said := self._store.take(request)) is not None:
+                is_last = request == self._slow_requests[-1]
+                self._slow_requests.remove(request)
+                if is_last:
+                    self._hear_who_is_slow(said[0])
+        # The last, since what comes while another answer is looked for is not announced again.
         for request, follower in list(self._requests.items()):
             if (said := self._store.take(request)) is not None:
                 del self._requests[request]
                 if (world := follower()) is not None:
                     world.engine.abort(said[0].decode("utf-8", "replace"))
 
-        if self._slow_request and (said := self._store.take(self._slow_request)) is not None:
-            self._hear_who_is_slow(said[0])
-
     def _ask_who_is_slow(self, world: World) -> None:
         self._slow_number += 1
         scope = slow_scope(world.placement.generation, self._slow_number)
-        self._slow_request = self._store.post_gather(scope, 1, _WAIT_S)
+        self._slow_requests.append(self._store.post_gather(scope, 1, _WAIT_S))
 
     def _hear_who_is_slow(self, data: bytes) -> None:
-        self._slow_request = 0
         world = None if self._slow_world is None else self._slow_world()
         if world is None:
             return
