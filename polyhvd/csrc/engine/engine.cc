@@ -395,7 +395,7 @@ void Engine::claim_role() {
 }
 
 void Engine::abort(const std::string& reason) {
-  const std::string text = "rank " + std::to_string(rank_) + " ended the job: " + reason;
+  const std::string text = "rank " + std::to_string(rank_) + " gave up: " + reason;
   if (!aborting_.exchange(true)) {
     abort_reason_ = text;
     abort_said_.store(true, std::memory_order_release);

@@ -105,7 +105,8 @@ class Engine {
   // Ends this rank's part in good order: what was agreed still runs, what is
   // pending fails. Idempotent.
   void shutdown();
-  // Ends the job for everybody, also while an operation runs that does not move. Any thread.
+  // Ends the world for everybody, also while an operation runs that does not move: an elastic
+  // job goes on in the next one. Any thread.
   void abort(const std::string& reason);
   // In a forked child: closes the descriptors, and nothing else ever again.
   void abandon() noexcept;
