@@ -210,7 +210,7 @@ parity: $(STAMPS)/test
 slow: $(STAMPS)/test
 	SLURM_TIME_LIMITS=1 $(PY) -m pytest -q tests/launch/test_slurm_allocation.py -k time_limit
 	$(MAKE) -s parity CASES=resnet18
-	ELASTIC_EXAMPLES=1 $(PY) -m pytest -q tests/elastic/test_train.py -k example
+	ELASTIC_SLOW=1 $(PY) -m pytest -q tests/elastic/test_train.py tests/elastic/test_torn.py -k "example or torn"
 
 ##@ matrix   the one wheel under other versions of every framework, each alone
 matrix: $(STAMPS)/test stand-ins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def ends(launcher: Launcher, framework: str, *options: str, kill: tuple[int, int
 
 @pytest.mark.parametrize(("framework", "every"), [("numpy", 4), ("torch", 3)])
 def test_ranks_that_were_torn_are_made_whole(launcher: Launcher, framework: str, every: int) -> None:
+    if framework != "numpy" and "ELASTIC_SLOW" not in os.environ:
+        pytest.skip("takes long to start: make slow runs it")
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
     undisturbed = ends(launcher, framework, "-np", "3", kill=(-1, -1), every=every)

@@ -138,7 +138,7 @@ def ranks_of(argument: str) -> list[int]:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "keras", "mxnet"])
 def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher, framework: str) -> None:
-    if framework != "numpy" and "ELASTIC_EXAMPLES" not in os.environ:
+    if framework != "numpy" and "ELASTIC_SLOW" not in os.environ:
         pytest.skip("takes long to start: make slow runs it")
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
