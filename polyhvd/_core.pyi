@@ -108,6 +108,8 @@ class Mailbox:
         """Whether the stacks are asked for."""
     def answer(self, stacks: str) -> None:
         """A line that says in short where the program is, then the stacks of its threads."""
+    def remark(self, text: str) -> None:
+        """What stall reports are to say at their end; empty: nothing."""
     def close(self) -> None:
         """End the wait."""
 
@@ -186,6 +188,8 @@ class Engine:
     tuning: Tuning  # what this rank works with
     def notify(self, notice: int) -> None:
         """On rank 0: a number for the program of every rank, in the total order; they count up."""
+    #: For how many seconds this rank has waited for others, and how many operations were agreed on.
+    waits: tuple[float, int]
     notice: int  # the last that precedes the operation of all ranks which has ended last here
     def shutdown(self) -> None: ...
     def abort(self, reason: str) -> None: ...

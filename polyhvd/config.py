@@ -232,7 +232,7 @@ class Settings(_Table):
         _number,
         30.0,
         "Seconds of silence after which polyhvdrun and its agents on the hosts give each other up, and end "
-        "the ranks; 0: never.",
+        "the ranks; 0: never. Of an elastic job 4, unless it is set.",
     )
     shared_memory: bool = _row("SHARED_MEMORY", _switch, True, "0: ranks of one host use TCP as well.")
     backends: tuple[str, ...] = _row(

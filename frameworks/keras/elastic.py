@@ -11,6 +11,7 @@ from polyhvd.keras.backend import on
 from polyhvd.elastic import loop
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
 from polyhvd.elastic.leaving import on_leave
+from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.train import train_told
 from polyhvd.elastic.variables import KerasModelState
@@ -29,6 +30,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "slow_ranks",
     "train",
 ]
 

@@ -14,6 +14,7 @@ from polyhvd.torch.state import broadcast_parameters
 
 from polyhvd.data.position import Position
 from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.training.state import put_tensors, take_tensors
@@ -26,6 +27,7 @@ __all__ = [
     "State",
     "run",
     "run_fn",
+    "slow_ranks",
 ]
 
 Tensor = torch.Tensor

@@ -22,6 +22,7 @@ from polyhvd.mxnet.trainer import DistributedTrainer
 
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
 from polyhvd.elastic.train import train
 from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
@@ -37,6 +38,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "slow_ranks",
     "train",
 ]
 

@@ -10,6 +10,7 @@ from polyhvd.numpy.functions import functions
 from polyhvd.elastic.arrays import ArraysState
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.train import train
 from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
@@ -24,6 +25,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "slow_ranks",
     "train",
 ]
 

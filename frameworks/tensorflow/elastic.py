@@ -10,6 +10,7 @@ from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic import loop
 from polyhvd.elastic.leaving import on_leave
+from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import HandlersState, ObjectState, State
 from polyhvd.elastic.train import train_told
 from polyhvd.elastic.variables import KerasModelState, VariablesHandler
@@ -26,6 +27,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "slow_ranks",
     "train",
 ]
 

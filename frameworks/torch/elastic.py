@@ -14,6 +14,7 @@ from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters,
 from polyhvd.collectives.objects import broadcast_object
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
 from polyhvd.elastic.train import train
 from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
@@ -33,6 +34,7 @@ __all__ = [
     "run",
     "run_fn",
     "set_handler_registry",
+    "slow_ranks",
     "train",
 ]
 

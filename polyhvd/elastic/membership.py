@@ -249,6 +249,20 @@ class Membership:
         self._leaving = True
         return self.leaves(list(self._members), now)
 
+    def evict(self, member: int, now: float) -> list[Action]:
+        """Have one that is ready take the place of a member, which leaves with notice; else do nothing."""
+        world, found = self._world, self._members.get(member)
+        if self._over or found is None or world is None or member not in world.members:
+            return []
+        if len(world.members) < 2:  # nobody would be left to tell the state
+            return []
+        if found.leaving or world.notified or world.lost or self._finishing or self._leaving:
+            return []
+        found.leaving = True
+        chosen = self._next_world()
+        found.leaving = False
+        return self.leaves([member], now) if len(chosen) >= len(world.members) else []
+
     @property
     def all_are_leaving(self) -> bool:
         """Whether nobody of the present world is to stay, so that its state leaves with them."""

@@ -21,18 +21,22 @@ __all__ = [
     "ASKS",
     "GENERATIONS_MAX",
     "LEAVES",
+    "STEPS",
     "Answer",
     "Question",
     "Seat",
     "lost_scope",
     "notice_scope",
     "place_scope",
+    "slow_scope",
 ]
 
 #: Scope in which members ask; the launcher looks at it.
 ASKS = "elastic/asks"
 #: Scope in which members say that they were given notice.
 LEAVES = "elastic/leaves"
+#: Scope in which members say how long their steps take; each forgets what it has said.
+STEPS = "elastic/steps"
 GENERATIONS_MAX = 1 << 20
 #: Of one request to the store; it is asked again for as long as the job lives.
 _WAIT_S = 1e6
@@ -57,6 +61,11 @@ def lost_scope(generation: int) -> str:
 def notice_scope(generation: int) -> str:
     """Where rank 0 of a generation hears that its world is to come to a boundary."""
     return f"elastic/notice/{generation}"
+
+
+def slow_scope(generation: int, number: int) -> str:
+    """Where members of a generation hear who of them is slow, for the first time, the second ..."""
+    return f"elastic/slow/{generation}/{number}/"
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ There is one in a process at most. :mod:`polyhvd.launch.entry` makes it in the f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from polyhvd.elastic import leaving
-from polyhvd.elastic.places import Answer, Question, Seat
+from polyhvd.elastic.pace import Pace, SlowRank
+from polyhvd.elastic.places import STEPS, Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
 from polyhvd.runtime import current
 from polyhvd.runtime.world import Member, World
@@ -19,7 +21,7 @@ _NOTICE = 1
 
 
 class Process:
-    """See the module. All methods but :meth:`progress` and :meth:`is_awaited` run under ``current.lock``.
+    """See the module. All methods but those about steps run under ``current.lock``.
 
     Args:
         seat: the connection to the launcher.
@@ -34,6 +36,7 @@ class Process:
         self._wired = False
         self._progressed = False
         self._failure = ""
+        self._pace: Pace | None = None  # in the present world, if there are others
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
         self._numbers: list[int | None] = []  # of each in the present world
         self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
@@ -59,6 +62,20 @@ class Process:
         self._progressed = (
             True  # one reference is written; a world that ends meanwhile has progressed as well
         )
+
+    def step(self) -> None:
+        """A step may be over: the launcher is told now and then how long they take."""
+        world, pace = current.find(), self._pace
+        if world is None or pace is None:
+            return
+        if (figure := pace.step(time.monotonic(), *world.engine.waits)) is not None:
+            self.watch.tell(STEPS, figure.encoded(), again=True)
+
+    def slow_ranks(self) -> list[SlowRank]:
+        """Who is slow in the present world, as the launcher has said last."""
+        world = current.find()
+        generation, ranks = self.watch.slow
+        return list(ranks) if world is not None and world.placement.generation == generation else []
 
     def fail(self, text: str) -> None:
         """A collective has failed in the present world."""
@@ -100,6 +117,7 @@ class Process:
         """The next world is there; objects of the last one's process sets stand for those that it has."""
         self.rejoin = rejoin
         self._wired = True
+        self._pace = Pace(world.placement.generation) if world.placement.size > 1 else None
         self.watch.follow(world)
         for item, place in self._objects:
             number = self._numbers[place]

@@ -100,7 +100,10 @@ class State:
             else: state.check_host_updates()
         """
         member = process.find()
-        if member is not None and member.is_awaited():
+        if member is None:
+            return
+        member.step()
+        if member.is_awaited():
             raise HostsUpdatedInterrupt
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -6,13 +6,15 @@ It has a connection of its own: the one by which the process asks for places is 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import threading
 import weakref
 from collections import deque
 
-from polyhvd.elastic.places import lost_scope
+from polyhvd.elastic.pace import SlowRank
+from polyhvd.elastic.places import lost_scope, slow_scope
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime.world import World
@@ -21,6 +23,7 @@ __all__ = ["Watch"]
 
 #: Of one request to the store: as long as a world lives.
 _WAIT_S = 1e6
+_SLOW_REQUESTS_MAX = 8
 
 
 class Watch:
@@ -41,8 +44,15 @@ class Watch:
         os.set_blocking(self._wake, False)
         #: What to do on the thread; appending and popping are atomic, so that a signal's handler may.
         self._worlds: deque[weakref.ref[World]] = deque()
-        self._told: deque[tuple[str, bytes]] = deque()
+        self._told: deque[tuple[str, bytes, bool]] = deque()
         self._requests: dict[int, weakref.ref[World]] = {}  # whether somebody in that world is lost
+        #: Who is slow in a world, and in which generation; another thread reads the one reference.
+        self.slow: tuple[int, tuple[SlowRank, ...]] = (0, ())
+        #: Who is slow, the last one in the world that is followed. Answers to others may be on their way, and
+        #: are to be taken, too.
+        self._slow_requests: deque[int] = deque(maxlen=_SLOW_REQUESTS_MAX)
+        self._slow_world: weakref.ref[World] | None = None
+        self._slow_number = 0
         self._thread = threading.Thread(target=self._run, name="polyhvd-watch", daemon=True)
         _watches.add(self)
         self._thread.start()
@@ -57,9 +67,12 @@ class Watch:
         self._worlds.append(weakref.ref(world))
         self._ring()
 
-    def tell(self, scope: str, value: bytes) -> None:
-        """Have the launcher told something; from any thread, and from a signal's handler. Never waits."""
-        self._told.append((scope, value))
+    def tell(self, scope: str, value: bytes, *, again: bool = False) -> None:
+        """Have the launcher told something; from any thread, and from a signal's handler. Never waits.
+
+        With ``again`` it is heard however often something is told in this scope, and else once.
+        """
+        self._told.append((scope, value, again))
         self._ring()
 
     def _ring(self) -> None:
@@ -78,19 +91,44 @@ class Watch:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
         while self._told:
-            scope, value = self._told.popleft()
+            scope, value, again = self._told.popleft()
             self._store.put(scope, self._member, value)
+            if again:
+                self._store.forget(scope, self._member)
         while self._worlds:
             follower = self._worlds.popleft()
             self._requests = {number: ref for number, ref in self._requests.items() if ref() is not None}
             if (world := follower()) is not None:
                 request = self._store.post_gather(lost_scope(world.placement.generation), 1, _WAIT_S)
                 self._requests[request] = follower
+                self._slow_world, self._slow_number = follower, 0
+                self._ask_who_is_slow(world)
+        for request in list(self._slow_requests):
+            if (said := self._store.take(request)) is not None:
+                is_last = request == self._slow_requests[-1]
+                self._slow_requests.remove(request)
+                if is_last:
+                    self._hear_who_is_slow(said[0])
+        # The last, since what comes while another answer is looked for is not announced again.
         for request, follower in list(self._requests.items()):
             if (said := self._store.take(request)) is not None:
                 del self._requests[request]
                 if (world := follower()) is not None:
                     world.engine.abort(said[0].decode("utf-8", "replace"))
+
+    def _ask_who_is_slow(self, world: World) -> None:
+        self._slow_number += 1
+        scope = slow_scope(world.placement.generation, self._slow_number)
+        self._slow_requests.append(self._store.post_gather(scope, 1, _WAIT_S))
+
+    def _hear_who_is_slow(self, data: bytes) -> None:
+        world = None if self._slow_world is None else self._slow_world()
+        if world is None:
+            return
+        ranks = tuple(SlowRank(**item) for item in json.loads(data))
+        self.slow = (world.placement.generation, ranks)
+        world.remark("\n".join(map(str, ranks)))
+        self._ask_who_is_slow(world)
 
     def _forget(self) -> None:
         self._store.close()

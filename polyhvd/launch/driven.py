@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from polyhvd.launch.discovery import Discovery
     from polyhvd.launch.driver import Driver
 
-__all__ = ["RESUME_STATUS", "DrivenJob", "Elastic", "driver_of"]
+__all__ = ["HEARTBEAT_TIMEOUT_S", "RESUME_STATUS", "DrivenJob", "Elastic", "driver_of"]
 
 #: Exit status of a job that can go on from its last checkpoint: EX_TEMPFAIL.
 RESUME_STATUS = 75
+#: As of :mod:`polyhvd.launch.agent`, where nothing else is said. The others wait for a host that is cut off
+#: until it is given up, which is to be within 5 s; it costs a beat in two thirds of a second. Who is stopped
+#: or starved for three seconds is heard in time.
+HEARTBEAT_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Elastic:
     limits: Limits
     hosts: list[Host]  #: at the beginning
     discovery: Discovery | None = None  #: None: the hosts stay these
+    slow_factor: float = 1.5  #: a rank is slow that takes so many times as long as the others
+    evicts_slow: bool = False  #: whether a spare takes its place
 
 
 class DrivenJob(Protocol):

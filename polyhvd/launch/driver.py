@@ -25,12 +25,22 @@ from polyhvd.elastic.membership import (
     Notify,
     Start,
 )
-from polyhvd.elastic.places import ASKS, LEAVES, Answer, Question, lost_scope, notice_scope, place_scope
+from polyhvd.elastic.places import (
+    ASKS,
+    LEAVES,
+    STEPS,
+    Answer,
+    Question,
+    lost_scope,
+    notice_scope,
+    place_scope,
+)
 from polyhvd.launch.blame import Ending, describe
 from polyhvd.launch.control import Control, Request
 from polyhvd.launch.driven import RESUME_STATUS, DrivenJob, Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import Decision, GoOn, StartReplacement, StopOthers
+from polyhvd.launch.slow import SlowRanks
 from polyhvd.runtime.placement import Placement, placements
 
 if TYPE_CHECKING:
@@ -49,11 +59,12 @@ class Driver:
     def __init__(self, elastic: Elastic, hosts: Sequence[Host]) -> None:
         self._membership = Membership(elastic.limits)
         self._limits = elastic.limits
+        self._slow = SlowRanks(elastic, self._membership)
         self._discovery = elastic.discovery
         self._hosts = {host.name: host for host in hosts}
         self._numbers = {host.name: number for number, host in enumerate(hosts)}
         self._job: DrivenJob | None = None
-        self._told: deque[tuple[int, bytes | None]] = deque()  # by the server's thread; needs no lock
+        self._told: deque[tuple[str, int, bytes]] = deque()  # by the server's thread; needs no lock
         self._requests: deque[Request] = deque()  # by the control's thread, likewise
         self._leaves: list[tuple[Request, set[int]]] = []  # who waits for whom to leave
         self._control: Control | None = None
@@ -92,12 +103,15 @@ class Driver:
 
     def observe(self, scope: str, member: int, value: bytes) -> None:
         """A member has written something; on the server's thread."""
-        if scope.startswith(f"{ASKS}/"):
-            self._told.append((member, value))
+        if scope.startswith(f"{ASKS}/") or scope in (LEAVES, STEPS):
+            self._told.append((scope, member, value))
             self._ring()
-        elif scope == LEAVES:
-            self._told.append((member, None))
-            self._ring()
+
+    def _hear_of_steps(self, member: int, value: bytes, now: float) -> None:
+        assert self._job is not None
+        if self._goes_on:
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # no figure of ours
+                self._do(self._slow.hear(member, value, self._job, now))
 
     def _take_request(self, request: Request) -> None:
         self._requests.append(request)
@@ -124,9 +138,12 @@ class Driver:
             while os.read(self.wake, 4096):
                 pass
         while self._told:
-            member, value = self._told.popleft()
-            if value is None:
+            scope, member, value = self._told.popleft()
+            if scope == LEAVES:
                 self._leave({member}, now)
+                continue
+            if scope == STEPS:
+                self._hear_of_steps(member, value, now)
                 continue
             with contextlib.suppress(ValueError, TypeError, KeyError):  # no question of ours
                 question = Question.decoded(value)
@@ -335,6 +352,7 @@ class Driver:
             endpoint = self._job.endpoint(self._numbers[host], numbers)
             answer = Answer(generation, members, hosts, sets, rendezvous=endpoint).encoded()
             self._job.rendezvous.post(place_scope(member, self._questions[member].after), 0, answer)
+        self._slow.begin(action, self._job)
         size = len(members)
         if generation > 1 or size < self._limits.size:
             self._say(f"generation {generation}: {size} rank{'s' if size > 1 else ''}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from polyhvd.config import ConfigError
 from polyhvd.elastic.membership import Limits
+from polyhvd.elastic.pace import FACTOR
 from polyhvd.launch.discovery import Discovery, HostDiscoveryScript
 from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host
@@ -53,10 +54,18 @@ def elastic_of(programs: Sequence[argparse.Namespace], hosts: list[Host] | None)
         timeout_s=_timeout_s(options),
         cooldown_s=tuple(options.blacklist_cooldown_range) if options.blacklist_cooldown_range else None,
     )
+    if options.slow_rank_policy == "evict" and not limits.spares:
+        raise ValueError("--slow-rank-policy evict needs --spares N: a spare takes the place of a slow rank")
     slots = sum(host.slots for host in hosts)
     if discovery is None and slots < limits.min_size:
         raise ValueError(f"--min-np {limits.min_size}: the hosts have {slots} slots")
-    return Elastic(limits, hosts, discovery)
+    return Elastic(
+        limits,
+        hosts,
+        discovery,
+        slow_factor=options.slow_rank_factor or FACTOR,
+        evicts_slow=options.slow_rank_policy == "evict",
+    )
 
 
 def _refuse_others(programs: Sequence[argparse.Namespace]) -> None:

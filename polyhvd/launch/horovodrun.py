@@ -92,6 +92,8 @@ FROM_ELSEWHERE = {
     "--no-host-checks": "new",
     "--reproducible": "new",
     "--spares": "new",
+    "--slow-rank-policy": "new",
+    "--slow-rank-factor": "new",
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from polyhvd.launch import agent
-from polyhvd.launch.driven import Elastic
+from polyhvd.launch.driven import HEARTBEAT_TIMEOUT_S, Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import FailurePolicy, StopAtFirstFailure
 from polyhvd.launch.programs import Program, argv_of
@@ -57,7 +57,7 @@ class JobSpec:
         rows = [f"{prefix}_HEARTBEAT_TIMEOUT_S" for prefix in ("POLYHVD", "HOROVOD")]
         given = {name: value for name, value in {**os.environ, **self.env}.items() if name in rows}
         if not given:
-            return agent.HEARTBEAT_TIMEOUT_S
+            return agent.HEARTBEAT_TIMEOUT_S if self.elastic is None else HEARTBEAT_TIMEOUT_S
         from polyhvd.config import Settings  # takes long to import
 
         return Settings.from_environment(given).heartbeat_timeout_s

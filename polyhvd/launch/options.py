@@ -37,7 +37,11 @@ SETTINGS: dict[str, tuple[str, str | None, str]] = {
     "--stall-check-shutdown-time-seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "S", "end the job then"),
     "--log-level": ("LOG_LEVEL", "LEVEL", "what is logged at least"),
     "--log-hide-timestamp": ("LOG_HIDE_TIME", None, "log lines do not begin with the time"),
-    "--heartbeat-timeout-s": ("HEARTBEAT_TIMEOUT_S", "S", "longest silence of a host; 0: for ever"),
+    "--heartbeat-timeout-s": (
+        "HEARTBEAT_TIMEOUT_S",
+        "S",
+        "longest silence of a host, by default 30, elastic 4; 0: for ever",
+    ),
     "--thread-affinity": ("THREAD_AFFINITY", "C0,C1", "core of the engine's thread, for each local rank"),
     "--gloo-timeout-seconds": ("DATA_TIMEOUT_SECONDS", "S", "longest time of an agreed transfer"),
     "--mpi-threads-disable": ("MPI_THREADS_DISABLE", None, "MPI serves one thread at a time"),
@@ -49,7 +53,7 @@ RENDEZVOUS_PORT = 16420
 #: Each of them makes a job elastic.
 ELASTIC_OPTIONS = (
     *("min_np", "max_np", "spares", "host_discovery_script", "reset_limit", "elastic_timeout"),
-    "blacklist_cooldown_range",
+    *("blacklist_cooldown_range", "slow_rank_policy", "slow_rank_factor"),
 )
 #: What each of several programs has of its own; every other option is the job's, and stands before the first.
 PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
@@ -258,6 +262,18 @@ def _add_elastic(parser: Parser) -> None:
         metavar=("MIN", "MAX"),
         help="seconds that a slot rests after a failure, at first and at most; default: 0, then 1 to 60",
     )
+    add(
+        "--slow-rank-policy",
+        choices=("report", "evict"),
+        help="what follows when all wait for one rank in every step: report says so, and evict has a spare "
+        "take its place; default: report",
+    )
+    add(
+        "--slow-rank-factor",
+        type=_factor,
+        metavar="X",
+        help="slow is who takes so many times as long as the others; default: 1.5",
+    )
 
 
 def _add_ssh(parser: Parser) -> None:
@@ -421,6 +437,13 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         return min(float(text), _SECONDS_MAX)
     raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text!r}")
+
+
+def _factor(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 1.0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number above 1, found {text!r}")
 
 
 def _positive(text: str) -> int:

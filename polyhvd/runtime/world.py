@@ -149,6 +149,10 @@ class World:
         """Hand samples of the speed to ``observe``, on a thread of their own."""
         self._mailbox_thread.on_sample = observe
 
+    def remark(self, text: str) -> None:
+        """Have this said at the end of stall reports that this rank makes; empty: nothing."""
+        self._mailbox_thread.mailbox.remark(text)
+
     @property
     def is_homogeneous(self) -> bool:
         """Whether every host has the same number of ranks."""

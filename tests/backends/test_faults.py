@@ -196,7 +196,7 @@ def test_a_rank_that_has_failed_tells_why_and_has_not_left(start: Callable[[Pool
     pool.start(fail_and_end, "its disk is full", ranks=[1])
     kind, message = pool.answer(2)
     assert kind == "PeerLostError", message
-    assert "rank 1 ended the job: its disk is full" in message
+    assert "rank 1 gave up: its disk is full" in message
     pool.signal(0, signal.SIGCONT)
     pool.start(wait_for_the_departed, ranks=[0])
     kind, message = pool.answer(0)

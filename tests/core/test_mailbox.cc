@@ -21,6 +21,16 @@ TEST_CASE("lines come out in order, the last ones after close") {
   CHECK(!mailbox.take_line());
 }
 
+TEST_CASE("a remark stays until there is another") {
+  Mailbox mailbox;
+  CHECK(mailbox.remarked() == "");
+  mailbox.remark("a");
+  CHECK(mailbox.remarked() == "a");
+  CHECK(mailbox.remarked() == "a");
+  mailbox.remark("");
+  CHECK(mailbox.remarked() == "");
+}
+
 TEST_CASE("a question is taken once, and its answer once") {
   Mailbox mailbox;
   int told = 0;

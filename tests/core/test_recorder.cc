@@ -28,7 +28,7 @@ void run_through(Recorder& recorder, std::int64_t number) {
   Operation operation = operation_of("op " + std::to_string(number), number);
   recorder.on_submit(operation);
   recorder.on_announce(operation, ticks_now());
-  recorder.on_agreement(operation, static_cast<std::uint64_t>(number), 7, 2);
+  recorder.on_agreement(operation, static_cast<std::uint64_t>(number), 7, 2, ticks_now());
   recorder.on_start(operation, ticks_now());
   recorder.on_end(operation, OpState::kDone);
 }
@@ -73,7 +73,7 @@ TEST_CASE("a record follows its operation through the states") {
   CHECK(record.batch == 0);
   recorder.on_announce(operation, ticks_now());
   CHECK(state() == OpState::kAnnounced);
-  recorder.on_agreement(operation, 9, 7, 2);
+  recorder.on_agreement(operation, 9, 7, 2, ticks_now());
   CHECK(state() == OpState::kAgreed);
   CHECK(record.batch == 9);
   CHECK(record.cache_id == 7);

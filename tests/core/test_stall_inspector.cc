@@ -135,6 +135,14 @@ TEST_CASE("a stall beyond the time of shutdown is fatal, though a report was jus
   CHECK(report->text.rfind("stalled for too long: ", 0) == 0);
 }
 
+TEST_CASE("a report ends with what the program has remarked") {
+  Desk desk;
+  desk.begin();
+  const auto report = desk.inspector.finish(desk.waiting, desk.now, "rank 1 is slow\nand so is 2");
+  REQUIRE(report);
+  CHECK(report->text.ends_with("\n  rank 1 is slow\n  and so is 2"));
+}
+
 TEST_CASE("the limit is the first of the times that are set") {
   CHECK(!Desk({seconds(0), seconds(0), seconds(2)}).inspector.limit());
   CHECK(Desk({seconds(60), seconds(0), seconds(2)}).inspector.limit() == seconds(60));

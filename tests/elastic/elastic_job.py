@@ -63,6 +63,12 @@ def wait_for_the_replacement() -> None:
         time.sleep(0.01)
 
 
+def newcomer_is_to_die() -> bool:
+    """Whether somebody who is to die in generation 3 has yet to come: it has NumPy to import before."""
+    of_third = [kill for kill in KILLS if kill.startswith(("meet:", "sync:")) and kill.split(":")[2] == "3"]
+    return any(not (FOLDER / f"killed {kill}").exists() for kill in of_third)
+
+
 @hvd.elastic.run
 def train(state: Any) -> None:
     generation = current.world().placement.generation
@@ -76,7 +82,7 @@ def train(state: Any) -> None:
         state.layers["b"] += hvd.allreduce(contribution[:2], op=hvd.Average, name="second")
         die_at("commit", hvd.rank(), state.step)
         state.step += 1
-        time.sleep(STEP_S)
+        time.sleep(0.3 if generation == 2 and newcomer_is_to_die() else STEP_S)
         state.commit()
 
 

@@ -199,7 +199,7 @@ def test_host_whose_agent_gets_sigterm_or_that_a_user_names_leaves_without_a_los
 
 def test_cable_that_is_cut_costs_the_heartbeat_s_time_and_the_host_comes_back(cluster: Cluster) -> None:
     b, c = (host.address for host in cluster.hosts[1:])
-    cluster.start("-H", f"localhost:1,{b}:1,{c}:1", "-np", "3", "--min-np", "2", "--heartbeat-timeout-s", "3")
+    cluster.start("-H", f"localhost:1,{b}:1,{c}:1", "-np", "3", "--min-np", "2", "--log-level", "info")
     _, pids = cluster.world(1, 3)
     cut = time.time()
     cluster.hosts[1].link("down")
@@ -207,11 +207,13 @@ def test_cable_that_is_cut_costs_the_heartbeat_s_time_and_the_host_comes_back(cl
         begun, _ = cluster.world(2, 2)
     finally:
         cluster.hosts[1].link("up")
-    assert begun - cut < 15  # TCP takes 20 s
+    assert begun - cut < 15  # TCP takes 20 s; where nothing else runs it is less than 5
     print(f"a cable: {begun - cut:.3f} s")
     cluster.world(3, 3)
     assert_gone([pids[1]])
-    assert f"was lost: nothing was heard of {b} for 3 s" in cluster.finish(3)
+    err = cluster.finish(3)
+    assert f"was lost: nothing was heard of {b} for 4 s" in err
+    assert "ended the job" not in err
 
 
 def test_host_that_is_unfit_is_refused_and_the_job_goes_on(cluster: Cluster) -> None:

@@ -301,6 +301,7 @@ class Course:
     def step(self, data: st.DataObject) -> None:
         self.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 30.0]), label="time")
         kinds = ["ask", "ask", "ask", "lose", "well", "hosts", "time", "unfit", "leave", "leave host"]
+        kinds.append("evict")
         kind = data.draw(st.sampled_from(kinds))
         members = sorted(self.living)
         if kind == "hosts":
@@ -325,6 +326,14 @@ class Course:
             elif kind == "leave":
                 self.leaving.add(member)
                 self.do(self.membership.leaves([member], self.now))
+            elif kind == "evict":
+                actions = self.membership.evict(member, self.now)
+                if actions:
+                    assert member in self.world
+                    assert set(self.world) - {member}, "somebody stays who has the state"
+                    assert self.asking - set(self.world) - self.leaving, "somebody is ready to replace it"
+                    self.leaving.add(member)
+                self.do(actions)
             else:
                 del self.living[member]
                 self.asking.discard(member)

@@ -137,8 +137,18 @@ def ranks_of(argument: str) -> list[int]:
     return sorted(found)
 
 
-def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher) -> None:
-    example = str(Path(__file__).resolve().parents[2] / "examples" / "elastic_numpy.py")
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "numpy",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow", "keras", "mxnet")),
+    ],
+)
+def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher, framework: str) -> None:
+    if not is_installed(framework):
+        pytest.skip(f"{framework} is not installed")
+    name = {"torch": "pytorch", "mxnet": "gluon"}.get(framework, framework)
+    example = str(Path(__file__).resolve().parents[2] / "examples" / f"elastic_{name}.py")
     folder = launcher._folder / "checkpoints"
     command = [sys.executable, example, "--epochs", "12", "--checkpoint", str(folder)]
     launcher.start("-np", "2", "--min-np", "2", "--spares", "1", argv=command)

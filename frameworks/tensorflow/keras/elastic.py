@@ -10,6 +10,7 @@ from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
 from polyhvd.elastic.leaving import on_leave
+from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.variables import KerasModelState
 from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
@@ -27,6 +28,7 @@ __all__ = [
     "on_leave",
     "run",
     "run_fn",
+    "slow_ranks",
     "train",
 ]
 

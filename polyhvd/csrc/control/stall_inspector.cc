@@ -116,7 +116,8 @@ bool StallInspector::is_complete(Time now) const {
   return now >= deadline_ || std::ranges::all_of(inquiry_.ranks, is_known);
 }
 
-std::optional<StallReport> StallInspector::finish(std::span<const Stalled> stalled, Time now) {
+std::optional<StallReport> StallInspector::finish(std::span<const Stalled> stalled, Time now,
+                                                  std::string_view remark) {
   asking_ = false;
   if (stalled.empty()) return std::nullopt;
   next_report_ = now + std::chrono::duration_cast<Time::duration>(times_.warn);
@@ -124,7 +125,7 @@ std::optional<StallReport> StallInspector::finish(std::span<const Stalled> stall
   std::string text(fatal ? "stalled for too long: " : "stalled: ");
   text += "ranks have not submitted operations that others wait for:";
   text += text_of_stalled(stalled) + text_of_answers(absent_ranks(stalled));
-  text += text_of_order(stalled) + text_of_finished(stalled);
+  text += text_of_order(stalled) + text_of_finished(stalled) + indented(remark, "  ");
   return StallReport{std::move(text), fatal};
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "control/coordinator.h"
@@ -42,9 +43,10 @@ class StallInspector {
   // Answers to earlier inquiries are dropped.
   void add(Answer answer);
   // The report, once all have answered or their time is over, on what is stalled
-  // by then; nothing if that is nothing.
+  // by then; nothing if that is nothing. `remark` is said at its end.
   bool is_complete(Time now) const;
-  std::optional<StallReport> finish(std::span<const Stalled> stalled, Time now);
+  std::optional<StallReport> finish(std::span<const Stalled> stalled, Time now,
+                                    std::string_view remark = {});
 
  private:
   bool is_fatal(std::span<const Stalled> stalled) const;

@@ -197,6 +197,7 @@ void Controller::refuse(const Refusal& refusal) {
   // One that is agreed is an earlier one of that name, still being executed.
   if (operation && operation->announced && !operation->agreed) {
     operation->agreed = true;
+    queue_.waits().on_agreement(ticks_now());
     work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error, {}});
   } else if (key.turn != 0 && queue_.has_joined()) {
     queue_.pass_over(key);
@@ -205,6 +206,7 @@ void Controller::refuse(const Refusal& refusal) {
 
 void Controller::apply_batch(const Batch& batch) {
   ++batches_;
+  const Ticks now = ticks_now();
   Work work;
   for (std::size_t i = 0; i < batch.ids.size(); ++i) {
     const CacheId id = batch.ids[i];
@@ -220,7 +222,8 @@ void Controller::apply_batch(const Batch& batch) {
     OperationPtr operation = operation_for(*agreement, turn);
     operation->agreed = true;
     ++agreement->runs.count;
-    queue_.recorder().on_agreement(*operation, batches_, id, batch.ids.size());
+    queue_.recorder().on_agreement(*operation, batches_, id, batch.ids.size(), now);
+    if (!operation->stands_in) queue_.waits().on_agreement(now);
     if (agreement->kind == OpKind::kAllgather) operation->rows = agreement->rows;
     change_sets(*agreement, *operation);
     work.operations.push_back(std::move(operation));

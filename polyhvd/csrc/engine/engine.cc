@@ -395,7 +395,7 @@ void Engine::claim_role() {
 }
 
 void Engine::abort(const std::string& reason) {
-  const std::string text = "rank " + std::to_string(rank_) + " ended the job: " + reason;
+  const std::string text = "rank " + std::to_string(rank_) + " gave up: " + reason;
   if (!aborting_.exchange(true)) {
     abort_reason_ = text;
     abort_said_.store(true, std::memory_order_release);
@@ -559,6 +559,12 @@ Tuning Engine::tuning() const { return tuner_.current(); }
 void Engine::adopt(const Tuning& tuning) {
   for (const auto& backend : parts_.backends) backend->tune(tuning);
   tuner_.adopt(tuning);
+}
+
+Engine::Waits Engine::waits() const noexcept {
+  const WaitMeter& meter = queue_.waits();
+  const double ns_per_tick = queue_.recorder().scale().ns_per_tick();
+  return {static_cast<double>(meter.waited()) * ns_per_tick * 1e-9, meter.agreed()};
 }
 
 std::map<std::string, std::uint64_t> Engine::counters() const {

@@ -105,12 +105,20 @@ class Engine {
   // Ends this rank's part in good order: what was agreed still runs, what is
   // pending fails. Idempotent.
   void shutdown();
-  // Ends the job for everybody, also while an operation runs that does not move. Any thread.
+  // Ends the world for everybody, also while an operation runs that does not move: an elastic
+  // job goes on in the next one. Any thread.
   void abort(const std::string& reason);
   // In a forked child: closes the descriptors, and nothing else ever again.
   void abandon() noexcept;
 
   std::map<std::string, std::uint64_t> counters() const;
+  // How long this rank has waited for others to come as far as it, in which every operation
+  // counts as of its announcement; and how many were agreed on. Any thread.
+  struct Waits {
+    double seconds = 0;
+    std::uint64_t agreed = 0;
+  };
+  Waits waits() const noexcept;
 
   // On world rank 0: what all ranks work with from their next operations on. The
   // samples of the speed begin anew with it.

@@ -299,6 +299,7 @@ void OpQueue::announce(Report& report) {
       report.requests.push_back(request_of(*operation));
     }
   }
+  waits_.on_announce(unannounced_.size(), now);
   unannounced_.clear();
   news_.store(0);
 }

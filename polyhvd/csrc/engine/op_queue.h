@@ -19,6 +19,7 @@
 #include "engine/memory_in_flight.h"
 #include "observe/lock_order.h"
 #include "observe/recorder.h"
+#include "observe/wait_meter.h"
 
 namespace polyhvd {
 
@@ -86,6 +87,10 @@ class OpQueue {
   bool has_announced() const;
   // What became of the operations. Reading: any thread, no lock.
   Recorder& recorder() noexcept { return recorder_; }
+  const Recorder& recorder() const noexcept { return recorder_; }
+  // How long this rank has waited for others. Reading: any thread, no lock.
+  WaitMeter& waits() noexcept { return waits_; }
+  const WaitMeter& waits() const noexcept { return waits_; }
 
   // "allreduce 'x'" of each operation in flight, in alphabetical order.
   std::vector<std::string> in_flight() const;
@@ -117,6 +122,7 @@ class OpQueue {
 
   const int rank_;
   Recorder recorder_;  // of its writers, on_submit() holds mutex_
+  WaitMeter waits_;
 
   mutable OrderedMutex<LockRank::queue> mutex_;
   // All guarded by mutex_. The driver is the one writer of sets_ and cache_, and

@@ -108,7 +108,8 @@ void StallWatch::inspect(Time now) {
     if (inquiry) controller_.ask(*inquiry);
     return;
   }
-  const auto report = inspector_.finish(stalled, now);
+  const std::string remark = mailbox_ ? mailbox_->remarked() : std::string();
+  const auto report = inspector_.finish(stalled, now, remark);
   if (!report) return;
   const std::string error = clipped(report->text, kErrorBytesMax);
   if (!report->fatal || error.size() < report->text.size()) log_(report->text);

@@ -106,6 +106,16 @@ std::string Mailbox::dump_stacks() const {
   return text;
 }
 
+void Mailbox::remark(std::string text) {
+  std::lock_guard lock(mutex_);
+  remark_ = std::move(text);
+}
+
+std::string Mailbox::remarked() {
+  std::lock_guard lock(mutex_);
+  return remark_;
+}
+
 void Mailbox::close() {
   std::lock_guard lock(mutex_);
   closed_ = true;

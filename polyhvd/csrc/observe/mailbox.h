@@ -36,6 +36,8 @@ class Mailbox {
   void set_on_stacks(std::function<void()> on_stacks);
   // What can be said of them while the program's lock is held; may be empty.
   std::string dump_stacks() const;
+  // What the program has remarked last.
+  std::string remarked();
 
   // The program's side. Blocks until there is something to take; false once closed
   // and empty. Called without the program's lock, take_line() with it: what nobody
@@ -47,6 +49,8 @@ class Mailbox {
   // the program is; each further line is one of the stacks.
   bool take_question();
   void answer(std::string stacks);
+  // What stall reports are to say as well; empty: nothing.
+  void remark(std::string text);
   // From now on lines are written to standard error at once.
   void close();
 
@@ -63,6 +67,7 @@ class Mailbox {
   bool closed_ = false;                // guarded by mutex_
   bool asked_ = false;                 // likewise
   std::optional<std::string> stacks_;  // likewise
+  std::string remark_;                 // likewise
   std::optional<StepSample> sample_;   // likewise
   std::function<void()> on_stacks_;    // likewise, and called with it
   const int signal_;

@@ -93,12 +93,12 @@ void Recorder::on_announce(const Operation& operation, Ticks now) noexcept {
 }
 
 void Recorder::on_agreement(const Operation& operation, std::uint64_t batch, CacheId id,
-                            std::size_t fused) noexcept {
+                            std::size_t fused, Ticks now) noexcept {
   Slot* slot = slot_of(operation);
   if (slot == nullptr) return;
   slot->batch.store(batch, kRelaxed);
   slot->place.store(std::uint64_t{id} << 32 | static_cast<std::uint32_t>(fused), kRelaxed);
-  stamp(*slot, operation.sequence, kAtAgreement, ticks_now());
+  stamp(*slot, operation.sequence, kAtAgreement, now);
 }
 
 void Recorder::on_start(const Operation& operation, Ticks now) noexcept {

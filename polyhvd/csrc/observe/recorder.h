@@ -80,8 +80,8 @@ class Recorder {
   void on_submit(Operation& operation) noexcept;
   // The driver's. They do nothing for an operation that was overwritten meanwhile.
   void on_announce(const Operation& operation, Ticks now) noexcept;
-  void on_agreement(const Operation& operation, std::uint64_t batch, CacheId id,
-                    std::size_t fused) noexcept;
+  void on_agreement(const Operation& operation, std::uint64_t batch, CacheId id, std::size_t fused,
+                    Ticks now) noexcept;
   void on_start(const Operation& operation, Ticks now) noexcept;
   void on_end(const Operation& operation, OpState state) noexcept;
 

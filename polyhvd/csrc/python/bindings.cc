@@ -237,6 +237,10 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   Tuning tuning() const { return engine_->tuning(); }
   void notify(std::uint32_t notice) { engine_->notify(notice); }
   std::uint32_t notice() const { return engine_->notice(); }
+  std::pair<double, std::uint64_t> waits() const {
+    const Engine::Waits waits = engine_->waits();
+    return {waits.seconds, waits.agreed};
+  }
   // For a native library that was built with `version` of c_api.h.
   std::uintptr_t native_api(std::uint32_t version) const {
     if (version == POLYHVD_C_API_VERSION)
@@ -461,6 +465,7 @@ PYBIND11_MODULE(_core, m) {
       .def("take_sample", &Mailbox::take_sample)
       .def("take_question", &Mailbox::take_question)
       .def("answer", &Mailbox::answer)
+      .def("remark", &Mailbox::remark, py::arg("text"))
       .def("close", &Mailbox::close);
 
   py::class_<StepSample>(m, "StepSample")
@@ -510,6 +515,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("tuning", &PyEngine::tuning)
       .def("notify", &PyEngine::notify, py::arg("notice"))
       .def_property_readonly("notice", &PyEngine::notice)
+      .def_property_readonly("waits", &PyEngine::waits)
       .def_property_readonly("generation", &PyEngine::generation);
 }
 

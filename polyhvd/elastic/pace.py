@@ -1,0 +1,193 @@
+"""How long ranks take for what they do by themselves, and who of them is slow. Pure: no socket and no clock.
+
+A step of training takes all ranks equally long, since they wait for each other; what tells a slow one is the
+part of it in which it does not wait. A member takes the median of its last steps (:class:`Pace`) and the
+launcher compares those of a world (:class:`Judge`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median, median_low
+
+__all__ = ["FACTOR", "Figure", "Judge", "Pace", "SlowMember", "SlowRank"]
+
+#: A rank is slow that takes longer than the typical one by this factor, unless the user says otherwise ...
+FACTOR = 1.5
+#: ... and by this time, below which it is the scheduler's play rather than the rank's own.
+_EXCESS_S = 0.010
+#: Who was slow is so until it is below this part of what makes it slow.
+_RELIEF = 0.8
+#: Nobody is found to be slow, or to be so no more, before it has been so for this long.
+_PATIENCE_S = 3.0
+#: Steps of which the median counts: one that a pause has made long, and eight more, change nothing.
+_STEPS = 20
+#: Where steps are long, so many are enough that take this long together.
+_STEPS_LONG, _LONG_S = 5, 60.0
+#: A member tells its figure as often as this.
+_TELL_S = 1.0
+#: How much a figure changes until it is published again.
+_CHANGE = 0.2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a member says of its last steps."""
+
+    generation: int
+    own_s: float  #: of a step, in which it has not waited for others; the median
+    step_s: float  #: of a whole step, likewise
+
+    def encoded(self) -> bytes:
+        """As bytes for the store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Figure:
+        """Read what a member has written; raises ValueError, TypeError or KeyError."""
+        said = json.loads(data)
+        return cls(int(said["generation"]), float(said["own_s"]), float(said["step_s"]))
+
+
+class Pace:
+    """A member's own time in its last steps of a world.
+
+    Args:
+        generation: of the world.
+    """
+
+    def __init__(self, generation: int) -> None:
+        self._generation = generation
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # own time and whole, of each
+        self._began: tuple[float, float] | None = None
+        self._agreed = 0
+        self._told_at = 0.0
+
+    def step(self, now: float, waited_s: float, agreed: int) -> Figure | None:
+        """A step may be over.
+
+        Args:
+            now: the time.
+            waited_s: how long this rank has waited for others in this world.
+            agreed: how many operations it has had with them. Where there was none since the last step, this
+                is the same one.
+
+        Returns:
+            What the launcher is to be told, if it is time for that.
+        """
+        if agreed == self._agreed:
+            return None
+        if self._began is not None:
+            whole = now - self._began[0]
+            self._steps.append((max(0.0, whole - (waited_s - self._began[1])), whole))
+        self._began, self._agreed = (now, waited_s), agreed
+        if now < self._told_at + _TELL_S or not self._are_enough():
+            return None
+        self._told_at = now
+        own_s = median(own for own, _ in self._steps)
+        return Figure(self._generation, own_s, median(whole for _, whole in self._steps))
+
+    def _are_enough(self) -> bool:
+        if len(self._steps) == _STEPS:
+            return True
+        return len(self._steps) >= _STEPS_LONG and sum(whole for _, whole in self._steps) >= _LONG_S
+
+
+@dataclass(frozen=True)
+class SlowMember:
+    """A member that the others wait for in every step."""
+
+    member: int
+    own_s: float  #: of a step
+    typical_s: float  #: what a step takes the others
+    since: float  #: when it was first found
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that the others wait for in every step."""
+
+    rank: int
+    host: str  #: as the launcher calls it
+    own_s: float  #: what a step takes it by itself, in seconds
+    typical_s: float  #: what a step takes the others
+    since: float  #: when it was first found to be slow, as ``time.time()`` says it
+
+    @property
+    def factor(self) -> float:
+        """How many times as long it takes as others."""
+        return self.own_s / self.typical_s if self.typical_s > 0 else float("inf")
+
+    def __str__(self) -> str:
+        own_ms, typical_ms = 1e3 * self.own_s, 1e3 * self.typical_s
+        return (
+            f"rank {self.rank} on {self.host} is slow: each step takes it {own_ms:.0f} ms of its own, "
+            f"and the others, who wait for it, {typical_ms:.0f} ms"
+        )
+
+
+class Judge:
+    """Who is slow in the present world.
+
+    Args:
+        factor: how much longer than the typical member a slow one takes.
+
+    Example::
+
+        judge = Judge(factor=1.5)
+        judge.begin(1, (0, 1))
+        judge.hear(0, Figure(1, 0.010, 0.060), now=5.0)
+        judge.hear(1, Figure(1, 0.058, 0.060), now=5.1)
+        judge.hear(1, Figure(1, 0.058, 0.060), now=8.1)
+        judge.slow  # [SlowMember(1, 0.058, 0.010, 5.1)]
+    """
+
+    def __init__(self, factor: float = FACTOR) -> None:
+        self._factor = factor
+        self._generation = 0
+        self._figures: dict[int, Figure | None] = {}
+        self._doubts: dict[int, float] = {}  # since when members are not what they were found to be
+        #: Members that are slow, the slowest first.
+        self.slow: list[SlowMember] = []
+
+    def begin(self, generation: int, members: Sequence[int]) -> None:
+        """A world is formed; nothing is known of it yet."""
+        self._generation = generation
+        self._figures = dict.fromkeys(members)
+        self._doubts = {}
+        self.slow = []
+
+    def hear(self, member: int, figure: Figure, now: float) -> bool:
+        """A member has told its figure; returns whether :attr:`slow` is to be told anew."""
+        if figure.generation != self._generation or member not in self._figures:
+            return False
+        self._figures[member] = figure
+        known = {number: said for number, said in self._figures.items() if said is not None}
+        if len(known) < len(self._figures):
+            return False
+        former = {item.member: item for item in self.slow}
+        # Of two, the faster one is typical; so it is where half of the ranks are slow.
+        typical_s = median_low(said.own_s for said in known.values())
+        found = []
+        for number, said in known.items():
+            since = former[number].since if number in former else None
+            excess_s, part = said.own_s - typical_s, 1.0 if since is None else _RELIEF
+            is_over = excess_s > part * _EXCESS_S and excess_s > part * (self._factor - 1.0) * typical_s
+            if is_over is (since is not None):
+                self._doubts.pop(number, None)
+            elif now >= (began := self._doubts.setdefault(number, now)) + _PATIENCE_S:
+                del self._doubts[number]
+                since = began if is_over else None
+            if since is not None:
+                found.append(SlowMember(number, said.own_s, typical_s, since))
+        found.sort(key=lambda item: -item.own_s)
+        is_news = former.keys() != {item.member for item in found} or any(
+            abs(item.own_s - former[item.member].own_s) > _CHANGE * former[item.member].own_s
+            for item in found
+        )
+        if is_news:
+            self.slow = found
+        return is_news
