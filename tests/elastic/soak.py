@@ -1,10 +1,10 @@
 """Elastic jobs whose processes are killed from outside, at any moment, for as long as one likes.
 
-``make soak`` runs it: SOAK_KILLS kills in jobs of at most a hundred, SOAK_FRAMEWORK, SOAK_SEED. Each job has a
-seed of its own, which chooses its form, its victims and its moments; ``--seed N --rounds 1`` runs the one again.
-A job has to end in good order, every row of every epoch has to be in its weights once, by its own count and by
-what its ranks have written down; its weights have to be, bit for bit, those of a job without failures that
-makes the same history of sizes; and neither ranks nor launcher may grow.
+``make soak`` runs it: SOAK_KILLS kills in jobs of at most a hundred, SOAK_FRAMEWORK, SOAK_SEED. Each job has
+a seed of its own, which chooses its victims and its moments; what fails says how to have that job again.
+A job has to end in good order, every row of every epoch has to be in its weights once, by its own count and
+by what its ranks have written down; its weights have to be, bit for bit, those of a job without failures
+that makes the same history of sizes; and neither ranks nor launcher may grow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT, Popen, run
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,11 @@ SLOTS = ("--blacklist-cooldown-range", "0", "0", "--elastic-timeout", "120")
 #: By name: options, the mode of the job, and whether all worlds have one size.
 FORMS = {
     "sizes": ((*ONE_HOST, "-np", "3", "--min-np", "1", "--max-np", "4", *SLOTS), "train", False),
-    "spare": ((*ONE_HOST, "-np", "3", "--min-np", "2", "--max-np", "4", "--spares", "1", *SLOTS), "train", False),
+    "spare": (
+        (*ONE_HOST, "-np", "3", "--min-np", "2", "--max-np", "4", "--spares", "1", *SLOTS),
+        "train",
+        False,
+    ),
     "one size": (("-np", "3", "--min-np", "3", "--spares", "1", *SLOTS), "train", True),
     "run": (("-np", "3", "--min-np", "3", "--spares", "1", *SLOTS), "run", True),
     "two": (("-np", "2", "--min-np", "2", "--spares", "1", *SLOTS), "train", True),
@@ -134,13 +138,14 @@ class Job:
         options, self.how, self.is_of_one_size = FORMS.get(self.form, ((), "train", False))
         self.options = self.options or options
         self.chance = random.Random(f"{self.seed} {self.framework} {self.form}")
-        steps = 60 if self.framework == "numpy" else 20
+        steps = 30 if self.framework == "numpy" else 15
         self.epochs = max(2, -(-self.kills * steps * 12 // ROWS))
         self.table = np.memmap(self.folder / "table", np.int64, "w+", shape=(MEMBERS_MAX, 5))
         self.table[:, 1] = -1
         self.allowed = np.memmap(self.folder / "allowed", np.int64, "w+", shape=(1,))
-        #: Killed seldom, so that there is a process that sees many worlds.
-        self.spared = 0 if self.chance.random() < 0.5 else None
+        #: In half of the jobs there is a process that is killed seldom, and so sees many worlds.
+        self.spares_one = self.chance.random() < 0.5
+        self.spared: int | None = None
         self.process: Popen[bytes] | None = None
         self.said = b""
 
@@ -210,7 +215,7 @@ class Job:
         return sorted((m for m, row in members.items() if row[1] == last > 0), key=lambda m: members[m][2])
 
     def _kill_all_of_them(self) -> None:
-        blind, generation = 0, 0
+        blind, broken = 0, 0  # the generation whose loss is not recovered from
         while self.killed < self.kills and self._status() is None:
             due = self.epochs * ROWS * (self.killed + 1) // (self.kills + 1)
             self.allowed[0] = max(due, self.allowed[0])
@@ -219,28 +224,31 @@ class Job:
             if is_blind:
                 time.sleep(self.chance.uniform(0.0, 0.6))
             else:
-                before = generation
-
-                def goes_on(before: int = before) -> bool:
-                    self.allowed[0] += 12  # newcomers are let in at the end of a step
-                    time.sleep(0.02)
-                    return self._generation() > before
-
-                self._wait_for(goes_on, f"a step after generation {before}")
+                self._wait_for(lambda: self._goes_on_after(broken), f"a step after generation {broken}")  # noqa: B023
                 self._look()
                 time.sleep(self.chance.uniform(0.0, 0.3))
             members = self.members()
-            generation = self._generation()
             kind, pids = self._victims(members)
-            if not pids:
-                continue
             numbers = {int(row[0]): m for m, row in members.items()}
             phases = [PHASES[members[numbers[pid]][4]] if pid in numbers else "an agent" for pid in pids]
+            generation = self._generation()
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            if not pids:
+                continue
             self.killed += len(pids)
             self.done.append(Kill(kind, time.time(), generation, phases, is_blind))
+            if {int(members[m][0]) for m in self.world(members)} & set(pids) or kind in (
+                "an agent",
+                "a host",
+            ):
+                broken = generation
+
+    def _goes_on_after(self, broken: int) -> bool:
+        self.allowed[0] += 12  # newcomers are let in at the end of a step
+        time.sleep(0.03)
+        return self._generation() > broken or self._status() is not None
 
     def _generation(self) -> int:
         return int(self.table[:, 1].max())
@@ -249,9 +257,12 @@ class Job:
         """Whom to kill, and how that is called."""
         world = self.world(members)
         others = [m for m in members if m not in world]
+        if self.spares_one and world and self.spared not in world:
+            self.spared = self.chance.choice(world)
+        may_be_all = self.how == "train" and not self.spares_one
         kind = self.chance.choices(
             ["a rank", "rank 0", "a newcomer or spare", "all but one", "all", "an agent", "a host"],
-            [8, 3, 3, 2, 0.4 if self.how == "train" else 0, 3 if self.before else 0, 2 if self.before else 0],
+            [8, 3, 3, 2, 0.4 * may_be_all, 3 * bool(self.before), 2 * bool(self.before)],
         )[0]
         pick = self.chance.random()
         if kind == "a rank" and world:
@@ -269,7 +280,7 @@ class Job:
             return kind, self._of_an_agent(members, pick, host=kind == "a host")
         else:
             return kind, []
-        if kind != "all" and self.spared in chosen and self.chance.random() < 0.95:
+        if kind != "all" and self.spared in chosen and self.chance.random() < 0.99:
             return kind, []
         return kind, [int(members[m][0]) for m in chosen]
 
@@ -279,7 +290,9 @@ class Job:
             below[parent_of(int(row[0]))].append(int(row[0]))
         assert self.process is not None
         agents = sorted(set(below) - {self.process.pid, 0, 1, parent_of(self.process.pid)})
-        agents = [pid for pid in agents if b"polyhvd" in command_of(pid) and pid not in below[self.process.pid]]
+        agents = [
+            pid for pid in agents if b"polyhvd" in command_of(pid) and pid not in below[self.process.pid]
+        ]
         agents = [pid for pid in agents if parent_of(pid) != self.process.pid]
         if not agents:
             return []
@@ -301,11 +314,16 @@ class Job:
         """Where everybody is, and their stacks."""
         lines = []
         for m, row in self.members().items():
-            lines.append(f"process {m}: pid {row[0]}, generation {row[1]}, rank {row[2]}, step {row[3]}, {PHASES[row[4]]}")
+            lines.append(
+                f"process {m}: pid {row[0]}, generation {row[1]}, rank {row[2]}, step {row[3]}, "
+                f"{PHASES[row[4]]}"
+            )
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(row[0]), signal.SIGUSR2)
         time.sleep(1.0)
-        kills = "\n".join(f"{k.moment:.3f} {k.kind} in generation {k.generation}: {k.phases}" for k in self.done[-8:])
+        kills = "\n".join(
+            f"{k.moment:.3f} {k.kind} in generation {k.generation}: {k.phases}" for k in self.done[-8:]
+        )
         words = self.said.decode("utf-8", "replace")
         return "\n".join([*lines, "the last kills:", kills, "the job's last words:", words[-12000:]])
 
@@ -357,7 +375,11 @@ class Job:
                 twice = [row for row, count in Counter(rows[epoch]).items() if count > 1]
                 missing = sorted(set(range(ROWS)) - set(rows[epoch]))
                 raise SoakError(f"epoch {epoch}: rows {twice} twice, {missing} never")
-        expected = f"end {hashlib.sha256(w.tobytes()).hexdigest()[:16]} " if self.before else self._replayed(segments)
+        expected = (
+            f"end {hashlib.sha256(w.tobytes()).hexdigest()[:16]} "
+            if self.before
+            else self._replayed(segments)
+        )
         if not ends[0].startswith(expected):
             raise SoakError(f"{ends[0]} where the same history without failures has {expected}: {segments}")
         self._judge_growth()
@@ -380,7 +402,9 @@ class Job:
 
     def _judge_growth(self) -> None:
         self.growths = [grown for uses in self.uses.values() if (grown := growth(uses)) is not None]
-        self.launcher_growth = growth([Use(0, u.memory, u.threads, u.descriptors) for u in self.launcher_uses])
+        self.launcher_growth = growth(
+            [Use(0, u.memory, u.threads, u.descriptors) for u in self.launcher_uses]
+        )
         for who, grown in [("the launcher", self.launcher_growth), *(("a rank", g) for g in self.growths)]:
             if grown is None:
                 continue
@@ -396,12 +420,12 @@ class Job:
         memory = max((grown.memory for grown in self.growths), default=0) >> 10
         of_launcher = self.launcher_growth.memory >> 10 if self.launcher_growth else 0
         return (
-            f"{self.killed} kills, {max(self.begun)} generations, {longest} seen by one process; ranks grew by "
-            f"{memory} KiB at most, the launcher by {of_launcher} KiB\n  {dict(kinds)}; {dict(phases)}"
+            f"{self.killed} kills, {max(self.begun)} generations, {longest} seen by one process; ranks grew "
+            f"by {memory} KiB at most, the launcher by {of_launcher} KiB\n  {dict(kinds)}; {dict(phases)}"
         )
 
     def recoveries(self) -> list[float]:
-        """Seconds from the loss of a rank to the next world's first step, where nothing was lost in between."""
+        """Seconds from the loss of a rank to the first step after it, where nothing was lost in between."""
         found = []
         for kill, following in zip(self.done, [*self.done[1:], None], strict=True):
             if kill.kind not in ("a rank", "rank 0") or kill.blind or (following and following.blind):
@@ -436,9 +460,24 @@ def command_of(pid: int) -> bytes:
 @contextlib.contextmanager
 def hosts() -> Iterator[dict[str, Any]]:
     """Three hosts with an sshd each; what a job on them needs."""
-    with tempfile.TemporaryDirectory() as folder, netns.hosts(3) as found, sshd.sshd_on(Path(folder), found[1:]) as way:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        netns.hosts(3) as found,
+        sshd.sshd_on(Path(folder), found[1:]) as way,
+    ):
         b, c = (host.address for host in found[1:])
-        options = (*way, "-H", f"localhost:2,{b}:1,{c}:1", "-np", "3", "--min-np", "1", "--max-np", "4", *SLOTS)
+        options = (
+            *way,
+            "-H",
+            f"localhost:2,{b}:1,{c}:1",
+            "-np",
+            "3",
+            "--min-np",
+            "1",
+            "--max-np",
+            "4",
+            *SLOTS,
+        )
         yield {"options": options, "before": tuple(found[0].command())}
 
 
@@ -450,7 +489,10 @@ def soak(framework: str, seed: int, kills: int, form: str) -> tuple[int, list[fl
         job = Job(framework, seed, kills, form, folder, **given)
         started = time.monotonic()
         job.go()
-        print(f"seed {seed}, {framework}, {form}, {time.monotonic() - started:.0f} s: {job.report()}", flush=True)
+        print(
+            f"seed {seed}, {framework}, {form}, {time.monotonic() - started:.0f} s: {job.report()}",
+            flush=True,
+        )
         return job.killed, job.recoveries()
 
 
@@ -468,9 +510,10 @@ def main() -> int:
         if netns.available() and sshd.available() and given.kills > KILLS_MAX:
             forms.append("hosts")
     seed, killed, recoveries = given.seed, 0, []
+    most = min(KILLS_MAX, max(15, -(-given.kills // len(forms))))
     while killed < given.kills and (given.rounds == 0 or seed < given.seed + given.rounds):
         form = forms[seed % len(forms)]
-        kills = min(KILLS_MAX, given.kills - killed)
+        kills = min(most, given.kills - killed)
         try:
             count, times = soak(given.framework, seed, kills, form)
         except SoakError as error:
@@ -484,8 +527,10 @@ def main() -> int:
     if len(recoveries) > 1:
         recoveries.sort()
         at = [recoveries[int(part * (len(recoveries) - 1))] * 1000 for part in (0.5, 0.9, 1.0)]
-        print(f"{killed} kills; from the kill of a rank to the next step: median {at[0]:.0f} ms, 9 of 10 within "
-              f"{at[1]:.0f} ms, {at[2]:.0f} ms at most")
+        print(
+            f"{killed} kills; from the kill of a rank to the next step: median {at[0]:.0f} ms, 9 of 10 "
+            f"within {at[1]:.0f} ms, {at[2]:.0f} ms at most"
+        )
     return 0
 
 

@@ -7,8 +7,8 @@ Arguments: the framework, and a folder with
     steps-PID  a line for each step that a process begins: see :func:`note`
 
 It is the training of train_job.py; ``SOAK_HOW`` is "train", with ``hvd.elastic.train``, or "run", with
-``hvd.elastic.run``. With ``SOAK_HISTORY`` NumPy makes the steps of a former job again, without a failure, with
-as many ranks in each as there were.
+``hvd.elastic.run``. With ``SOAK_HISTORY`` NumPy makes the steps of a former job again, without a failure,
+with as many ranks in each as there were.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def counted(state: Any, rows: Any, weight: float, **where: Any) -> None:
 
 
 def exact_model() -> Any:
-    """In integers: on several hosts sums are associated by hosts, and these have the same bits all the same."""
+    """In integers, whose sums have the same bits also where they are associated by hosts."""
     state = hvd.elastic.ArrayState(w=np.ones(INTEGERS, np.int64), counts=np.zeros(train_job.ROWS))
 
     def update(batch: Any) -> None:
@@ -133,7 +133,7 @@ def train() -> None:
 
 
 def run() -> None:
-    """With ``hvd.elastic.run`` and Horovod's sampler, as scripts for Horovod are. The rows go into the ranks."""
+    """With ``hvd.elastic.run`` and Horovod's sampler. All worlds have one size, into which the rows go."""
     from polyhvd.data import ElasticSampler
 
     rows, batch, w = train_job.ROWS, train_job.BATCH, train_job.first_w.copy()
@@ -182,7 +182,7 @@ def replay() -> None:
     loader = train_job.ArrayLoader(
         [train_job.x, train_job.y], train_job.BATCH, seed=3, placement=lambda: (hvd.rank(), size)
     )
-    for steps, size in segments:  # noqa: B007  the loader looks at it
+    for steps, size in segments:
         left = steps if hvd.rank() < size else 0
         loader.load_state_dict(loader.state_dict())  # what is under way was for another size
         while left:

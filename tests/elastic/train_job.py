@@ -256,7 +256,7 @@ def train(epochs: int, **options: Any) -> str:
 def main() -> None:
     folder = str(FOLDER / "checkpoints")
     mode, *arguments = os.environ.get("TRAIN", "once").split()
-    if mode == "resumed":  # with kills, and then without, but for the end of one training and the next from disk
+    if mode == "resumed":  # with kills, and then without, but for the end of one and the next from disk
         print("end", train(2), f"size {hvd.size()}", flush=True)
         train(1, checkpoint=folder)
         print("resumed", train(2, checkpoint=folder), f"size {hvd.size()}", flush=True)
