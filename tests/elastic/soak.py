@@ -48,6 +48,7 @@ END_S = 300.0
 BLIND_MAX = 6
 #: What a process may have grown by at its end.
 DESCRIPTORS_MAX, THREADS_MAX, MEMORY_MAX = 2, 2, 24 << 20
+MEASURES = ("memory", "threads", "descriptors")
 ONE_HOST = ("-H", "localhost:4")
 SLOTS = ("--blacklist-cooldown-range", "0", "0", "--elastic-timeout", "120")
 #: By name: options, the mode of the job, and whether all worlds have one size.
@@ -89,6 +90,9 @@ class Use:
     threads: int
     descriptors: int
 
+    def __str__(self) -> str:
+        return f"{self.memory >> 10} KiB, {self.threads} threads, {self.descriptors} descriptors"
+
 
 def use_of(pid: int, size: int) -> Use | None:
     """None: it has ended."""
@@ -115,7 +119,7 @@ def growth(uses: list[Use]) -> Use | None:
         values = [[getattr(use, name) for use in part] for part in (first, last)]
         return int(statistics.median(values[1]) - statistics.median(values[0]))
 
-    return Use(size, by("memory"), by("threads"), by("descriptors"))
+    return Use(size, *(by(name) for name in MEASURES))
 
 
 @dataclass
@@ -146,6 +150,7 @@ class Job:
         #: In half of the jobs there is a process that is killed seldom, and so sees many worlds.
         self.spares_one = self.chance.random() < 0.5
         self.spared: int | None = None
+        self.first_steps: dict[int, int] = {}  # of each generation, as they were seen
         self.process: Popen[bytes] | None = None
         self.said = b""
 
@@ -246,9 +251,13 @@ class Job:
                 broken = generation
 
     def _goes_on_after(self, broken: int) -> bool:
+        """Whether a later world has made a step, so that what comes next is no failure that recurs."""
         self.allowed[0] += 12  # newcomers are let in at the end of a step
         time.sleep(0.03)
-        return self._generation() > broken or self._status() is not None
+        generation = self._generation()
+        step = int(self.table[self.table[:, 1] == generation, 3].max())
+        first = self.first_steps.setdefault(generation, step)
+        return (generation > broken and step > first) or self._status() is not None
 
     def _generation(self) -> int:
         return int(self.table[:, 1].max())
@@ -417,11 +426,11 @@ class Job:
         kinds = Counter(kill.kind for kill in self.done)
         phases = Counter(phase for kill in self.done for phase in kill.phases)
         longest = max((len(uses) for uses in self.uses.values()), default=0)
-        memory = max((grown.memory for grown in self.growths), default=0) >> 10
-        of_launcher = self.launcher_growth.memory >> 10 if self.launcher_growth else 0
+        of_ranks = Use(0, *(max((getattr(g, name) for g in self.growths), default=0) for name in MEASURES))
+        of_launcher = self.launcher_growth or Use(0, 0, 0, 0)
         return (
             f"{self.killed} kills, {max(self.begun)} generations, {longest} seen by one process; ranks grew "
-            f"by {memory} KiB at most, the launcher by {of_launcher} KiB\n  {dict(kinds)}; {dict(phases)}"
+            f"by {of_ranks} at most, the launcher by {of_launcher}\n  {dict(kinds)}; {dict(phases)}"
         )
 
     def recoveries(self) -> list[float]:
