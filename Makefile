@@ -147,6 +147,17 @@ faults: $(STAMPS)/test
 	POLYHVD_TEST_FAULT_CASES=$(FAULT_CASES) POLYHVD_TEST_FAULT_SEED=$(FAULT_SEED) \
 		$(PY) -m pytest -q tests/backends/test_random_faults.py
 
+SOAK_KILLS ?= 1000
+SOAK_SEED ?= 1
+SOAK_FRAMEWORK ?= numpy
+SOAK_FORM ?=
+
+##@ soak     SOAK_KILLS (1000) processes of elastic jobs in SOAK_FRAMEWORK (numpy) are killed, from SOAK_SEED on
+.PHONY: soak
+soak: $(STAMPS)/test
+	$(PY) tests/elastic/soak.py --kills $(SOAK_KILLS) --seed $(SOAK_SEED) --framework $(SOAK_FRAMEWORK) \
+		--form "$(SOAK_FORM)"
+
 ##@ test     the core, the launcher, every adapter, parity, training: all but what make slow has
 test: $(STAMPS)/test
 	$(MAKE) -j$(JOBS) core units stand-ins

@@ -30,6 +30,9 @@ __all__ = [
 
 #: Worlds in a row that fail before anybody has committed: what fails them will fail the next one.
 _BARREN_MAX = 2
+#: The same, where processes were killed from outside: that is others' doing, and hits recoveries as well, but
+#: a system that is short of memory kills so, too, again and again.
+_KILLED_MAX = 10
 #: A slot whose process has lived for so long has its failures forgiven.
 _FORGIVEN_AFTER_S = 600.0
 #: How long newcomers that are ready wait for others that have been started with them.
@@ -43,7 +46,8 @@ class Fate(Enum):
     """How a member has ended."""
 
     WELL = "well"  #: its program is done
-    LOST = "lost"  #: it was killed, it crashed, its host is gone, or it ended because it had lost another
+    LOST = "lost"  #: it crashed, or it ended because it had lost another
+    KILLED = "killed"  #: from outside, by SIGKILL or with its host
     FAILED = "failed"  #: of its own, so that it would again
     UNSTARTABLE = "unstartable"  #: there is no such program, or no way onto the host
 
@@ -144,6 +148,7 @@ class _World:
     wired: bool = False  # somebody has seen all of it connected
     progressed: bool = False  # somebody has committed in it
     failed: bool = False  # a collective has failed in it, though no member may be lost
+    killed: bool = False  # a member was killed from outside
     judged: bool = False  # whether its failure was counted
 
 
@@ -174,8 +179,8 @@ class Membership:
         self._over = False
         self._too_few_since: float | None = None
         self._quiet_until = 0.0  # nobody is started, unless there are too few to go on
-        self._barren = 0
-        self._first_cause: int | None = None  # of the barren worlds
+        self._barren = self._crashed = 0  # worlds in a row: all, and those that have failed of their own
+        self._first_cause: int | None = None  # of the barren worlds, best of those of their own
         self._lost_now: int | None = None  # the first that the present world has lost
 
     # Events
@@ -355,6 +360,7 @@ class Membership:
             if not world.lost:
                 self._lost_now = member
             world.lost.append(member)
+            world.killed |= fate is Fate.KILLED
             self._quiet_until = now + _QUIET_S
             actions.append(Lose(world.generation, member))
         return actions + self._settle(now)
@@ -531,12 +537,14 @@ class Membership:
             return None
         world.judged = True
         if world.progressed:
-            self._barren = 0
+            self._barren = self._crashed = 0
             self._first_cause = None
         elif world.wired or not world.members:
             self._barren += 1
-            self._first_cause = self._lost_now if self._first_cause is None else self._first_cause
-        if self._barren < _BARREN_MAX:
+            self._crashed += not world.killed
+            if self._first_cause is None or (self._crashed == 1 and not world.killed):
+                self._first_cause = self._lost_now
+        if self._crashed < _BARREN_MAX and self._barren < _KILLED_MAX:
             return None
         return f"{self._barren} worlds in a row have failed before anybody had committed"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ __all__ = ["Driver"]
 #: From a failure that ends the job to the end of the others: their own last words may explain it.
 _SETTLE_S = 0.1
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
+_FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 class Driver:
@@ -195,7 +197,7 @@ class Driver:
         actions = self._membership.ended(ending.rank, fate, now)
         ends = [action for action in actions if isinstance(action, End)]
         is_loss = ending.rank in counted and not self._membership.all_are_leaving
-        if fate is Fate.LOST and not ends and is_loss:
+        if fate in (Fate.LOST, Fate.KILLED) and not ends and is_loss:
             self._say(f"{describe(ending)}; the job goes on")
         if not any(end.cause == ending.rank for end in ends):
             self._do(actions)
@@ -387,5 +389,7 @@ def _fate_of(ending: Ending) -> Fate:
         return Fate.WELL
     if ending.unstartable:
         return Fate.UNSTARTABLE
-    killed = ending.status < 0 or bool(ending.reason) or ending.status in _SIGNAL_STATUS
-    return Fate.LOST if killed or ending.certainty == 2 else Fate.FAILED
+    if ending.reason or ending.status in _FROM_OUTSIDE:
+        return Fate.KILLED
+    crashed = ending.status < 0 or ending.status in _SIGNAL_STATUS
+    return Fate.LOST if crashed or ending.certainty == 2 else Fate.FAILED

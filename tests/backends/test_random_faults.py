@@ -14,14 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from elastic_faults import elastic_case_of, run_elastic_case
 from fault_cases import case_of
 from fault_runner import Server, run_case
+from launching import Launcher
 
 _FIRST = 1
 _CASES = int(os.environ.get("POLYHVD_TEST_FAULT_CASES", "40"))
 _SEED = os.environ.get("POLYHVD_TEST_FAULT_SEED")
 _SEEDS = [int(_SEED)] if _SEED else range(_FIRST, _FIRST + _CASES)
 _FEW = _SEEDS[:12]
+_ELASTIC = _SEEDS[::10]  # jobs of polyhvdrun, which take a second or two to start
 _NOBODY = 65534
 #: It competes with the ranks on their own terms, and does not outlive this process.
 _BUSY = "import ctypes; ctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
@@ -82,3 +85,8 @@ def test_a_fault_ends_so_on_a_machine_whose_cores_are_busy(
     case = case_of(seed)
     print(case)
     print(run_case(server, case, tmp_path))
+
+
+@pytest.mark.parametrize("seed", _ELASTIC)
+def test_a_fault_in_an_elastic_job_ends_in_right_numbers_or_a_named_error(seed: int, tmp_path: Path) -> None:
+    print(run_elastic_case(elastic_case_of(seed), Launcher(tmp_path), tmp_path))

@@ -41,7 +41,8 @@ class ThreadWorld {
  public:
   explicit ThreadWorld(const Layout& layout, std::vector<std::vector<int>> process_sets = {},
                        const std::function<void(EngineOptions&)>& adjust = {},
-                       const std::function<void(Connections&)>& adjust_wiring = {}) {
+                       const std::function<void(Connections&)>& adjust_wiring = {},
+                       int victim = -1) {
     for (const auto& host : layout) size_ += static_cast<int>(host.size());
     std::vector<Connections> all_connections(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
@@ -98,6 +99,12 @@ class ThreadWorld {
         }
       }
     }
+    if (victim >= 0) {
+      const Connections& w = all_connections[static_cast<std::size_t>(victim)];
+      for (const auto* fds : {&w.local_fds, &w.control_fds, &w.data_fds}) {
+        for (const auto& [rank, fd] : *fds) ends_of_victim_.push_back(dup(fd));
+      }
+    }
     EngineOptions options;
     options.crowded = true;  // ranks are threads: more of them than cores
     options.data_timeout = std::chrono::seconds(60);
@@ -108,6 +115,18 @@ class ThreadWorld {
   int size() const { return size_; }
   Engine& engine(int rank) { return *engines_[static_cast<std::size_t>(rank)]; }
   void destroy(int rank) { engines_[static_cast<std::size_t>(rank)].reset(); }
+
+  // Every connection of the victim ends, as those of a process do that is killed. Once.
+  void cut() {
+    for (const int fd : ends_of_victim_) {
+      ::shutdown(fd, SHUT_RDWR);
+      close(fd);
+    }
+    ends_of_victim_.clear();
+  }
+  ~ThreadWorld() { cut(); }
+  ThreadWorld(const ThreadWorld&) = delete;
+  ThreadWorld& operator=(const ThreadWorld&) = delete;
 
   // Runs `body(rank, engine)` on a thread per rank; rethrows the first exception.
   void run(const std::function<void(int, Engine&)>& body) {
@@ -135,6 +154,7 @@ class ThreadWorld {
 
  private:
   int size_ = 0;
+  std::vector<int> ends_of_victim_;
   std::vector<std::unique_ptr<Engine>> engines_;
 };
 

@@ -58,6 +58,13 @@ def test_job_goes_on_from_the_newest_commit(launcher: Launcher, kills: tuple[str
     assert f"the job has gone on after the loss of {lost} process" in said
 
 
+def test_kills_in_the_recovery_from_a_recovery_do_not_end_the_job(launcher: Launcher) -> None:
+    kills = ("step:1:7", "sync:1:2", "sync:1:3")
+    status, ends, said = run(launcher, "-np", "4", "--min-np", "1", kills=kills)
+    assert (status, ends) == (0, len(ends) * ends[:1]), said
+    assert "the job has gone on after the loss of 3 processes" in said
+
+
 def test_spare_takes_the_place_at_once(launcher: Launcher) -> None:
     status, ends, said = run(launcher, "-np", "2", "--min-np", "2", "--spares", "1", kills=("step:1:7",))
     assert (status, ends) == (0, 2 * [end(2)]), said

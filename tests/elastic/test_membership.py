@@ -158,6 +158,35 @@ def test_two_worlds_in_a_row_that_fail_before_a_commit_end_the_job_with_the_firs
     assert end.reason == "2 worlds in a row have failed before anybody had committed"
 
 
+def kill_in_recoveries(fates: list[Fate]) -> list[End]:
+    """A world after the other loses its last member before anybody has committed; a spare takes the place."""
+    membership = Membership(Limits(2, 2, 2, spares=1, cooldown_s=(0.0, 0.0)))
+    membership.hosts_are({"a": 2}, 0.0)
+    world: tuple[int, ...] = formed([a for number in range(3) for a in membership.asks(number, 0, 0.0)])[0]
+    found: list[End] = []
+    for generation, fate in enumerate(fates, 1):
+        new = [n for n in range(100) if membership.has(n) and n not in world]
+        actions = membership.ended(world[1], fate, float(generation))
+        for number in (*new, *started(actions)):
+            actions += membership.asks(number, 0, float(generation))
+        actions += membership.asks(world[0], generation, float(generation), wired=True)
+        found += ends(actions)
+        if not found:
+            (world,) = formed(actions)
+    return found
+
+
+def test_kills_from_outside_in_recoveries_do_not_end_the_job_before_there_are_many() -> None:
+    assert kill_in_recoveries(9 * [Fate.KILLED]) == []
+    (end,) = kill_in_recoveries(10 * [Fate.KILLED])
+    assert end == End("10 worlds in a row have failed before anybody had committed", 1)
+
+
+def test_crashes_between_kills_end_the_job_with_the_first_of_them() -> None:
+    (end,) = kill_in_recoveries([Fate.KILLED, Fate.LOST, Fate.KILLED, Fate.LOST])
+    assert (end.cause, end.reason[:2]) == (2, "4 ")
+
+
 def test_world_that_was_never_whole_does_not_count() -> None:
     membership = running(Limits(3, 1, 3), {"a": 3})
     membership.ended(2, Fate.LOST, 1.0)
@@ -337,7 +366,8 @@ class Course:
             else:
                 del self.living[member]
                 self.asking.discard(member)
-                fate = Fate.LOST if kind == "lose" else Fate.WELL
+                lost = data.draw(st.sampled_from([Fate.LOST, Fate.KILLED])) if kind == "lose" else None
+                fate = lost or Fate.WELL
                 self.finishing |= fate is Fate.WELL and member in self.world
                 self.do(self.membership.ended(member, fate, self.now))
 

@@ -28,7 +28,7 @@ from polyhvd.elastic import checkpoint
 from polyhvd.elastic.train import Training
 
 FRAMEWORK, FOLDER, KILLS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-ROWS, INPUTS, OUTPUTS, BATCH = 107, 6, 3, 4
+ROWS, INPUTS, OUTPUTS, BATCH = int(os.environ.get("TRAIN_ROWS", "107")), 6, 3, 4
 
 random = np.random.default_rng(5)
 x = random.normal(size=(ROWS, INPUTS)).astype(np.float32)
@@ -253,16 +253,21 @@ def train(epochs: int, **options: Any) -> str:
     return f"{hashlib.sha256(everything).hexdigest()[:16]} counts {counts} steps {made[-1].steps}"
 
 
-FOLDER_OF = str(FOLDER / "checkpoints")
-mode, *arguments = os.environ.get("TRAIN", "once").split()
-if mode == "resumed":  # with kills, and then without, but for the end of one training and the next from disk
-    print("end", train(2), f"size {hvd.size()}", flush=True)
-    train(1, checkpoint=FOLDER_OF)
-    print("resumed", train(2, checkpoint=FOLDER_OF), f"size {hvd.size()}", flush=True)
-else:
-    options: dict[str, Any] = {
-        name: int(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)
-    }
-    if mode == "checkpoint":
-        options["checkpoint"] = FOLDER_OF
-    print("end", train(2, **options), f"size {hvd.size()}", flush=True)
+def main() -> None:
+    folder = str(FOLDER / "checkpoints")
+    mode, *arguments = os.environ.get("TRAIN", "once").split()
+    if mode == "resumed":  # with kills, and then without, but for the end of one and the next from disk
+        print("end", train(2), f"size {hvd.size()}", flush=True)
+        train(1, checkpoint=folder)
+        print("resumed", train(2, checkpoint=folder), f"size {hvd.size()}", flush=True)
+    else:
+        options: dict[str, Any] = {
+            name: int(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)
+        }
+        if mode == "checkpoint":
+            options["checkpoint"] = folder
+        print("end", train(2, **options), f"size {hvd.size()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Elastic cases of the fault test: a job of polyhvdrun, and what befalls its ranks, all from one seed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launching import Launcher
+
+__all__ = ["ElasticCase", "elastic_case_of", "run_elastic_case"]
+
+JOB = str(Path(__file__).with_name("elastic_fault_job.py"))
+_KINDS = ("kill", "kill", "stop", "stop and kill", "shut a socket")
+
+
+@dataclass(frozen=True)
+class ElasticFault:
+    """One thing that befalls who is rank ``victim`` then, after so long in a step."""
+
+    kind: str
+    victim: int
+    step: int
+    wait_s: float
+    hold_s: float
+    pick: int  # chooses among sockets
+
+
+@dataclass(frozen=True)
+class ElasticCase:
+    """A job and its faults."""
+
+    seed: int
+    size: int
+    least: int
+    spares: int
+    shared_memory: bool
+    steps: int
+    faults: tuple[ElasticFault, ...]
+
+
+def elastic_case_of(seed: int) -> ElasticCase:
+    """The case with this number."""
+    chance = random.Random(f"elastic {seed}")
+    size, steps = chance.randint(2, 4), chance.randint(10, 30)
+    faults = tuple(
+        ElasticFault(
+            kind=chance.choice(_KINDS),
+            victim=chance.randrange(size),
+            step=chance.randrange(steps),
+            wait_s=chance.choice([0.0, 0.001, 0.005, 0.02]) * chance.random(),
+            hold_s=round(chance.uniform(0.02, 0.3), 3),
+            pick=chance.randrange(1 << 16),
+        )
+        for _ in range(chance.choice([1, 1, 2]))
+    )
+    least, spares = chance.randint(1, size), chance.choice([0, 0, 1])
+    return ElasticCase(seed, size, least, spares, chance.random() < 0.7, steps, faults)
+
+
+def run_elastic_case(case: ElasticCase, launcher: Launcher, folder: Path) -> str:
+    """Run it: it has to end in right numbers, or, where a rank was cut off from the launcher, in an error
+    that says what is lost. Returns what it has said."""
+    faults = json.dumps([asdict(fault) for fault in case.faults])
+    options = ["-np", str(case.size), "--min-np", str(case.least), "--spares", str(case.spares)]
+    env = {} if case.shared_memory else {"POLYHVD_SHARED_MEMORY": "0"}
+    argv = [sys.executable, JOB, str(folder), str(case.steps), faults]
+    status, out, err = launcher.start(*options, "--elastic-timeout", "30", argv=argv, env=env).finish()
+    said = f"{case}\nstatus {status}\n{out}\n{err}"
+    ends = re.findall(r"end .*", out)
+    if status != 0:
+        assert any(fault.kind == "shut a socket" for fault in case.faults), said
+        assert err.rstrip().splitlines()[-1].strip(), said
+        assert "polyhvdrun: " in err, said
+        assert "InternalError: a bug" not in err, said
+        return said
+    total = 4.0 * sum(range(1, case.steps + 1))
+    size = int(ends[0].rpartition(" ")[2]) if ends else 0
+    assert ends == size * [f"end {case.steps} [{total}] of {size}"], said
+    assert case.least <= size <= case.size, said
+    return said

@@ -1,0 +1,547 @@
+"""Elastic jobs whose processes are killed from outside, at any moment, for as long as one likes.
+
+``make soak`` runs it: SOAK_KILLS kills in jobs of at most a hundred, SOAK_FRAMEWORK, SOAK_SEED. Each job has
+a seed of its own, which chooses its victims and its moments; what fails says how to have that job again.
+A job has to end in good order, every row of every epoch has to be in its weights once, by its own count and
+by what its ranks have written down; its weights have to be, bit for bit, those of a job without failures
+that makes the same history of sizes; and neither ranks nor launcher may grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from typing import Any
+
+import numpy as np
+from soak_model import INTEGERS, advanced, integers
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "harness"))
+import netns  # noqa: E402
+import sshd  # noqa: E402
+
+JOB = str(Path(__file__).with_name("soak_job.py"))
+PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is done")
+MEMBERS_MAX = 1 << 14
+KILLS_MAX = 100  # in a job
+ROWS = 600
+HANG_S = 120.0
+END_S = 300.0
+#: Kills in a row that wait for no recovery: the job ends at ten worlds in which nobody has got anywhere.
+BLIND_MAX = 6
+#: What a process may have grown by at its end.
+DESCRIPTORS_MAX, THREADS_MAX, MEMORY_MAX = 2, 2, 24 << 20
+MEASURES = ("memory", "threads", "descriptors")
+ONE_HOST = ("-H", "localhost:4")
+SLOTS = ("--blacklist-cooldown-range", "0", "0", "--elastic-timeout", "120")
+#: By name: options, the mode of the job, and whether all worlds have one size.
+FORMS = {
+    "sizes": ((*ONE_HOST, "-np", "3", "--min-np", "1", "--max-np", "4", *SLOTS), "train", False),
+    "spare": (
+        (*ONE_HOST, "-np", "3", "--min-np", "2", "--max-np", "4", "--spares", "1", *SLOTS),
+        "train",
+        False,
+    ),
+    "one size": (("-np", "3", "--min-np", "3", "--spares", "1", *SLOTS), "train", True),
+    "run": (("-np", "3", "--min-np", "3", "--spares", "1", *SLOTS), "run", True),
+    "two": (("-np", "2", "--min-np", "2", "--spares", "1", *SLOTS), "train", True),
+}
+NUMPY_FORMS = ("sizes", "one size", "spare", "run")
+
+
+class SoakError(Exception):
+    """A job has not ended as it must."""
+
+
+@dataclass
+class Kill:
+    """What was done."""
+
+    kind: str
+    moment: float
+    generation: int
+    phases: list[str]
+    blind: bool  # without waiting for the recovery from the one before
+
+
+@dataclass
+class Use:
+    """What a process has in use, with the size of its world."""
+
+    size: int
+    memory: int
+    threads: int
+    descriptors: int
+
+    def __str__(self) -> str:
+        return f"{self.memory >> 10} KiB, {self.threads} threads, {self.descriptors} descriptors"
+
+
+def use_of(pid: int, size: int) -> Use | None:
+    """None: it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    found = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.MULTILINE))
+    if len(found) < 2:
+        return None
+    return Use(size, int(found["VmRSS"]) << 10, int(found["Threads"]), descriptors)
+
+
+def growth(uses: list[Use]) -> Use | None:
+    """By how much the second half is above the first, in worlds of one size; None: too few to say."""
+    size, _ = Counter(use.size for use in uses).most_common(1)[0] if uses else (0, 0)
+    same = [use for use in uses[2:] if use.size == size]
+    if len(same) < 8:
+        return None
+    first, last = same[: len(same) // 2], same[len(same) // 2 :]
+
+    def by(name: str) -> int:
+        values = [[getattr(use, name) for use in part] for part in (first, last)]
+        return int(statistics.median(values[1]) - statistics.median(values[0]))
+
+    return Use(size, *(by(name) for name in MEASURES))
+
+
+@dataclass
+class Job:
+    """One job and its killer. A context manager: nothing of it is left."""
+
+    framework: str
+    seed: int
+    kills: int
+    form: str
+    folder: Path
+    options: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()  # words of a command that runs it
+    done: list[Kill] = field(default_factory=list)
+    uses: dict[int, list[Use]] = field(default_factory=lambda: defaultdict(list))
+    launcher_uses: list[Use] = field(default_factory=list)
+    killed: int = 0
+
+    def __post_init__(self) -> None:
+        options, self.how, self.is_of_one_size = FORMS.get(self.form, ((), "train", False))
+        self.options = self.options or options
+        self.chance = random.Random(f"{self.seed} {self.framework} {self.form}")
+        steps = 30 if self.framework == "numpy" else 15
+        self.epochs = max(2, -(-self.kills * steps * 12 // ROWS))
+        self.table = np.memmap(self.folder / "table", np.int64, "w+", shape=(MEMBERS_MAX, 5))
+        self.table[:, 1] = -1
+        self.allowed = np.memmap(self.folder / "allowed", np.int64, "w+", shape=(1,))
+        #: In half of the jobs there is a process that is killed seldom, and so sees many worlds.
+        self.spares_one = self.chance.random() < 0.5
+        self.spared: int | None = None
+        self.first_steps: dict[int, int] = {}  # of each generation, as they were seen
+        self.process: Popen[bytes] | None = None
+        self.said = b""
+
+    # Running
+
+    def start(self, *options: str, **environment: str) -> Popen[bytes]:
+        """Start polyhvdrun."""
+        environment = {"SOAK_HOW": self.how, **environment}
+        environment |= {"SOAK_EPOCHS": str(self.epochs), "TRAIN_ROWS": str(ROWS), "OMP_NUM_THREADS": "1"}
+        environment |= {"POLYHVD_FLIGHT_DIR": str(self.folder), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command = [*self.before, sys.executable, "-m", "polyhvd.launch", *options]
+        for name, value in environment.items():
+            command += ["-x", f"{name}={value}"] if self.before else []
+        command += [sys.executable, JOB, self.framework, str(self.folder)]
+        return Popen(
+            command, cwd=ROOT, env={**os.environ, **environment}, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT
+        )
+
+    def go(self) -> None:
+        """Run it with kills, and look at how it has ended; raises SoakError."""
+        exact = {"SOAK_MODEL": "exact"} if self.before else {}
+        self.process = self.start(*self.options, **exact)
+        reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        reader.start()
+        try:
+            self._kill_all_of_them()
+            self.allowed[0] = 1 << 60
+            self._wait_for(lambda: self._status() is not None, "the end of the job", END_S)
+            reader.join(10)
+        except SoakError as error:
+            raise SoakError(f"{error}\n{self._state()}") from None
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+        self._judge()
+
+    def _read(self, process: Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self.said += line
+
+    def _status(self) -> int | None:
+        assert self.process is not None
+        return self.process.poll()
+
+    def _wait_for(self, condition: Any, what: str, limit_s: float = HANG_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            if self._status() not in (None, 0):
+                raise SoakError(f"the job has ended with status {self._status()}")
+            if time.monotonic() > deadline:
+                raise SoakError(f"not within {limit_s:.0f} s: {what}")
+            time.sleep(0.002)
+
+    # Killing
+
+    def members(self) -> dict[int, Any]:
+        """Rows of the table of those that live."""
+        used = np.flatnonzero(self.table[:, 0])
+        return {int(m): self.table[m].copy() for m in used if is_alive(int(self.table[m, 0]))}
+
+    def world(self, members: dict[int, Any]) -> list[int]:
+        """The members of the last generation that has made a step, by rank."""
+        last = max((row[1] for row in members.values()), default=0)
+        return sorted((m for m, row in members.items() if row[1] == last > 0), key=lambda m: members[m][2])
+
+    def _kill_all_of_them(self) -> None:
+        blind, broken = 0, 0  # the generation whose loss is not recovered from
+        while self.killed < self.kills and self._status() is None:
+            due = self.epochs * ROWS * (self.killed + 1) // (self.kills + 1)
+            self.allowed[0] = max(due, self.allowed[0])
+            is_blind = bool(self.done) and blind < BLIND_MAX and self.chance.random() < 0.35
+            blind = blind + 1 if is_blind else 0
+            if is_blind:
+                time.sleep(self.chance.uniform(0.0, 0.6))
+            else:
+                self._wait_for(lambda: self._goes_on_after(broken), f"a step after generation {broken}")  # noqa: B023
+                self._look()
+                time.sleep(self.chance.uniform(0.0, 0.3))
+            members = self.members()
+            kind, pids = self._victims(members)
+            numbers = {int(row[0]): m for m, row in members.items()}
+            phases = [PHASES[members[numbers[pid]][4]] if pid in numbers else "an agent" for pid in pids]
+            generation = self._generation()
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not pids:
+                continue
+            self.killed += len(pids)
+            self.done.append(Kill(kind, time.time(), generation, phases, is_blind))
+            if {int(members[m][0]) for m in self.world(members)} & set(pids) or kind in (
+                "an agent",
+                "a host",
+            ):
+                broken = generation
+
+    def _goes_on_after(self, broken: int) -> bool:
+        """Whether a later world has made a step, so that what comes next is no failure that recurs."""
+        self.allowed[0] += 12  # newcomers are let in at the end of a step
+        time.sleep(0.03)
+        generation = self._generation()
+        step = int(self.table[self.table[:, 1] == generation, 3].max())
+        first = self.first_steps.setdefault(generation, step)
+        return (generation > broken and step > first) or self._status() is not None
+
+    def _generation(self) -> int:
+        return int(self.table[:, 1].max())
+
+    def _victims(self, members: dict[int, Any]) -> tuple[str, list[int]]:
+        """Whom to kill, and how that is called."""
+        world = self.world(members)
+        others = [m for m in members if m not in world]
+        if self.spares_one and world and self.spared not in world:
+            self.spared = self.chance.choice(world)
+        may_be_all = self.how == "train" and not self.spares_one
+        kind = self.chance.choices(
+            ["a rank", "rank 0", "a newcomer or spare", "all but one", "all", "an agent", "a host"],
+            [8, 3, 3, 2, 0.4 * may_be_all, 3 * bool(self.before), 2 * bool(self.before)],
+        )[0]
+        pick = self.chance.random()
+        if kind == "a rank" and world:
+            chosen = [world[int(pick * len(world))]]
+        elif kind == "rank 0" and world:
+            chosen = world[:1]
+        elif kind == "a newcomer or spare" and others:
+            chosen = [others[int(pick * len(others))]]
+        elif kind == "all but one" and len(world) > 1:
+            kept = world[int(pick * len(world))] if self.spared not in world else self.spared
+            chosen = [m for m in world if m != kept]
+        elif kind == "all":
+            chosen = list(members)
+        elif kind in ("an agent", "a host"):
+            return kind, self._of_an_agent(members, pick, host=kind == "a host")
+        else:
+            return kind, []
+        if kind != "all" and self.spared in chosen and self.chance.random() < 0.99:
+            return kind, []
+        return kind, [int(members[m][0]) for m in chosen]
+
+    def _of_an_agent(self, members: dict[int, Any], pick: float, *, host: bool) -> list[int]:
+        below: dict[int, list[int]] = defaultdict(list)
+        for row in members.values():
+            below[parent_of(int(row[0]))].append(int(row[0]))
+        assert self.process is not None
+        agents = sorted(set(below) - {self.process.pid, 0, 1, parent_of(self.process.pid)})
+        agents = [
+            pid for pid in agents if b"polyhvd" in command_of(pid) and pid not in below[self.process.pid]
+        ]
+        agents = [pid for pid in agents if parent_of(pid) != self.process.pid]
+        if not agents:
+            return []
+        agent = agents[int(pick * len(agents))]
+        return [agent, *below[agent]] if host else [agent]
+
+    def _look(self) -> None:
+        """What is in use, in a world that has made a step."""
+        members = self.members()
+        world = self.world(members)
+        assert self.process is not None
+        for m in world:
+            if (use := use_of(int(members[m][0]), len(world))) is not None:
+                self.uses[m].append(use)
+        if (use := use_of(self.process.pid, len(world))) is not None:
+            self.launcher_uses.append(use)
+
+    def _state(self) -> str:
+        """Where everybody is, and their stacks."""
+        lines = []
+        for m, row in self.members().items():
+            lines.append(
+                f"process {m}: pid {row[0]}, generation {row[1]}, rank {row[2]}, step {row[3]}, "
+                f"{PHASES[row[4]]}"
+            )
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(row[0]), signal.SIGUSR2)
+        time.sleep(1.0)
+        kills = "\n".join(
+            f"{k.moment:.3f} {k.kind} in generation {k.generation}: {k.phases}" for k in self.done[-8:]
+        )
+        words = self.said.decode("utf-8", "replace")
+        return "\n".join([*lines, "the last kills:", kills, "the job's last words:", words[-12000:]])
+
+    # Judging
+
+    def history(self) -> dict[int, dict[int, list[Any]]]:
+        """By step: what each rank has noted of it in the last generation that has begun it."""
+        last: dict[int, dict[int, list[Any]]] = {}
+        generations: dict[int, int] = {}
+        self.begun: dict[int, float] = {}
+        for path in self.folder.glob("steps-*"):
+            for line in path.read_text().splitlines():
+                if not line.endswith("]"):
+                    continue  # its process was killed while it wrote
+                generation, rank, size, step, epoch, moment, rows = json.loads(line)
+                self.begun[generation] = min(moment, self.begun.get(generation, moment))
+                if generation > generations.get(step, 0):
+                    generations[step], last[step] = generation, {}
+                if generation == generations[step]:
+                    last[step][rank] = [size, epoch, rows]
+        return last
+
+    def _judge(self) -> None:
+        said = self.said.decode("utf-8", "replace")
+        ends = re.findall(r"end .*", said)
+        if self._status() != 0:
+            raise SoakError(f"the job has ended with status {self._status()}\n{self._state()}")
+        history = self.history()
+        steps = max(history) + 1
+        if len(set(ends)) != 1 or not ends[0].endswith(f" counts [{float(self.epochs)}] steps {steps}"):
+            raise SoakError(f"of {steps} steps and {self.epochs} epochs ranks say {ends}\n{said[-4000:]}")
+        rows: dict[int, list[int]] = defaultdict(list)
+        segments: list[list[int]] = []
+        w = np.ones(INTEGERS, np.int64)
+        for step in range(steps):
+            noted = history[step]
+            size, epoch, _ = next(iter(noted.values()))
+            if sorted(noted) != list(range(size)):
+                raise SoakError(f"step {step} of {size} ranks was noted by {sorted(noted)}")
+            of_all = [row for _, _, own in noted.values() for row in own]
+            rows[epoch] += of_all
+            w = advanced(w, integers(of_all))
+            if segments and segments[-1][1] == size:
+                segments[-1][0] += 1
+            else:
+                segments.append([1, size])
+        for epoch in range(self.epochs):
+            if sorted(rows[epoch]) != list(range(ROWS)):
+                twice = [row for row, count in Counter(rows[epoch]).items() if count > 1]
+                missing = sorted(set(range(ROWS)) - set(rows[epoch]))
+                raise SoakError(f"epoch {epoch}: rows {twice} twice, {missing} never")
+        expected = (
+            f"end {hashlib.sha256(w.tobytes()).hexdigest()[:16]} "
+            if self.before
+            else self._replayed(segments)
+        )
+        if not ends[0].startswith(expected):
+            raise SoakError(f"{ends[0]} where the same history without failures has {expected}: {segments}")
+        self._judge_growth()
+
+    def _replayed(self, segments: list[list[int]]) -> str:
+        """What a job says that has the same history without failures."""
+        self.allowed[0] = 1 << 60
+        for path in (self.folder / "checkpoints").glob("*"):
+            path.unlink()
+        if self.is_of_one_size:
+            process = self.start("-np", str(segments[0][1]))
+        else:
+            (self.folder / "history").write_text(json.dumps(segments))
+            process = self.start("-np", "4", SOAK_HISTORY=str(self.folder / "history"))
+        out, _ = process.communicate(timeout=END_S)
+        found = re.search(rb"end \w+ ", out)
+        if process.returncode or found is None:
+            raise SoakError(f"the replay has failed:\n{out[-4000:].decode()}")
+        return found[0].decode()
+
+    def _judge_growth(self) -> None:
+        self.growths = [grown for uses in self.uses.values() if (grown := growth(uses)) is not None]
+        self.launcher_growth = growth(
+            [Use(0, u.memory, u.threads, u.descriptors) for u in self.launcher_uses]
+        )
+        for who, grown in [("the launcher", self.launcher_growth), *(("a rank", g) for g in self.growths)]:
+            if grown is None:
+                continue
+            within = grown.descriptors <= DESCRIPTORS_MAX and grown.threads <= THREADS_MAX
+            if not within or grown.memory > MEMORY_MAX:
+                raise SoakError(f"{who} has grown by {grown}")
+
+    def report(self) -> str:
+        """One line, and one of the kills."""
+        kinds = Counter(kill.kind for kill in self.done)
+        phases = Counter(phase for kill in self.done for phase in kill.phases)
+        longest = max((len(uses) for uses in self.uses.values()), default=0)
+        of_ranks = Use(0, *(max((getattr(g, name) for g in self.growths), default=0) for name in MEASURES))
+        of_launcher = self.launcher_growth or Use(0, 0, 0, 0)
+        return (
+            f"{self.killed} kills, {max(self.begun)} generations, {longest} seen by one process; ranks grew "
+            f"by {of_ranks} at most, the launcher by {of_launcher}\n  {dict(kinds)}; {dict(phases)}"
+        )
+
+    def recoveries(self) -> list[float]:
+        """Seconds from the loss of a rank to the first step after it, where nothing was lost in between."""
+        found = []
+        for kill, following in zip(self.done, [*self.done[1:], None], strict=True):
+            if kill.kind not in ("a rank", "rank 0") or kill.blind or (following and following.blind):
+                continue
+            later = [moment for moment in self.begun.values() if moment > kill.moment]
+            if later:
+                found.append(min(later) - kill.moment)
+        return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextlib.contextmanager
+def hosts() -> Iterator[dict[str, Any]]:
+    """Three hosts with an sshd each; what a job on them needs."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        netns.hosts(3) as found,
+        sshd.sshd_on(Path(folder), found[1:]) as way,
+    ):
+        b, c = (host.address for host in found[1:])
+        options = (
+            *way,
+            "-H",
+            f"localhost:2,{b}:1,{c}:1",
+            "-np",
+            "3",
+            "--min-np",
+            "1",
+            "--max-np",
+            "4",
+            *SLOTS,
+        )
+        yield {"options": options, "before": tuple(found[0].command())}
+
+
+def soak(framework: str, seed: int, kills: int, form: str) -> tuple[int, list[float]]:
+    """One job; how many were killed, and how long recoveries have taken."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polyhvd-soak-")))
+        given = stack.enter_context(hosts()) if form == "hosts" else {}
+        job = Job(framework, seed, kills, form, folder, **given)
+        started = time.monotonic()
+        job.go()
+        print(
+            f"seed {seed}, {framework}, {form}, {time.monotonic() - started:.0f} s: {job.report()}",
+            flush=True,
+        )
+        return job.killed, job.recoveries()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--framework", default="numpy")
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--form", default="", help=f"one of {', '.join(FORMS)}, hosts")
+    parser.add_argument("--rounds", type=int, default=0, help="at most so many jobs; 0: as many as it takes")
+    given = parser.parse_args()
+    forms = [given.form] if given.form else ["one size"]
+    if given.framework == "numpy" and not given.form:
+        forms = list(NUMPY_FORMS)
+        if netns.available() and sshd.available() and given.kills > KILLS_MAX:
+            forms.append("hosts")
+    seed, killed, recoveries = given.seed, 0, []
+    most = min(KILLS_MAX, max(15, -(-given.kills // len(forms))))
+    while killed < given.kills and (given.rounds == 0 or seed < given.seed + given.rounds):
+        form = forms[seed % len(forms)]
+        kills = min(most, given.kills - killed)
+        try:
+            count, times = soak(given.framework, seed, kills, form)
+        except SoakError as error:
+            print(error)
+            print(
+                f"again: make soak SOAK_FRAMEWORK={given.framework} SOAK_SEED={seed} SOAK_KILLS={kills} "
+                f"SOAK_FORM='{form}'"
+            )
+            return 1
+        killed, recoveries, seed = killed + count, recoveries + times, seed + 1
+    if len(recoveries) > 1:
+        recoveries.sort()
+        at = [recoveries[int(part * (len(recoveries) - 1))] * 1000 for part in (0.5, 0.9, 1.0)]
+        print(
+            f"{killed} kills; from the kill of a rank to the next step: median {at[0]:.0f} ms, 9 of 10 "
+            f"within {at[1]:.0f} ms, {at[2]:.0f} ms at most"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
