@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -420,20 +420,17 @@ def has_pending_signal(pid: int) -> bool:
     return any(int(bits, 16) for bits in re.findall(r"(?:Sig|Shd)Pnd:\s+(\w+)", status))
 
 
-def test_starting_a_job_adds_little_to_its_interpreters() -> None:
-    """0.11 s where nothing else runs; the bound is for machines that are worse off."""
+def test_starting_a_job_takes_little_more_than_its_interpreters() -> None:
+    """0.13 s of processors; how long that takes depends on what else there is, and `make bench` measures it."""
     nothing = [sys.executable, "-c", "pass"]
 
-    def took_s(*commands: list[str]) -> float:
-        begin = time.monotonic()
+    def used_s(*commands: list[str]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         for process in [subprocess.Popen(command, cwd=ROOT) for command in commands]:
             assert process.wait() == 0
-        return time.monotonic() - begin
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    added_s = []
-    for _ in range(10):
-        job = [sys.executable, "-m", "polyhvd.launch", "-np", "2", *nothing]
-        added_s.append(took_s(job) - took_s(nothing, nothing))
-        if added_s[-1] < 0.6:
-            return
-    raise AssertionError(f"polyhvdrun adds {added_s} s")
+    job = [sys.executable, "-m", "polyhvd.launch", "-np", "2", *nothing]
+    used_s(job)  # compiles modules
+    assert used_s(job) - used_s(nothing, nothing) < 0.6
