@@ -421,7 +421,7 @@ def has_pending_signal(pid: int) -> bool:
 
 
 def test_starting_a_job_takes_little_more_than_its_interpreters() -> None:
-    """0.13 s of processors; how long that takes depends on what else there is, and `make bench` measures it."""
+    """0.13 s of processors. How long that takes depends on what else there is: `make bench` measures it."""
     nothing = [sys.executable, "-c", "pass"]
 
     def used_s(*commands: list[str]) -> float:
