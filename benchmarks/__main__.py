@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import elastic
+from benchmarks import elastic, launch
 from benchmarks.interleave import Effort, Results, interleaved
 from benchmarks.launchers import CannotStart, Place
 from benchmarks.parts import PARTS, Part, chosen
@@ -21,12 +21,14 @@ from benchmarks.report import Report
 from benchmarks.workloads import MB
 from benchmarks.worlds import World, here
 
+#: What has no peers to take turns with.
+ALONE = ("elastic", "launch")
 NO_HOSTS = "two hosts are namespaces: that needs root, and ip and tc of iproute2"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    names = [*(part.name for part in PARTS), "elastic"]
+    names = [*(part.name for part in PARTS), *ALONE]
     parser.add_argument("--only", metavar="PART,...", default="", help=f"of {', '.join(names)}")
     parser.add_argument("--peers", metavar="PEER,...", default="", help=f"of {', '.join(ENTRIES)}")
     parser.add_argument("--max-mb", type=int, default=256, metavar="N", help="largest vector")
@@ -123,9 +125,11 @@ def run_part(part: Part, worlds: dict[str, World], effort: Effort, report: Repor
 
 def main() -> int:
     options = arguments()
-    if "elastic" in options.only:
+    for name in sorted({*ALONE} & {*options.only}):
         if len(options.only) > 1:
-            raise SystemExit("bench: --only elastic measures jobs, one after the other; ask for it alone")
+            raise SystemExit(f"bench: --only {name} measures jobs, one after the other; ask for it alone")
+        if name == "launch":
+            return launch.main(options.output, quick=options.quick, priority=options.priority)
         return elastic.main(options.output, quick=options.quick)
     rounds = options.rounds or (3 if options.quick else 7)
     block_s = 0.05 if options.quick or options.priority else 0.15

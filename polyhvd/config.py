@@ -519,10 +519,10 @@ def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
     """Whether a launcher of MPI has started this process."""
     environ = os.environ if environ is None else environ
     for launcher, rank, size in _MPI_LAUNCHERS:
-        if environ.get(rank, "").isdigit():
+        if environ.get(rank, "").isdecimal():
             text = environ.get(size, "")
             seen = ", ".join(f"{name}={environ[name]}" for name in (rank, size) if name in environ)
-            return MpiLaunch(launcher, int(text) if text.isdigit() else 0, int(environ[rank]), seen)
+            return MpiLaunch(launcher, int(text) if text.isdecimal() else 0, int(environ[rank]), seen)
     return None
 
 

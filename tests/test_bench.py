@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
 from launching import wait_until  # noqa: E402
 
-from benchmarks import elastic  # noqa: E402
+from benchmarks import elastic, launch  # noqa: E402
 from benchmarks.interleave import Effort, interleaved  # noqa: E402
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
 from benchmarks.peers import ENTRIES  # noqa: E402
@@ -268,3 +268,14 @@ def test_losses_are_read_from_what_the_ranks_have_noted() -> None:
     assert found.steps == pytest.approx([92.0])  # process 4, at 2.104
     assert found.pauses == pytest.approx([102.0])
     assert elastic.losses_of(events[:6], ranks_after=3).steps == []  # the job has ended
+
+
+def test_what_polyhvdrun_adds_is_told_of_each_turn() -> None:
+    pair = launch.starts(2)
+    assert len(pair.added) == 2
+    assert pair.added[1] == pair.polyhvdrun[1] - pair.bare[1]
+    assert launch.row("added", [150.0, 100.0]) == "| added | 125 | 88 to 162 | 100 to 150 | 2 |"
+
+
+def test_entering_is_timed_from_the_last_import() -> None:
+    assert launch.entry_ms("times 1.0 2.5\nother\ntimes 2.0 2.25\n") == pytest.approx(500.0)

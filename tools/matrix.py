@@ -46,6 +46,12 @@ ENVIRONMENTS = (
         settings=(("SAGEMAKER_TOOLKIT", str(WORK / "sagemaker" / "bin")),),
         beside_suite=True,
     ),
+    Environment(
+        "jupyter",
+        ("numpy==1.26.4", "ipykernel==7.4.0", "jupyter_client==8.10.0"),
+        (),
+        extra_tests=("tests/launch/test_notebook.py",),
+    ),
     Environment("numpy-2", ("numpy>=2,<3", "ml_dtypes"), ("numpy",)),
     Environment(
         "legacy",

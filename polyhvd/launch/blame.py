@@ -27,6 +27,8 @@ _OTHERS_MAX = 8
 _ERROR_CHARACTERS_MAX = 300
 _ERROR_LINES_MAX = 3  # of one that ends a program, where nothing may follow it
 _TRACEBACK = b"Traceback (most recent call last)"
+#: In place of a traceback, what polyhvd.launch.uncaught has printed of an error of init().
+_LINE = re.compile(rb"\S.*:\d+: (polyhvd\.(config|errors)\.)?\w+Error: ")
 #: Between the tracebacks of an exception and of what it has led to.
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 #: Before exceptions that Python prints and goes on from: in destructors, and in functions of atexit.
@@ -84,13 +86,14 @@ def first_cause(endings: Sequence[Ending]) -> Ending:
 
 
 def had_failed(ending: Ending) -> bool:
-    """Whether a rank that was told to end had failed before, of itself: its last words are a traceback.
+    """Whether a rank that was told to end had failed before, of itself: its last words are a traceback,
+    or what stands for one.
 
     It takes a while to end, with a framework to tear down, and those that lost it may be faster.
     """
     lines = [line for line in _of_the_end(ending.tail) if line]
-    starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    error = [line for line in lines[starts[-1] + 1 :] if line[:1] != b" "] if starts else []
+    starts = _starts(lines)
+    error = [line for line in _below(lines, starts[-1]) if line[:1] != b" "] if starts else []
     return 0 < len(error) <= _ERROR_LINES_MAX and ending.certainty == 1
 
 
@@ -125,7 +128,7 @@ def others(endings: Sequence[Ending], cause: Ending) -> list[str]:
 def traceback_lines(tail: Sequence[bytes]) -> list[bytes]:
     """A rank's last words: its last traceback, with those that led to it, or the last few lines."""
     tail = _of_the_end(tail)
-    starts = [i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)]
+    starts = _starts(tail)
     if not starts:
         return list(tail[-20:])
     while len(starts) > 1 and any(line.startswith(_CHAINED) for line in tail[starts[-2] : starts[-1]]):
@@ -155,11 +158,21 @@ def _of_the_end(tail: Sequence[bytes]) -> Sequence[bytes]:
     return kept if any(line.strip() for line in kept) else tail
 
 
+def _starts(lines: Sequence[bytes]) -> list[int]:
+    """Where tracebacks begin, and what stands for one."""
+    return [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK) or _LINE.match(line)]
+
+
+def _below(lines: Sequence[bytes], start: int) -> Sequence[bytes]:
+    """What follows the heading of a traceback; what stands for one has none."""
+    return lines[start + (not _LINE.match(lines[start])) :]
+
+
 def _last_error(tail: Sequence[bytes]) -> list[bytes]:
     """The lines that name the exception: below the stack of the last traceback, which is indented."""
     tail = _of_the_end(tail)
-    starts = [i for i, line in enumerate(tail) if line.startswith(_TRACEBACK)]
-    lines = tail[starts[-1] + 1 :] if starts else tail[-20:]
+    starts = _starts(tail)
+    lines = _below(tail, starts[-1]) if starts else tail[-20:]
     return [line for line in lines if line[:1] not in (b" ", b"")]
 
 
@@ -168,8 +181,7 @@ def _error_line(tail: Sequence[bytes]) -> str:
     named = _last_error(tail)
     if not named:
         return ""
-    has_traceback = any(line.startswith(_TRACEBACK) for line in _of_the_end(tail))
-    text = named[0 if has_traceback else -1].decode("utf-8", "surrogateescape").strip()
+    text = named[0 if _starts(_of_the_end(tail)) else -1].decode("utf-8", "surrogateescape").strip()
     return text if len(text) <= _ERROR_CHARACTERS_MAX else f"{text[:_ERROR_CHARACTERS_MAX]} ..."
 
 

@@ -25,6 +25,7 @@ from polyhvd.launch.options import (
     is_one_of_several,
     make_parser,
     parse,
+    print_version,
     take_ranks_per_node,
 )
 from polyhvd.launch.output import STDERR, STDOUT, Output
@@ -57,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(report()))
         return 0
     if not options.command:
+        if (sys.argv[1:] if arguments is None else list(arguments)) == ["-v"]:
+            print_version()
+            return 0
         parser.error("no command to run, such as: polyhvdrun -np 2 python train.py")
     _raise_descriptor_limit()
     try:
@@ -145,7 +149,10 @@ def _print_completion(parser: Parser, shell: str) -> int:
     from polyhvd.launch.completion import completion
 
     try:
-        print(completion(parser, shell))
+        print(completion(parser, shell), flush=True)
+    except BrokenPipeError:  # as in "polyhvdrun --print-completion bash | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except ImportError:
         parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
     except ValueError as error:

@@ -48,7 +48,7 @@ REMARKS = {
     "--start-timeout": "Or `HOROVOD_START_TIMEOUT`, or `POLYHVD_START_TIMEOUT`.",
     "--config-file": "Needs PyYAML. Unknown keys are an error. Every option of the command line comes before "
     "the file, not only those that stand after `--config-file`.",
-    "-v": "`-v` of horovodrun is `--version`.",
+    "-v": "`-v` alone is `--version`, as in horovodrun; with a command it is `--verbose`.",
     "-cb": "Says what was found on this host: nothing is chosen when polyhvd is built.",
     "--output-filename": "A full disk does not end the job.",
     "-prefix-timestamp": "The time is in ISO 8601, with milliseconds.",

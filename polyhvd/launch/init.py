@@ -12,6 +12,7 @@ from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.config import Settings
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.launch.entry import enter
+from polyhvd.launch.uncaught import shorten
 from polyhvd.runtime import current, mpi
 
 __all__ = ["init", "is_initialized", "shutdown"]
@@ -45,12 +46,23 @@ def init(
         OSError: the file that TIMELINE names cannot be written.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
 
+    One of these that ends the program is printed as one line, ``FILE:LINE: CLASS: MESSAGE`` with the place
+    that called; with ``POLYHVD_LOG_LEVEL=debug``, and in ``python -i`` or ``-X dev``, with its traceback.
+
     Example::
 
         even = hvd.ProcessSet([0, 2])
         hvd.init(process_sets=[even])
         print(hvd.rank(), hvd.size())
     """
+    try:
+        _init(comm, process_sets, reproducible)
+    except Exception as error:
+        shorten(error, init.__code__)
+        raise
+
+
+def _init(comm: object, process_sets: Sequence[ProcessSet] | str | None, reproducible: bool | None) -> None:
     if isinstance(comm, (list, tuple)) and comm and all(isinstance(item, ProcessSet) for item in comm):
         comm, process_sets = None, comm
     listed = [] if process_sets == "dynamic" else list(process_sets or ())

@@ -28,7 +28,7 @@ from polyhvd.launch.options import RENDEZVOUS_PORT, USAGE_STATUS, interface_of
 from polyhvd.launch.output import Output
 from polyhvd.launch.providers.arriving import Arrivals, ArrivedAgent, ArrivedAgents, LateError, ranks_secret
 from polyhvd.launch.providers.local_agents import LocalAgents
-from polyhvd.launch.providers.meeting import given_secret
+from polyhvd.launch.providers.meeting import given_secret, told_to_all
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import derive_secret
 
@@ -200,7 +200,10 @@ def _with_hyperparameters(command: list[str]) -> list[str]:
 
 
 def _secret(nodes: Nodes) -> bytes:
-    secret = given_secret(Launched.from_environment())
+    launched = Launched.from_environment()
+    secret = given_secret(launched)
+    if warning := told_to_all(launched):
+        print(f"polyhvdrun: {warning}", file=sys.stderr)
     if len(nodes.names) > 1 and not secret:
         if not Settings.from_environment().trust_network:
             raise ConfigError(

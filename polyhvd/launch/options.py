@@ -14,7 +14,16 @@ from typing import Any, NoReturn
 
 from polyhvd.launch import horovodrun
 
-__all__ = ["ELASTIC_OPTIONS", "PROGRAM_OPTIONS", "SETTINGS", "USAGE_STATUS", "Parser", "make_parser", "parse"]
+__all__ = [
+    "ELASTIC_OPTIONS",
+    "PROGRAM_OPTIONS",
+    "SETTINGS",
+    "USAGE_STATUS",
+    "Parser",
+    "make_parser",
+    "parse",
+    "print_version",
+]
 
 USAGE_STATUS = 2
 
@@ -87,6 +96,11 @@ class _Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32)
 
 
+def print_version() -> None:
+    """Look the version up, which takes a while, and print it."""
+    print(f"polyhvd {_version()}")
+
+
 class _Version(argparse.Action):
     """Has the version looked up where it is asked for, and not before."""
 
@@ -97,7 +111,7 @@ class _Version(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        print(f"polyhvd {_version()}")
+        print_version()
         parser.exit(0)
 
 
@@ -166,7 +180,12 @@ def _add_job(parser: Parser) -> None:
     )
     add("--config-file", metavar="FILE", help="YAML file with settings; the command line comes before it")
     add("--dry-run", action="store_true", help="say what would run where, and start nothing")
-    add("-v", "--verbose", action="store_true", help="say what is started where")
+    add(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="say what is started where; -v without a command is --version",
+    )
     add(
         "-cb",
         "--check",

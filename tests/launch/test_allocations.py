@@ -64,6 +64,7 @@ def test_what_is_of_no_batch_system_is_no_allocation() -> None:
             {**SLURM, "SLURM_JOB_NODELIST": "n1"},
             "names 1 hosts, but SLURM_JOB_NUM_NODES=2; is the list cut off",
         ),
+        ({**SLURM, "SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set, but SLURM_JOB_NUM_NODES=2"),
         (
             {**SLURM, "SLURM_TASKS_PER_NODE": "2(x3)"},
             "names 2 hosts, but SLURM_TASKS_PER_NODE=2.x3. is for 3",

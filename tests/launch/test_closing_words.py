@@ -209,3 +209,14 @@ def test_rank_that_was_told_to_end_had_failed_only_if_a_traceback_was_its_last_w
     assert not had_failed(Ending(0, "a", 1, [b"working"]))
     assert not had_failed(Ending(0, "a", 1, [*tail, b"caught", b"epoch 1", b"epoch 2"]))
     assert not had_failed(Ending(0, "a", 1, [*tail[:2], b"PeerLostError: rank 1"]))
+
+
+def test_the_line_of_an_init_that_failed_stands_for_a_traceback() -> None:
+    wrong = b"/job/train.py:3: polyhvd.config.ConfigError: POLYHVD_CYCLE_TIME='fast': must be a number"
+    lost = b"/job/train.py:3: polyhvd.errors.PeerLostError: rank 0 waited 5 s"
+    cause, victim = Ending(0, "h", 1, [b"working", wrong]), Ending(1, "h", 1, [b"working", lost])
+    assert had_failed(cause)
+    assert not had_failed(victim)
+    assert first_cause([victim, cause]) is cause
+    assert traceback_lines(cause.tail) == [wrong]
+    assert others([cause, victim], cause) == [f"rank 1 on h exited with status 1: {lost.decode()}"]

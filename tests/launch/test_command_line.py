@@ -205,3 +205,10 @@ def test_launcher_imports_neither_numpy_nor_what_options_ask_for() -> None:
         "print([name for name in ('numpy', 'yaml', 'shtab', 'cloudpickle') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_v_alone_is_the_version_as_in_horovodrun(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-v"]) == 0
+    assert re.fullmatch(r"polyhvd \d\S*\n", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["--verbose"])

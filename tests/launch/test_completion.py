@@ -113,3 +113,9 @@ def test_a_shell_that_there_is_no_script_for_is_named() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     expected = "polyhvdrun: --print-completion fish: expected one of bash, zsh, found fish\n"
     assert (done.returncode, done.stderr) == (2, expected)
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    command = f"{sys.executable} -m polyhvd.launch --print-completion bash | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")

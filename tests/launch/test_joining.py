@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from joining import DEADLINE_S, SECRET, WORK, Job, environment, free_port
@@ -178,3 +180,34 @@ def test_the_doctor_says_whose_rank_this_is(hand: dict[str, str]) -> None:
     assert "init() joins: torchrun says rank 1 of 2 (RANK=1, WORLD_SIZE=2" in nested
     assert "not used: srun says rank 0 of 1" in nested
     assert "variables contradict each other" in contradiction
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_a_secret_s_file_without_an_end_or_a_beginning_is_a_line(
+    hand: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    path = Path("/dev/zero")
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with Job() as job:
+        job.rank(RANK="0", POLYHVD_SECRET_FILE=str(path), **hand)
+        ((status, _, error),) = job.finish()
+    assert status == 1
+    assert f"ConfigError: POLYHVD_SECRET_FILE={path}: the job's secret must " in last_line(error)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o440, False), (0o644, True)])
+def test_a_secret_that_everybody_can_read_is_warned_of(
+    hand: dict[str, str], tmp_path: Path, mode: int, warned: bool
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(mode)
+    with Job() as job:
+        for rank in range(2):
+            job.rank(RANK=str(rank), POLYHVD_SECRET_FILE=str(path), **hand)
+        ended = job.finish()
+    assert [status for status, _, _ in ended] == [0, 0]
+    said = f"POLYHVD_SECRET_FILE={path}: every user of this host can read it (mode {mode:o})"
+    assert [said in error for _, _, error in ended] == [warned, False]

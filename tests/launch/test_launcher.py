@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -417,3 +418,19 @@ def has_pending_signal(pid: int) -> bool:
     except OSError:
         return False
     return any(int(bits, 16) for bits in re.findall(r"(?:Sig|Shd)Pnd:\s+(\w+)", status))
+
+
+def test_starting_a_job_takes_little_more_than_its_interpreters() -> None:
+    """0.13 s of processors. How long that takes depends on what else there is: `make bench` measures it."""
+    nothing = [sys.executable, "-c", "pass"]
+
+    def used_s(*commands: list[str]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        for process in [subprocess.Popen(command, cwd=ROOT) for command in commands]:
+            assert process.wait() == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    job = [sys.executable, "-m", "polyhvd.launch", "-np", "2", *nothing]
+    used_s(job)  # compiles modules
+    assert used_s(job) - used_s(nothing, nothing) < 0.6

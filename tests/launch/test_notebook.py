@@ -1,4 +1,4 @@
-"""polyhvd.run in a real kernel of Jupyter; skipped where there is none."""
+"""polyhvd.run in a real kernel of Jupyter, which `make matrix` has; skipped where there is none."""
 
 from __future__ import annotations
 

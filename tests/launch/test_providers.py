@@ -152,6 +152,13 @@ def test_the_doctor_s_lines_say_what_was_seen_and_which_came_first() -> None:
             r"is no rank of its cluster \(TF_CONFIG: task worker \? of 2 of worker",
         ),
         ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: .* is cut off"),
+        ({**SRUN, "SLURM_PROCID": "first"}, r"init\(\): SLURM_PROCID='first': must be a number from 0 on"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1e9"}, "SLURM_STEP_NUM_TASKS='1e9': must be a number"),
+        ({**BY_HAND, "RANK": "-1"}, "RANK='-1': must be a number"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE='two': must be a number"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "\u00b2"}, "OMPI_COMM_WORLD_RANK='\u00b2': must be a number"),
+        ({"JOB_COMPLETION_INDEX": "last"}, "JOB_COMPLETION_INDEX='last': must be a number"),
+        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "x"}, "JSM_NAMESPACE_SIZE='x': must be a number"),
     ],
 )
 def test_variables_that_cannot_be_read_are_an_error(environ: dict[str, str], message: str) -> None:

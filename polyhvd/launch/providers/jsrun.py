@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from polyhvd.config import Settings
 from polyhvd.launch.providers.meeting import MeetingProvider
-from polyhvd.launch.providers.provider import Claim, number, shown
+from polyhvd.launch.providers.provider import Claim, number, readable, shown
 from polyhvd.rendezvous.ways import Way
 
 __all__ = ["JsrunProvider"]
@@ -25,6 +25,7 @@ class JsrunProvider(MeetingProvider):
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """What jsrun says of this task; None where an mpirun within the task has started this process."""
+        readable(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE")
         rank, size = number(environ, "JSM_NAMESPACE_RANK"), number(environ, "JSM_NAMESPACE_SIZE")
         if rank is None or size is None:
             return None

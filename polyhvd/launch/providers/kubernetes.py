@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.launch.providers.meeting import MeetingProvider
-from polyhvd.launch.providers.provider import Claim, number, shown
+from polyhvd.launch.providers.provider import Claim, number, readable, shown
 from polyhvd.rendezvous.store import Store
 from polyhvd.rendezvous.ways import Way
 from polyhvd.runtime.placement import Placement
@@ -31,6 +31,7 @@ class KubernetesProvider(MeetingProvider):
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Which pod this is, and of how many if the manifest says so."""
+        readable(environ, "JOB_COMPLETION_INDEX")
         index = number(environ, "JOB_COMPLETION_INDEX")
         if index is None:
             return None

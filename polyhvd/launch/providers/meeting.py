@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import secrets
 import select
+import stat
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,12 +31,15 @@ from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, job_
 from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
 from polyhvd.runtime.placement import Placement, placements
 
-__all__ = ["MeetingProvider", "given_secret"]
+__all__ = ["MeetingProvider", "given_secret", "told_to_all"]
 
 _LOG = logging.getLogger("polyhvd")
 #: The secret of a job whose user trusts the network.
 _NO_SECRET = b"polyhvd: the network is trusted"
 _REASON_CHARS_MAX = 4000
+#: Of the secret's file, which is far shorter; and for a pipe in its place.
+_FILE_BYTES_MAX = 4096
+_FILE_WAIT_S = 5.0
 _TICK_S = 0.1
 
 
@@ -45,7 +51,7 @@ def given_secret(launched: Launched) -> bytes:
     if not text:
         name = f"POLYHVD_SECRET_FILE={launched.secret_file}"
         try:
-            text = Path(launched.secret_file).expanduser().read_text("ascii")
+            text = _read_file(Path(launched.secret_file).expanduser()).decode("ascii")
         except OSError as error:
             raise ConfigError(f"{name}: {error.strerror}") from None
         except ValueError:
@@ -54,6 +60,39 @@ def given_secret(launched: Launched) -> bytes:
         return parse_secret(text)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def _read_file(path: Path) -> bytes:
+    """What a file begins with. A pipe that nobody writes into is as one that is empty."""
+    deadline, found = time.monotonic() + _FILE_WAIT_S, b""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while len(found) < _FILE_BYTES_MAX:
+            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                break
+            part = os.read(descriptor, _FILE_BYTES_MAX - len(found))
+            if not part:
+                break
+            found += part
+        return found
+    finally:
+        os.close(descriptor)
+
+
+def told_to_all(launched: Launched) -> str:
+    """What to tell the user of a secret of his that other users of the host can read; empty: nothing."""
+    if launched.secret or not launched.secret_file:
+        return ""
+    path = Path(launched.secret_file).expanduser()
+    with suppress(OSError):
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_uid == os.geteuid():
+            return (
+                f"POLYHVD_SECRET_FILE={path}: every user of this host can read it (mode "
+                f"{stat.S_IMODE(found.st_mode):o}), and join the job; chmod 600 it (defaultMode: 0440 of a "
+                "Secret of Kubernetes)"
+            )
+    return ""
 
 
 class MeetingProvider(ABC):
@@ -80,10 +119,11 @@ class MeetingProvider(ABC):
         generation = after + 1
         if size == 1:
             return Placement(generation=generation), None
+        launched = Launched.from_environment()
+        if rank == 0 and (warning := told_to_all(launched)):
+            _LOG.warning("%s", warning)
         try:
-            store = self.way(claim, settings, given_secret(Launched.from_environment())).open(
-                rank, generation, deadline
-            )
+            store = self.way(claim, settings, given_secret(launched)).open(rank, generation, deadline)
         except NobodyFoundError as error:
             raise PeerLostError(
                 f"rank {rank} waited {settings.start_timeout_s:g} s for {error}: it has not called init(); "

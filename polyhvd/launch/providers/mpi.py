@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from polyhvd.config import MpiLaunch, Settings, mpi_launch
 from polyhvd.errors import HorovodInternalError
-from polyhvd.launch.providers.provider import Claim
+from polyhvd.launch.providers.provider import Claim, readable
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import Store, StoreError
@@ -36,6 +36,7 @@ class MpiProvider:
 
         srun speaks them, too, and its tasks need no MPI to meet.
         """
+        readable(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
         launch = mpi_launch(environ)
         if launch is None or _is_srun(launch, environ):
             return None

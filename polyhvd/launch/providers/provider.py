@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from polyhvd.config import Settings
+from polyhvd.config import ConfigError, Settings
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["Claim", "Provider", "number", "shown"]
+__all__ = ["Claim", "Provider", "number", "readable", "shown"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,16 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
     """A variable that holds a number; None where it is not there, or holds something else."""
     text = environ.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def readable(environ: Mapping[str, str], *names: str) -> None:
+    """Raise ConfigError for one of a launcher's own variables that is set, and is no number.
+
+    Its process would count as nobody's, and train alone.
+    """
+    for name in names:
+        if environ.get(name) and number(environ, name) is None:
+            raise ConfigError(f"init(): {name}={environ[name]!r}: must be a number from 0 on")
 
 
 def shown(environ: Mapping[str, str], *names: str) -> str:

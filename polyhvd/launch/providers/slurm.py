@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from polyhvd.config import ConfigError, Settings
 from polyhvd.launch.nodelist import expand
 from polyhvd.launch.providers.meeting import MeetingProvider
-from polyhvd.launch.providers.provider import Claim, number, shown
+from polyhvd.launch.providers.provider import Claim, number, readable, shown
 from polyhvd.rendezvous.ways import Way
 
 __all__ = ["SlurmProvider"]
@@ -28,6 +28,8 @@ class SlurmProvider(MeetingProvider):
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """What srun says of this task; None for a batch script, and the shell of salloc."""
+        if "SLURM_STEP_NUM_TASKS" in environ:
+            readable(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
         rank, size = number(environ, "SLURM_PROCID"), number(environ, "SLURM_STEP_NUM_TASKS")
         if rank is None or size is None or "SLURM_STEP_ID" not in environ:
             return None

@@ -47,6 +47,11 @@ class Slurm:
         """The nodes of the job around a batch script, the shell of salloc, or one task of srun's."""
         job = environ.get("SLURM_JOB_ID", "")
         nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+        told = number(environ, "SLURM_JOB_NUM_NODES")
+        if job and not nodes and told is not None and told > 1:
+            raise ConfigError(
+                f"SLURM_JOB_NODELIST is not set, but SLURM_JOB_NUM_NODES={told}; -H names hosts instead"
+            )
         if not job or not nodes:
             return None
         _refuse_many(environ)
@@ -54,7 +59,6 @@ class Slurm:
             names = expand(nodes)
         except ValueError as error:
             raise ConfigError(f"SLURM_JOB_NODELIST: {error}") from None
-        told = number(environ, "SLURM_JOB_NUM_NODES")
         if told is not None and told != len(names):
             raise ConfigError(
                 f"SLURM_JOB_NODELIST={nodes} names {len(names)} hosts, but SLURM_JOB_NUM_NODES={told}; is "

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyhvd.launch.providers.meeting import MeetingProvider
-from polyhvd.launch.providers.provider import Claim, number, shown
+from polyhvd.launch.providers.provider import Claim, number, readable, shown
 from polyhvd.rendezvous.network import is_loopback
 
 __all__ = ["TorchVariablesProvider", "TorchrunProvider"]
@@ -54,6 +54,8 @@ class TorchVariablesProvider(MeetingProvider):
 
 
 def _claim(environ: Mapping[str, str]) -> Claim | None:
+    if ("MASTER_ADDR" in environ or "TORCHELASTIC_RUN_ID" in environ) and "RANK" in environ:
+        readable(environ, "RANK", "WORLD_SIZE")
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if rank is None or size is None:
         return None
