@@ -132,6 +132,7 @@ class NumpySession(Session):
         """The formulas of docs/parity.md."""
         wanted = self.case.optimizer
         self._steps += 1
+        self._rate = rate
         gradients = [block.gradients[role] for block, role in self._trained]
         factor = 1.0
         if wanted.clip_norm is not None:
@@ -142,6 +143,34 @@ class NumpySession(Session):
             gradient = gradients[place] * np.float32(factor) + np.float32(wanted.coupled_decay) * weight
             weight *= np.float32(1.0 - rate * wanted.decoupled_decay)
             weight -= self._change(place, gradient, rate).astype(np.float32)
+
+    def rate(self) -> float:
+        """Of the last step."""
+        return self._rate
+
+    def states_of(self, weight: Weight) -> dict[str, Any]:
+        """Both sums, where the optimizer has them."""
+        place = next(
+            (
+                i
+                for i, (block, role) in enumerate(self._trained)
+                if block is weight.source and role == weight.role
+            ),
+            None,
+        )
+        name = self.case.optimizer.name
+        if place is None or name == "sgd":
+            return {}
+        found = {}
+        if name in ("momentum", "nesterov", "adam", "adamw"):
+            found["momentum"] = self._first[place]
+        if name not in ("momentum", "nesterov"):
+            found["second moment"] = self._second[place]
+        return found
+
+    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
+        """By the batch's own variance."""
+        return (layer.keep, False) if isinstance(layer, made_here.BatchNorm) else None
 
     def _change(self, place: int, g: Array, rate: float) -> Array:
         wanted, first, second = self.case.optimizer, self._first[place], self._second[place]

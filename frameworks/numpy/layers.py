@@ -252,7 +252,7 @@ class BatchNorm(Block):
     def __init__(self, units: int, epsilon: float, keep: float, average: Callable[[Array], Array]) -> None:
         roles = ("scale", "offset", "mean", "variance")
         super().__init__({role: (units,) for role in roles})
-        self._epsilon, self._keep, self._average = epsilon, keep, average
+        self._epsilon, self.keep, self._average = epsilon, keep, average
 
     def forward(self, x: Array) -> Array:
         """By mean and variance of the batch."""
@@ -264,7 +264,7 @@ class BatchNorm(Block):
         self._inverse = (1 / np.sqrt(variance + self._epsilon)).reshape(self._form)
         self._normal = ((wide - mean.reshape(self._form)) * self._inverse).astype(x.dtype)
         for role, value in (("mean", mean), ("variance", variance)):
-            self.weights[role][...] = self._keep * self.weights[role] + (1 - self._keep) * value
+            self.weights[role][...] = self.keep * self.weights[role] + (1 - self.keep) * value
         scale, offset = (self.weights[role].reshape(self._form) for role in ("scale", "offset"))
         made: Array = self._normal * scale + offset
         return made

@@ -13,6 +13,7 @@ from polyhvd.parity.fingerprints import tolerance_of
 from polyhvd.training.mapping import Weight
 
 __all__ = [
+    "CUT",
     "KINDS",
     "Key",
     "Trace",
@@ -21,7 +22,9 @@ __all__ = [
     "in_order",
     "joined",
     "limit_of",
+    "mean_of",
     "relative_difference",
+    "told",
     "totals_of",
     "trace_of",
 ]
@@ -29,8 +32,29 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 #: Kind and place: what names a tensor within a step, the same in every framework.
 Key = tuple[str, int]
-#: In the order in which one is the cause of another within a step.
-KINDS = ("input", "activation", "gradient", "update")
+#: In the order in which one is the cause of another within a step; docs/parity.md says what each is.
+KINDS = (
+    "weights",
+    "data",
+    "input",
+    "activation",
+    "statistics",
+    "loss",
+    "gradient",
+    "average",
+    "learning rate",
+    "momentum",
+    "second moment",
+    "update",
+)
+#: Of which each rank has a part.
+CUT = ("data", "input", "activation")
+#: Whose noise is seen beside the tensor itself; of others, beside all of their kind.
+_ALONE = (*CUT, "loss", "learning rate")
+#: From the last layer to the first.
+_BACKWARD = ("gradient", "average")
+#: What an optimizer keeps is a part of what it does.
+_TOLD = {"momentum": "update", "second moment": "update"}
 _BUCKETS = 64
 #: Errors of many layers and steps add up; those of mistakes are far larger.
 _LAYERS_AND_STEPS = 64.0
@@ -58,6 +82,7 @@ class Trace:
     norm: float
     sketch: Array
     not_finite: int
+    detail: str = ""  # what of its kind it is
 
     @property
     def key(self) -> Key:
@@ -70,8 +95,19 @@ def _signs(size: int) -> Array:
     return np.random.default_rng(size).integers(0, 2, size, dtype=np.int8) * np.int8(2) - np.int8(1)
 
 
+def told(kind: str) -> str:
+    """What reports call a kind of traces."""
+    return _TOLD.get(kind, kind)
+
+
 def trace_of(
-    kind: str, place: int, layer: int, name: str, array: Array, part: tuple[int, int] = (0, 1)
+    kind: str,
+    place: int,
+    layer: int,
+    name: str,
+    array: Array,
+    part: tuple[int, int] = (0, 1),
+    detail: str = "",
 ) -> Trace:
     """The trace of an array.
 
@@ -82,6 +118,7 @@ def trace_of(
         name: of the layer or weight.
         array: in common form.
         part: which of how many equal parts of a whole, cut along the first axis; see :func:`joined`.
+        detail: what of its kind it is, for people.
     """
     flat = array.astype(np.float64).reshape(-1)
     finite = np.isfinite(flat)
@@ -102,7 +139,18 @@ def trace_of(
         float(np.sqrt(np.square(flat).sum())),
         sketch.reshape(-1, _BUCKETS).sum(axis=0),
         int(flat.size - finite.sum()),
+        detail,
     )
+
+
+def mean_of(parts: Sequence[Trace]) -> Trace:
+    """The trace of the mean of tensors of one shape."""
+    first = parts[0]
+    if len(parts) == 1 or any(part.shape != first.shape for part in parts):
+        return first
+    sketch = np.mean([part.sketch for part in parts], axis=0)
+    norm = float(np.sqrt(np.square(sketch).sum()))
+    return replace(first, norm=norm, sketch=sketch, not_finite=sum(part.not_finite for part in parts))
 
 
 def joined(parts: Sequence[Trace]) -> Trace:
@@ -122,7 +170,7 @@ def joined(parts: Sequence[Trace]) -> Trace:
 
 def in_order(keys: Iterable[Key]) -> list[Key]:
     """Causes before effects. Gradients come about from the last layer to the first."""
-    return sorted(keys, key=lambda key: (KINDS.index(key[0]), -key[1] if key[0] == "gradient" else key[1]))
+    return sorted(keys, key=lambda key: (KINDS.index(key[0]), -key[1] if key[0] in _BACKWARD else key[1]))
 
 
 def totals_of(traces: Mapping[Key, Trace], keys: Iterable[Key]) -> dict[str, float]:
@@ -133,9 +181,18 @@ def totals_of(traces: Mapping[Key, Trace], keys: Iterable[Key]) -> dict[str, flo
     }
 
 
-def limit_of(dtype: str) -> float:
-    """Up to which fraction of a tensor's norm a difference is taken for rounding."""
+def _flat_limit(dtype: str) -> float:
     return min(_LAYERS_AND_STEPS * tolerance_of(dtype).rtol, _LIMIT_MAX)
+
+
+def limit_of(trace: Trace, step: int = 0) -> float:
+    """Up to which fraction of a tensor's norm a difference is taken for rounding.
+
+    Args:
+        trace: of the reference.
+        step: in which it was seen.
+    """
+    return _flat_limit(trace.dtype)
 
 
 def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
@@ -143,13 +200,15 @@ def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
     if trace.shape != reference.shape or trace.not_finite != reference.not_finite:
         return float("inf")
     difference = float(np.sqrt(np.square(trace.sketch - reference.sketch).sum()))
-    scale = reference.norm if reference.kind in ("input", "activation") else reference.norm + _NOISE * total
+    scale = reference.norm if reference.kind in _ALONE else reference.norm + _NOISE * total
     if difference == 0.0:
         return 0.0
     return difference / scale if scale else float("inf")
 
 
-def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> list[tuple[Key, float]]:
+def differences(
+    traces: Mapping[Key, Trace], references: Mapping[Key, Trace], step: int = 0
+) -> list[tuple[Key, float]]:
     """All tensors that both have, causes before effects, with their differences by the norm.
 
     Left out is what only seems to differ. Zeros around an image are part of a convolution in one framework
@@ -167,20 +226,28 @@ def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) ->
         for key in common
         if key[0] == "gradient"
         and max(side[key].norm for side in (traces, references))
-        < _IDLE * limit_of(references[key].dtype) * totals["gradient"]
+        < _IDLE * _flat_limit(references[key].dtype) * totals["gradient"]
     }
     layers = set(idle.values())
 
+    def agrees(key: Key) -> bool:
+        return found[key] <= limit_of(references[key], step) or is_seeming(key)
+
     def is_seeming(key: Key) -> bool:
         kind, place = key
-        if kind == "update":  # of what has no gradient: of a mean of batch normalization
-            has_gradient = ("gradient", place) in common
-            return place in idle or (not has_gradient and references[key].layer - 1 in layers)
-        if kind == "gradient" or ("activation", place + 1) not in found:
+        reference = references[key]
+        if kind == "data":  # that lies otherwise, and comes to the model as the same
+            return place == 0 and ("input", 0) in found and agrees(("input", 0))
+        if kind in ("momentum", "second moment", "update"):
+            return place in idle
+        if kind == "statistics":  # a bias before it moves the mean
+            return reference.detail == "mean" and reference.layer - 1 in layers
+        if kind == "weights":
+            return place in idle or (reference.detail == "mean" and reference.layer - 1 in layers)
+        if kind not in ("input", "activation") or ("activation", place + 1) not in found:
             return False
-        behind = ("activation", place + 1)
-        agrees = found[behind] <= limit_of(references[behind].dtype) or is_seeming(behind)
-        return agrees and (references[key].layer in layers or _is_padded(traces[key], references[key]))
+        may = reference.layer in layers or _is_padded(traces[key], reference)
+        return may and agrees(("activation", place + 1))
 
     return [(key, relative) for key, relative in found.items() if not is_seeming(key)]
 
