@@ -22,7 +22,7 @@ from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.command import _VARIABLES
 from polyhvd.parity.judging import judge
 from polyhvd.parity.runs import FRAMEWORKS, Order, Run
-from polyhvd.parity.traces import differences, limit_of
+from polyhvd.parity.traces import Bounds, differences
 
 _RANKS = 2
 #: Steps of each run; those of a deep network take long.
@@ -66,9 +66,9 @@ def _nearest(runs: Sequence[Run]) -> Iterator[tuple[float, str, int, str]]:
     plain = [run for run in runs if run.mode == "plain"]
     for other in plain[1:]:
         for number, (one, two) in enumerate(zip(plain[0].steps, other.steps, strict=True)):
-            for key, relative in differences(two.traces, one.traces, number):
-                trace = one.traces[key]
-                yield relative / limit_of(trace, number), key[0], number, f"{other.framework} {trace.name}"
+            bounds = Bounds(number, len(plain[0].layers), one.terms)
+            for key, relative, limit in differences(two.traces, one.traces, bounds):
+                yield relative / limit, key[0], number, f"{other.framework} {one.traces[key].name}"
 
 
 def main() -> int:

@@ -13,12 +13,12 @@ from polyhvd.parity.runs import MODES, Run, Step
 from polyhvd.parity.traces import (
     CUT,
     KINDS,
+    Bounds,
     Key,
     Trace,
     differences,
     in_order,
     joined,
-    limit_of,
     mean_of,
     relative_difference,
     told,
@@ -196,7 +196,7 @@ def _whole(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
 
 
 def _joined_step(parts: Sequence[Step]) -> Step:
-    """Of batches and activations each rank has a part, gradients are averaged; the rest is the same on all."""
+    """Each rank has a part of batches and activations, and a term of gradients; the rest is one for all."""
     if len(parts) == 1:
         return parts[0]
     traces = {}
@@ -207,14 +207,14 @@ def _joined_step(parts: Sequence[Step]) -> Step:
         else:  # statistics may be each rank's own
             traces[key] = (mean_of if key[0] in ("gradient", "statistics") else _farthest)(sides)
     loss = sum(part.loss for part in parts) / len(parts)
-    return Step(loss, sum(part.rows for part in parts), traces)
+    return Step(loss, sum(part.rows for part in parts), traces, max(part.terms for part in parts))
 
 
 def _farthest(sides: Sequence[Trace]) -> Trace:
     """That of the first rank; of one that differs from it, if there is one: it will be found to differ."""
     apart = [relative_difference(side, sides[0], sides[0].norm) for side in sides]
     farthest = max(range(len(sides)), key=apart.__getitem__)
-    return sides[farthest] if apart[farthest] > limit_of(sides[0]) else sides[0]
+    return sides[farthest] if apart[farthest] > Bounds().limit(sides[0]) else sides[0]
 
 
 def _unlike_models(whole: Mapping[str, Mapping[str, Run]]) -> str:
@@ -301,7 +301,9 @@ def _pair(question: str, reference: Run, other: Run) -> Pair:
     firsts: list[Finding] = []
     layers = len(reference.layers)
     for step, (one, two) in enumerate(zip(reference.steps, other.steps, strict=False)):
-        finding, row = _step(step, _with_loss(one, layers), _with_loss(two, layers), layers, worst, question)
+        bounds = Bounds(step, layers, max(one.terms, two.terms))
+        sides = _with_loss(one, layers), _with_loss(two, layers)
+        finding, row = _step(*sides, bounds, worst, question)
         cells.append(row)
         if finding is not None:
             firsts.append(finding)
@@ -325,25 +327,24 @@ def _with_loss(step: Step, layers: int) -> dict[Key, Trace]:
 
 
 def _step(
-    number: int,
     traces: Mapping[Key, Trace],
     others: Mapping[Key, Trace],
-    layers: int,
+    bounds: Bounds,
     worst: dict[str, float],
     question: str,
 ) -> tuple[Finding | None, list[float]]:
     """The first difference of a step, and of each layer the largest beside its limit."""
     first = None
-    row = [0.0] * layers
-    for key, relative in differences(others, traces, number):
+    row = [0.0] * bounds.layers
+    for key, relative, limit in differences(others, traces, bounds):
         one, two = traces[key], others[key]
         if question == "distribution" and one.shape != two.shape and key[0] in ("input", "activation"):
             continue  # of something that has no row for each sample, and is cut elsewhere
-        limit, kind = limit_of(one, number), told(key[0])
+        kind = told(key[0])
         worst[kind] = max(worst[kind], relative)
-        if layers:
+        if bounds.layers:
             row[one.layer] = max(row[one.layer], relative / limit)
         if relative > limit and first is None:
             detail = one.detail or (key[0] if kind != key[0] else "")
-            first = Finding(number, kind, one.layer, (one.name, two.name), relative, limit, detail)
+            first = Finding(bounds.step, kind, one.layer, (one.name, two.name), relative, limit, detail)
     return first, row

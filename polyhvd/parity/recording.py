@@ -28,15 +28,15 @@ def layers_of(weights: Sequence[Weight]) -> list[Weight]:
 class Recorder:
     """Writes down the traces of a model and its optimizer.
 
-    In a step: :meth:`begin`, the hooks of :meth:`hears` and :meth:`hears_output` in forward, :meth:`gradients`
-    for those of this rank and for the averaged ones, :meth:`before` and :meth:`after` around the update.
+    In a step: :meth:`begin`, :meth:`data`, the hooks of :meth:`hears` and :meth:`hears_output` in forward,
+    :meth:`gradients` for those of this rank and for the averaged ones, :meth:`update`, and :meth:`take`.
 
     Args:
         weights: of the model.
-        batch_norm_of: what a layer keeps of its running statistics; see :class:`polyhvd.parity.session.Session`.
+        batch_norm_of: what a layer keeps of its running statistics, as of
+            :class:`polyhvd.parity.session.Session`.
         part: of the batch: which of how many.
-        keeps_all: whether a step has several passes, whose inputs and outputs are parts of one batch; else the
-            last pass counts.
+        keeps_all: whether a step's passes have parts of one batch; else the last pass counts.
         joined: over how many ranks batch normalization is.
     """
 
@@ -50,6 +50,8 @@ class Recorder:
         joined: int = 1,
     ) -> None:
         self.traces: dict[Key, Trace] = {}
+        #: Most that are added up for one element: of a layer's inputs, or of a batch for a gradient.
+        self.terms = 0
         self.weights = list(weights)
         self.layers = layers_of(self.weights)
         self._part = part
@@ -136,7 +138,7 @@ class Recorder:
             rate: learning rate that was used.
             states_of: a weight, by kind.
         """
-        self._passes()
+        self.passes()
         self._note(trace_of("learning rate", 0, 0, "the learning rate", np.array([rate], np.float32)))
         for place, weight in enumerate(self.weights):
             after = weight.read()
@@ -147,10 +149,15 @@ class Recorder:
             elif weight.role in ("mean", "variance"):
                 self._note_statistics(place, after)
 
-    def _passes(self) -> None:
+    def passes(self) -> None:
+        """What layers were given and made since the last step."""
         self._counts = {key[1]: (parts[0][2], len(parts)) for key, parts in self._parts.items()}
+        shapes = [weight.layout.common_shape for weight in self.weights]
+        self.terms = max([0, *(int(np.prod(shape[1:])) for shape in shapes if len(shape) > 1)])
         for (kind, place), parts in self._parts.items():
             layer, name, first = parts[0]
+            features = first.shape[1 if first.ndim == 4 else -1] if first.ndim > 1 else 1
+            self.terms = max(self.terms, first.size // max(features, 1) * len(parts))
             array = first if len(parts) == 1 else np.concatenate([part for _, _, part in parts])
             if array.dtype.kind in "iub":  # frameworks have whole numbers of other kinds
                 array = array.astype(np.float32)

@@ -90,7 +90,7 @@ def train(
         recorder.gradients("average", session.gradient_of)
         session.update(case.optimizer.rate_at(step, steps))
         recorder.update(session.rate(), session.states_of)
-        run.steps.append(Step(float(np.mean(losses)), rows, recorder.take()))
+        run.steps.append(Step(float(np.mean(losses)), rows, recorder.take(), recorder.terms))
         tell()
 
 

@@ -70,11 +70,13 @@ class Step:
         loss: mean over this rank's part of the batch.
         rows: of that part.
         traces: of all that was seen.
+        terms: most that were added up for one element.
     """
 
     loss: float
     rows: int
     traces: dict[Key, Trace] = field(default_factory=dict)
+    terms: int = 0
 
 
 @dataclass

@@ -107,7 +107,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
-        """What a layer keeps of its running statistics, and whether of an unbiased variance; None: nothing."""
+        """What a layer keeps of its running statistics, and if its variance is unbiased; None: nothing."""
 
 
 def first_values(weights: Sequence[Weight], seed: int = 0) -> list[Array]:

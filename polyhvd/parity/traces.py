@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from polyhvd.parity.fingerprints import tolerance_of
+from polyhvd.parity.fingerprints import TERMS, tolerance_of
 from polyhvd.training.mapping import Weight
 
 __all__ = [
     "CUT",
     "KINDS",
+    "Bounds",
     "Key",
     "Trace",
     "common_input",
     "differences",
     "in_order",
     "joined",
-    "limit_of",
     "mean_of",
     "relative_difference",
     "told",
@@ -53,12 +53,19 @@ CUT = ("data", "input", "activation")
 _ALONE = (*CUT, "loss", "learning rate")
 #: From the last layer to the first.
 _BACKWARD = ("gradient", "average")
+#: With numbers such as 1 - 0.999, whose rounding errors are a thousand times as large.
+_OF_OPTIMIZERS = ("momentum", "second moment", "update")
 #: What an optimizer keeps is a part of what it does.
 _TOLD = {"momentum": "update", "second moment": "update"}
 _BUCKETS = 64
 #: Errors of many layers and steps add up; those of mistakes are far larger.
 _LAYERS_AND_STEPS = 64.0
 _LIMIT_MAX = 0.05
+#: Functions, softmax and the steps of a recurrent cell have errors, too, and are not counted as layers.
+_WITHIN_LAYERS = 8
+_TERMS_MIN = 256
+#: Half a unit in the last place of float32.
+_ROUNDOFF = 2.0**-24
 #: A tensor that is smaller than this fraction of all of its kind may be rounding alone.
 _NOISE = 1e-3
 #: A gradient that is smaller than this fraction of the limit, by all gradients, is rounding.
@@ -181,18 +188,44 @@ def totals_of(traces: Mapping[Key, Trace], keys: Iterable[Key]) -> dict[str, flo
     }
 
 
-def _flat_limit(dtype: str) -> float:
-    return min(_LAYERS_AND_STEPS * tolerance_of(dtype).rtol, _LIMIT_MAX)
+@dataclass(frozen=True)
+class Bounds:
+    """What may be rounding in one step.
 
-
-def limit_of(trace: Trace, step: int = 0) -> float:
-    """Up to which fraction of a tensor's norm a difference is taken for rounding.
+    Each layer adds its errors, forward and backward, those of :func:`tolerance_of` with as many terms as a
+    layer of the model or a gradient adds up. After the first step they are in the weights as well, and
+    training makes more of them, by how much nobody knows: then the same is granted to all models.
 
     Args:
-        trace: of the reference.
-        step: in which it was seen.
+        step: counted from 0.
+        layers: with weights; 0: not known.
+        terms: most that are added up for one element.
+        precision: in which layers compute, NumPy's name of the dtype.
     """
-    return _flat_limit(trace.dtype)
+
+    step: int = 0
+    layers: int = 0
+    terms: int = TERMS
+    precision: str = "float32"
+
+    def limit(self, trace: Trace) -> float:
+        """Up to which fraction of a tensor's norm a difference is taken for rounding.
+
+        Args:
+            trace: of the reference.
+        """
+        flat = _flat_limit(trace.dtype)
+        if self.precision != "float32":
+            return max(flat, _flat_limit(self.precision))
+        if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
+            return flat
+        terms = min(max(self.terms, _TERMS_MIN), TERMS)
+        passes = _WITHIN_LAYERS + 2 * self.layers
+        return min(flat, passes * tolerance_of(trace.dtype, terms).rtol)
+
+
+def _flat_limit(dtype: str) -> float:
+    return min(_LAYERS_AND_STEPS * tolerance_of(dtype).rtol, _LIMIT_MAX)
 
 
 def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
@@ -207,9 +240,9 @@ def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
 
 
 def differences(
-    traces: Mapping[Key, Trace], references: Mapping[Key, Trace], step: int = 0
-) -> list[tuple[Key, float]]:
-    """All tensors that both have, causes before effects, with their differences by the norm.
+    traces: Mapping[Key, Trace], references: Mapping[Key, Trace], bounds: Bounds
+) -> list[tuple[Key, float, float]]:
+    """All tensors that both have, causes before effects: with their differences by the norm, and the limits.
 
     Left out is what only seems to differ. Zeros around an image are part of a convolution in one framework
     and a layer of its own in another, so that the next layer is given the same. And a weight that has no
@@ -217,6 +250,7 @@ def differences(
     make a step like any other: that step, and what the weight does until its effect is taken away.
     """
     common = traces.keys() & references.keys()
+    limits = {key: bounds.limit(references[key]) for key in common}
     totals = totals_of(references, common)
     found = {
         key: relative_difference(traces[key], references[key], totals[key[0]]) for key in in_order(common)
@@ -229,9 +263,12 @@ def differences(
         < _IDLE * _flat_limit(references[key].dtype) * totals["gradient"]
     }
     layers = set(idle.values())
+    for key in common:
+        if key[0] in ("update", "statistics"):
+            limits[key] += _of_update(key, traces, references)
 
     def agrees(key: Key) -> bool:
-        return found[key] <= limit_of(references[key], step) or is_seeming(key)
+        return found[key] <= limits[key] or is_seeming(key)
 
     def is_seeming(key: Key) -> bool:
         kind, place = key
@@ -249,7 +286,29 @@ def differences(
         may = reference.layer in layers or _is_padded(traces[key], reference)
         return may and agrees(("activation", place + 1))
 
-    return [(key, relative) for key, relative in found.items() if not is_seeming(key)]
+    return [(key, relative, limits[key]) for key, relative in found.items() if not is_seeming(key)]
+
+
+def _of_update(key: Key, traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> float:
+    """What is granted to an update besides.
+
+    It is the difference of two weights, each of which is rounded. And optimizers that divide by the root of a
+    second moment make a whole step of the smallest gradient: one that is within a rounding error e of 0, as a
+    fraction e of a tensor's elements is, may get any sign. The norm of the differences of those, and of the
+    elements next to them, is about the root of e.
+    """
+    kind, place = key
+    granted = 0.0
+    weights, update = references.get(("weights", place)), references[key]
+    if weights is not None and update.norm:
+        granted += 2 * _ROUNDOFF * weights.norm / update.norm
+    average = ("average", place) if ("average", place) in references else ("gradient", place)
+    if kind == "update" and ("second moment", place) in references and average in references:
+        reference = references[average]
+        if average in traces and reference.norm:
+            apart = np.square(traces[average].sketch - reference.sketch).sum() ** 0.5 / reference.norm
+            granted += 2 * min(float(apart), 1.0) ** 0.5
+    return min(granted, _LIMIT_MAX)
 
 
 def _is_padded(trace: Trace, reference: Trace) -> bool:

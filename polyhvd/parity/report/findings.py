@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["SCHEMA", "Check", "Report"]
 
 #: Of the JSON; the number changes when a field changes its meaning or goes away.
-SCHEMA = {"name": "polyhvd.parity", "version": 1}
+SCHEMA = {"name": "polyhvd.parity", "version": 2}
 
 
 @dataclass(frozen=True)
