@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +15,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from launching import wait_until  # tests/harness, on the path by tests/conftest.py
 
 from polyhvd.parity import command, layers, running
 from polyhvd.parity.case import BadCaseError, Case, Optimizer, from_file
@@ -211,38 +208,6 @@ def test_scripts_that_compare_nothing_are_no_proof(tmp_path: Path) -> None:
     done = parity("--scripts", script)
     assert done.returncode == STATUSES["bad-case"]
     assert "have compared nothing" in done.stderr
-
-
-def _below(folder: Path) -> list[int]:
-    """Processes that have to do with a case in this folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            words = path.with_name("cmdline").read_bytes() + path.read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in words:
-            found.append(int(path.parent.name))
-    return found
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path, number: int) -> None:
-    begun = tmp_path / "begun"
-    waits = f"    import pathlib, time\n    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(600)\n"
-    case = write(tmp_path, "waits.py", CASE.replace("    inputs =", f"{waits}    inputs ="))
-    environment = {**os.environ, "PARITY_TEST": str(tmp_path)}
-    words = [sys.executable, "-m", "polyhvd.cli", "parity", case, "--frameworks", "numpy"]
-    process = subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until(begun.exists, "the case to be running", deadline_s=60)
-        assert len(_below(tmp_path)) > 2
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == (130 if number == signal.SIGINT else -number), errors
-        wait_until(lambda: not _below(tmp_path), "all processes to end", deadline_s=60)
-    finally:
-        process.kill()
 
 
 def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -440,7 +405,9 @@ def test_a_weight_without_effect_is_no_divergence() -> None:
     case = biased(CASES["cnn"], 1e-5)
     one, two = run(case), run(backwards(case), name="other")
     for steps in zip(one.steps, two.steps, strict=True):  # the rows in another order
-        steps[1].traces.update({key: steps[0].traces[key] for key in [("input", 0), ("data", 0), ("data", 1)]})
+        steps[1].traces.update(
+            {key: steps[0].traces[key] for key in [("input", 0), ("data", 0), ("data", 1)]}
+        )
     biases = [
         (a.traces["update", 1], b.traces["update", 1]) for a, b in zip(one.steps, two.steps, strict=True)
     ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -18,6 +18,7 @@ from polyhvd.installed import is_installed
 from polyhvd.parity import scripts
 from polyhvd.parity.case import OPTIMIZERS, SCHEDULES, BadCaseError, Case, Optimizer
 from polyhvd.parity.catalogue import CASES
+from polyhvd.parity.folders import NoRoomError, WorkFolder, is_full, work_folder
 from polyhvd.parity.jobs import Job, launcher, run_all
 from polyhvd.parity.judging import Pair, Verdict, judge
 from polyhvd.parity.report import Check, Report
@@ -142,15 +143,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     begun = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(prefix="polyhvd-parity-") as folder:
+        with work_folder("polyhvd-parity-") as work:
             if options.scripts is not None:
-                found = scripts.run(options.scripts, options.np or 1, options.timeout, Path(folder))
+                found = scripts.run(options.scripts, options.np or 1, options.timeout, work)
             else:
                 options.np = options.np or 2
-                found = _run_case(options, Path(folder))
+                found = _run_case(options, work)
+            if found.outcome in ("rank-died", "bad-case") and is_full(work.path):
+                raise OSError(errno.ENOSPC, "what a rank wrote")
     except KeyboardInterrupt:
         print("polyhvd parity: interrupted; all processes have ended", file=sys.stderr)
         return _INTERRUPTED_STATUS
+    except NoRoomError as error:
+        named = options.case or " : ".join(options.scripts)
+        found = _failed(Report(named, 0, "agree", "", []), "no-room", str(error))
     found = replace(found, seconds=round(time.monotonic() - begun, 3), versions=_versions(found.frameworks))
     return _write(found, options)
 
@@ -212,7 +218,8 @@ def _numbers(options: argparse.Namespace) -> dict[str, Any]:
     return given if options.optimizer is None else {"name": options.optimizer, **given}
 
 
-def _run_case(options: argparse.Namespace, folder: Path) -> Report:
+def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
+    folder = work.path
     path = options.case if options.case in CASES else str(Path(options.case).absolute())
     order = Order(path, _numbers(options), options.steps, options.np, str(folder), options.seed)
     frameworks = options.frameworks or [name for name in FRAMEWORKS if not _missing(name)]
@@ -231,7 +238,7 @@ def _run_case(options: argparse.Namespace, folder: Path) -> Report:
         return _failed(report, "bad-case", str(error))
     report = replace(report, case=case.name, optimizer=asdict(case.optimizer))
     (folder / "order.json").write_text(json.dumps(asdict(order)))
-    return _conclude(report, case, *_run_jobs(order, frameworks, options.timeout))
+    return _conclude(report, case, *_run_jobs(order, frameworks, options.timeout, work))
 
 
 def _missing(framework: str) -> str:
@@ -248,9 +255,11 @@ def _failed(report: Report, outcome: str, message: str) -> Report:
     return replace(report, status=STATUSES[outcome], outcome=outcome, message=message)
 
 
-def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tuple[list[Run], Job | None]:
+def _run_jobs(
+    order: Order, frameworks: Sequence[str], timeout_s: float, work: WorkFolder
+) -> tuple[list[Run], Job | None]:
     """All frameworks side by side; what they have seen, and the job that has failed."""
-    folder = Path(order.folder)
+    folder = work.path
     modes = 2 + (order.ranks > 1)
     progress = Progress(order.steps * modes * len(frameworks))
     jobs: list[Job] = []
@@ -267,7 +276,7 @@ def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tupl
     try:
         for name in frameworks:
             program = [sys.executable, "-m", "polyhvd.parity.running", str(folder / "order.json"), name]
-            jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], folder))
+            jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], work))
         failed = run_all(jobs, timeout_s, tell, lambda job: (folder / f"{job.name}.left-out").exists())
     finally:
         progress.close()

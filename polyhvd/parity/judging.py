@@ -250,6 +250,13 @@ def _described(weight: tuple[object, ...] | None) -> str:
 
 def _unlike_batches(whole: Mapping[str, Mapping[str, Run]]) -> str:
     runs = [run for modes in whole.values() for run in modes.values()]
+    for run in runs:
+        if len(run.steps) != len(runs[0].steps):
+            return (
+                f"the batches differ in number: {runs[0].framework} ({runs[0].mode}) has trained "
+                f"{len(runs[0].steps)} steps, {run.framework} ({run.mode}) {len(run.steps)}; "
+                "let batch() return as many for every framework"
+            )
     for step, steps in enumerate(zip(*(run.steps for run in runs), strict=False)):
         for run, item in zip(runs, steps, strict=True):
             if item.rows != steps[0].rows:

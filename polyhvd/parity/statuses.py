@@ -15,4 +15,5 @@ STATUSES = {
     "models": 6,
     "nan": 7,
     "batches": 8,
+    "no-room": 9,
 }
