@@ -212,6 +212,8 @@ def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
         if item is not None
     ]
     name = type(optimizer.optimizer).__name__.lower()
+    if name == "nag" and optimizer.optimizer.wd:
+        return {}  # it decays by the weight after the step, which has its effect only in the next one
     if name in ("sgd", "nag"):
         return {"momentum": -arrays[0]}
     kinds = {

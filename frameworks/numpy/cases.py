@@ -44,7 +44,10 @@ class NumpySession(Session):
             "gru": made_here.Gru,
         }
         if kind in made:
-            return made[kind](**given)
+            block = made[kind](**given)
+            if self.case.precision != "float32" and kind in ("dense", "convolution", "lstm", "gru"):
+                block = made_here.rounded(block, self.case.precision)
+            return block
         if kind == "batch_normalization":
             return made_here.BatchNorm(**given, average=self._averager())
         if kind == "activation":
@@ -112,17 +115,22 @@ class NumpySession(Session):
             slope = outputs - targets
             loss = np.square(slope).mean()
             slope = 2 * slope / slope.size
-        self.model.backward((slope / self.case.optimizer.accumulate).astype(np.float32))
+        factor = self.case.loss_scale / self.case.optimizer.accumulate
+        self.model.backward((slope * factor).astype(np.float32))
         return float(loss)
 
     def reduce(self) -> None:
         """An allreduce of each."""
-        if self.process_set is None:
-            return
         for number, (block, role) in enumerate(self._trained):
-            block.gradients[role][...] = verbs.allreduce(
-                block.gradients[role], name=f"parity.gradient.{number}", process_set=self.process_set
-            )
+            gradient = block.gradients[role]
+            if self.process_set is not None:
+                name = f"parity.gradient.{number}"
+                gradient[...] = verbs.allreduce(gradient, name=name, process_set=self.process_set)
+            gradient /= self.case.loss_scale
+
+    def local_gradient_of(self, weight: Weight) -> Any:
+        """The block's."""
+        return self.gradient_of(weight) / self.case.loss_scale
 
     def gradient_of(self, weight: Weight) -> Any:
         """The block's."""

@@ -28,6 +28,7 @@ __all__ = [
     "MaxPool",
     "Residual",
     "View",
+    "rounded",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -63,6 +64,39 @@ class Block:
     def blocks(self) -> list[Block]:
         """This one and all within it, in order."""
         return [self]
+
+
+def rounded(block: Block, dtype: str) -> Block:
+    """Have a block take weights, inputs and gradients as numbers of a half type, and make such.
+
+    Products of them are added up in float32, and rounded once.
+
+    Args:
+        block: that is changed, and returned.
+        dtype: "float16" or "bfloat16".
+    """
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        kind = np.dtype(ml_dtypes.bfloat16)
+    else:
+        kind = np.dtype(dtype)
+
+    def computing(method: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        def compute(x: Array) -> Array:
+            kept = {role: array.copy() for role, array in block.weights.items()}
+            for array in block.weights.values():
+                array[...] = array.astype(kind)
+            made = method(x.astype(kind).astype(np.float32)).astype(kind).astype(np.float32)
+            for role, array in block.weights.items():
+                array[...] = kept[role]
+            return made
+
+        return compute
+
+    block.forward = computing(block.forward)  # type: ignore[method-assign]
+    block.backward = computing(block.backward)  # type: ignore[method-assign]
+    return block
 
 
 class Chain(Block):

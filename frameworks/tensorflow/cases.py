@@ -90,6 +90,8 @@ class KerasSession(Session):
 
     def make(self) -> Any:
         """A model."""
+        half = self.case.precision != "float32"
+        keras.config.set_dtype_policy(f"mixed_{self.case.precision}" if half else "float32")
         made = self.case.of("tensorflow")
         if made is None:
             raise LookupError
@@ -184,12 +186,13 @@ class KerasSession(Session):
         wanted = tf.constant(targets)
         with _Tape() as tape:
             outputs = self.model(tf.constant(self._given(inputs)), training=True)
+            outputs = tf.cast(outputs, tf.float32)
             if self.case.loss == "cross_entropy":
                 each = tf.nn.sparse_softmax_cross_entropy_with_logits(wanted, outputs)
                 loss = tf.reduce_mean(each)
             else:
                 loss = tf.reduce_mean(tf.square(outputs - wanted))
-            total = loss / self.case.optimizer.accumulate
+            total = loss * (self.case.loss_scale / self.case.optimizer.accumulate)
             if not is_first:  # whose gradient is what was added up
                 kept = self._gradients
                 for gradient, variable in zip(kept, self._trained, strict=True):
@@ -198,6 +201,11 @@ class KerasSession(Session):
             tape = DistributedGradientTape(tape, process_set=self.process_set)
         self._gradients = tape.gradient(total, [variable.value for variable in self._trained])
         self._local_gradients = tape.__dict__["local"]
+        if is_last and self.case.loss_scale != 1.0:
+            self._gradients, self._local_gradients = (
+                [tf.convert_to_tensor(gradient) / self.case.loss_scale for gradient in gradients]
+                for gradients in (self._gradients, self._local_gradients)
+            )
         return float(loss)
 
     def reduce(self) -> None:

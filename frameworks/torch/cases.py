@@ -195,14 +195,20 @@ class TorchSession(Session):
         if is_first:
             self._optimizer.zero_grad()
             self._local.clear()
-        outputs = self.model(torch.from_numpy(inputs))
+        with self._computing():
+            outputs = self.model(torch.from_numpy(inputs)).float()
         wanted = torch.from_numpy(targets)
         if self.case.loss == "cross_entropy":
             loss = nn.functional.cross_entropy(outputs, wanted)
         else:
             loss = nn.functional.mse_loss(outputs, wanted)
-        (loss / self.case.optimizer.accumulate).backward()
+        (loss * (self.case.loss_scale / self.case.optimizer.accumulate)).backward()
         return float(loss.detach())
+
+    def _computing(self) -> Any:
+        if self.case.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=getattr(torch, self.case.precision))
 
     def _hears_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         gradient = gradient.detach().clone()
@@ -210,12 +216,17 @@ class TorchSession(Session):
 
     def local_gradient_of(self, weight: Weight) -> Any:
         """What autograd has made of all parts: the parameter's may be averaged already."""
-        return self._local.get(weight.source)
+        local = self._local.get(weight.source)
+        return local if local is None else local / self.case.loss_scale
 
     def reduce(self) -> None:
         """DistributedOptimizer's, which has begun in backward."""
         if self.process_set is not None:
             self._optimizer.synchronize()
+        if self.case.loss_scale != 1.0:
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.case.loss_scale)
 
     def gradient_of(self, weight: Weight) -> Any:
         """The parameter's."""

@@ -158,12 +158,13 @@ class Verdict:
         return not self.problem and bool(self.pairs) and all(pair.agree for pair in self.pairs)
 
 
-def judge(runs: Sequence[Run], *, same_on_ranks: bool = True) -> Verdict:
+def judge(runs: Sequence[Run], *, same_on_ranks: bool = True, precision: str = "float32") -> Verdict:
     """Compare all runs of a case.
 
     Args:
         runs: of all frameworks, modes and ranks; of ranks in their order.
         same_on_ranks: whether a run on several ranks has to do what one does.
+        precision: in which layers have computed.
 
     Returns:
         the verdict; if models or batches differ, or NaNs came up, that alone.
@@ -180,7 +181,7 @@ def judge(runs: Sequence[Run], *, same_on_ranks: bool = True) -> Verdict:
     for problem, check in (("models", _unlike_models), ("batches", _unlike_batches), ("nan", _not_finite)):
         if message := check(whole):
             return replace(told, problem=problem, message=message)
-    return replace(told, pairs=tuple(_pairs(whole, same_on_ranks=same_on_ranks)))
+    return replace(told, pairs=tuple(_pairs(whole, precision, same_on_ranks=same_on_ranks)))
 
 
 def _whole(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
@@ -287,28 +288,28 @@ def _not_finite(whole: Mapping[str, Mapping[str, Run]]) -> str:
     return ""
 
 
-def _pairs(whole: Mapping[str, Mapping[str, Run]], *, same_on_ranks: bool) -> list[Pair]:
+def _pairs(whole: Mapping[str, Mapping[str, Run]], precision: str, *, same_on_ranks: bool) -> list[Pair]:
     pairs = []
     for modes in whole.values():
         for one, two in (("plain", "one"), ("plain", "all"), ("one", "all")):
             if one in modes and two in modes and (two != "all" or same_on_ranks):
-                pairs.append(_pair("distribution", modes[one], modes[two]))
+                pairs.append(_pair("distribution", modes[one], modes[two], precision))
     for first, second in itertools.combinations(whole.values(), 2):
         pairs += [
-            _pair("frameworks", first[mode], second[mode])
+            _pair("frameworks", first[mode], second[mode], precision)
             for mode in ("plain", "all")
             if mode in first and mode in second
         ]
     return pairs
 
 
-def _pair(question: str, reference: Run, other: Run) -> Pair:
+def _pair(question: str, reference: Run, other: Run, precision: str) -> Pair:
     worst = dict.fromkeys(map(told, KINDS), 0.0)
     cells: list[list[float]] = []
     firsts: list[Finding] = []
     layers = len(reference.layers)
     for step, (one, two) in enumerate(zip(reference.steps, other.steps, strict=False)):
-        bounds = Bounds(step, layers, max(one.terms, two.terms))
+        bounds = Bounds(step, layers, max(one.terms, two.terms), precision)
         sides = _with_loss(one, layers), _with_loss(two, layers)
         finding, row = _step(*sides, bounds, worst, question)
         cells.append(row)

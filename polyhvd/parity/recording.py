@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,12 +64,19 @@ class Recorder:
             batch_norm_of(weight.layer) if weight.role in ("mean", "variance") else None
             for weight in self.weights
         ]
+        #: Running statistics at the end of the last step: a forward pass changes them.
+        self._running = {
+            place: weight.read()
+            for place, weight in enumerate(self.weights)
+            if weight.role in ("mean", "variance")
+        }
         #: Running variances, as they were with those of the batches themselves.
         self._variances = {
-            place: weight.read().astype(np.float64)
-            for place, weight in enumerate(self.weights)
-            if weight.role == "variance"
+            place: array.astype(np.float64)
+            for place, array in self._running.items()
+            if self.weights[place].role == "variance"
         }
+        self._heard: Counter[int] = Counter()  # how often a layer was given something, by number
 
     # Hooks ----------------------------------------------------------------------
 
@@ -100,6 +108,7 @@ class Recorder:
 
     def _keep(self, key: Key, layer: int, name: str, array: Array) -> None:
         parts = self._parts.setdefault(key, [])
+        self._heard[key[1]] += 1
         if not self._keeps_all:
             parts.clear()
         parts.append((layer, name, array))
@@ -108,7 +117,10 @@ class Recorder:
 
     def begin(self) -> None:
         """What the weights are before the step."""
-        self._before = [weight.read() for weight in self.weights]
+        self._before = [
+            self._running[place] if place in self._running else weight.read()
+            for place, weight in enumerate(self.weights)
+        ]
         for place, weight in enumerate(self.weights):
             if weight.role != "variance":  # which frameworks define in two ways; see statistics
                 self._note_weight("weights", place, self._before[place], weight.role)
@@ -146,12 +158,14 @@ class Recorder:
                 self._note_weight("update", place, after - self._before[place])
                 for kind, array in states_of(weight).items():
                     self._note_part(kind, place, np.asarray(array, np.float32), tuple(array.shape))
-            elif weight.role in ("mean", "variance"):
+            elif place in self._running:
                 self._note_statistics(place, after)
+                self._running[place] = after
+        self._heard.clear()
 
     def passes(self) -> None:
         """What layers were given and made since the last step."""
-        self._counts = {key[1]: (parts[0][2], len(parts)) for key, parts in self._parts.items()}
+        self._shown = {key[1]: parts[0][2] for key, parts in self._parts.items()}
         shapes = [weight.layout.common_shape for weight in self.weights]
         self.terms = max([0, *(int(np.prod(shape[1:])) for shape in shapes if len(shape) > 1)])
         for (kind, place), parts in self._parts.items():
@@ -175,7 +189,7 @@ class Recorder:
             self._note_weight("statistics", place, after - before, "mean")
             return
         known, layer = self._statistics[place], self._layer_of(weight)
-        shown, passes = self._counts.get(layer, (None, 0))
+        shown, passes = self._shown.get(layer), self._heard[layer]
         if known is None or shown is None or shown.ndim < 2:
             return
         keep = known[0] ** passes

@@ -16,4 +16,5 @@ STATUSES = {
     "nan": 7,
     "batches": 8,
     "no-room": 9,
+    "precision": 10,
 }
