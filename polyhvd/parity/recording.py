@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.parity.comparing import array_of
-from polyhvd.parity.traces import Key, Trace, common_input, trace_of
+from polyhvd.parity.traces import Key, Trace, common_input, joined, trace_of
 from polyhvd.training.mapping import Weight
 
 __all__ = ["Recorder", "layers_of"]
@@ -108,7 +108,8 @@ class Recorder:
 
     def _keep(self, key: Key, layer: int, name: str, array: Array) -> None:
         parts = self._parts.setdefault(key, [])
-        self._heard[key[1]] += 1
+        if key[0] != "data":
+            self._heard[key[1]] += 1
         if not self._keeps_all:
             parts.clear()
         parts.append((layer, name, array))
@@ -126,10 +127,9 @@ class Recorder:
                 self._note_weight("weights", place, self._before[place], weight.role)
 
     def data(self, inputs: Array, targets: Array) -> None:
-        """This rank's part of the batch."""
+        """This rank's part of the batch, of which each pass has a part."""
         for place, (name, array) in enumerate((("inputs", inputs), ("targets", targets))):
-            wide = array.astype(np.float32)
-            self._note(trace_of("data", place, 0, f"the {name} of the batch", wide, self._part, name))
+            self._keep(("data", place), 0, f"the {name} of the batch", array)
 
     def gradients(self, kind: str, gradient_of: Callable[[Weight], Any]) -> None:
         """Of all weights.
@@ -165,17 +165,23 @@ class Recorder:
 
     def passes(self) -> None:
         """What layers were given and made since the last step."""
-        self._shown = {key[1]: parts[0][2] for key, parts in self._parts.items()}
+        self._shown = {key[1]: parts[0][2] for key, parts in self._parts.items() if key[0] != "data"}
         shapes = [weight.layout.common_shape for weight in self.weights]
         self.terms = max([0, *(int(np.prod(shape[1:])) for shape in shapes if len(shape) > 1)])
         for (kind, place), parts in self._parts.items():
             layer, name, first = parts[0]
             features = first.shape[1 if first.ndim == 4 else -1] if first.ndim > 1 else 1
-            self.terms = max(self.terms, first.size // max(features, 1) * len(parts))
-            array = first if len(parts) == 1 else np.concatenate([part for _, _, part in parts])
-            if array.dtype.kind in "iub":  # frameworks have whole numbers of other kinds
-                array = array.astype(np.float32)
-            self._note(trace_of(kind, place, layer, name, array, self._part))
+            if kind != "data":
+                self.terms = max(self.terms, first.size // max(features, 1) * len(parts))
+            number, of = self._part
+            passes = []
+            for index, (_, _, array) in enumerate(parts):
+                if array.dtype.kind in "iub":  # frameworks have whole numbers of other kinds
+                    array = array.astype(np.float32)
+                part = (index * of + number, of * len(parts))
+                detail = ("inputs", "targets")[place] if kind == "data" else ""
+                passes.append(trace_of(kind, place, layer, name, array, part, detail))
+            self._note(joined(passes))
         self._parts.clear()
 
     def _note_statistics(self, place: int, after: Array) -> None:

@@ -70,17 +70,18 @@ def train(
                 f"{of} ranks that accumulate {case.optimizer.accumulate} each; take another --np"
             )
         rows = len(inputs) // of
-        inputs, targets = (item[number * rows : (number + 1) * rows] for item in (inputs, targets))
         recorder.begin()
-        recorder.data(inputs, targets)
         losses = []
         size = rows // case.optimizer.accumulate
         for piece in range(case.optimizer.accumulate):
-            cut = slice(piece * size, (piece + 1) * size)
+            begin_at = (
+                piece * of + number
+            ) * size  # what the ranks normalize together is the same for any number
+            mine = [np.ascontiguousarray(item[begin_at : begin_at + size]) for item in (inputs, targets)]
+            recorder.data(*mine)
             losses.append(
                 session.compute(
-                    np.ascontiguousarray(inputs[cut]),
-                    np.ascontiguousarray(targets[cut]),
+                    *mine,
                     is_first=piece == 0,
                     is_last=piece == case.optimizer.accumulate - 1,
                 )

@@ -61,7 +61,7 @@ _BUCKETS = 64
 #: Errors of many layers and steps add up; those of mistakes are far larger.
 _LAYERS_AND_STEPS = 64.0
 _LIMIT_MAX = 0.05
-_LIMIT_IN_HALF_MAX = 0.2
+_LIMIT_IN_HALF_MAX = 0.25
 #: Functions, softmax and the steps of a recurrent cell have errors, too, and are not counted as layers.
 _WITHIN_LAYERS = 8
 _TERMS_MIN = 256
@@ -218,7 +218,7 @@ class Bounds:
         flat = _flat_limit(trace.dtype)
         if self.precision != "float32":  # whose layers' errors are independent: their squares add up
             once = 4 * roundoff_of(self.precision)
-            return max(flat, min(once * (_WITHIN_LAYERS + 2 * self.layers) ** 0.5, _LIMIT_IN_HALF_MAX))
+            return max(flat, min(once * (_WITHIN_LAYERS + 4 * self.layers) ** 0.5, _LIMIT_IN_HALF_MAX))
         if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
             return flat
         terms = min(max(self.terms, _TERMS_MIN), TERMS)
