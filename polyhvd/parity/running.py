@@ -74,9 +74,8 @@ def train(
         losses = []
         size = rows // case.optimizer.accumulate
         for piece in range(case.optimizer.accumulate):
-            begin_at = (
-                piece * of + number
-            ) * size  # what the ranks normalize together is the same for any number
+            # What the ranks normalize together is the same for any number of them.
+            begin_at = (piece * of + number) * size
             mine = [np.ascontiguousarray(item[begin_at : begin_at + size]) for item in (inputs, targets)]
             recorder.data(*mine)
             losses.append(
