@@ -94,8 +94,8 @@ def rounded(block: Block, dtype: str) -> Block:
 
         return compute
 
-    block.forward = computing(block.forward)  # type: ignore[method-assign]
-    block.backward = computing(block.backward)  # type: ignore[method-assign]
+    block.forward = computing(block.forward)  # type: ignore[method-assign, assignment]
+    block.backward = computing(block.backward)  # type: ignore[method-assign, assignment]
     return block
 
 

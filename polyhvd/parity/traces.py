@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -58,10 +59,15 @@ _OF_OPTIMIZERS = ("momentum", "second moment", "update")
 #: What an optimizer keeps is a part of what it does.
 _TOLD = {"momentum": "update", "second moment": "update"}
 _BUCKETS = 64
+_BLOCK = 256 * _BUCKETS
+#: From so many elements on, speed counts.
+_LARGE = 4 * _BLOCK
+_PERIOD = 2**20
+_SEED = 64
 #: Errors of many layers and steps add up; those of mistakes are far larger.
 _LAYERS_AND_STEPS = 64.0
 _LIMIT_MAX = 0.05
-_LIMIT_IN_HALF_MAX = 0.25
+_LIMIT_IN_HALF_MAX = 0.35
 #: Functions, softmax and the steps of a recurrent cell have errors, too, and are not counted as layers.
 _WITHIN_LAYERS = 8
 _TERMS_MIN = 256
@@ -98,9 +104,44 @@ class Trace:
         return self.kind, self.place
 
 
-@lru_cache(maxsize=256)
-def _signs(size: int) -> Array:
-    return np.random.default_rng(size).integers(0, 2, size, dtype=np.int8) * np.int8(2) - np.int8(1)
+@lru_cache(maxsize=1)
+def _signs() -> Array:
+    """Of each element; those of a tensor that has more elements begin anew."""
+    drawn = np.random.default_rng(_SEED).integers(0, 2, _PERIOD, dtype=np.int8)
+    return drawn.astype(np.float32) * 2 - 1
+
+
+def _sketch_of(flat: Array, begin: int) -> Array:
+    """The sketch of elements that begin at a place of the whole."""
+    if skipped := begin % _BUCKETS:
+        flat, begin = np.concatenate([np.zeros(skipped, flat.dtype), flat]), begin - skipped
+    sketch = np.zeros(_BUCKETS)
+    at = 0
+    while at < flat.size:
+        offset = (begin + at) % _PERIOD
+        part = flat[at : at + _PERIOD - offset]
+        signs = _signs()[offset : offset + part.size]
+        # A few hundred terms are added up in the tensor's own type, and these sums in float64.
+        whole = part.size // _BLOCK * _BLOCK if part.size >= _LARGE else 0
+        if whole:
+            shape = (-1, _BLOCK // _BUCKETS, _BUCKETS)
+            sums = np.einsum("bij,bij->bj", part[:whole].reshape(shape), signs[:whole].reshape(shape))
+            sketch += sums.sum(axis=0, dtype=np.float64)
+        rest = part[whole:].astype(np.float64) * signs[whole:]
+        edge = rest.size // _BUCKETS * _BUCKETS
+        sketch += rest[:edge].reshape(-1, _BUCKETS).sum(axis=0)
+        sketch[: rest.size - edge] += rest[edge:]
+        at += part.size
+    return sketch
+
+
+def _square_of(flat: Array) -> float:
+    """The sum of squares, on this thread."""
+    whole = flat.size // _BLOCK * _BLOCK
+    blocks = flat[:whole].reshape(-1, _BLOCK)
+    rest = flat[whole:].astype(np.float64)
+    sums = np.einsum("bi,bi->b", blocks, blocks)
+    return float(sums.sum(dtype=np.float64) + np.einsum("i,i->", rest, rest))
 
 
 def told(kind: str) -> str:
@@ -128,15 +169,14 @@ def trace_of(
         part: which of how many equal parts of a whole, cut along the first axis; see :func:`joined`.
         detail: what of its kind it is, for people.
     """
-    flat = array.astype(np.float64).reshape(-1)
-    finite = np.isfinite(flat)
-    if not finite.all():
-        flat = np.where(finite, flat, 0.0)
-    begin = part[0] * flat.size
-    signed = flat * _signs(flat.size * part[1])[begin : begin + flat.size]
-    before = begin % _BUCKETS
-    sketch = np.zeros(-(-(before + flat.size) // _BUCKETS) * _BUCKETS)
-    sketch[before : before + flat.size] = signed
+    is_large = array.dtype == np.float32 and array.size >= _LARGE
+    flat = np.ascontiguousarray(array if is_large else array.astype(np.float64)).reshape(-1)
+    square, not_finite = _square_of(flat), 0
+    if not math.isfinite(square):
+        flat = flat.astype(np.float64)
+        finite = np.isfinite(flat)
+        flat, not_finite = np.where(finite, flat, 0.0), int(flat.size - finite.sum())
+        square = _square_of(flat)
     return Trace(
         kind,
         place,
@@ -144,9 +184,9 @@ def trace_of(
         name,
         tuple(array.shape),
         array.dtype.name,
-        float(np.sqrt(np.square(flat).sum())),
-        sketch.reshape(-1, _BUCKETS).sum(axis=0),
-        int(flat.size - finite.sum()),
+        math.sqrt(square),
+        _sketch_of(flat, part[0] * flat.size),
+        not_finite,
         detail,
     )
 
@@ -218,7 +258,7 @@ class Bounds:
         flat = _flat_limit(trace.dtype)
         if self.precision != "float32":  # whose layers' errors are independent: their squares add up
             once = 4 * roundoff_of(self.precision)
-            return max(flat, min(once * (_WITHIN_LAYERS + 4 * self.layers) ** 0.5, _LIMIT_IN_HALF_MAX))
+            return max(flat, min(once * (_WITHIN_LAYERS + 6 * self.layers) ** 0.5, _LIMIT_IN_HALF_MAX))
         if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
             return flat
         terms = min(max(self.terms, _TERMS_MIN), TERMS)
@@ -309,7 +349,7 @@ def _of_update(key: Key, traces: Mapping[Key, Trace], references: Mapping[Key, T
         reference = references[average]
         if average in traces and reference.norm:
             apart = np.square(traces[average].sketch - reference.sketch).sum() ** 0.5 / reference.norm
-            granted += 2 * min(float(apart), 1.0) ** 0.5
+            granted += 2 * math.sqrt(min(float(apart), 1.0))
     return min(granted, _LIMIT_MAX)
 
 
