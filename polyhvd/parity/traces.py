@@ -258,7 +258,7 @@ class Bounds:
         flat = _flat_limit(trace.dtype)
         if self.precision != "float32":  # whose layers' errors are independent: their squares add up
             once = 4 * roundoff_of(self.precision)
-            return max(flat, min(once * (_WITHIN_LAYERS + 6 * self.layers) ** 0.5, _LIMIT_IN_HALF_MAX))
+            return max(flat, min(once * math.sqrt(_WITHIN_LAYERS + 6 * self.layers), _LIMIT_IN_HALF_MAX))
         if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
             return flat
         terms = min(max(self.terms, _TERMS_MIN), TERMS)
