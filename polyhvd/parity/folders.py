@@ -73,8 +73,10 @@ def work_folder(prefix: str, parent: Path | None = None) -> Iterator[WorkFolder]
     """
     try:
         place = str(parent or tempfile.gettempdir())
-    except FileNotFoundError:  # it tries to write
-        raise _no_room(os.environ.get("TMPDIR", "/tmp")) from None
+    except FileNotFoundError:  # which tries to write
+        raise NoRoomError(
+            "no room in TMPDIR, nor in any other folder for temporary files: set TMPDIR to one with room"
+        ) from None
     path: Path | None = None
     with contextlib.ExitStack() as stack:
         try:
