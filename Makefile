@@ -216,6 +216,12 @@ CASES ?= linear mlp cnn lstm gru transformer embedding resnet18
 parity: $(STAMPS)/test
 	for case in $(CASES); do $(VENV)/bin/polyhvd parity $$case --frameworks mxnet,torch,tensorflow,numpy || exit; done
 
+##@ false-alarms  all clean cases over SEEDS seeds: nothing may be found to differ; half an hour
+SEEDS ?= 20
+.PHONY: false-alarms
+false-alarms: $(STAMPS)/test
+	$(VENV)/bin/python tools/false_alarms.py --seeds $(SEEDS)
+
 ##@ slow     tests that wait or compute for long: several hosts, whole programs, the largest models
 .PHONY: slow
 slow: $(STAMPS)/test stand-ins
