@@ -205,6 +205,13 @@ CASES ?= linear mlp cnn lstm gru transformer embedding resnet18
 parity: $(STAMPS)/test
 	for case in $(CASES); do $(VENV)/bin/polyhvd parity $$case --frameworks mxnet,torch,tensorflow,numpy || exit; done
 
+DEFECTS ?=
+
+##@ defects  what polyhvd parity makes of seeded defects, all or DEFECTS="name ...": ten minutes
+.PHONY: defects
+defects: $(STAMPS)/test
+	$(PY) tools/defects.py $(DEFECTS)
+
 ##@ slow     tests that wait for half a minute, or compute for as long
 .PHONY: slow
 slow: $(STAMPS)/test
