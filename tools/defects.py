@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,19 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "defects"
 DOCUMENT = ROOT / "docs" / "parity.md"
 MARKS = ("<!-- defects -->", "<!-- /defects -->")
-#: Which kinds of a report say of a defect where it is. What happens between the backward pass and
-#: the optimizer is seen in them or in what comes of them, as they are looked at before or after it.
+#: Which kinds of a report say of a defect where it is. ``parity.watch`` knows neither batches nor losses nor
+#: averages, and sees what comes of them: in the first layer's input, in gradients, in updates.
 KINDS = {
-    "input": {"input"},
+    "weights": {"weights"},
+    "data": {"data", "input"},
     "activation": {"activation"},
+    "statistics": {"statistics"},
     "loss": {"loss", "gradient"},
     "gradient": {"gradient"},
-    "averaging": {"averaging", "gradient", "update"},
-    "clipping": {"clipping", "gradient", "update"},
+    "averaging": {"average", "gradient", "update"},
+    "clipping": {"average", "gradient", "update"},
+    "learning rate": {"learning rate"},
     "update": {"update"},
-    "statistics": {"statistics", "update"},
 }
 #: Of 24 defects 22 have to be told with their place.
 LOCATED_MIN = 22 / 24
@@ -279,21 +282,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", help="of defects; default: all, and the document is written")
     parser.add_argument("--control", action="store_true", help="without the defects: nothing may be found")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="with the defects' files")
     options = parser.parse_args(arguments)
     known = {defect.name: defect for defect in defects(options.folder)}
     unknown = sorted(set(options.names) - set(known))
     if unknown:
         parser.error(f"no such defect: {', '.join(unknown)}; there are {', '.join(known)}")
-    findings = []
-    for name in options.names or known:
+
+    def judged(name: str) -> Finding:
         found = run(known[name], options.folder, control=options.control)
-        findings.append(found)
         said = "agrees" if found.status == AGREE else found.place
         if found.status == AGREE or not found.detected or "kind" not in found.first:
             said += f" (status {found.status}: {found.message})"
         truth = "" if options.control else f"; truth: {found.defect.place}; located: {found.located}"
         print(f"{name}: {said}{truth} [{found.check}] {found.seconds:.0f} s", flush=True)
+        return found
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        findings = list(pool.map(judged, options.names or known))
     if options.control:
         return int(any(found.status != AGREE for found in findings))
     print(counted(findings))

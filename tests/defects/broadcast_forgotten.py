@@ -15,7 +15,7 @@ DEFECT = {
     "in": "torch",
     "layer": 0,
     "step": 0,
-    "kind": "activation",
+    "kind": "weights",
 }
 
 hvd.init()

@@ -18,7 +18,7 @@ DEFECT = {
     "in": "torch",
     "layer": None,
     "step": 2,
-    "kind": "input",
+    "kind": "data",
 }
 
 hvd.init()

@@ -14,7 +14,7 @@ DEFECT = {
     "steps": 5,
     "layer": None,
     "step": 3,
-    "kind": "input",
+    "kind": "data",
 }
 
 buffer = np.zeros((12, 8))

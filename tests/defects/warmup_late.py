@@ -13,9 +13,9 @@ DEFECT = {
     "case": "two dense layers",
     "scripts": 2,
     "in": "torch",
-    "layer": "all",
+    "layer": None,
     "step": 0,
-    "kind": "update",
+    "kind": "learning rate",
 }
 
 hvd.init()
