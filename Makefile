@@ -212,6 +212,12 @@ DEFECTS ?=
 defects: $(STAMPS)/test
 	$(PY) tools/defects.py $(DEFECTS)
 
+##@ false-alarms  all clean cases over SEEDS seeds: nothing may be found to differ; half an hour
+SEEDS ?= 20
+.PHONY: false-alarms
+false-alarms: $(STAMPS)/test
+	$(VENV)/bin/python tools/false_alarms.py --seeds $(SEEDS)
+
 ##@ slow     tests that wait for half a minute, or compute for as long
 .PHONY: slow
 slow: $(STAMPS)/test

@@ -204,3 +204,15 @@ class GluonSession(Session):
             if wanted.coupled_decay and wanted.name == "adagrad":
                 item.list_grad()[0][:] += wanted.coupled_decay * item.data()
         self._trainer.update(1)
+
+    def rate(self) -> float:
+        """Of the trainer."""
+        return parity.rate_of(self._trainer)
+
+    def states_of(self, weight: Weight) -> dict[str, Any]:
+        """Of the trainer."""
+        return parity.states_of(self._trainer, weight.source)
+
+    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
+        """As Gluon has it."""
+        return parity.batch_norm_of(layer)

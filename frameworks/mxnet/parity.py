@@ -17,12 +17,15 @@ from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
+    "batch_norm_of",
     "load_file",
     "on_input",
     "on_output",
     "on_step",
     "outputs_of",
+    "rate_of",
     "save_file",
+    "states_of",
     "to_numpy",
     "weights_of",
 ]
@@ -187,6 +190,45 @@ def on_step(
 
     optimizer.step = step
     return end
+
+
+def rate_of(optimizer: Any) -> float:
+    """The learning rate of a trainer."""
+    return float(optimizer.learning_rate)
+
+
+def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
+    """What a trainer keeps for a parameter, as arrays: "momentum" and "second moment".
+
+    The momentum of SGD is told with its sign changed: in Gluon it is what is added to the weight.
+    """
+    place = optimizer._param2idx.get(source.name)
+    state = optimizer._updaters[0].states.get(place) if optimizer._updaters else None
+    if state is None:
+        return {}
+    arrays = [
+        to_numpy(item)
+        for item in (state if isinstance(state, (list, tuple)) else [state])
+        if item is not None
+    ]
+    name = type(optimizer.optimizer).__name__.lower()
+    if name == "nag" and optimizer.optimizer.wd:
+        return {}  # it decays by the weight after the step, which has its effect only in the next one
+    if name in ("sgd", "nag"):
+        return {"momentum": -arrays[0]}
+    kinds = {
+        "adam": ("momentum", "second moment"),
+        "rmsprop": ("second moment",),
+        "adagrad": ("second moment",),
+    }
+    return dict(zip(kinds.get(name, ()), arrays, strict=False))
+
+
+def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
+    """What a block keeps of its running statistics in a step, and that its variance is the batch's own."""
+    if not isinstance(layer, nn.BatchNorm):
+        return None
+    return float(layer._kwargs["momentum"]), False
 
 
 def load_file(model: Block, path: str) -> None:

@@ -44,7 +44,10 @@ class NumpySession(Session):
             "gru": made_here.Gru,
         }
         if kind in made:
-            return made[kind](**given)
+            block = made[kind](**given)
+            if self.case.precision != "float32" and kind in ("dense", "convolution", "lstm", "gru"):
+                block = made_here.rounded(block, self.case.precision)
+            return block
         if kind == "batch_normalization":
             return made_here.BatchNorm(**given, average=self._averager())
         if kind == "activation":
@@ -112,17 +115,22 @@ class NumpySession(Session):
             slope = outputs - targets
             loss = np.square(slope).mean()
             slope = 2 * slope / slope.size
-        self.model.backward((slope / self.case.optimizer.accumulate).astype(np.float32))
+        factor = self.case.loss_scale / self.case.optimizer.accumulate
+        self.model.backward((slope * factor).astype(np.float32))
         return float(loss)
 
     def reduce(self) -> None:
         """An allreduce of each."""
-        if self.process_set is None:
-            return
         for number, (block, role) in enumerate(self._trained):
-            block.gradients[role][...] = verbs.allreduce(
-                block.gradients[role], name=f"parity.gradient.{number}", process_set=self.process_set
-            )
+            gradient = block.gradients[role]
+            if self.process_set is not None:
+                name = f"parity.gradient.{number}"
+                gradient[...] = verbs.allreduce(gradient, name=name, process_set=self.process_set)
+            gradient /= self.case.loss_scale
+
+    def local_gradient_of(self, weight: Weight) -> Any:
+        """The block's."""
+        return self.gradient_of(weight) / self.case.loss_scale
 
     def gradient_of(self, weight: Weight) -> Any:
         """The block's."""
@@ -132,6 +140,7 @@ class NumpySession(Session):
         """The formulas of docs/parity.md."""
         wanted = self.case.optimizer
         self._steps += 1
+        self._rate = rate
         gradients = [block.gradients[role] for block, role in self._trained]
         factor = 1.0
         if wanted.clip_norm is not None:
@@ -142,6 +151,34 @@ class NumpySession(Session):
             gradient = gradients[place] * np.float32(factor) + np.float32(wanted.coupled_decay) * weight
             weight *= np.float32(1.0 - rate * wanted.decoupled_decay)
             weight -= self._change(place, gradient, rate).astype(np.float32)
+
+    def rate(self) -> float:
+        """Of the last step."""
+        return self._rate
+
+    def states_of(self, weight: Weight) -> dict[str, Any]:
+        """Both sums, where the optimizer has them."""
+        place = next(
+            (
+                i
+                for i, (block, role) in enumerate(self._trained)
+                if block is weight.source and role == weight.role
+            ),
+            None,
+        )
+        name = self.case.optimizer.name
+        if place is None or name == "sgd":
+            return {}
+        found = {}
+        if name in ("momentum", "nesterov", "adam", "adamw"):
+            found["momentum"] = self._first[place]
+        if name not in ("momentum", "nesterov"):
+            found["second moment"] = self._second[place]
+        return found
+
+    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
+        """By the batch's own variance."""
+        return (layer.keep, False) if isinstance(layer, made_here.BatchNorm) else None
 
     def _change(self, place: int, g: Array, rate: float) -> Array:
         wanted, first, second = self.case.optimizer, self._first[place], self._second[place]

@@ -28,6 +28,7 @@ __all__ = [
     "MaxPool",
     "Residual",
     "View",
+    "rounded",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -63,6 +64,39 @@ class Block:
     def blocks(self) -> list[Block]:
         """This one and all within it, in order."""
         return [self]
+
+
+def rounded(block: Block, dtype: str) -> Block:
+    """Have a block take weights, inputs and gradients as numbers of a half type, and make such.
+
+    Products of them are added up in float32, and rounded once.
+
+    Args:
+        block: that is changed, and returned.
+        dtype: "float16" or "bfloat16".
+    """
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        kind = np.dtype(ml_dtypes.bfloat16)
+    else:
+        kind = np.dtype(dtype)
+
+    def computing(method: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        def compute(x: Array) -> Array:
+            kept = {role: array.copy() for role, array in block.weights.items()}
+            for array in block.weights.values():
+                array[...] = array.astype(kind)
+            made = method(x.astype(kind).astype(np.float32)).astype(kind).astype(np.float32)
+            for role, array in block.weights.items():
+                array[...] = kept[role]
+            return made
+
+        return compute
+
+    block.forward = computing(block.forward)  # type: ignore[method-assign]
+    block.backward = computing(block.backward)  # type: ignore[method-assign]
+    return block
 
 
 class Chain(Block):
@@ -252,7 +286,7 @@ class BatchNorm(Block):
     def __init__(self, units: int, epsilon: float, keep: float, average: Callable[[Array], Array]) -> None:
         roles = ("scale", "offset", "mean", "variance")
         super().__init__({role: (units,) for role in roles})
-        self._epsilon, self._keep, self._average = epsilon, keep, average
+        self._epsilon, self.keep, self._average = epsilon, keep, average
 
     def forward(self, x: Array) -> Array:
         """By mean and variance of the batch."""
@@ -264,7 +298,7 @@ class BatchNorm(Block):
         self._inverse = (1 / np.sqrt(variance + self._epsilon)).reshape(self._form)
         self._normal = ((wide - mean.reshape(self._form)) * self._inverse).astype(x.dtype)
         for role, value in (("mean", mean), ("variance", variance)):
-            self.weights[role][...] = self._keep * self.weights[role] + (1 - self._keep) * value
+            self.weights[role][...] = self.keep * self.weights[role] + (1 - self.keep) * value
         scale, offset = (self.weights[role].reshape(self._form) for role in ("scale", "offset"))
         made: Array = self._normal * scale + offset
         return made

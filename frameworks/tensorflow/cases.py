@@ -15,6 +15,7 @@ from polyhvd.tensorflow.gradient_tape import DistributedGradientTape
 from polyhvd.parity.layers import Layer
 from polyhvd.parity.models import module_of
 from polyhvd.parity.session import Session, adam_epsilon
+from polyhvd.training.keras import weights
 from polyhvd.training.mapping import Weight
 
 __all__ = ["KerasSession"]
@@ -75,11 +76,22 @@ class Residual(keras.layers.Layer):
         return made + beside
 
 
+class _Tape(tf.GradientTape):  # type: ignore[misc]
+    """Keeps what it returns, which a tape that is made of it reduces."""
+
+    def gradient(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever."""
+        self.local = super().gradient(*args, **kwargs)
+        return self.local
+
+
 class KerasSession(Session):
     """A case in Keras, in a loop of TensorFlow's own."""
 
     def make(self) -> Any:
         """A model."""
+        half = self.case.precision != "float32"
+        keras.config.set_dtype_policy(f"mixed_{self.case.precision}" if half else "float32")
         made = self.case.of("tensorflow")
         if made is None:
             raise LookupError
@@ -172,14 +184,15 @@ class KerasSession(Session):
     def compute(self, inputs: Any, targets: Any, *, is_first: bool, is_last: bool) -> float:
         """With a tape, not compiled: hooks would see nothing. The last part reduces the sum."""
         wanted = tf.constant(targets)
-        with tf.GradientTape() as tape:
+        with _Tape() as tape:
             outputs = self.model(tf.constant(self._given(inputs)), training=True)
+            outputs = tf.cast(outputs, tf.float32)
             if self.case.loss == "cross_entropy":
                 each = tf.nn.sparse_softmax_cross_entropy_with_logits(wanted, outputs)
                 loss = tf.reduce_mean(each)
             else:
                 loss = tf.reduce_mean(tf.square(outputs - wanted))
-            total = loss / self.case.optimizer.accumulate
+            total = loss * (self.case.loss_scale / self.case.optimizer.accumulate)
             if not is_first:  # whose gradient is what was added up
                 kept = self._gradients
                 for gradient, variable in zip(kept, self._trained, strict=True):
@@ -187,6 +200,12 @@ class KerasSession(Session):
         if is_last and self.process_set is not None:
             tape = DistributedGradientTape(tape, process_set=self.process_set)
         self._gradients = tape.gradient(total, [variable.value for variable in self._trained])
+        self._local_gradients = tape.__dict__["local"]
+        if is_last and self.case.loss_scale != 1.0:
+            self._gradients, self._local_gradients = (
+                [tf.convert_to_tensor(gradient) / self.case.loss_scale for gradient in gradients]
+                for gradients in (self._gradients, self._local_gradients)
+            )
         return float(loss)
 
     def reduce(self) -> None:
@@ -194,7 +213,14 @@ class KerasSession(Session):
 
     def gradient_of(self, weight: Weight) -> Any:
         """What the tape has returned."""
-        for variable, gradient in zip(self._trained, self._gradients, strict=True):
+        return self._of(weight, self._gradients)
+
+    def local_gradient_of(self, weight: Weight) -> Any:
+        """What it has reduced."""
+        return self._of(weight, self._local_gradients)
+
+    def _of(self, weight: Weight, gradients: Sequence[Any]) -> Any:
+        for variable, gradient in zip(self._trained, gradients, strict=True):
             if variable is weight.source:
                 return gradient
         return None
@@ -216,3 +242,15 @@ class KerasSession(Session):
         if wanted.name in ("adam", "adamw"):
             self._optimizer.epsilon = adam_epsilon(wanted.epsilon, wanted.betas[1], self._steps)
         self._optimizer.apply(self._gradients, self._trained)
+
+    def rate(self) -> float:
+        """Of the optimizer."""
+        return weights.rate_of(self._optimizer)
+
+    def states_of(self, weight: Weight) -> dict[str, Any]:
+        """Of the optimizer."""
+        return weights.states_of(self._optimizer, weight.source)
+
+    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
+        """As Keras has it."""
+        return weights.batch_norm_of(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,6 +148,9 @@ class TorchSession(Session):
         self.model.train()
         self._trained = [item for item in self.model.parameters() if item.requires_grad]
         self._optimizer = self._make_optimizer()
+        self._local: dict[Tensor, Tensor] = {}
+        for parameter in self._trained:
+            parameter.register_hook(functools.partial(self._hears_gradient, parameter))
         if self.process_set is not None:
             self._optimizer = DistributedOptimizer(
                 self._optimizer,
@@ -190,19 +194,39 @@ class TorchSession(Session):
         """With autograd."""
         if is_first:
             self._optimizer.zero_grad()
-        outputs = self.model(torch.from_numpy(inputs))
+            self._local.clear()
+        with self._computing():
+            outputs = self.model(torch.from_numpy(inputs)).float()
         wanted = torch.from_numpy(targets)
         if self.case.loss == "cross_entropy":
             loss = nn.functional.cross_entropy(outputs, wanted)
         else:
             loss = nn.functional.mse_loss(outputs, wanted)
-        (loss / self.case.optimizer.accumulate).backward()
+        (loss * (self.case.loss_scale / self.case.optimizer.accumulate)).backward()
         return float(loss.detach())
+
+    def _computing(self) -> Any:
+        if self.case.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=getattr(torch, self.case.precision))
+
+    def _hears_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        gradient = gradient.detach().clone()
+        self._local[parameter] = self._local[parameter] + gradient if parameter in self._local else gradient
+
+    def local_gradient_of(self, weight: Weight) -> Any:
+        """What autograd has made of all parts: the parameter's may be averaged already."""
+        local = self._local.get(weight.source)
+        return local if local is None else local / self.case.loss_scale
 
     def reduce(self) -> None:
         """DistributedOptimizer's, which has begun in backward."""
         if self.process_set is not None:
             self._optimizer.synchronize()
+        if self.case.loss_scale != 1.0:
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.case.loss_scale)
 
     def gradient_of(self, weight: Weight) -> Any:
         """The parameter's."""
@@ -222,6 +246,23 @@ class TorchSession(Session):
             self._optimizer.step()
         if wanted.name == "rmsprop":
             self._add_epsilon(begins=False)
+
+    def rate(self) -> float:
+        """Of the optimizer."""
+        return parity.rate_of(self._optimizer)
+
+    def states_of(self, weight: Weight) -> dict[str, Any]:
+        """Of the optimizer, without the epsilon that the state has for RMSProp and Adagrad."""
+        found = parity.states_of(self._optimizer, weight.source)
+        wanted = self.case.optimizer
+        extra = {"rmsprop": wanted.epsilon / wanted.rho, "adagrad": wanted.epsilon}.get(wanted.name, 0.0)
+        if extra and "second moment" in found:
+            found["second moment"] = found["second moment"].astype("float64") - extra
+        return found
+
+    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
+        """As PyTorch has it."""
+        return parity.batch_norm_of(layer)
 
     def _scale_buffers(self, factor: float) -> None:
         """The others have the learning rate in their momentum: what was added stays as large as it was."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from polyhvd.errors import InvalidArgumentError
@@ -13,12 +14,15 @@ from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
+    "batch_norm_of",
     "load_file",
     "on_input",
     "on_output",
     "on_step",
     "outputs_of",
+    "rate_of",
     "save_file",
+    "states_of",
     "to_numpy",
     "weights_of",
 ]
@@ -136,6 +140,39 @@ def on_step(
     return end
 
 
+def rate_of(optimizer: Any) -> float:
+    """The learning rate of an optimizer, of its first group."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter, as arrays: "momentum" and "second moment".
+
+    The momentum of SGD is told times the learning rate, which it has in it in other frameworks.
+    """
+    state = optimizer.state.get(source, {})
+    found = {}
+    buffer = state.get("momentum_buffer")
+    if buffer is not None:
+        group = next(
+            group for group in optimizer.param_groups if any(item is source for item in group["params"])
+        )
+        found["momentum"] = to_numpy(buffer) * np.float32(group["lr"])
+    if (first := state.get("exp_avg")) is not None:
+        found["momentum"] = to_numpy(first)
+    for key in ("exp_avg_sq", "square_avg", "sum"):
+        if (second := state.get(key)) is not None:
+            found["second moment"] = to_numpy(second)
+    return found
+
+
+def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
+    """What a layer keeps of its running statistics in a step, and that its variance is unbiased."""
+    if not isinstance(layer, torch.nn.modules.batchnorm._NormBase) or layer.momentum is None:
+        return None
+    return 1.0 - layer.momentum, True
+
+
 def to_numpy(tensor: Tensor) -> Any:
     """A copy of the values, sparse ones made dense."""
     tensor = tensor.detach().cpu()
@@ -150,8 +187,6 @@ def to_numpy(tensor: Tensor) -> Any:
 
 def _from_numpy(array: Any) -> Tensor:
     if array.dtype.name == "bfloat16":
-        import numpy as np
-
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

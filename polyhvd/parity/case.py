@@ -14,12 +14,23 @@ import numpy as np
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity.layers import Layer
 
-__all__ = ["LOSSES", "OPTIMIZERS", "SCHEDULES", "BadCaseError", "Case", "Optimizer", "from_file"]
+__all__ = [
+    "LOSSES",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "SCHEDULES",
+    "BadCaseError",
+    "Case",
+    "Optimizer",
+    "from_file",
+]
 
 Array = np.ndarray[Any, Any]
 #: Means over the batch: of the cross entropy of scores with classes, of the squared difference.
 LOSSES = ("cross_entropy", "squared_error")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad")
+#: In which layers compute; weights and what optimizers keep are float32.
+PRECISIONS = ("float32", "bfloat16", "float16")
 SCHEDULES = ("constant", "warmup", "cosine", "halve")
 
 
@@ -125,6 +136,7 @@ class Case:
             batch normalization, whose statistics are each rank's own, unless it is described by layers.
         about: in a few words.
         channels_last: frameworks whose model, built by the case, is given images with channels last.
+        precision: one of :data:`PRECISIONS`, in which layers compute.
     """
 
     name: str
@@ -135,6 +147,12 @@ class Case:
     same_on_ranks: bool = True
     about: str = ""
     channels_last: Sequence[str] = ("tensorflow",)
+    precision: str = "float32"
+
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss is multiplied, and gradients divided again: those in float16 would be 0 else."""
+        return 1024.0 if self.precision == "float16" else 1.0
 
     def of(self, framework: str) -> list[Layer] | Any | None:
         """What ``build`` makes: a list of layers, a model, or None.
@@ -191,7 +209,7 @@ def _plain(array: Array) -> Array:
 
 
 #: What a file may say besides ``build`` and ``batch``.
-_OPTIONAL = {"loss", "optimizer", "same_on_ranks", "about", "channels_last"}
+_OPTIONAL = {"loss", "optimizer", "same_on_ranks", "about", "channels_last", "precision"}
 
 
 def from_file(path: Path) -> Case:
@@ -200,7 +218,8 @@ def from_file(path: Path) -> Case:
     Args:
         path: of a program of Python with the functions ``build(framework)`` and ``batch(framework, step)``,
             and if need be ``loss``, ``optimizer`` (an :class:`Optimizer`, or a dict of its arguments),
-            ``same_on_ranks``, ``about`` and ``channels_last``, which mean what they mean in :class:`Case`.
+            ``same_on_ranks``, ``about``, ``channels_last`` and ``precision``, which mean what they mean in
+            :class:`Case`.
 
     Raises:
         BadCaseError: there is no such file, it cannot be run, or lacks a function.
@@ -234,6 +253,8 @@ def from_file(path: Path) -> Case:
         raise BadCaseError(f"{path}: optimizer: {error}") from error
     if case.loss not in LOSSES:
         raise BadCaseError(f"{path}: loss={case.loss!r}: expected one of {', '.join(LOSSES)}")
+    if case.precision not in PRECISIONS:
+        raise BadCaseError(f"{path}: precision={case.precision!r}: expected one of {', '.join(PRECISIONS)}")
     if not isinstance(case.optimizer, Optimizer):
         raise BadCaseError(
             f"{path}: optimizer: expected an Optimizer or a dict of its arguments "

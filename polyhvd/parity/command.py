@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -16,13 +16,15 @@ from typing import Any, NoReturn
 
 from polyhvd.installed import is_installed
 from polyhvd.parity import scripts
-from polyhvd.parity.case import OPTIMIZERS, SCHEDULES, BadCaseError, Case, Optimizer
+from polyhvd.parity.case import OPTIMIZERS, PRECISIONS, SCHEDULES, BadCaseError, Case, Optimizer
 from polyhvd.parity.catalogue import CASES
+from polyhvd.parity.folders import NoRoomError, WorkFolder, is_full, work_folder
 from polyhvd.parity.jobs import Job, launcher, run_all
 from polyhvd.parity.judging import Pair, Verdict, judge
+from polyhvd.parity.layers import walk
 from polyhvd.parity.report import Check, Report
 from polyhvd.parity.report.terminal import Progress, print_report
-from polyhvd.parity.runs import FRAMEWORKS, MODES, Order, Run
+from polyhvd.parity.runs import FRAMEWORKS, MODES, Order, Run, cannot_compute
 from polyhvd.parity.statuses import STATUSES
 
 __all__ = ["SUBCOMMANDS", "main"]
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--clip-norm", type=float, metavar="X", help="of all gradients together, after they are averaged")
     add("--accumulate", type=_positive, metavar="N", help="parts of a rank's batch, one after the other")
     add("--schedule", choices=SCHEDULES, help="of the learning rate")
+    add("--precision", choices=PRECISIONS, help="in which layers compute, with weights in float32")
     add("--json", metavar="FILE", help="write the report as JSON; - is standard output, and no table")
     add("--junit", metavar="FILE", help="write it as JUnit's XML, for CI servers")
     add("--html", metavar="FILE", help="write it as one page that needs nothing else")
@@ -142,15 +145,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     begun = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(prefix="polyhvd-parity-") as folder:
+        with work_folder("polyhvd-parity-") as work:
             if options.scripts is not None:
-                found = scripts.run(options.scripts, options.np or 1, options.timeout, Path(folder))
+                found = scripts.run(options.scripts, options.np or 1, options.timeout, work)
             else:
                 options.np = options.np or 2
-                found = _run_case(options, Path(folder))
+                found = _run_case(options, work)
+            if found.outcome in ("rank-died", "bad-case") and is_full(work.path):
+                raise OSError(errno.ENOSPC, "what a rank wrote")
     except KeyboardInterrupt:
         print("polyhvd parity: interrupted; all processes have ended", file=sys.stderr)
         return _INTERRUPTED_STATUS
+    except NoRoomError as error:
+        named = options.case or " : ".join(options.scripts)
+        found = _failed(Report(named, 0, "agree", "", []), "no-room", str(error))
     found = replace(found, seconds=round(time.monotonic() - begun, 3), versions=_versions(found.frameworks))
     return _write(found, options)
 
@@ -212,9 +220,12 @@ def _numbers(options: argparse.Namespace) -> dict[str, Any]:
     return given if options.optimizer is None else {"name": options.optimizer, **given}
 
 
-def _run_case(options: argparse.Namespace, folder: Path) -> Report:
+def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
+    folder = work.path
     path = options.case if options.case in CASES else str(Path(options.case).absolute())
-    order = Order(path, _numbers(options), options.steps, options.np, str(folder), options.seed)
+    order = Order(
+        path, _numbers(options), options.steps, options.np, str(folder), options.seed, options.precision or ""
+    )
     frameworks = options.frameworks or [name for name in FRAMEWORKS if not _missing(name)]
     report = Report(options.case, 0, "agree", "", list(frameworks), steps=options.steps, ranks=options.np)
     for name in frameworks:
@@ -229,9 +240,28 @@ def _run_case(options: argparse.Namespace, folder: Path) -> Report:
         case = order.load()
     except BadCaseError as error:
         return _failed(report, "bad-case", str(error))
-    report = replace(report, case=case.name, optimizer=asdict(case.optimizer))
+    report = replace(report, case=case.name, optimizer=asdict(case.optimizer), precision=case.precision)
+    why = {name: cannot_compute(name, case.precision, _kinds(case, name)) for name in frameworks}
+    if cannot := [name for name in frameworks if why[name]]:
+        frameworks = [name for name in frameworks if not why[name]]
+        if options.frameworks or not frameworks:
+            return _failed(
+                report,
+                "precision",
+                f"{case.name} in {case.precision}: {cannot[0]}: {why[cannot[0]]}; "
+                + (f"take --frameworks {','.join(frameworks)}" if frameworks else "take another case"),
+            )
+        report = replace(report, frameworks=frameworks, left_out=cannot)
     (folder / "order.json").write_text(json.dumps(asdict(order)))
-    return _conclude(report, case, *_run_jobs(order, frameworks, options.timeout))
+    return _conclude(report, case, *_run_jobs(order, frameworks, options.timeout, work))
+
+
+def _kinds(case: Case, framework: str) -> set[str]:
+    """Of the layers of a case that is described by them."""
+    if case.precision == "float32" or (framework != "numpy" and case.name not in CASES):
+        return set()  # what builds a model of a framework imports it
+    made = case.of(framework)
+    return {layer.kind for layer in walk(made)} if isinstance(made, list) else set()
 
 
 def _missing(framework: str) -> str:
@@ -248,9 +278,11 @@ def _failed(report: Report, outcome: str, message: str) -> Report:
     return replace(report, status=STATUSES[outcome], outcome=outcome, message=message)
 
 
-def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tuple[list[Run], Job | None]:
+def _run_jobs(
+    order: Order, frameworks: Sequence[str], timeout_s: float, work: WorkFolder
+) -> tuple[list[Run], Job | None]:
     """All frameworks side by side; what they have seen, and the job that has failed."""
-    folder = Path(order.folder)
+    folder = work.path
     modes = 2 + (order.ranks > 1)
     progress = Progress(order.steps * modes * len(frameworks))
     jobs: list[Job] = []
@@ -267,7 +299,7 @@ def _run_jobs(order: Order, frameworks: Sequence[str], timeout_s: float) -> tupl
     try:
         for name in frameworks:
             program = [sys.executable, "-m", "polyhvd.parity.running", str(folder / "order.json"), name]
-            jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], folder))
+            jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], work))
         failed = run_all(jobs, timeout_s, tell, lambda job: (folder / f"{job.name}.left-out").exists())
     finally:
         progress.close()
@@ -289,11 +321,11 @@ def _conclude(report: Report, case: Case, runs: Sequence[Run], failed: Job | Non
     left_out = [run.framework for run in runs if run.problem == "none"]
     if failed is not None:
         return _failed(report, "rank-died", _died(failed))
-    verdict = judge(runs, same_on_ranks=case.same_on_ranks)
+    verdict = judge(runs, same_on_ranks=case.same_on_ranks, precision=case.precision)
     report = replace(
         report,
         frameworks=[name for name in report.frameworks if name not in left_out],
-        left_out=list(verdict.left_out),
+        left_out=[*report.left_out, *verdict.left_out],
         losses=verdict.losses,
         layers=verdict.layers,
         checks=[_check(pair, report.ranks) for pair in verdict.pairs],

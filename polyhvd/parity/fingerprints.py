@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Fingerprint", "Tolerance", "tolerance_of"]
+__all__ = ["TERMS", "Fingerprint", "Tolerance", "roundoff_of", "tolerance_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -29,6 +29,11 @@ class Tolerance:
 
     rtol: float
     atol: float
+
+
+def roundoff_of(dtype: str) -> float:
+    """Unit roundoff of a type of numbers; 0 of whole ones."""
+    return _ROUNDOFF.get(dtype, 0.0)
 
 
 def tolerance_of(dtype: str, terms: int | None = None, scale: float = 1.0) -> Tolerance:

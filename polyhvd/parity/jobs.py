@@ -10,14 +10,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-__all__ = ["Job", "launcher", "run_all"]
+from polyhvd.parity.folders import WorkFolder
+
+__all__ = ["Job", "end_with_parent", "launcher", "run_all"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
 #: The launcher kills ranks that do not end; this is for the launcher itself.
 _GRACE_S = 45.0
+
+
+def end_with_parent() -> Callable[[], None]:
+    """What a child of this process has to call first to get SIGTERM when this process ends."""
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
 
 
 class Job:
@@ -26,27 +39,21 @@ class Job:
     Args:
         name: for people.
         words: the command.
-        folder: for its output.
+        folder: for its output; the command holds it.
     """
 
-    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, words: Sequence[str], folder: WorkFolder) -> None:
         self.name = name
         self.is_late = False
-        self.log = folder / f"{name}.log"
-        parent, libc = os.getpid(), ctypes.CDLL(None)
-
-        def end_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
+        self.log = folder.path / f"{name}.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 list(words),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=end_with_parent,  # this process has one thread
+                preexec_fn=end_with_parent(),  # this process has one thread
+                pass_fds=(folder.held_by,),
                 start_new_session=True,  # Ctrl-C comes to this process, which ends the others
             )
 

@@ -7,8 +7,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from polyhvd.parity.runs import MODES, Run, Step
-from polyhvd.parity.traces import KINDS, Trace, differences, in_order, joined, limit_of, relative_difference
+from polyhvd.parity.traces import (
+    CUT,
+    KINDS,
+    Bounds,
+    Key,
+    Trace,
+    differences,
+    in_order,
+    joined,
+    mean_of,
+    relative_difference,
+    told,
+    trace_of,
+)
 
 __all__ = ["Finding", "Pair", "Verdict", "judge"]
 
@@ -22,11 +37,12 @@ class Finding:
 
     Args:
         step: counted from 0.
-        kind: "input", "activation", "gradient", "update" or "loss".
+        kind: what differs, one of those that docs/parity.md lists.
         layer: counted from 0 among those that have weights.
         names: of the layer or weight in the reference, and in the other run.
         relative: the norm of the difference over that of the reference.
         limit: what is taken for rounding.
+        detail: what of that kind it is, such as "momentum" or "variance".
     """
 
     step: int
@@ -35,30 +51,47 @@ class Finding:
     names: tuple[str, str]
     relative: float
     limit: float
+    detail: str = ""
 
     def __str__(self) -> str:
-        where = self.names[0] if self.names[0] == self.names[1] else " / ".join(self.names)
+        name = self.names[0] if self.names[0] == self.names[1] else " / ".join(self.names)
+        detail = f" ({self.detail})" if self.detail else ""
+        layer = "" if self.kind in ("data", "loss", "learning rate") else f", layer {self.layer}"
         return (
-            f"step {self.step}, layer {self.layer}, {self.kind}: {where} differs by {self.relative:.2g} of "
+            f"step {self.step}{layer}, {self.kind}{detail}: {name} differs by {self.relative:.2g} of "
             f"its norm, where {self.limit:.2g} may be rounding"
         )
 
     @property
     def advice(self) -> str:
         """Where to look."""
-        return {
-            "input": "The batches differ: compare what the data pipelines return in this "
-            "step, and in which order.",
-            "activation": "The forward pass of this layer differs: compare its weights and its options with "
-            "the other's (padding, epsilon, momentum of batch normalization, slopes, dropout, gate order).",
-            "gradient": "The activations agree, and this gradient does not: compare the loss (a mean or a "
-            "sum?), what is averaged over ranks, and the backward pass of the layers behind this one.",
-            "update": "The gradients agree, and what the optimizer makes of them does not: compare its "
-            "numbers with the table of optimizers in docs/parity.md (epsilon, decay, momentum, bias "
-            "correction, schedule).",
-            "loss": "All activations agree, and the loss does not: compare the loss functions (a mean or a "
-            "sum? half of the square?).",
-        }[self.kind]
+        return ADVICE[self.kind]
+
+
+#: Where to look, by kind.
+ADVICE = {
+    "weights": "The weights differ before the step: compare how they are made, loaded or broadcast, and "
+    "what changes them besides the optimizer.",
+    "data": "The batches differ: compare what the data pipelines return in this "
+    "step, and in which order: shuffling, shards, the last batch.",
+    "input": "The batches agree, and what the first layer is given does not: compare what is done with "
+    "them before, such as scaling, the order of axes, and padding.",
+    "statistics": "The activations agree, and running statistics of this layer do not: compare the "
+    "momentum of batch normalization (0.9 of Gluon and Keras is 0.1 of PyTorch).",
+    "average": "The ranks' own gradients agree, and their average does not: compare what is reduced "
+    "(a mean or a sum, over which ranks, compressed, clipped before, from which step).",
+    "learning rate": "The gradients agree, and the learning rates do not: compare the schedules and when "
+    "they count a step.",
+    "activation": "The forward pass of this layer differs: compare its weights and its options with "
+    "the other's (padding, epsilon, momentum of batch normalization, slopes, dropout, gate order).",
+    "gradient": "Activations and losses agree, and this gradient, before it is averaged, does not: "
+    "compare by what the loss is divided, and the backward pass of the layers behind this one.",
+    "update": "The gradients agree, and what the optimizer makes of them does not: compare its "
+    "numbers with the table of optimizers in docs/parity.md (epsilon, decay, momentum, bias "
+    "correction, clipping).",
+    "loss": "All activations agree, and the loss does not: compare the loss functions (a mean or a "
+    "sum? half of the square?).",
+}
 
 
 @dataclass(frozen=True)
@@ -125,12 +158,13 @@ class Verdict:
         return not self.problem and bool(self.pairs) and all(pair.agree for pair in self.pairs)
 
 
-def judge(runs: Sequence[Run], *, same_on_ranks: bool = True) -> Verdict:
+def judge(runs: Sequence[Run], *, same_on_ranks: bool = True, precision: str = "float32") -> Verdict:
     """Compare all runs of a case.
 
     Args:
         runs: of all frameworks, modes and ranks; of ranks in their order.
         same_on_ranks: whether a run on several ranks has to do what one does.
+        precision: in which layers have computed.
 
     Returns:
         the verdict; if models or batches differ, or NaNs came up, that alone.
@@ -147,7 +181,7 @@ def judge(runs: Sequence[Run], *, same_on_ranks: bool = True) -> Verdict:
     for problem, check in (("models", _unlike_models), ("batches", _unlike_batches), ("nan", _not_finite)):
         if message := check(whole):
             return replace(told, problem=problem, message=message)
-    return replace(told, pairs=tuple(_pairs(whole, same_on_ranks=same_on_ranks)))
+    return replace(told, pairs=tuple(_pairs(whole, precision, same_on_ranks=same_on_ranks)))
 
 
 def _whole(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
@@ -163,23 +197,25 @@ def _whole(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
 
 
 def _joined_step(parts: Sequence[Step]) -> Step:
-    """Of inputs and activations each rank has a part; gradients and updates are the same on all."""
+    """Each rank has a part of batches and activations, and a term of gradients; the rest is one for all."""
     if len(parts) == 1:
         return parts[0]
     traces = {}
     for key in parts[0].traces.keys() & parts[-1].traces.keys():
         sides = [part.traces[key] for part in parts if key in part.traces]
-        is_cut = key[0] in ("input", "activation")
-        traces[key] = joined(sides) if is_cut else _farthest(sides)
+        if key[0] in CUT:
+            traces[key] = joined(sides)
+        else:  # statistics may be each rank's own
+            traces[key] = (mean_of if key[0] in ("gradient", "statistics") else _farthest)(sides)
     loss = sum(part.loss for part in parts) / len(parts)
-    return Step(loss, sum(part.rows for part in parts), traces)
+    return Step(loss, sum(part.rows for part in parts), traces, max(part.terms for part in parts))
 
 
 def _farthest(sides: Sequence[Trace]) -> Trace:
     """That of the first rank; of one that differs from it, if there is one: it will be found to differ."""
     apart = [relative_difference(side, sides[0], sides[0].norm) for side in sides]
     farthest = max(range(len(sides)), key=apart.__getitem__)
-    return sides[farthest] if apart[farthest] > limit_of(sides[0].dtype) else sides[0]
+    return sides[farthest] if apart[farthest] > Bounds().limit(sides[0]) else sides[0]
 
 
 def _unlike_models(whole: Mapping[str, Mapping[str, Run]]) -> str:
@@ -215,6 +251,13 @@ def _described(weight: tuple[object, ...] | None) -> str:
 
 def _unlike_batches(whole: Mapping[str, Mapping[str, Run]]) -> str:
     runs = [run for modes in whole.values() for run in modes.values()]
+    for run in runs:
+        if len(run.steps) != len(runs[0].steps):
+            return (
+                f"the batches differ in number: {runs[0].framework} ({runs[0].mode}) has trained "
+                f"{len(runs[0].steps)} steps, {run.framework} ({run.mode}) {len(run.steps)}; "
+                "let batch() return as many for every framework"
+            )
     for step, steps in enumerate(zip(*(run.steps for run in runs), strict=False)):
         for run, item in zip(runs, steps, strict=True):
             if item.rows != steps[0].rows:
@@ -245,35 +288,31 @@ def _not_finite(whole: Mapping[str, Mapping[str, Run]]) -> str:
     return ""
 
 
-def _pairs(whole: Mapping[str, Mapping[str, Run]], *, same_on_ranks: bool) -> list[Pair]:
+def _pairs(whole: Mapping[str, Mapping[str, Run]], precision: str, *, same_on_ranks: bool) -> list[Pair]:
     pairs = []
     for modes in whole.values():
         for one, two in (("plain", "one"), ("plain", "all"), ("one", "all")):
             if one in modes and two in modes and (two != "all" or same_on_ranks):
-                pairs.append(_pair("distribution", modes[one], modes[two]))
+                pairs.append(_pair("distribution", modes[one], modes[two], precision))
     for first, second in itertools.combinations(whole.values(), 2):
         pairs += [
-            _pair("frameworks", first[mode], second[mode])
+            _pair("frameworks", first[mode], second[mode], precision)
             for mode in ("plain", "all")
             if mode in first and mode in second
         ]
     return pairs
 
 
-def _pair(question: str, reference: Run, other: Run) -> Pair:
-    worst = dict.fromkeys(KINDS, 0.0)
+def _pair(question: str, reference: Run, other: Run, precision: str) -> Pair:
+    worst = dict.fromkeys(map(told, KINDS), 0.0)
     cells: list[list[float]] = []
     firsts: list[Finding] = []
-    loss = 0.0
+    layers = len(reference.layers)
     for step, (one, two) in enumerate(zip(reference.steps, other.steps, strict=False)):
-        finding, row = _step(step, one, two, len(reference.layers), worst, question)
+        bounds = Bounds(step, layers, max(one.terms, two.terms), precision)
+        sides = _with_loss(one, layers), _with_loss(two, layers)
+        finding, row = _step(*sides, bounds, worst, question)
         cells.append(row)
-        gap = abs(two.loss - one.loss) / max(abs(one.loss), 1e-3)
-        loss = max(loss, gap)
-        limit = limit_of("float32")
-        if gap > limit and (finding is None or finding.kind in ("gradient", "update")):
-            last = len(reference.layers) - 1
-            finding = Finding(step, "loss", last, ("the loss", "the loss"), gap, limit)
         if finding is not None:
             firsts.append(finding)
     return Pair(
@@ -281,26 +320,39 @@ def _pair(question: str, reference: Run, other: Run) -> Pair:
         (reference.framework, other.framework),
         (reference.mode, other.mode),
         firsts[0] if firsts else None,
-        loss,
+        worst["loss"],
         worst,
         cells,
     )
 
 
+def _with_loss(step: Step, layers: int) -> dict[Key, Trace]:
+    """All traces; a loss of nothing has rounding errors as well."""
+    loss = np.array([step.loss, 1e-3])
+    last = max(layers - 1, 0)
+    trace = replace(trace_of("loss", 0, last, "the loss", loss), dtype="float32")
+    return {**step.traces, trace.key: trace}
+
+
 def _step(
-    number: int, reference: Step, other: Step, layers: int, worst: dict[str, float], question: str
+    traces: Mapping[Key, Trace],
+    others: Mapping[Key, Trace],
+    bounds: Bounds,
+    worst: dict[str, float],
+    question: str,
 ) -> tuple[Finding | None, list[float]]:
     """The first difference of a step, and of each layer the largest beside its limit."""
     first = None
-    row = [0.0] * layers
-    for key, relative in differences(other.traces, reference.traces):
-        one, two = reference.traces[key], other.traces[key]
+    row = [0.0] * bounds.layers
+    for key, relative, limit in differences(others, traces, bounds):
+        one, two = traces[key], others[key]
         if question == "distribution" and one.shape != two.shape and key[0] in ("input", "activation"):
             continue  # of something that has no row for each sample, and is cut elsewhere
-        limit = limit_of(one.dtype)
-        worst[key[0]] = max(worst[key[0]], relative)
-        if layers:
+        kind = told(key[0])
+        worst[kind] = max(worst[kind], relative)
+        if bounds.layers:
             row[one.layer] = max(row[one.layer], relative / limit)
         if relative > limit and first is None:
-            first = Finding(number, key[0], one.layer, (one.name, two.name), relative, limit)
+            detail = one.detail or (key[0] if kind != key[0] else "")
+            first = Finding(bounds.step, kind, one.layer, (one.name, two.name), relative, limit, detail)
     return first, row

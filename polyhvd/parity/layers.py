@@ -5,7 +5,7 @@ Shapes are those of PyTorch: images are [batch, channels, height, width], sequen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "max_pool",
     "mean_over_time",
     "residual",
+    "walk",
 ]
 
 #: Functions that are the same in every framework: GELU is the exact one, not its approximation by tanh.
@@ -50,6 +51,17 @@ class Layer:
     options: dict[str, Any] = field(default_factory=dict)
     inner: tuple[Layer, ...] = ()
     around: tuple[Layer, ...] = ()
+
+
+def walk(layers: Iterable[Layer]) -> Iterator[Layer]:
+    """All layers, with those within them.
+
+    Args:
+        layers: of a case.
+    """
+    for layer in layers:
+        yield layer
+        yield from walk((*layer.inner, *layer.around))
 
 
 def dense(inputs: int, units: int, *, bias: bool = True) -> Layer:

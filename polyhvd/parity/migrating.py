@@ -11,7 +11,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from polyhvd.parity.folders import NoRoomError, work_folder
+from polyhvd.parity.jobs import end_with_parent
 from polyhvd.parity.migrating_side import FRAMEWORKS, Said, Task
 
 __all__ = ["main"]
@@ -73,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Failed as failed:
         print(f"polyhvd parity migrate: {failed}", file=sys.stderr)
         return failed.status
+    except NoRoomError as error:
+        print(f"polyhvd parity migrate: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,8 +126,8 @@ def _migrate(options: argparse.Namespace) -> int:
     read = _side(Task(source, options.model, options.source, inputs), options.timeout)
     _check_finite(read, f"the model of {source} with {options.source}")
     ending = next(ending for ending in _ENDINGS if options.target.endswith(ending))
-    with tempfile.TemporaryDirectory(prefix=".polyhvd-", dir=folder) as made:
-        file = f"{made}/model{ending}"
+    with work_folder(".polyhvd-", folder) as made:
+        file = f"{made.path}/model{ending}"
         written = _side(Task(target, options.model, file, read.inputs, read), options.timeout)
         compared = _compared(read.outputs, written.outputs, options.rtol)
         assert read.inputs is not None
@@ -170,13 +174,19 @@ def _read(path: str) -> Array:
 
 def _side(task: Task, timeout_s: float) -> Said:
     """Run one side to its end."""
-    with tempfile.TemporaryDirectory(prefix="polyhvd-migrate-") as name:
-        folder = Path(name)
+    with work_folder("polyhvd-migrate-") as work:
+        folder = work.path
         (folder / "task").write_bytes(pickle.dumps(task))
-        command = [sys.executable, "-c", _SIDE, name]
+        command = [sys.executable, "-c", _SIDE, str(folder)]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=timeout_s
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                preexec_fn=end_with_parent(),
+                pass_fds=(work.held_by,),
             )
         except subprocess.TimeoutExpired:
             raise _Failed(

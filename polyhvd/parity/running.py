@@ -17,94 +17,13 @@ import numpy as np
 
 from polyhvd.config import Launched
 from polyhvd.parity.case import BadCaseError, Case
-from polyhvd.parity.comparing import array_of
+from polyhvd.parity.recording import Recorder
 from polyhvd.parity.runs import FRAMEWORKS, Order, Run, Step
 from polyhvd.parity.session import Session, begin
-from polyhvd.parity.traces import Key, Trace, common_input, trace_of
-from polyhvd.training.mapping import Weight
 
-__all__ = ["main", "session_of", "train"]
+__all__ = ["main", "run_mode", "session_of", "train"]
 
-Array = np.ndarray[Any, Any]
 _STATUS = 3
-
-
-class _Recorder:
-    """Writes down the traces of a session."""
-
-    def __init__(self, session: Session, part: tuple[int, int]) -> None:
-        self.traces: dict[Key, Trace] = {}
-        self._session = session
-        self._part = part  # of the batch: which of how many
-        self.weights = session.weights()
-        self.layers: list[Weight] = []
-        for weight in self.weights:
-            if weight.layer is not None and all(weight.layer is not known.layer for known in self.layers):
-                self.layers.append(weight)
-        self._parts: dict[Key, list[tuple[int, str, Array]]] = {}
-        self._before: list[Array] = []
-        for number, weight in enumerate(self.layers):
-            if weight.role not in ("input kernel", "state kernel"):
-                session.on_input(weight.layer, self._hears(number, weight))
-        if self.layers:
-            session.on_output(self._hears_output)
-
-    def _hears(self, number: int, weight: Weight) -> Callable[[Any], None]:
-        made_by = self.layers[max(number - 1, 0)]
-
-        def tell(tensor: Any) -> None:
-            array = common_input(array_of(tensor)[1], weight)
-            key = ("activation" if number else "input", number)
-            self._parts.setdefault(key, []).append((max(number - 1, 0), made_by.name, array))
-
-        return tell
-
-    def _hears_output(self, tensor: Any) -> None:
-        number = len(self.layers)
-        array = array_of(tensor[0] if isinstance(tensor, (list, tuple)) else tensor)[1]
-        if self.layers[-1].channels_last and array.ndim > 3:
-            array = np.moveaxis(array, -1, 1)
-        key = ("activation", number)
-        self._parts.setdefault(key, []).append((number - 1, self.layers[-1].name, array))
-
-    def gradients(self) -> None:
-        """Of all weights, after they were averaged; and what the weights are before the step."""
-        for (kind, place), parts in self._parts.items():
-            layer, name, first = parts[0]
-            array = first if len(parts) == 1 else np.concatenate([part for _, _, part in parts])
-            if array.dtype.kind in "iub":  # frameworks have whole numbers of other kinds
-                array = array.astype(np.float32)
-            self._note(trace_of(kind, place, layer, name, array, self._part))
-        self._parts.clear()
-        self._before = [weight.read() for weight in self.weights]
-        for place, weight in enumerate(self.weights):
-            tensor = self._session.gradient_of(weight) if weight.trainable else None
-            if tensor is None:
-                continue
-            array = array_of(tensor)[1]
-            if array.ndim > len(weight.layout.shape):  # both biases of a cell of Keras
-                array = array[0 if weight.role == "input bias" else 1]
-            if weight.role == "state bias" and not weight.is_whole and tensor.shape == weight.layout.shape:
-                continue  # of the one bias that Keras has, which is the other one's already
-            self._note_weight("gradient", place, weight, array)
-
-    def updates(self) -> None:
-        """What the optimizer has made of the weights, and batches of the means of batch normalization."""
-        for place, weight in enumerate(self.weights):
-            if weight.trainable or weight.role == "mean":
-                self._note_weight("update", place, weight, weight.read() - self._before[place])
-
-    def _note_weight(self, kind: str, place: int, weight: Weight, array: Array) -> None:
-        layer = next((i for i, known in enumerate(self.layers) if known.layer is weight.layer), 0)
-        self._note(trace_of(kind, place, layer, weight.name, weight.layout.array_to_common(array)))
-
-    def _note(self, trace: Trace) -> None:
-        self.traces[trace.key] = trace
-
-    def take(self) -> dict[Key, Trace]:
-        """The traces of the step, which ends."""
-        taken, self.traces = self.traces, {}
-        return taken
 
 
 def train(
@@ -133,7 +52,13 @@ def train(
     run.weights = [(w.name, w.role, *w.form[1:]) for w in weights]
     begin(weights, seed)
     session.prepare()
-    recorder = _Recorder(session, part)
+    joined = part[1] if session.synchronized else 1
+    recorder = Recorder(weights, session.batch_norm_of, part=part, joined=joined)
+    for place, layer in enumerate(recorder.layers):
+        if (tell_input := recorder.hears(place)) is not None:
+            session.on_input(layer.layer, tell_input)
+    if recorder.layers:
+        session.on_output(recorder.hears_output)
     run.layers = [weight.name for weight in recorder.layers]
     number, of = part
     for step in range(steps):
@@ -145,24 +70,27 @@ def train(
                 f"{of} ranks that accumulate {case.optimizer.accumulate} each; take another --np"
             )
         rows = len(inputs) // of
-        inputs, targets = (item[number * rows : (number + 1) * rows] for item in (inputs, targets))
+        recorder.begin()
         losses = []
         size = rows // case.optimizer.accumulate
         for piece in range(case.optimizer.accumulate):
-            cut = slice(piece * size, (piece + 1) * size)
+            # What the ranks normalize together is the same for any number of them.
+            begin_at = (piece * of + number) * size
+            mine = [np.ascontiguousarray(item[begin_at : begin_at + size]) for item in (inputs, targets)]
+            recorder.data(*mine)
             losses.append(
                 session.compute(
-                    np.ascontiguousarray(inputs[cut]),
-                    np.ascontiguousarray(targets[cut]),
+                    *mine,
                     is_first=piece == 0,
                     is_last=piece == case.optimizer.accumulate - 1,
                 )
             )
+        recorder.gradients("gradient", session.local_gradient_of)
         session.reduce()
-        recorder.gradients()
+        recorder.gradients("average", session.gradient_of)
         session.update(case.optimizer.rate_at(step, steps))
-        recorder.updates()
-        run.steps.append(Step(float(np.mean(losses)), rows, recorder.take()))
+        recorder.update(session.rate(), session.states_of)
+        run.steps.append(Step(float(np.mean(losses)), rows, recorder.take(), recorder.terms))
         tell()
 
 
@@ -180,26 +108,45 @@ def session_of(framework: str, case: Case, process_set: Any, *, synchronized: bo
     return made
 
 
-def _modes(order: Order, framework: str, rank: int) -> None:
-    case = order.load()
+def run_mode(
+    order: Order, framework: str, mode: str, process_set: Any, part: tuple[int, int], rank: int = 0
+) -> Run:
+    """One run of what was ordered, on this rank.
+
+    Args:
+        order: what was asked for.
+        framework: of this process.
+        mode: one of :data:`MODES`.
+        process_set: the ranks that train together; None: this process alone, without polyhvd.
+        part: of each batch: which of how many.
+        rank: of this process; the first one tells how far it is.
+    """
     folder = Path(order.folder)
 
     def tell() -> None:
-        if rank == 0:
+        if rank == 0 and order.folder:
             with (folder / f"{framework}.progress").open("ab") as file:
                 file.write(b".")
 
+    made = Run(framework, mode)
+    try:
+        session = session_of(framework, order.load(), process_set, synchronized=mode == "all")
+        train(session, made, order.steps, part, tell, order.seed)
+    except BadCaseError as error:
+        made.problem = f"bad case: {error}"
+    except LookupError as error:
+        if error.args:
+            raise
+        made.problem = "none"  # the case has no model for this framework
+    return made
+
+
+def _modes(order: Order, framework: str, rank: int) -> None:
+    folder = Path(order.folder)
+
     def run(mode: str, process_set: Any, part: tuple[int, int]) -> None:
-        made = Run(framework, mode)
-        try:
-            session = session_of(framework, case, process_set, synchronized=mode == "all")
-            train(session, made, order.steps, part, tell, order.seed)
-        except BadCaseError as error:
-            made.problem = f"bad case: {error}"
-        except LookupError as error:
-            if error.args:
-                raise
-            made.problem = "none"  # the case has no model for this framework
+        made = run_mode(order, framework, mode, process_set, part, rank)
+        if made.problem == "none":
             (folder / f"{framework}.left-out").touch()
         path = folder / f"{framework}.{mode}.{rank}"
         new = path.with_name(f"{path.name}.new")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from polyhvd.parity.case import BadCaseError, Case, from_file
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.traces import Key, Trace
 
-__all__ = ["FRAMEWORKS", "MODES", "Order", "Run", "Step"]
+__all__ = ["FRAMEWORKS", "MODES", "Order", "Run", "Step", "cannot_compute"]
 
 #: Where each framework's sessions are.
 FRAMEWORKS = {
@@ -25,6 +26,25 @@ MODES = ("plain", "one", "all")
 _STEPS_MAX = 1_000_000
 
 
+def cannot_compute(framework: str, precision: str, kinds: Iterable[str] = ()) -> str:
+    """Why a framework cannot compute a case in a type of numbers on processors; empty: it can.
+
+    Args:
+        framework: one of :data:`FRAMEWORKS`.
+        precision: one of :data:`polyhvd.parity.case.PRECISIONS`.
+        kinds: of layers that the case has.
+    """
+    if precision == "float32":
+        return ""
+    if "max_pool" in kinds:
+        return "of equal numbers max pooling takes any, and in half types many are equal: gradients differ"
+    if framework == "mxnet":
+        return "MXNet has no half types on processors"
+    if framework == "torch" and precision == "float16" and "lstm" in kinds:
+        return "PyTorch has no LSTM in float16 on processors"
+    return ""
+
+
 @dataclass(frozen=True)
 class Order:
     """What was asked for, as every process reads it.
@@ -36,6 +56,7 @@ class Order:
         ranks: of each framework.
         folder: for what the processes write.
         seed: of the weights; of the catalogue's data, too.
+        precision: instead of that of the case; empty: that.
     """
 
     case: str
@@ -44,6 +65,7 @@ class Order:
     ranks: int
     folder: str
     seed: int = 0
+    precision: str = ""
 
     def load(self) -> Case:
         """The case, with the options that were asked for.
@@ -59,7 +81,7 @@ class Order:
         if self.case in CASES and self.seed:
             batch, first = case.batch, self.seed * _STEPS_MAX
             case = replace(case, batch=lambda framework, step: batch(framework, first + step))
-        return replace(case, optimizer=merged)
+        return replace(case, optimizer=merged, precision=self.precision or case.precision)
 
 
 @dataclass
@@ -70,11 +92,13 @@ class Step:
         loss: mean over this rank's part of the batch.
         rows: of that part.
         traces: of all that was seen.
+        terms: most that were added up for one element.
     """
 
     loss: float
     rows: int
     traces: dict[Key, Trace] = field(default_factory=dict)
+    terms: int = 0
 
 
 @dataclass

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from polyhvd.parity.folders import WorkFolder
 from polyhvd.parity.jobs import Job, launcher, run_all
 from polyhvd.parity.report import Check, Report
 from polyhvd.parity.report.terminal import Progress
@@ -21,28 +22,28 @@ _UNLIKE = "models are not alike"
 _ADVICE = "Compare earlier: call parity.compare on what this was computed from, or parity.watch the models."
 
 
-def run(paths: Sequence[str], ranks: int, timeout_s: float, folder: Path) -> Report:
+def run(paths: Sequence[str], ranks: int, timeout_s: float, work: WorkFolder) -> Report:
     """Run programs, and report what they have compared.
 
     Args:
         paths: of programs of Python.
         ranks: of each.
         timeout_s: for all of it.
-        folder: for what is written.
+        work: for what is written.
     """
     name = " : ".join(Path(path).name for path in paths)
     report = Report(name, 0, "agree", "", [], ranks=ranks * len(paths))
     for path in paths:
         if not Path(path).is_file():
             return _failed(report, "bad-case", f"{path}: there is no such program")
-    log = folder / "compared"
+    log = work.path / "compared"
     words = launcher(ranks, timeout_s)
     for number, path in enumerate(paths):
         words += [":", "-np", str(ranks)] if number else ["-x", f"POLYHVD_PARITY_LOG={log}"]
         words += [sys.executable, str(Path(path).absolute())]
     progress = Progress(1)
     try:
-        job = Job("scripts", words, folder)
+        job = Job("scripts", words, work)
         run_all([job], timeout_s, lambda: progress.show(0, f"{_lines(log)} comparisons"))
     finally:
         progress.close()

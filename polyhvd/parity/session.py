@@ -74,6 +74,10 @@ class Session(abc.ABC):
             the loss, a mean over the part.
         """
 
+    def local_gradient_of(self, weight: Weight) -> Any:
+        """The gradient of a weight by this rank's part alone, asked for before :meth:`reduce`; None: none."""
+        return self.gradient_of(weight)
+
     @abc.abstractmethod
     def reduce(self) -> None:
         """Average the gradients over the ranks, if that is not done yet."""
@@ -89,6 +93,21 @@ class Session(abc.ABC):
         Args:
             rate: learning rate of the step.
         """
+
+    @abc.abstractmethod
+    def rate(self) -> float:
+        """The learning rate that the optimizer has used last."""
+
+    @abc.abstractmethod
+    def states_of(self, weight: Weight) -> dict[str, Any]:
+        """What the optimizer keeps for a weight, by kind: "momentum", "second moment".
+
+        As arrays that lie as the weight does, by the formulas of docs/parity.md.
+        """
+
+    @abc.abstractmethod
+    def batch_norm_of(self, layer: Any) -> tuple[float, bool] | None:
+        """What a layer keeps of its running statistics, and if its variance is unbiased; None: nothing."""
 
 
 def first_values(weights: Sequence[Weight], seed: int = 0) -> list[Array]:

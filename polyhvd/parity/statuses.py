@@ -15,4 +15,6 @@ STATUSES = {
     "models": 6,
     "nan": 7,
     "batches": 8,
+    "no-room": 9,
+    "precision": 10,
 }

@@ -9,19 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from polyhvd.parity.fingerprints import tolerance_of
+from polyhvd.parity.fingerprints import TERMS, roundoff_of, tolerance_of
 from polyhvd.training.mapping import Weight
 
 __all__ = [
+    "CUT",
     "KINDS",
+    "Bounds",
     "Key",
     "Trace",
     "common_input",
     "differences",
     "in_order",
     "joined",
-    "limit_of",
+    "mean_of",
     "relative_difference",
+    "told",
     "totals_of",
     "trace_of",
 ]
@@ -29,12 +32,41 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 #: Kind and place: what names a tensor within a step, the same in every framework.
 Key = tuple[str, int]
-#: In the order in which one is the cause of another within a step.
-KINDS = ("input", "activation", "gradient", "update")
+#: In the order in which one is the cause of another within a step; docs/parity.md says what each is.
+KINDS = (
+    "weights",
+    "data",
+    "input",
+    "activation",
+    "statistics",
+    "loss",
+    "gradient",
+    "average",
+    "learning rate",
+    "momentum",
+    "second moment",
+    "update",
+)
+#: Of which each rank has a part.
+CUT = ("data", "input", "activation")
+#: Whose noise is seen beside the tensor itself; of others, beside all of their kind.
+_ALONE = (*CUT, "loss", "learning rate")
+#: From the last layer to the first.
+_BACKWARD = ("gradient", "average")
+#: With numbers such as 1 - 0.999, whose rounding errors are a thousand times as large.
+_OF_OPTIMIZERS = ("momentum", "second moment", "update")
+#: What an optimizer keeps is a part of what it does.
+_TOLD = {"momentum": "update", "second moment": "update"}
 _BUCKETS = 64
 #: Errors of many layers and steps add up; those of mistakes are far larger.
 _LAYERS_AND_STEPS = 64.0
 _LIMIT_MAX = 0.05
+_LIMIT_IN_HALF_MAX = 0.25
+#: Functions, softmax and the steps of a recurrent cell have errors, too, and are not counted as layers.
+_WITHIN_LAYERS = 8
+_TERMS_MIN = 256
+#: Half a unit in the last place of float32.
+_ROUNDOFF = 2.0**-24
 #: A tensor that is smaller than this fraction of all of its kind may be rounding alone.
 _NOISE = 1e-3
 #: A gradient that is smaller than this fraction of the limit, by all gradients, is rounding.
@@ -58,6 +90,7 @@ class Trace:
     norm: float
     sketch: Array
     not_finite: int
+    detail: str = ""  # what of its kind it is
 
     @property
     def key(self) -> Key:
@@ -70,8 +103,19 @@ def _signs(size: int) -> Array:
     return np.random.default_rng(size).integers(0, 2, size, dtype=np.int8) * np.int8(2) - np.int8(1)
 
 
+def told(kind: str) -> str:
+    """What reports call a kind of traces."""
+    return _TOLD.get(kind, kind)
+
+
 def trace_of(
-    kind: str, place: int, layer: int, name: str, array: Array, part: tuple[int, int] = (0, 1)
+    kind: str,
+    place: int,
+    layer: int,
+    name: str,
+    array: Array,
+    part: tuple[int, int] = (0, 1),
+    detail: str = "",
 ) -> Trace:
     """The trace of an array.
 
@@ -82,6 +126,7 @@ def trace_of(
         name: of the layer or weight.
         array: in common form.
         part: which of how many equal parts of a whole, cut along the first axis; see :func:`joined`.
+        detail: what of its kind it is, for people.
     """
     flat = array.astype(np.float64).reshape(-1)
     finite = np.isfinite(flat)
@@ -102,7 +147,18 @@ def trace_of(
         float(np.sqrt(np.square(flat).sum())),
         sketch.reshape(-1, _BUCKETS).sum(axis=0),
         int(flat.size - finite.sum()),
+        detail,
     )
+
+
+def mean_of(parts: Sequence[Trace]) -> Trace:
+    """The trace of the mean of tensors of one shape."""
+    first = parts[0]
+    if len(parts) == 1 or any(part.shape != first.shape for part in parts):
+        return first
+    sketch = np.mean([part.sketch for part in parts], axis=0)
+    norm = float(np.sqrt(np.square(sketch).sum()))
+    return replace(first, norm=norm, sketch=sketch, not_finite=sum(part.not_finite for part in parts))
 
 
 def joined(parts: Sequence[Trace]) -> Trace:
@@ -122,7 +178,7 @@ def joined(parts: Sequence[Trace]) -> Trace:
 
 def in_order(keys: Iterable[Key]) -> list[Key]:
     """Causes before effects. Gradients come about from the last layer to the first."""
-    return sorted(keys, key=lambda key: (KINDS.index(key[0]), -key[1] if key[0] == "gradient" else key[1]))
+    return sorted(keys, key=lambda key: (KINDS.index(key[0]), -key[1] if key[0] in _BACKWARD else key[1]))
 
 
 def totals_of(traces: Mapping[Key, Trace], keys: Iterable[Key]) -> dict[str, float]:
@@ -133,8 +189,44 @@ def totals_of(traces: Mapping[Key, Trace], keys: Iterable[Key]) -> dict[str, flo
     }
 
 
-def limit_of(dtype: str) -> float:
-    """Up to which fraction of a tensor's norm a difference is taken for rounding."""
+@dataclass(frozen=True)
+class Bounds:
+    """What may be rounding in one step.
+
+    Each layer adds its errors, forward and backward, those of :func:`tolerance_of` with as many terms as a
+    layer of the model or a gradient adds up. After the first step they are in the weights as well, and
+    training makes more of them, by how much nobody knows: then the same is granted to all models.
+
+    Args:
+        step: counted from 0.
+        layers: with weights; 0: not known.
+        terms: most that are added up for one element.
+        precision: in which layers compute, NumPy's name of the dtype.
+    """
+
+    step: int = 0
+    layers: int = 0
+    terms: int = TERMS
+    precision: str = "float32"
+
+    def limit(self, trace: Trace) -> float:
+        """Up to which fraction of a tensor's norm a difference is taken for rounding.
+
+        Args:
+            trace: of the reference.
+        """
+        flat = _flat_limit(trace.dtype)
+        if self.precision != "float32":  # whose layers' errors are independent: their squares add up
+            once = 4 * roundoff_of(self.precision)
+            return max(flat, min(once * (_WITHIN_LAYERS + 4 * self.layers) ** 0.5, _LIMIT_IN_HALF_MAX))
+        if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
+            return flat
+        terms = min(max(self.terms, _TERMS_MIN), TERMS)
+        passes = _WITHIN_LAYERS + 2 * self.layers
+        return min(flat, passes * tolerance_of(trace.dtype, terms).rtol)
+
+
+def _flat_limit(dtype: str) -> float:
     return min(_LAYERS_AND_STEPS * tolerance_of(dtype).rtol, _LIMIT_MAX)
 
 
@@ -143,14 +235,16 @@ def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
     if trace.shape != reference.shape or trace.not_finite != reference.not_finite:
         return float("inf")
     difference = float(np.sqrt(np.square(trace.sketch - reference.sketch).sum()))
-    scale = reference.norm if reference.kind in ("input", "activation") else reference.norm + _NOISE * total
+    scale = reference.norm if reference.kind in _ALONE else reference.norm + _NOISE * total
     if difference == 0.0:
         return 0.0
     return difference / scale if scale else float("inf")
 
 
-def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> list[tuple[Key, float]]:
-    """All tensors that both have, causes before effects, with their differences by the norm.
+def differences(
+    traces: Mapping[Key, Trace], references: Mapping[Key, Trace], bounds: Bounds
+) -> list[tuple[Key, float, float]]:
+    """All tensors that both have, causes before effects: with their differences by the norm, and the limits.
 
     Left out is what only seems to differ. Zeros around an image are part of a convolution in one framework
     and a layer of its own in another, so that the next layer is given the same. And a weight that has no
@@ -158,6 +252,7 @@ def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) ->
     make a step like any other: that step, and what the weight does until its effect is taken away.
     """
     common = traces.keys() & references.keys()
+    limits = {key: bounds.limit(references[key]) for key in common}
     totals = totals_of(references, common)
     found = {
         key: relative_difference(traces[key], references[key], totals[key[0]]) for key in in_order(common)
@@ -167,22 +262,55 @@ def differences(traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) ->
         for key in common
         if key[0] == "gradient"
         and max(side[key].norm for side in (traces, references))
-        < _IDLE * limit_of(references[key].dtype) * totals["gradient"]
+        < _IDLE * _flat_limit(references[key].dtype) * totals["gradient"]
     }
     layers = set(idle.values())
+    for key in common:
+        if key[0] in ("update", "statistics"):
+            limits[key] += _of_update(key, traces, references)
+
+    def agrees(key: Key) -> bool:
+        return found[key] <= limits[key] or is_seeming(key)
 
     def is_seeming(key: Key) -> bool:
         kind, place = key
-        if kind == "update":  # of what has no gradient: of a mean of batch normalization
-            has_gradient = ("gradient", place) in common
-            return place in idle or (not has_gradient and references[key].layer - 1 in layers)
-        if kind == "gradient" or ("activation", place + 1) not in found:
+        reference = references[key]
+        if kind == "data":  # that lies otherwise, and comes to the model as the same
+            return place == 0 and ("input", 0) in found and agrees(("input", 0))
+        if kind in ("momentum", "second moment", "update"):
+            return place in idle
+        if kind == "statistics":  # a bias before it moves the mean
+            return reference.detail == "mean" and reference.layer - 1 in layers
+        if kind == "weights":
+            return place in idle or (reference.detail == "mean" and reference.layer - 1 in layers)
+        if kind not in ("input", "activation") or ("activation", place + 1) not in found:
             return False
-        behind = ("activation", place + 1)
-        agrees = found[behind] <= limit_of(references[behind].dtype) or is_seeming(behind)
-        return agrees and (references[key].layer in layers or _is_padded(traces[key], references[key]))
+        may = reference.layer in layers or _is_padded(traces[key], reference)
+        return may and agrees(("activation", place + 1))
 
-    return [(key, relative) for key, relative in found.items() if not is_seeming(key)]
+    return [(key, relative, limits[key]) for key, relative in found.items() if not is_seeming(key)]
+
+
+def _of_update(key: Key, traces: Mapping[Key, Trace], references: Mapping[Key, Trace]) -> float:
+    """What is granted to an update besides.
+
+    It is the difference of two weights, each of which is rounded. And optimizers that divide by the root of a
+    second moment make a whole step of the smallest gradient: one that is within a rounding error e of 0, as a
+    fraction e of a tensor's elements is, may get any sign. The norm of the differences of those, and of the
+    elements next to them, is about the root of e.
+    """
+    kind, place = key
+    granted = 0.0
+    weights, update = references.get(("weights", place)), references[key]
+    if weights is not None and update.norm:
+        granted += 2 * _ROUNDOFF * weights.norm / update.norm
+    average = ("average", place) if ("average", place) in references else ("gradient", place)
+    if kind == "update" and ("second moment", place) in references and average in references:
+        reference = references[average]
+        if average in traces and reference.norm:
+            apart = np.square(traces[average].sketch - reference.sketch).sum() ** 0.5 / reference.norm
+            granted += 2 * min(float(apart), 1.0) ** 0.5
+    return min(granted, _LIMIT_MAX)
 
 
 def _is_padded(trace: Trace, reference: Trace) -> bool:

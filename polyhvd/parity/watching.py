@@ -7,28 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity import log
-from polyhvd.parity.comparing import array_of
 from polyhvd.parity.models import framework_of, module_of, weights_of
-from polyhvd.parity.traces import (
-    Key,
-    Trace,
-    common_input,
-    differences,
-    in_order,
-    limit_of,
-    trace_of,
-)
-from polyhvd.training.mapping import Weight
+from polyhvd.parity.recording import Recorder
+from polyhvd.parity.traces import Bounds, Trace, differences, in_order, told
 
 __all__ = ["Divergence", "Watch", "watch"]
 
-Array = np.ndarray[Any, Any]
+_WHERE = {
+    "weights": "the weights differ before the step",
+    "input": "the inputs of the model differ",
+    "activation": "what layer {layer} makes differs",
+    "statistics": "running statistics of layer {layer} differ, and what it makes does not",
+    "gradient": "a gradient differs, and no activation does",
+    "learning rate": "the learning rates differ",
+    "update": "an update of the optimizer differs, and no gradient does",
+}
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,16 @@ class Divergence:
 
     Args:
         step: counted from 0.
-        kind: "input" (the batches differ), "activation", "gradient" (of a weight, on its rank) or "update"
-            (what the optimizer has made of a weight).
+        kind: "weights" (before the step), "input" (the batches differ), "activation", "statistics" (of batch
+            normalization), "gradient" (of a weight, on its rank), "learning rate" or "update" (what the
+            optimizer has made of a weight, or keeps for it).
         layer: which layer, counted from 0 among those that have weights.
         names: what each rank calls the layer, or the weight.
         rank: world rank that differs from the first one.
         relative: the norm of the difference over that of the first rank's tensor, estimated.
         limit: what is taken for rounding.
+        detail: what of that kind it is: "momentum" and "second moment" of an update, "mean" and "variance" of
+            statistics.
     """
 
     step: int
@@ -53,16 +53,13 @@ class Divergence:
     rank: int
     relative: float
     limit: float
+    detail: str = ""
 
     def __str__(self) -> str:
-        where = {
-            "input": "the inputs of the model differ",
-            "activation": f"what layer {self.layer} makes differs",
-            "gradient": "a gradient differs, and no activation does",
-            "update": "an update of the optimizer differs, and no gradient does",
-        }[self.kind]
+        where = _WHERE[self.kind].format(layer=self.layer)
+        detail = f"{self.detail} of " if self.detail else ""
         return (
-            f"step {self.step}: {where}: {' / '.join(self.names)}, on rank {self.rank} by "
+            f"step {self.step}: {where}: {detail}{' / '.join(self.names)}, on rank {self.rank} by "
             f"{self.relative:.2g} of its norm, where {self.limit:.2g} may be rounding"
         )
 
@@ -79,24 +76,18 @@ class Watch:
         self._prefix = prefix
         self._limit = limit
         self._process_set = process_set
-        self._weights = weights_of(model)
-        self._traces: dict[Key, Trace] = {}
-        self._before: list[Array] = []
-        self._layers: list[Weight] = []  # of each the first weight, whose layer it is
-        for weight in self._weights:
-            if weight.layer is not None and all(weight.layer is not known.layer for known in self._layers):
-                self._layers.append(weight)
         framework = importlib.import_module(module_of(model))
         if not hasattr(framework, "on_input"):
             raise InvalidArgumentError(
                 f"parity.watch: expected a model of PyTorch, Gluon or Keras, found {framework_of(model)}"
             )
-        self._ends: list[Callable[[], None]] = [
-            framework.on_input(weight.layer, self._hears_input(number, weight))
-            for number, weight in enumerate(self._layers)
-            if weight.role not in ("input kernel", "state kernel")
-        ]
-        self._ends.append(framework.on_output(model, self._hears_output))
+        self._framework, self._optimizer = framework, optimizer
+        self._recorder = Recorder(weights_of(model), framework.batch_norm_of, keeps_all=False)
+        self._ends: list[Callable[[], None]] = []
+        for number, weight in enumerate(self._recorder.layers):
+            if (tell := self._recorder.hears(number)) is not None:
+                self._ends.append(framework.on_input(weight.layer, tell))
+        self._ends.append(framework.on_output(model, self._recorder.hears_output))
         if optimizer is not None:
             self._ends.append(framework.on_step(optimizer, self._before_step, self._after_step))
 
@@ -123,44 +114,16 @@ class Watch:
 
     # Recording ------------------------------------------------------------------
 
-    def _hears_input(self, number: int, weight: Weight) -> Callable[[Any], None]:
-        def tell(tensor: Any) -> None:
-            kind = "activation" if number else "input"
-            made_by = self._layers[max(number - 1, 0)]
-            array = common_input(array_of(tensor)[1], weight)
-            self._note(trace_of(kind, number, max(number - 1, 0), made_by.name, array))
-
-        return tell
-
-    def _hears_output(self, tensor: Any) -> None:
-        if isinstance(tensor, (list, tuple)):
-            tensor = tensor[0]
-        last, number = self._layers[-1], len(self._layers)
-        array = array_of(tensor)[1]
-        if last.channels_last and array.ndim > 3:
-            array = np.moveaxis(array, -1, 1)
-        self._note(trace_of("activation", number, number - 1, last.name, array))
-
     def _before_step(self, gradient_of: Callable[[Any], Any]) -> None:
-        self._before = [weight.read() for weight in self._weights]
-        for place, weight in enumerate(self._weights):
-            gradient = gradient_of(weight.source) if weight.trainable else None
-            if gradient is not None:
-                self._note_weight("gradient", place, weight, array_of(gradient)[1])
+        self._recorder.begin()
+        self._recorder.gradients("gradient", lambda weight: gradient_of(weight.source))
 
     def _after_step(self) -> None:
-        for place, weight in enumerate(self._weights):
-            if weight.trainable:
-                self._note_weight("update", place, weight, weight.read() - self._before[place])
+        self._recorder.update(
+            self._framework.rate_of(self._optimizer),
+            lambda weight: self._framework.states_of(self._optimizer, weight.source),
+        )
         self.step()
-
-    def _note_weight(self, kind: str, place: int, weight: Weight, array: Array) -> None:
-        layer = next((i for i, known in enumerate(self._layers) if known.layer is weight.layer), 0)
-        common = weight.layout.array_to_common(array)
-        self._note(trace_of(kind, place, layer, weight.name, common))
-
-    def _note(self, trace: Trace) -> None:
-        self._traces[trace.key] = trace
 
     # Comparing ------------------------------------------------------------------
 
@@ -173,10 +136,11 @@ class Watch:
         Raises:
             HorovodInternalError: a rank was lost.
         """
-        mine, self._traces = list(self._traces.values()), {}
-        told = allgather_object(mine, name=f"{self._prefix}.step", process_set=self._process_set)
-        ranks = tuple(self._process_set.ranks or range(len(told)))
-        found = self._first_of(told, ranks)
+        self._recorder.passes()
+        mine = list(self._recorder.take().values())
+        sides = allgather_object(mine, name=f"{self._prefix}.step", process_set=self._process_set)
+        ranks = tuple(self._process_set.ranks or range(len(sides)))
+        found = self._first_of(sides, ranks)
         log.note(self._entry(found), ranks[0])
         self.steps += 1
         if found is not None:
@@ -193,16 +157,23 @@ class Watch:
             "relative": 0.0 if found is None else found.relative,
         }
 
-    def _first_of(self, told: Sequence[list[Trace]], ranks: Sequence[int]) -> Divergence | None:
-        sides = [{trace.key: trace for trace in side} for side in told]
-        found = [dict(differences(side, sides[0])) for side in sides[1:]]
+    def _first_of(self, every: Sequence[list[Trace]], ranks: Sequence[int]) -> Divergence | None:
+        sides = [{trace.key: trace for trace in side} for side in every]
+        bounds = Bounds(self.steps)  # what is between the layers of a model is not known
+        found = [
+            {key: (relative, limit) for key, relative, limit in differences(side, sides[0], bounds)}
+            for side in sides[1:]
+        ]
         for key in in_order(set.intersection(*(set(side) for side in sides))):
             reference = sides[0][key]
-            limit = self._limit or limit_of(reference.dtype)
             for rank, relatives in zip(ranks[1:], found, strict=True):
-                if (relative := relatives.get(key, 0.0)) > limit:
-                    names = tuple(each[key].name for each in sides)
-                    return Divergence(self.steps, key[0], reference.layer, names, rank, relative, limit)
+                relative, limit = relatives.get(key, (0.0, 1.0))
+                limit = self._limit or limit
+                if relative > limit:
+                    kind, names = told(key[0]), tuple(each[key].name for each in sides)
+                    detail = reference.detail or (key[0] if kind != key[0] else "")
+                    place = reference.layer
+                    return Divergence(self.steps, kind, place, names, rank, relative, limit, detail)
         return None
 
 
@@ -217,8 +188,9 @@ def watch(
     """Watch a model train on all ranks, each in its framework, and tell where the first divergence is.
 
     Give every rank the same batches and the same weights to begin with (:func:`polyhvd.parity.load`). In each
-    step of the optimizer, ranks compare what their layers were given and made, the gradients of their weights
-    before these are averaged, and what the optimizer has made of them; by sketches, so that little is sent.
+    step of the optimizer, ranks compare their weights, what their layers were given and made, the gradients
+    of weights before these are averaged, the learning rate, what the optimizer keeps for each weight and what
+    it has made of it, and running statistics; by sketches, so that little is sent.
 
     Models run as they are written: Gluon's not hybridized, Keras' compiled with ``run_eagerly=True``.
 

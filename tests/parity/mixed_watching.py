@@ -14,10 +14,10 @@ __all__ = ["DEFECTS", "ends", "found"]
 DEFECTS = {
     "none": None,
     "another batch": ("input", {0}),
-    "another weight in the third layer": ("activation", {2}),
-    "another weight in the convolution": ("activation", {0}),
+    "another weight in the third layer": ("weights", {2}),
+    "another weight in the convolution": ("weights", {0}),
     "another epsilon in batch normalization": ("activation", {1}),
-    "another learning rate": ("update", {0, 1, 2, 3}),
+    "another learning rate": ("learning rate", {0}),
     "a loss that is a sum": ("gradient", {3}),
 }
 

@@ -61,6 +61,10 @@ def test_an_embedding_has_dense_gradients_where_the_optimizer_needs_them(ranks: 
     _assert_agreement(ranks, "embedding", {"name": "adam", "rate": 0.01, "epsilon": 1e-3})
 
 
+def test_passes_of_a_step_are_normalized_over_the_same_rows_on_any_number_of_ranks(ranks: Ranks) -> None:
+    _assert_agreement(ranks, "cnn", {"accumulate": 2})
+
+
 @pytest.mark.parametrize("options", _OPTIMIZERS, ids=lambda options: str(options["name"]))
 def test_an_optimizer_runs_the_same_algorithm_everywhere(ranks: Ranks, options: dict[str, Any]) -> None:
     _assert_agreement(ranks, "mlp", options)

@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["SCHEMA", "Check", "Report"]
 
 #: Of the JSON; the number changes when a field changes its meaning or goes away.
-SCHEMA = {"name": "polyhvd.parity", "version": 1}
+SCHEMA = {"name": "polyhvd.parity", "version": 2}
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Report:
         outcome: its name, such as "agree" and "differ".
         message: what has kept it from being compared, or a summary.
         frameworks: that took part.
-        left_out: for which the case has no model.
+        left_out: for which the case has no model, or which cannot compute in its precision.
         steps, ranks: that were asked for.
         optimizer: in numbers.
+        precision: in which layers have computed.
         checks: in the order in which they were made.
         losses: by framework and mode.
         layers: names of layers, by framework.
@@ -73,6 +74,7 @@ class Report:
     layers: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+    precision: str = "float32"
 
     @property
     def differing(self) -> list[Check]:

@@ -226,6 +226,6 @@ def _about(report: Report) -> str:
     items += [("Optimizer", ", ".join(f"{k} {v}" for k, v in report.optimizer.items() if v is not None))]
     items += [("Versions", ", ".join(f"{k} {v}" for k, v in report.versions.items()))]
     if report.left_out:
-        items.append(("Left out, without a model", ", ".join(report.left_out)))
+        items.append(("Left out", ", ".join(report.left_out)))
     told = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items if text)
     return _section("about", "What was run", f"<dl>{told}</dl>")

@@ -93,7 +93,9 @@ def _details(report: Report) -> list[str]:
         if advice := check.first.get("advice"):
             lines.append(f"  {advice}")
     if report.left_out:
-        lines.append(f"The case has no model for {', '.join(report.left_out)}, which was left out.")
+        named = ", ".join(report.left_out)
+        half = "" if report.precision == "float32" else f", or cannot be computed in {report.precision}"
+        lines.append(f"The case has no model for {named}{half}, which was left out.")
     return [*lines, report.message]
 
 

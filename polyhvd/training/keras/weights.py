@@ -14,7 +14,16 @@ from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
-__all__ = ["on_input", "on_output", "on_step", "to_numpy", "weights_of"]
+__all__ = [
+    "batch_norm_of",
+    "on_input",
+    "on_output",
+    "on_step",
+    "rate_of",
+    "states_of",
+    "to_numpy",
+    "weights_of",
+]
 
 #: What the last part of a variable's name means in a layer.
 _ROLES = {
@@ -219,6 +228,39 @@ def on_step(
 
     object.__setattr__(optimizer, "apply", apply)
     return lambda: object.__delattr__(optimizer, "apply")
+
+
+def rate_of(optimizer: Any) -> float:
+    """The learning rate of an optimizer."""
+    return float(to_numpy(optimizer.learning_rate))
+
+
+#: Where optimizers of Keras 3 keep what, and by which factor it is what docs/parity.md has.
+_STATES = {
+    "momentums": ("momentum", -1.0),  # of SGD: what is added to the weight
+    "_momentums": ("momentum", 1.0),
+    "_velocities": ("second moment", 1.0),
+    "_accumulators": ("second moment", 1.0),
+}
+
+
+def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
+    """What an optimizer keeps for a variable, as arrays: "momentum" and "second moment"."""
+    trained = getattr(optimizer, "_trainable_variables", [])
+    place = next((i for i, variable in enumerate(trained) if variable is source), None)
+    found: dict[str, Any] = {}
+    for attribute, (kind, factor) in _STATES.items():
+        kept = getattr(optimizer, attribute, None)
+        if place is not None and isinstance(kept, (list, tuple)) and place < len(kept):
+            found[kind] = to_numpy(kept[place]) * np.float32(factor)
+    return found
+
+
+def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
+    """What a layer keeps of its running statistics in a step, and that its variance is the batch's own."""
+    if not _is(layer, "BatchNormalization") or not hasattr(layer, "moving_variance"):
+        return None
+    return float(layer.momentum), False
 
 
 def to_numpy(variable: Any) -> Any:
