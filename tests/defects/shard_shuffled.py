@@ -1,4 +1,4 @@
-"""Each rank shuffles an epoch in an order of its own, so that their parts of a batch overlap, from the second one."""
+"""Each rank shuffles an epoch in its own order, so that their parts of it overlap, from the second one on."""
 
 from typing import Any
 
