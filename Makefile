@@ -210,7 +210,7 @@ DEFECTS ?=
 ##@ defects  what polyhvd parity makes of seeded defects, all or DEFECTS="name ...": ten minutes
 .PHONY: defects
 defects: $(STAMPS)/test
-	$(PY) tools/defects.py $(DEFECTS)
+	$(PY) tools/defects.py --jobs 2 $(DEFECTS)
 
 ##@ false-alarms  all clean cases over SEEDS seeds: nothing may be found to differ; half an hour
 SEEDS ?= 20
