@@ -286,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="with the defects' files")
     options = parser.parse_args(arguments)
     known = {defect.name: defect for defect in defects(options.folder)}
+    if not known:
+        parser.error(f"{options.folder}: there are no defects in it")
     unknown = sorted(set(options.names) - set(known))
     if unknown:
         parser.error(f"no such defect: {', '.join(unknown)}; there are {', '.join(known)}")
