@@ -216,6 +216,13 @@ CASES ?= linear mlp cnn lstm gru transformer embedding resnet18
 parity: $(STAMPS)/test
 	for case in $(CASES); do $(VENV)/bin/polyhvd parity $$case --frameworks mxnet,torch,tensorflow,numpy || exit; done
 
+DEFECTS ?=
+
+##@ defects  what polyhvd parity makes of seeded defects, all or DEFECTS="name ...": ten minutes
+.PHONY: defects
+defects: $(STAMPS)/test
+	$(PY) tools/defects.py --jobs 2 $(DEFECTS)
+
 ##@ false-alarms  all clean cases over SEEDS seeds: nothing may be found to differ; half an hour
 SEEDS ?= 20
 .PHONY: false-alarms
