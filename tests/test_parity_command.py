@@ -306,7 +306,7 @@ def against(case: Case, other: Case) -> Verdict:
     return judge([run(case), run(other, name="other")])
 
 
-def first_of(verdict: Verdict) -> tuple[int, str, int]:
+def first_of(verdict: Verdict) -> tuple[int, str, int | None]:
     assert not verdict.problem, verdict.message
     (pair,) = verdict.pairs
     assert pair.first is not None

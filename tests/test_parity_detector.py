@@ -20,7 +20,7 @@ from polyhvd.parity.case import Case
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.judging import ADVICE, Finding, judge
 from polyhvd.parity.runs import Run
-from polyhvd.parity.traces import KINDS, Bounds, told, trace_of
+from polyhvd.parity.traces import KINDS, Bounds, differences, told, trace_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
@@ -48,7 +48,7 @@ def first_of(runs: list[Run]) -> Finding:
     return pair.first
 
 
-def place_of(case: Case, session: type[NumpySession]) -> tuple[int, str, int, str]:
+def place_of(case: Case, session: type[NumpySession]) -> tuple[int, str, int | None, str]:
     found = first_of([trained(case), trained(case, session, name="other")])
     return found.step, found.kind, found.layer, found.detail
 
@@ -121,16 +121,16 @@ class IsALittleFaster(NumpySession):
         (ReducesInHalf, CASES["cnn"], (0, "average", 4, "")),
         (SumsInsteadOfAveraging, optimized("adam"), (0, "average", 2, "")),
         (SendsTheGradientOfTheLastStep, optimized("sgd"), (1, "average", 2, "")),
-        (ScalesTheLoss, optimized("sgd"), (0, "loss", 2, "")),
+        (ScalesTheLoss, optimized("sgd"), (0, "loss", None, "")),
         (ScalesBackward, optimized("adam"), (0, "gradient", 2, "")),
         (ForgetsTheCorrection, optimized("adam"), (0, "update", 0, "")),
         (DecaysTheMomentum, optimized("momentum"), (2, "update", 0, "momentum")),
         (DecaysTheMomentum, optimized("adamw", rate=0.01), (2, "update", 0, "momentum")),
-        (IsALittleFaster, optimized("momentum"), (1, "learning rate", 0, "")),
+        (IsALittleFaster, optimized("momentum"), (1, "learning rate", None, "")),
     ],
 )
 def test_a_mistake_is_found_by_step_kind_and_layer(
-    session: type[NumpySession], case: Case, place: tuple[int, str, int, str]
+    session: type[NumpySession], case: Case, place: tuple[int, str, int | None, str]
 ) -> None:
     assert place_of(case, session) == place
 
@@ -210,7 +210,7 @@ def test_a_rank_whose_shard_is_shuffled_is_found_by_its_data() -> None:
             step.loss = 0.0
             step.traces = {key: trace for key, trace in step.traces.items() if key[0] == "data"}
     found = first_of([whole, *parts])
-    assert (found.step, found.kind, found.detail) == (2, "data", "inputs")
+    assert (found.step, found.kind, found.layer, found.detail) == (2, "data", None, "inputs")
 
 
 def test_runs_of_different_lengths_are_a_problem_of_their_own() -> None:
@@ -228,6 +228,26 @@ def test_the_first_step_has_limits_by_layers_and_terms_and_later_ones_a_flat_one
     assert Bounds(0, 3, 1024).limit(trace) == pytest.approx((8 + 6) * 4 * 32 * 2.0**-24)
     assert Bounds(1, 3, 1024).limit(trace) == flat
     assert Bounds(0, 1000, 4096).limit(trace) == flat
+
+
+def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
+    """As that of a bias before batch normalization, which adds up what cancels."""
+
+    def traces(bias: float) -> Any:
+        arrays = np.linspace(0.5, 1, 8, dtype=np.float32), np.full(4, bias, np.float32)
+        made = [
+            trace_of(kind, place, 0, "w", array)
+            for kind in ("gradient", "average")
+            for place, array in enumerate(arrays)
+        ]
+        return {trace.key: trace for trace in made}
+
+    bounds = Bounds(0, 3, 1024)
+    assert all(relative <= limit for _, relative, limit in differences(traces(2e-7), traces(-2e-7), bounds))
+    found = [
+        key for key, relative, limit in differences(traces(2e-7), traces(1e-4), bounds) if relative > limit
+    ]
+    assert found == [("gradient", 1), ("average", 1)]
 
 
 def test_the_documentation_has_every_kind_in_the_order_of_causes() -> None:

@@ -27,6 +27,8 @@ from polyhvd.parity.traces import (
 
 __all__ = ["Finding", "Pair", "Verdict", "judge"]
 
+#: Kinds that are of no layer.
+_OF_NO_LAYER = ("data", "loss", "learning rate")
 #: What runs are called in a report, by mode.
 NAMES = {"plain": "alone, without polyhvd", "one": "1 rank", "all": "{ranks} ranks"}
 
@@ -38,7 +40,7 @@ class Finding:
     Args:
         step: counted from 0.
         kind: what differs, one of those that docs/parity.md lists.
-        layer: counted from 0 among those that have weights.
+        layer: counted from 0 among those that have weights; None: what differs is of no layer.
         names: of the layer or weight in the reference, and in the other run.
         relative: the norm of the difference over that of the reference.
         limit: what is taken for rounding.
@@ -47,7 +49,7 @@ class Finding:
 
     step: int
     kind: str
-    layer: int
+    layer: int | None
     names: tuple[str, str]
     relative: float
     limit: float
@@ -56,7 +58,7 @@ class Finding:
     def __str__(self) -> str:
         name = self.names[0] if self.names[0] == self.names[1] else " / ".join(self.names)
         detail = f" ({self.detail})" if self.detail else ""
-        layer = "" if self.kind in ("data", "loss", "learning rate") else f", layer {self.layer}"
+        layer = "" if self.layer is None else f", layer {self.layer}"
         return (
             f"step {self.step}{layer}, {self.kind}{detail}: {name} differs by {self.relative:.2g} of "
             f"its norm, where {self.limit:.2g} may be rounding"
@@ -354,5 +356,6 @@ def _step(
             row[one.layer] = max(row[one.layer], relative / limit)
         if relative > limit and first is None:
             detail = one.detail or (key[0] if kind != key[0] else "")
-            first = Finding(bounds.step, kind, one.layer, (one.name, two.name), relative, limit, detail)
+            layer = None if kind in _OF_NO_LAYER else one.layer
+            first = Finding(bounds.step, kind, layer, (one.name, two.name), relative, limit, detail)
     return first, row

@@ -289,7 +289,8 @@ def differences(
     Left out is what only seems to differ. Zeros around an image are part of a convolution in one framework
     and a layer of its own in another, so that the next layer is given the same. And a weight that has no
     effect, as a bias before batch normalization, has a gradient of rounding errors, of which some optimizers
-    make a step like any other: that step, and what the weight does until its effect is taken away.
+    make a step like any other: that gradient, that step, and what the weight does until its effect is
+    taken away.
     """
     common = traces.keys() & references.keys()
     limits = {key: bounds.limit(references[key]) for key in common}
@@ -317,7 +318,7 @@ def differences(
         reference = references[key]
         if kind == "data":  # that lies otherwise, and comes to the model as the same
             return place == 0 and ("input", 0) in found and agrees(("input", 0))
-        if kind in ("momentum", "second moment", "update"):
+        if kind in (*_BACKWARD, *_OF_OPTIMIZERS):
             return place in idle
         if kind == "statistics":  # a bias before it moves the mean
             return reference.detail == "mean" and reference.layer - 1 in layers

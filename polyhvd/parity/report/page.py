@@ -115,8 +115,9 @@ def _checks(report: Report) -> str:
         where = ""
         if not check.agree:
             names = check.first.get("names") or ()
+            places = {key: check.first.get(key) for key in ("step", "layer", "kind")}
             where = ", ".join(
-                [f"{key} {check.first[key]}" for key in ("step", "layer", "kind") if key in check.first]
+                [f"{key} {place}" for key, place in places.items() if place is not None]
                 + [" / ".join(dict.fromkeys(map(str, names)))] * bool(names)
             )
         rows.append(
