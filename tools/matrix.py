@@ -47,6 +47,15 @@ ENVIRONMENTS = (
         beside_suite=True,
     ),
     Environment(
+        "accelerate",
+        ("huggingface-hub==2.4.0", "safetensors==0.8.0"),
+        (),
+        extra_tests=("tests/launch/test_accelerate.py",),
+        without_dependencies=("accelerate==1.15.0",),  # PyTorch is that of the suite
+        settings=(("ACCELERATE", str(WORK / "accelerate" / "bin" / "accelerate")),),
+        beside_suite=True,
+    ),
+    Environment(
         "jupyter",
         ("numpy==1.26.4", "ipykernel==7.4.0", "jupyter_client==8.10.0"),
         (),
