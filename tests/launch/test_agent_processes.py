@@ -123,6 +123,7 @@ def test_ranks_do_not_import_what_starts_them() -> None:
         "nodelist",
         "providers",
         "sagemaker",
+        "uncaught",
         *(f"providers.{name}" for name in (*providers, "choice", "meeting", "precedence", "provider")),
     }
     assert launch == joining
