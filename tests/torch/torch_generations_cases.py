@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,8 @@ def second_derivative_of_the_old_world_is_lost() -> None:
 def handle_of_the_old_world_fails() -> None:
     handle = hvd.allreduce_async(torch.ones(2), name=f"of {hvd.rank()} alone")
     done = hvd.allreduce_async(torch.ones(2), name="of all", op=hvd.Sum)
-    assert hvd.synchronize(done)[0] == hvd.size()
+    with contextlib.suppress(hvd.PeerDepartedError):  # others may have left by now, as this one will
+        assert hvd.synchronize(done)[0] == hvd.size()
     rewire()
     assert hvd.poll(handle)
     with raises((hvd.ShutdownError, hvd.PeerDepartedError), "shut down"):
