@@ -193,7 +193,7 @@ def test_mpi_that_is_kept_out_makes_no_world_of_one() -> None:
 def test_polyhvdrun_starts_jobs_within_other_launchers(environ: dict[str, str]) -> None:
     program = "import polyhvd; polyhvd.init(); print('size', polyhvd.size())"
     result = subprocess.run(
-        [sys.executable, "-m", "polyhvd.launch", "-np", "2", sys.executable, "-c", program],
+        [sys.executable, "-m", "polyhvd.launch", "-H", "localhost:2", sys.executable, "-c", program],
         env={**os.environ, **environ},
         capture_output=True,
         text=True,

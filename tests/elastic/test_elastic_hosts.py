@@ -15,6 +15,7 @@ import sshd
 from launching import ROOT, Launcher, assert_gone, wait_until
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not netns.available(), reason="needs root and iproute2"),
     pytest.mark.skipif(not sshd.available(), reason="needs openssh-server"),
 ]

@@ -11,7 +11,10 @@ from launching import Launcher
 
 from polyhvd.testing.stand_ins import is_installed
 
-pytestmark = pytest.mark.skipif(not is_installed("mxnet"), reason="MXNet is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_installed("mxnet"), reason="MXNet is not installed"),
+]
 
 SCRIPT = str(Path(__file__).with_name("elastic_gluon.py"))
 

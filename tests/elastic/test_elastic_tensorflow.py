@@ -11,7 +11,10 @@ from launching import Launcher
 
 from polyhvd.testing.stand_ins import is_installed
 
-pytestmark = pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
+]
 
 FOLDER = Path(__file__).parent
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launching import Launcher
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = str(Path(__file__).with_name("slow_job.py"))
 

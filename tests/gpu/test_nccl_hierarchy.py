@@ -14,7 +14,7 @@ from test_nccl import REAL, SETTINGS, job, library
 
 __all__ = ["library"]
 
-pytestmark = pytest.mark.skipif(REAL, reason="several hosts would have to share one GPU")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REAL, reason="several hosts would have to share one GPU")]
 
 BY_LEVELS = ("POLYHVD_HIERARCHICAL_ALLREDUCE", "1")
 HOSTS = (2, 2)

@@ -22,6 +22,8 @@ from polyhvd.launch.diagnosis import as_json, problems_of, text
 from polyhvd.launch.host_checks import Problem
 from polyhvd.launch.survey import HostFindings
 
+pytestmark = pytest.mark.slow
+
 needs_hosts = pytest.mark.skipif(
     not (netns.available() and sshd.available()), reason="needs root, iproute2 and openssh-server"
 )

@@ -224,6 +224,7 @@ assert hvd.allreduce(np.ones(2), op=hvd.Sum)[0] == 64
 """
 
 
+@pytest.mark.slow
 def test_64_ranks_on_8_hosts_are_in_soon_after_the_last_has_come(
     launcher: Launcher, eight: tuple[list[netns.Namespace], list[str]]
 ) -> None:

@@ -15,7 +15,10 @@ import slurm
 from joining import DEADLINE_S, WORK, environment
 from launching import wait_until
 
-pytestmark = pytest.mark.skipif(bool(slurm.available()), reason=slurm.available() or "there is Slurm")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm.available()), reason=slurm.available() or "there is Slurm"),
+]
 
 RUN = f"{sys.executable} -m polyhvd.launch"
 #: Ranks that say which signals they get, and go on until SIGTERM; then they take their time to save.
@@ -153,7 +156,6 @@ def test_the_shell_of_salloc_does_so_too(cluster: Cluster) -> None:
     assert places == ["place 0 3 0 2 0 2 sum 6.0", "place 1 3 1 2 0 1 sum 6.0", "place 2 3 0 1 1 2 sum 6.0"]
 
 
-@pytest.mark.slow
 def test_a_signal_before_the_time_limit_reaches_ranks(cluster: Cluster) -> None:
     """What --signal does of itself: Slurm looks at time limits twice a minute."""
     cluster.submit(f"exec {RUN} {sys.executable} $S", "--time=1", "--signal=B:USR1@60")
