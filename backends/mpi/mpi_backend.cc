@@ -56,6 +56,7 @@ void Resources::await(const BlockingCall& call, Deadline deadline) {
   // microseconds.
   host_.parking->sleep_lightly();
   const auto has_returned = [&] { return call.is_finished(); };
+  calling_ = true;  // and stays so when the wait is given up, as MPI is then
   try {
     give_up_after([&] { host_.parking->await(has_returned, deadline); });
   } catch (const Failure& failure) {
@@ -64,6 +65,7 @@ void Resources::await(const BlockingCall& call, Deadline deadline) {
         ErrorCode::kTimeout,
         call.name() + " did not return in time: a rank of the process set did not call it");
   }
+  calling_ = false;
   call.check();
 }
 

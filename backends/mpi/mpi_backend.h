@@ -54,11 +54,11 @@ class Resources {
   void await(const BlockingCall& call, Deadline deadline);
   // What was sent may still lie with this rank, after its operation: Open MPI and MPICH send on
   // while they are called, and nobody may call them for long. Not beside calls of the program's,
-  // where MPI serves one thread at a time.
+  // where MPI serves one thread at a time, nor beside a call that another thread of ours waits in.
   void move_along(bool pending) {
-    if (usable() && (pending || session_->runtime().threads() == ThreadLevel::kMultiple)) {
-      library().move_along(session_->communicator());
-    }
+    if (!usable()) return;
+    if (session_->runtime().threads() != ThreadLevel::kMultiple && (!pending || calling_)) return;
+    library().move_along(session_->communicator());
   }
   // Moves control traffic along, between the steps of a long transfer.
   void overlap() const { host_.overlap(); }
@@ -73,6 +73,7 @@ class Resources {
   void give_up_after(Wait&& wait);
 
   std::shared_ptr<Session> session_;
+  bool calling_ = false;  // await(BlockingCall) waits; the driver's
   const host::Resources& host_;
   Reductions reductions_;
   std::unique_ptr<Transport> transport_;
