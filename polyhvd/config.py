@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 __all__ = [
+    "MPI_LAUNCHERS",
     "ConfigError",
     "Ineffective",
     "Launched",
@@ -39,7 +40,7 @@ _HOST_NAMES = {"gloo": "host", "ccl": "host"}
 _KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 _CONTROLLERS = ("", "mpi", "gloo")
 #: Set for each rank by launchers that speak PMI, with its rank; and the number of ranks, if there is one.
-_MPI_LAUNCHERS = (
+MPI_LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MPICH", "PMI_RANK", "PMI_SIZE"),
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -518,7 +519,7 @@ class MpiLaunch:
 def mpi_launch(environ: Mapping[str, str] | None = None) -> MpiLaunch | None:
     """Whether a launcher of MPI has started this process."""
     environ = os.environ if environ is None else environ
-    for launcher, rank, size in _MPI_LAUNCHERS:
+    for launcher, rank, size in MPI_LAUNCHERS:
         if environ.get(rank, "").isdecimal():
             text = environ.get(size, "")
             seen = ", ".join(f"{name}={environ[name]}" for name in (rank, size) if name in environ)

@@ -155,6 +155,7 @@ def test_several_hosts_without_a_secret_are_told_what_to_add() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not below the size 2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "does not say where rank 0 is (RANK=1, WORLD_SIZE=2)"),
         ({"JOB_COMPLETION_INDEX": "1"}, "does not say of how many; set POLYHVD_SIZE"),
+        ({**MXNET, "DMLC_NUM_WORKER": "two"}, "DMLC_NUM_WORKER='two': must be a number"),
         ({**TORCHRUN, "POLYHVD_SECRET": "zz"}, "POLYHVD_SECRET: the job's secret must be hexadecimal"),
         ({**TORCHRUN, "POLYHVD_SECRET_FILE": "/nowhere"}, "POLYHVD_SECRET_FILE=/nowhere: No such file"),
         ({**TORCHRUN, "POLYHVD_CONTROLLER": "mpi"}, "is alone for MPI, but torchrun says rank 1 of 2"),

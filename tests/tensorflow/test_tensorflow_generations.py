@@ -129,6 +129,26 @@ def test_a_call_of_a_nested_function_is_lost_after_a_rewiring() -> None:
     assert float(outer(value())) == TOTAL + 1
 
 
+def test_a_call_beside_a_switch_or_a_branch_or_of_a_function_in_a_loop_is_lost_after_a_rewiring() -> None:
+    def reduced(x: Any) -> Any:
+        return hvd.allreduce(x, op=hvd.Sum, name="one")
+
+    for kind in ("switch", "behind a branch", "function in a loop"):
+        gate = Gate()
+        gated = tf.function(lambda x, gate=gate: reduced(gate(x)))
+
+        def body(x: Any, gate: Gate = gate, kind: str = kind, gated: Any = gated) -> Any:
+            if kind == "switch":
+                return tf.switch_case(tf.cast(0 * x, tf.int32), [lambda: reduced(gate(x)), lambda: x])
+            if kind == "behind a branch":
+                return reduced(tf.cond(x > 0.0, lambda: gate(x), lambda: x))
+            return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, gated(x)), (0, x))[1]
+
+        step = tf.function(body)
+        check_lost(error_across_a_rewiring(gate, lambda step=step: step(value())))
+        assert float(step(value())) == TOTAL * (SIZE if kind == "function in a loop" else 1)
+
+
 def test_a_gradient_within_a_call_is_lost_after_a_rewiring() -> None:
     gate = Gate()
 

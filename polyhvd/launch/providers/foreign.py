@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from polyhvd.launch.providers.provider import number, readable
+
 __all__ = ["Foreign", "foreign_launch"]
 
 _BY_POLYHVDRUN = "start the ranks with `polyhvdrun -np {n} python ...`"
@@ -52,15 +54,11 @@ def foreign_launch(environ: Mapping[str, str], *, met_by_mpi: bool = False) -> F
     return None
 
 
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
-
-
 def _by_rank_and_size(launcher: str, rank_name: str, size_name: str, cure: str) -> _Look:
     """A launcher that sets the rank and, unless ``size_name`` is empty, the number of processes."""
 
     def look(environ: Mapping[str, str]) -> Foreign | None:
-        rank, size = _number(environ.get(rank_name)), _number(environ.get(size_name))
+        rank, size = number(environ, rank_name), number(environ, size_name)
         if rank is None:
             return None
         seen = ", ".join(f"{name}={environ[name]}" for name in (rank_name, size_name) if name in environ)
@@ -72,6 +70,7 @@ def _by_rank_and_size(launcher: str, rank_name: str, size_name: str, cure: str) 
 def _mxnet(environ: Mapping[str, str]) -> Foreign | None:
     if environ.get("DMLC_ROLE", "worker") != "worker" or "DMLC_NUM_WORKER" not in environ:
         return None
+    readable(environ, "DMLC_WORKER_ID", "DMLC_NUM_WORKER")
     given = {"DMLC_WORKER_ID": "0", **environ}  # workers without one ask the scheduler
     return _by_rank_and_size("MXNet's launcher", "DMLC_WORKER_ID", "DMLC_NUM_WORKER", _BY_POLYHVDRUN)(given)
 

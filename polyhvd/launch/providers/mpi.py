@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from polyhvd.config import MpiLaunch, Settings, mpi_launch
+from polyhvd.config import MPI_LAUNCHERS, MpiLaunch, Settings, mpi_launch
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.provider import Claim, readable
 from polyhvd.rendezvous.auth import parse_secret
@@ -36,7 +36,8 @@ class MpiProvider:
 
         srun speaks them, too, and its tasks need no MPI to meet.
         """
-        readable(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        for _, rank, size in MPI_LAUNCHERS:
+            readable(environ, rank, size)
         launch = mpi_launch(environ)
         if launch is None or _is_srun(launch, environ):
             return None
