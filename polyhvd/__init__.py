@@ -200,7 +200,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to write this rank's operations to a file, as a trace for Perfetto or chrome://tracing.
 
     Each rank that calls it writes its own file: rank 0 ``file_path``, rank 3 of ``trace.json``
-    ``trace.rank3.json``. Ranks need not call it together. See docs/timeline.md.
+    ``trace.rank3.json``. Ranks need not call it together. In an elastic job a process goes on with its file
+    in the next world, where the same call does nothing. See docs/timeline.md.
 
     Args:
         file_path: path of rank 0's file; an existing one is overwritten.
@@ -234,7 +235,9 @@ def stop_timeline() -> None:
         train_one_step()
         hvd.stop_timeline()
     """
-    _current.world().engine.stop_timeline()
+    from polyhvd.observe.tracing import stop_timeline
+
+    stop_timeline(_current.world())
 
 
 __all__ = [

@@ -183,6 +183,14 @@ class Engine:
         """Raise InvalidArgumentError when one runs already, or the file cannot be made."""
     def stop_timeline(self) -> bool:
         """Return when the file is whole; False when there was none."""
+    def hand_over_timeline(self) -> TimelineFile | None:
+        """Stop the timeline, whose file stays open for the next engine; None: there was none."""
+    def take_over_timeline(self, file: TimelineFile) -> None:
+        """Go on with the file that another engine has handed over.
+
+        Raises:
+            InvalidArgumentError: a timeline runs already.
+        """
     def tune(self, tuning: Tuning) -> None:
         """On rank 0: what all ranks work with from their next operations on."""
     tuning: Tuning  # what this rank works with
@@ -196,6 +204,12 @@ class Engine:
     def abandon(self) -> None:
         """In a forked child: close the descriptors and say nothing to anybody."""
     generation: int
+
+class TimelineFile:
+    """The file of a timeline, between two engines. Unless one takes it over it is to be closed."""
+
+    def close(self) -> None:
+        """Make the file whole; idempotent."""
 
 class MpiRuntime:
     """MPI in this process: one, for as long as the process lives."""

@@ -128,7 +128,7 @@ def _way_back() -> Callable[[], None] | None:
 def _leave() -> None:
     """What is pending fails now; nothing of the former world is to reach what is restored."""
     with current.lock:
-        current.leave()
+        process.leave_for_next()
 
 
 def _rejoin() -> None:

@@ -12,10 +12,11 @@ from polyhvd.elastic import leaving
 from polyhvd.elastic.pace import Pace, SlowRank
 from polyhvd.elastic.places import STEPS, Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
+from polyhvd.observe import tracing
 from polyhvd.runtime import current
 from polyhvd.runtime.world import Member, World
 
-__all__ = ["Process", "find", "take_seat"]
+__all__ = ["Process", "find", "leave_for_next", "take_seat"]
 
 _NOTICE = 1
 
@@ -40,6 +41,7 @@ class Process:
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
         self._numbers: list[int | None] = []  # of each in the present world
         self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
+        self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         current.on_leave(self._remember)
 
     def next_place(self) -> Answer:
@@ -50,12 +52,25 @@ class Process:
         try:
             answer = self.seat.next_place(question, current.prepare)
         except SystemExit:
+            if (timeline := self.take_timeline()) is not None:
+                timeline.file.close()
             if (told := self.seat.answer.leaves) and former.generation:
                 place = former.placement(self.seat.member)
                 leaving.take_leave(leaving.Leave(place.rank, place.size, everyone=told == "all"))
             raise
         self._wired, self._progressed, self._failure = False, False, ""
         return answer
+
+    def take_timeline(self) -> tracing.Carried | None:
+        """The timeline that this process has taken along from its last world, once."""
+        taken, self._timeline = self._timeline, None
+        return taken
+
+    def leave(self) -> None:
+        """Leave the present world, if there is one, for the next."""
+        if (world := current.find()) is not None:
+            self._timeline = tracing.hand_over(world)
+        current.leave()
 
     def progress(self) -> None:
         """This process has completed a step, which the next failure does not undo."""
@@ -148,6 +163,14 @@ _process: Process | None = None  # under current.lock
 def find() -> Process | None:
     """This process as a member, or None: its job is not elastic, or ``init()`` was not called."""
     return _process
+
+
+def leave_for_next() -> None:
+    """Leave the present world, if there is one, for the next one of an elastic job; ``lock`` is held."""
+    if _process is None:
+        current.leave()
+    else:
+        _process.leave()
 
 
 def take_seat(make: Callable[[], Seat], make_watch: Callable[[], Watch]) -> Process:

@@ -72,7 +72,8 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
         if store is not None:
             store.close()
     try:
-        tracing.begin(world)
+        world.member = launched.member
+        tracing.begin(world, None if member is None else member.take_timeline())
         if settings.steps_per_sample(placement.rank, placement.size) > 0:
             world.on_sample(Autotuner(settings, world.hosts, world.engine.tune).observe)
     except BaseException:
@@ -95,8 +96,10 @@ def _member() -> Process | None:
 
 def _enter_next(settings: Settings) -> None:
     """Leave the world for the next one of an elastic job, as ``init()`` has entered it."""
+    from polyhvd.elastic.process import leave_for_next  # no other job needs it
+
     with current.lock:
-        current.leave()
+        leave_for_next()
         enter(settings, None, [])
 
 

@@ -22,16 +22,33 @@ class TraceError(ValueError):
 
 @dataclass
 class Trace:
-    """One rank's file, read line by line as often as needed."""
+    """One process's file, read line by line as often as needed."""
 
     path: Path
-    header: dict[str, Any] = field(default_factory=dict)
+    #: Of each world that it tells of, in turn: a process of an elastic job goes from one to the next.
+    headers: list[dict[str, Any]] = field(default_factory=list)
     dropped: int = 0  # events that the file says are missing
 
     @property
-    def rank(self) -> int:
-        """World rank of the process that wrote it."""
-        return int(self.header["rank"])
+    def header(self) -> dict[str, Any]:
+        """That of the first world."""
+        return self.headers[0]
+
+    @property
+    def process(self) -> int:
+        """The number of the process that wrote it in an elastic job, and its rank in others."""
+        return int(self.header["rank"] if self.header.get("process") is None else self.header["process"])
+
+    @property
+    def name(self) -> str:
+        """What the process is called: "rank 2", or "process 3" in an elastic job."""
+        return f"{'rank' if self.header.get('process') is None else 'process'} {self.process}"
+
+    @property
+    def clock(self) -> tuple[str, int]:
+        """Whose clock it has: processes of one machine have the same."""
+        boot = str(self.header["boot"])
+        return (boot, -1) if boot else ("", self.process)
 
     def events(self) -> Iterator[Event]:
         """All events; of a file without its end, since the process was killed, those that are whole."""
@@ -52,13 +69,14 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Look at a file's header; raises :class:`TraceError` when polyhvd has not written it."""
+    """Look at a file's headers; raises :class:`TraceError` when polyhvd has not written it."""
     trace = Trace(path)
     for event in trace.events():
         if event.get("name") in ("polyhvd", "polyhvd_end") and event.get("ph") == "M":
-            trace.header = event["args"].get("header", trace.header)
             trace.dropped = event["args"]["events_dropped"]
-    if "rank" not in trace.header:
+            if (header := event["args"].get("header")) is not None:
+                trace.headers.append(header)
+    if not trace.headers or "rank" not in trace.header:
         raise TraceError(f"{path}: expected a timeline of polyhvd, found none of its headers")
     return trace
 
@@ -72,7 +90,7 @@ class Clock:
         self._offsets: list[float] = []
 
     @classmethod
-    def by_batches(cls, own: dict[int, _Stay], other: dict[int, _Stay], otherwise_us: float) -> Clock:
+    def by_batches(cls, own: _Stays, other: _Stays, otherwise_us: float) -> Clock:
         """Align by the allreduces that both ran: none is left before all have entered it.
 
         That bounds the offset from both sides, again and again; see ``tracing.clock_offset``.
@@ -98,44 +116,58 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Stay:
-    """When a rank entered and left a batch, in microseconds."""
+    """When the last of some ranks entered a batch, and the first left it, in microseconds."""
 
     entered: float
     left: float
 
 
-def _stays(traces: Sequence[Trace]) -> dict[int, _Stay]:
-    found: dict[int, _Stay] = {}
+#: Of each batch, by the generation of its world and its number in that.
+_Stays = dict[tuple[int, int], _Stay]
+
+
+def _stays(traces: Sequence[Trace]) -> _Stays:
+    found: _Stays = {}
     for trace in traces:
+        generation = -1
         for event in trace.events():
-            if event.get("name") == "ALLREDUCE" and event["args"]["bytes"] and event["args"]["batch"]:
-                stay = _Stay(event["ts"], event["ts"] + event["dur"])
-                found.setdefault(int(event["args"]["batch"]), stay)
+            if event.get("name") == "polyhvd":
+                generation = int(event["args"]["header"]["generation"])
+            elif event.get("name") == "ALLREDUCE" and event["args"]["bytes"] and event["args"]["batch"]:
+                key, end = (generation, int(event["args"]["batch"])), event["ts"] + event["dur"]
+                last = found.get(key, _Stay(-float("inf"), float("inf")))
+                found[key] = _Stay(max(last.entered, event["ts"]), min(last.left, end))
     return found
 
 
-def _clocks(by_rank: dict[int, list[Trace]]) -> dict[int, Clock]:
-    reference = min(by_rank)
-    base = by_rank[reference][0].header
-    reference_stays: dict[int, _Stay] | None = None
-    clocks = {}
-    for rank, traces in by_rank.items():
-        header = traces[0].header
-        if rank == reference or (header["boot"] and header["boot"] == base["boot"]):
-            clocks[rank] = Clock(0.0)  # the same clock
-            continue
-        if reference_stays is None:
-            reference_stays = _stays(by_rank[reference])
-        measured_us = (header["clock_offset_ns"] - base["clock_offset_ns"]) / 1e3
-        clocks[rank] = Clock.by_batches(_stays(traces), reference_stays, measured_us)
+def _measured_us(own: Sequence[Trace], base: Sequence[Trace]) -> float:
+    """How far a clock was ahead when these met, in the first world that both tell of."""
+    offsets = {header["generation"]: header["clock_offset_ns"] for trace in base for header in trace.headers}
+    for trace in own:
+        for header in trace.headers:
+            if header["generation"] in offsets:
+                return (header["clock_offset_ns"] - offsets[header["generation"]]) / 1e3
+    return 0.0
+
+
+def _clocks(traces: Sequence[Trace]) -> dict[tuple[str, int], Clock]:
+    """Of each machine, with the first trace's as the reference."""
+    by_clock: dict[tuple[str, int], list[Trace]] = {}
+    for trace in traces:
+        by_clock.setdefault(trace.clock, []).append(trace)
+    (reference, base), *others = by_clock.items()
+    clocks = {reference: Clock(0.0)}
+    reference_stays = _stays(base) if others else {}
+    for key, own in others:
+        clocks[key] = Clock.by_batches(_stays(own), reference_stays, _measured_us(own, base))
     return clocks
 
 
 class _Rows:
-    """Numbers of rows anew: the two files of one rank each have their own."""
+    """Numbers of rows anew: the two files of one process each have their own."""
 
-    def __init__(self, rank: int, out: TextIO) -> None:
-        self._rank = rank
+    def __init__(self, process: int, out: TextIO) -> None:
+        self._process = process
         self._out = out
         self._numbers: dict[str, int] = {}
 
@@ -143,7 +175,7 @@ class _Rows:
         if name not in self._numbers:
             self._numbers[name] = len(self._numbers)
             if name:
-                event = {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": self._numbers[name]}
+                event = {"ph": "M", "name": "thread_name", "pid": self._process, "tid": self._numbers[name]}
                 _write(self._out, {**event, "args": {"name": name}})
         return self._numbers[name]
 
@@ -160,7 +192,7 @@ def _copy(trace: Trace, clock: Clock, rows: _Rows, out: TextIO) -> int:
             if event["name"] == "thread_name":
                 names[event["tid"]] = event["args"]["name"]
             continue
-        event["pid"] = trace.rank
+        event["pid"] = trace.process
         event["tid"] = rows.number(names[event["tid"]])
         event["ts"] = round(event["ts"] - clock.ahead_us(event["ts"]), 3)
         _write(out, event)
@@ -168,11 +200,47 @@ def _copy(trace: Trace, clock: Clock, rows: _Rows, out: TextIO) -> int:
     return count
 
 
+def _together(files: Sequence[Path]) -> list[list[Trace]]:
+    """The files of each process; raises :class:`TraceError` where they are of different jobs."""
+    found: dict[int, list[Trace]] = {}
+    for path in files:
+        trace = read(path)
+        known = found.setdefault(trace.process, [])
+        for other in known:
+            generations = {header["generation"]: header for header in other.headers}
+            same = [
+                trace.header.get(key) == other.header.get(key) for key in ("host", "pid", "boot", "process")
+            ]
+            if not all(same) or any(generations.get(h["generation"], h) != h for h in trace.headers):
+                raise TraceError(f"{other.path} and {path} are of {trace.name} in different jobs")
+        known.append(trace)
+    elastic = {traces[0].header.get("process") is not None: traces[0].path for traces in found.values()}
+    if len(elastic) > 1:
+        raise TraceError(f"{elastic[True]} is of an elastic job, and {elastic[False]} is not")
+    return sorted(found.values(), key=lambda traces: _seniority(traces[0]))
+
+
+def _seniority(trace: Trace) -> tuple[int, int]:
+    return int(trace.header["generation"]), int(trace.header["rank"])
+
+
+def _title(traces: Sequence[Trace]) -> str:
+    """ "rank 2 (host)", or "process 3 (host): rank 2, then 1"."""
+    first = traces[0]
+    title = f"{first.name} ({first.header['host']})"
+    if first.header.get("process") is None:
+        return title
+    ranks = [header["rank"] for trace in traces for header in trace.headers]
+    changes = [str(rank) for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1]]
+    return f"{title}: rank {', then '.join(changes)}"
+
+
 def merge(out: Path, files: Sequence[Path]) -> list[str]:
     """Write the events of all files to ``out``, a process for each rank, and return what to tell the user.
 
-    Ranks of rank 0's machine share its clock. Others are aligned by the allreduces that both ranks
-    ran, and without any by what ``init()`` has measured.
+    In an elastic job each process is one, whichever ranks it has had. Ranks of rank 0's machine share its
+    clock. Other machines' are aligned by the allreduces that ranks of both ran, and without any by what
+    ``init()`` has measured.
 
     Raises:
         TraceError: a file is no timeline, or they are not of one job.
@@ -180,26 +248,21 @@ def merge(out: Path, files: Sequence[Path]) -> list[str]:
     """
     if out.resolve() in [path.resolve() for path in files]:
         raise TraceError(f"{out}: cannot be read and written at once; give the merged file another name")
-    by_rank: dict[int, list[Trace]] = {}
-    for path in files:
-        trace = read(path)
-        of_rank = by_rank.setdefault(trace.rank, [])
-        if of_rank and of_rank[0].header != trace.header:
-            raise TraceError(f"{of_rank[0].path} and {path} are of rank {trace.rank} in different jobs")
-        of_rank.append(trace)
-    clocks = _clocks(by_rank)
+    together = _together(files)
+    clocks = _clocks([trace for traces in together for trace in traces])
     lines = []
     with out.open("w", encoding="utf-8") as file:
         file.write("[\n")
-        for rank, traces in sorted(by_rank.items()):
-            process = {"ph": "M", "pid": rank, "tid": 0}
-            host = traces[0].header["host"]
-            _write(file, {**process, "name": "process_name", "args": {"name": f"rank {rank} ({host})"}})
-            _write(file, {**process, "name": "process_sort_index", "args": {"sort_index": rank}})
-            rows = _Rows(rank, file)
+        for place, traces in enumerate(together):
+            number = traces[0].process
+            process = {"ph": "M", "pid": number, "tid": 0}
+            _write(file, {**process, "name": "process_name", "args": {"name": _title(traces)}})
+            _write(file, {**process, "name": "process_sort_index", "args": {"sort_index": place}})
+            rows = _Rows(number, file)
             rows.number("")  # what belongs to the process: row 0
-            count = sum(_copy(trace, clocks[rank], rows, file) for trace in traces)
+            count = sum(_copy(trace, clocks[trace.clock], rows, file) for trace in traces)
             dropped = max(trace.dropped for trace in traces)
-            lines.append(f"rank {rank}: {count} events" + (f"; {dropped} are missing" if dropped else ""))
+            missing = f"; {dropped} are missing" if dropped else ""
+            lines.append(f"{traces[0].name}: {count} events{missing}")
         file.write('{"ph":"M","name":"polyhvd_merged","pid":0,"tid":0,"args":{}}\n]\n')
     return lines

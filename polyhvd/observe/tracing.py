@@ -11,25 +11,53 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
 from polyhvd.observe.files import claimed
 from polyhvd.runtime.world import World
 
-__all__ = ["begin", "clock_offset", "path_of_rank", "start_timeline"]
+__all__ = [
+    "Carried",
+    "begin",
+    "clock_offset",
+    "hand_over",
+    "path_of_process",
+    "path_of_rank",
+    "start_timeline",
+    "stop_timeline",
+]
 
 DYNAMIC = "DYNAMIC"
 _ROUNDS = 8
 
 
-def begin(world: World) -> None:
-    """Describe this rank to its engine, and start the timeline that the environment asks for.
+@dataclass(frozen=True)
+class Carried:
+    """A timeline that a process takes along from one world to the next.
+
+    Args:
+        file: it goes on in there.
+        file_path: that the timeline was started with.
+    """
+
+    file: _core.TimelineFile
+    file_path: str
+
+
+def begin(world: World, carried: Carried | None = None) -> None:
+    """Describe this rank to its engine, and go on with its timeline, or start what the environment asks for.
 
     Called by ``init()`` on all ranks: with several hosts it compares their clocks.
+
+    Args:
+        world: that this process has entered.
+        carried: its timeline, of the last world.
     """
     offset_ns, error_ns = _measure_clock(world) if len(set(world.hosts)) > 1 else (0, 0)
     header = {
@@ -38,28 +66,60 @@ def begin(world: World) -> None:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "generation": world.placement.generation,
+        "process": world.member,
         "boot": _boot(),
         "clock_offset_ns": offset_ns,
         "clock_error_ns": error_ns,
     }
     world.engine.set_header(json.dumps(header))
     settings = world.settings
-    if settings.timeline and settings.timeline.upper() != DYNAMIC:
+    if carried is not None:
+        world.engine.take_over_timeline(carried.file)
+        world.timeline, world.timeline_is_carried = carried.file_path, True
+    elif settings.timeline and settings.timeline.upper() != DYNAMIC:
         start_timeline(world, settings.timeline, settings.timeline_mark_cycles)
 
 
 def start_timeline(world: World, file_path: str, mark_cycles: bool) -> None:
     """See :func:`polyhvd.start_timeline`."""
+    if world.timeline_is_carried and os.fspath(file_path) == world.timeline:
+        return  # it goes on: a function of an elastic job is called again in each world
     if os.path.isdir(file_path):  # whose neighbours the other ranks could write
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file_path)
-    path = os.fspath(path_of_rank(Path(file_path), world.placement.rank))
+    own = path_of_rank(Path(file_path), world.placement.rank)
+    if world.member is not None and world.placement.generation > 1:
+        own = path_of_process(Path(file_path), world.member)
+    path = os.fspath(own)
     with claimed(path):  # says what is wrong as Python does
         world.engine.start_timeline(path, mark_cycles, world.settings.timeline_bytes_max)
+    world.timeline = os.fspath(file_path)
+
+
+def stop_timeline(world: World) -> None:
+    """See :func:`polyhvd.stop_timeline`."""
+    world.engine.stop_timeline()
+    world.timeline, world.timeline_is_carried = "", False
+
+
+def hand_over(world: World) -> Carried | None:
+    """The timeline of a world that this process leaves for the next one; None: there is none."""
+    file = world.engine.hand_over_timeline()
+    return None if file is None else Carried(file, world.timeline)
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
     """Rank 0's file is where Horovod writes its only one; ``.rankN`` precedes the suffix of the others."""
     return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def path_of_process(path: Path, member: int) -> Path:
+    """Where a process writes that has come to an elastic job later: ranks change, and files keep their names.
+
+    Args:
+        path: as of :func:`path_of_rank`.
+        member: the number of the process.
+    """
+    return path.with_name(f"{path.stem}.process{member}{path.suffix}")
 
 
 def clock_offset(rounds: Sequence[tuple[int, int, int, int]]) -> tuple[int, int]:

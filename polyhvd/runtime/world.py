@@ -61,6 +61,12 @@ class World:
         #: The host of each rank, as launchers call it.
         self.hosts: list[str] = connections.hosts
         self.met_by_mpi = met_by_mpi
+        #: The number of this process in its elastic job, in which it keeps it over all worlds.
+        self.member: int | None = None
+        #: What its timeline was started with, if one runs; and whether that was in a former world. Written
+        #: by who starts and stops it, which the engine allows one at a time.
+        self.timeline = ""
+        self.timeline_is_carried = False
         #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
         self.key: bytes = connections.world_key
         self._domains = connections.domains

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "observe/recorder.h"
+#include "observe/timeline_writer.h"
 #include "thread_world.h"
 
 using namespace polyhvd;
@@ -215,4 +216,54 @@ TEST_CASE("timelines and dumps of a busy world are whole, and name batches alike
   CHECK(lines[0].size() == 180);
   CHECK(lines[0] == lines[1]);  // kind, name, bytes and batch
   world.shutdown();
+}
+
+TEST_CASE("a timeline goes on in the next world, whatever its engines do meanwhile") {
+  Folder folder;
+  std::array<std::unique_ptr<TimelineWriter>, 2> files;
+  for (int generation = 1; generation <= 3; ++generation) {
+    ThreadWorld world(one_host(2));
+    world.run([&](int rank, Engine& engine) {
+      auto& file = files[static_cast<std::size_t>(rank)];
+      const std::string header = "{\"generation\":" + std::to_string(generation) + "}";
+      TimelineOptions options;
+      options.path = (folder.path / (std::to_string(rank) + ".json")).string();
+      options.header = header;
+      if (file == nullptr) {
+        engine.timeline().start(options);
+      } else {
+        engine.timeline().take_over(std::move(file), header);
+      }
+      CHECK_THROWS_AS(engine.timeline().start(options), Failure);
+      std::atomic<bool> done{false};
+      std::thread handing_over([&] {  // in the middle of what runs
+        while (!done) std::this_thread::yield();
+        file = engine.timeline().hand_over();
+      });
+      for (int step = 0; step < 40; ++step) {
+        std::vector<float> a(1000, 1.0f);
+        engine.wait(engine.submit(allreduce("a", a)));
+        if (step == 20) done = true;
+      }
+      handing_over.join();
+      CHECK_FALSE(engine.timeline().stop());
+    });
+    world.shutdown();
+  }
+  for (const int rank : {0, 1}) {
+    const std::string path = (folder.path / (std::to_string(rank) + ".json")).string();
+    CHECK_FALSE(content(path).ends_with("]\n"));
+    files[static_cast<std::size_t>(rank)].reset();
+    const std::string text = content(path);
+    CHECK(text.ends_with("}\n]\n"));
+    const auto count_of = [&](const std::string& what) {
+      std::size_t count = 0;
+      for (std::size_t at = 0; (at = text.find(what, at)) != std::string::npos; ++at) ++count;
+      return count;
+    };
+    CHECK(count_of("\"polyhvd\"") == 3);
+    CHECK(count_of("NEXT_WORLD") == 2);
+    CHECK(count_of("\"thread_name\"") == 1);  // one row for the tensor
+    CHECK(count_of("\"ALLREDUCE\"") >= 3 * 20);
+  }
 }

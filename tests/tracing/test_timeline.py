@@ -250,7 +250,8 @@ def test_dynamic_starts_none(tmp_path: Path) -> None:
 
 
 def write_trace(path: Path, rank: int, events: list[dict[str, Any]], **header: Any) -> Path:
-    own = {"rank": rank, "boot": f"boot {rank}", "host": f"host{rank}", "pid": 1, "clock_offset_ns": 0}
+    own = {"rank": rank, "generation": 1, "boot": f"boot {rank}", "host": f"host{rank}", "pid": 1}
+    own |= {"clock_offset_ns": 0}
     args = {"header": {**own, **header}, "events_dropped": 0}
     head = {"ph": "M", "name": "polyhvd", "pid": rank, "tid": 0, "args": args}
     row = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "allreduce.x"}}

@@ -22,18 +22,34 @@ Timeline::~Timeline() { stop(); }
 
 void Timeline::start(TimelineOptions options) {
   std::lock_guard control(control_mutex_);
-  if (thread_.joinable()) {
-    throw Failure(ErrorCode::kInvalidArgument, "the timeline is running already, into " +
-                                                   writer_->path() +
-                                                   "; call stop_timeline() first");
-  }
-  const bool mark_cycles = options.mark_cycles;
+  require_stopped();
   const std::string path = options.path;
-  writer_ = std::make_unique<TimelineWriter>(rank_, std::move(options));
-  if (!writer_->open()) {
+  auto writer = std::make_unique<TimelineWriter>(rank_, std::move(options));
+  if (!writer->open()) {
     throw Failure(ErrorCode::kInvalidArgument,
                   "the timeline cannot be written to " + path + ": " + std::strerror(errno));
   }
+  run_with(std::move(writer));
+}
+
+void Timeline::take_over(std::unique_ptr<TimelineWriter> writer, std::string header) {
+  std::lock_guard control(control_mutex_);
+  require_stopped();
+  writer->begin_world(std::move(header), recorder_.scale().ns(ticks_now()));
+  run_with(std::move(writer));
+}
+
+// Of what control_mutex_ guards.
+void Timeline::require_stopped() const {
+  if (!thread_.joinable()) return;
+  throw Failure(ErrorCode::kInvalidArgument, "the timeline is running already, into " +
+                                                 writer_->path() + "; call stop_timeline() first");
+}
+
+// control_mutex_ is held.
+void Timeline::run_with(std::unique_ptr<TimelineWriter> writer) {
+  writer_ = std::move(writer);
+  const bool mark_cycles = writer_->marks_cycles();
   {
     std::lock_guard lock(mutex_);
     open_ = true;
@@ -44,9 +60,11 @@ void Timeline::start(TimelineOptions options) {
   on_.store(true, std::memory_order_relaxed);
 }
 
-bool Timeline::stop() {
+bool Timeline::stop() { return hand_over() != nullptr; }
+
+std::unique_ptr<TimelineWriter> Timeline::hand_over() {
   std::lock_guard control(control_mutex_);
-  if (!thread_.joinable()) return false;
+  if (!thread_.joinable()) return nullptr;
   on_.store(false, std::memory_order_relaxed);
   cycles_.store(false, std::memory_order_relaxed);
   {
@@ -55,8 +73,7 @@ bool Timeline::stop() {
   }
   wake_.notify_all();
   thread_.join();
-  writer_.reset();
-  return true;
+  return std::move(writer_);
 }
 
 void Timeline::add(const Operation& operation, const Transfer& transfer) {
@@ -108,7 +125,6 @@ void Timeline::run() {
     }
     entries.clear();
   }
-  writer_->close();
 }
 
 }  // namespace polyhvd

@@ -5,7 +5,8 @@
 // timeline's own formats and writes them. The file is bounded, too: at half of the
 // limit it becomes "<path>.old" (before the suffix), over an earlier one, and a new
 // file is begun, so that the newest events are kept. Each file is a trace by itself,
-// also when the process was killed.
+// also when the process was killed. A process that goes on in another world, with
+// another engine, takes its file along.
 #pragma once
 
 #include <atomic>
@@ -51,6 +52,11 @@ class Timeline {
   // Any thread. Writes what is left, and returns when the file is closed; false when
   // no timeline was running.
   bool stop();
+  // As stop(), but the file stays open, for take_over() of the next engine of this process;
+  // null when no timeline was running.
+  std::unique_ptr<TimelineWriter> hand_over();
+  // As start(), with the file that another engine has handed over. `header` is this one's.
+  void take_over(std::unique_ptr<TimelineWriter> writer, std::string header);
 
   bool on() const noexcept { return on_.load(std::memory_order_relaxed); }
 
@@ -67,6 +73,8 @@ class Timeline {
     Transfer transfer;
   };
 
+  void require_stopped() const;
+  void run_with(std::unique_ptr<TimelineWriter> writer);
   void push(Entry entry);
   void run();
 

@@ -103,13 +103,17 @@ bool TimelineWriter::open_file(int flags) {
   bytes_ = events_ = 0;
   text_ = "[\n";
   write_metadata("process_name", kCycleRow, "rank " + std::to_string(rank_));
+  write_header();
+  flush();
+  return true;
+}
+
+void TimelineWriter::write_header() {
   begin_event("M", "polyhvd", kCycleRow);
   text_.append(",\"args\":{\"header\":").append(options_.header);
   json::append_field(text_, "events_dropped", dropped_);
   text_ += '}';
   end_event();
-  flush();
-  return true;
 }
 
 void TimelineWriter::rotate() {
@@ -243,6 +247,19 @@ void TimelineWriter::write_cycle(std::int64_t ns) {
   text_ += ",\"s\":\"p\"";
   end_event();
   ++events_;
+}
+
+void TimelineWriter::begin_world(std::string header, std::int64_t ns) {
+  options_.header = std::move(header);
+  keep_within_limits();
+  if (fd_ < 0) return;
+  write_header();
+  begin_event("i", "NEXT_WORLD", kCycleRow);
+  append_us(text_.append(",\"ts\":"), ns);
+  text_.append(",\"s\":\"p\",\"args\":").append(options_.header);
+  end_event();
+  ++events_;
+  flush();
 }
 
 void TimelineWriter::write_operation(const Record& r, const Transfer& transfer,

@@ -20,11 +20,14 @@ class TimelineWriter {
   TimelineWriter& operator=(const TimelineWriter&) = delete;
 
   const std::string& path() const noexcept { return options_.path; }
+  bool marks_cycles() const noexcept { return options_.mark_cycles; }
 
   // False with errno when the file cannot be made. An old half is removed.
   bool open();
   void write_operation(const Record& record, const Transfer& transfer, const TickScale& scale);
   void write_cycle(std::int64_t ns);
+  // What follows is of another world, as `header` says.
+  void begin_world(std::string header, std::int64_t ns);
   void note_dropped(std::uint64_t events) noexcept { dropped_ += events; }
   // Hands everything formatted to the kernel: what is lost when the process is killed
   // came after the last flush. When the disk is full, the rest is dropped.
@@ -49,13 +52,14 @@ class TimelineWriter {
   void keep_within_limits();
   Row& row_of(const Record& record, std::int64_t begin_ns);
   Row& row_of(const Record& record, std::string_view name);
+  void write_header();
   void begin_event(std::string_view phase, std::string_view name, std::uint32_t row);
   void begin_span(OpKind kind, Span span, std::uint32_t row, std::int64_t begin, std::int64_t end);
   void end_event();
   void write_metadata(std::string_view name, std::uint32_t row, std::string_view value);
 
   const int rank_;
-  const TimelineOptions options_;
+  TimelineOptions options_;
   const std::string old_path_;
   int fd_ = -1;
   int problem_ = 0;

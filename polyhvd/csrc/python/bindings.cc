@@ -16,6 +16,7 @@
 #include "host/kernels.h"
 #include "mpi/runtime.h"
 #include "observe/mailbox.h"
+#include "observe/timeline_writer.h"
 #include "python/caller.h"
 #include "python/dlpack.h"
 #include "python/gil.h"
@@ -73,6 +74,16 @@ struct PyBuffer {
     const std::intptr_t wanted = stream.is_none() ? 0 : stream.cast<std::intptr_t>();
     if (arrived && wanted != -1) arrived->hold(reinterpret_cast<Stream>(wanted));
     return to_dlpack(buffer);
+  }
+};
+
+// The file of a timeline, between two engines.
+struct PyTimelineFile {
+  std::unique_ptr<TimelineWriter> writer;  // null: another engine has it, or it is closed
+
+  void close() {
+    const WithoutGil without_gil;
+    writer.reset();
   }
 };
 
@@ -219,6 +230,17 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   bool stop_timeline() {
     const WithoutGil without_gil;
     return engine_->timeline().stop();
+  }
+  std::unique_ptr<PyTimelineFile> hand_over_timeline() {
+    const WithoutGil without_gil;
+    std::unique_ptr<TimelineWriter> writer = engine_->timeline().hand_over();
+    if (writer == nullptr) return nullptr;
+    return std::make_unique<PyTimelineFile>(PyTimelineFile{std::move(writer)});
+  }
+  void take_over_timeline(PyTimelineFile& file) {
+    if (file.writer == nullptr) return;
+    const WithoutGil without_gil;
+    engine_->timeline().take_over(std::move(file.writer), header_);
   }
 
   // In a forked child. The engine is leaked: its threads do not exist here.
@@ -489,6 +511,7 @@ PYBIND11_MODULE(_core, m) {
 
   define_mpi(m);
 
+  py::class_<PyTimelineFile>(m, "TimelineFile").def("close", &PyTimelineFile::close);
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
       .def(py::init<const py::object&, const py::object&, const py::object&,
                     const std::shared_ptr<Mailbox>&, const std::string&, const py::object&,
@@ -511,6 +534,8 @@ PYBIND11_MODULE(_core, m) {
       .def("start_timeline", &PyEngine::start_timeline, py::arg("path"), py::arg("mark_cycles"),
            py::arg("bytes_max"))
       .def("stop_timeline", &PyEngine::stop_timeline)
+      .def("hand_over_timeline", &PyEngine::hand_over_timeline)
+      .def("take_over_timeline", &PyEngine::take_over_timeline, py::arg("file"))
       .def("tune", &PyEngine::tune, py::arg("tuning"))
       .def_property_readonly("tuning", &PyEngine::tuning)
       .def("notify", &PyEngine::notify, py::arg("notice"))
