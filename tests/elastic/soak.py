@@ -42,6 +42,8 @@ PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is do
 MEMBERS_MAX = 1 << 14
 KILLS_MAX = 100  # in a job
 ROWS = 600
+#: The others make steps while a newcomer starts, which takes seconds where TensorFlow is imported.
+STEPS_PER_KILL = {"numpy": 30, "tensorflow": 150, "keras": 150}
 HANG_S = 120.0
 END_S = 300.0
 #: Kills in a row that wait for no recovery: the job ends at ten worlds in which nobody has got anywhere.
@@ -142,7 +144,7 @@ class Job:
         options, self.how, self.is_of_one_size = FORMS.get(self.form, ((), "train", False))
         self.options = self.options or options
         self.chance = random.Random(f"{self.seed} {self.framework} {self.form}")
-        steps = 30 if self.framework == "numpy" else 15
+        steps = STEPS_PER_KILL.get(self.framework, 15)
         self.epochs = max(2, -(-self.kills * steps * 12 // ROWS))
         self.table = np.memmap(self.folder / "table", np.int64, "w+", shape=(MEMBERS_MAX, 5))
         self.table[:, 1] = -1
@@ -233,6 +235,8 @@ class Job:
                 self._look()
                 time.sleep(self.chance.uniform(0.0, 0.3))
             members = self.members()
+            if any(PHASES[row[4]] == "is done" for row in members.values()):
+                raise SoakError(f"the training has ended after {self.killed} of {self.kills} kills")
             kind, pids = self._victims(members)
             numbers = {int(row[0]): m for m, row in members.items()}
             phases = [PHASES[members[numbers[pid]][4]] if pid in numbers else "an agent" for pid in pids]
