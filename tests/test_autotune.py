@@ -110,6 +110,35 @@ def test_log_and_commands_tell_what_was_tried(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_next_world_of_the_same_shape_goes_on(tmp_path: Path) -> None:
+    mine, tuned = tuner(tmp_path, autotune_warmup_samples=1)
+    for _ in range(3):
+        mine.observe(Sample())
+    later: list[Any] = []
+    assert mine.go_on(["b", "b"], later.append)
+    assert later == [tuned[-1]]  # the sample that was under way begins anew
+    for _ in range(4):
+        mine.observe(Sample())
+    assert mine.done
+    last: list[Any] = []
+    assert mine.go_on(["b", "b"], last.append)
+    assert last == [later[-1]]  # what was found stays
+    assert not mine.go_on(["a", "b"], last.append)
+    assert not mine.go_on(["a", "a", "a"], last.append)
+    assert len(last) == 1
+
+
+def test_log_of_a_lost_rank_0_is_not_overwritten(tmp_path: Path) -> None:
+    mine, _ = tuner(tmp_path)
+    mine.observe(Sample())
+    mine.close()
+    settings = Settings(autotune=True, autotune_log=str(tmp_path / "log.csv"))
+    again = Autotuner(settings, ["a"], lambda tuning: None, appends=True)
+    again.observe(Sample())
+    again.close()
+    assert [row["phase"] for row in rows(tmp_path / "log.csv")] == ["warm-up", "warm-up"]
+
+
 def test_result_is_kept_for_jobs_of_the_same_shape(tmp_path: Path) -> None:
     cache = tmp_path / "found.json"
     first, tuned = tuner(tmp_path, autotune_cache=str(cache), autotune_warmup_samples=1)

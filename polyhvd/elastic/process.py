@@ -13,6 +13,7 @@ from polyhvd.elastic.pace import Pace, SlowRank
 from polyhvd.elastic.places import STEPS, Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
 from polyhvd.observe import tracing
+from polyhvd.observe.autotune import Autotuner
 from polyhvd.runtime import current
 from polyhvd.runtime.world import Member, World
 
@@ -34,6 +35,8 @@ class Process:
         self.watch = watch
         #: Enters the next world as ``init()`` has entered the first; None: there was none yet.
         self.rejoin: Callable[[], None] | None = None
+        #: Of a process that was rank 0 of a job that is tuned.
+        self.autotuner: Autotuner | None = None
         self._wired = False
         self._progressed = False
         self._failure = ""

@@ -75,7 +75,7 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
         world.member = launched.member
         tracing.begin(world, None if member is None else member.take_timeline())
         if settings.steps_per_sample(placement.rank, placement.size) > 0:
-            world.on_sample(Autotuner(settings, world.hosts, world.engine.tune).observe)
+            world.on_sample(_autotuner(settings, world, member).observe)
     except BaseException:
         world.close()
         raise
@@ -86,6 +86,20 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     if member is not None:
         member.entered(world, lambda: _enter_next(settings))
     current.enter(world)
+
+
+def _autotuner(settings: Settings, world: World, member: Process | None) -> Autotuner:
+    """Rank 0's, which goes on from one world of an elastic job to the next as long as that is like it."""
+    tune = world.engine.tune
+    kept = None if member is None else member.autotuner
+    if kept is not None:
+        if kept.go_on(world.hosts, tune):
+            return kept
+        kept.close()
+    made = Autotuner(settings, world.hosts, tune, appends=world.placement.generation > 1)
+    if member is not None:
+        member.autotuner = made
+    return made
 
 
 def _member() -> Process | None:

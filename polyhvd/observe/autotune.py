@@ -117,6 +117,7 @@ class Autotuner:
         config: of rank 0.
         hosts: of all ranks; with the operations of a step, they tell one job from another.
         tune: hands a tuning to all ranks.
+        appends: whether the log has samples of this job already, of a rank 0 that was lost.
 
     Raises:
         ConfigError: scikit-learn is missing.
@@ -124,7 +125,12 @@ class Autotuner:
     """
 
     def __init__(
-        self, settings: Settings, hosts: Sequence[str], tune: Callable[[_core.Tuning], None]
+        self,
+        settings: Settings,
+        hosts: Sequence[str],
+        tune: Callable[[_core.Tuning], None],
+        *,
+        appends: bool = False,
     ) -> None:
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError(
@@ -149,11 +155,26 @@ class Autotuner:
         self._samples = 0
         self._file: TextIO | None = None
         if settings.autotune_log:
-            self._open_log()
-            self._write(_COLUMNS)
+            self._open_log(appends=appends)
         #: Whether the search has ended.
         self.done = False
         self._tune(_tuning(self._point))  # begins the first sample
+
+    def go_on(self, hosts: Sequence[str], tune: Callable[[_core.Tuning], None]) -> bool:
+        """Go on in the next world of an elastic job, where the sample that was under way begins anew.
+
+        Args:
+            hosts: of all ranks.
+            tune: hands a tuning to all ranks.
+
+        Returns:
+            False: that world has other numbers of ranks on its hosts, and what was found is not for it.
+        """
+        if sorted(Counter(hosts).values()) != self._topology:
+            return False
+        self._tune = tune
+        self._tune(_tuning(self._point))
+        return True
 
     def close(self) -> None:
         """Close the log."""
@@ -190,7 +211,7 @@ class Autotuner:
         self._end(best, f"after {self._samples} samples")
 
     def _end(self, point: Point, why: str) -> None:
-        self.done = True
+        self.done, self._point = True, point
         self._tune(_tuning(point))
         values = ", ".join(f"{name}={value}" for name, value in _values(point).items())
         _LOG.info("autotune: %s (%s)", values, why)
@@ -211,10 +232,12 @@ class Autotuner:
         except OSError as error:
             self._give_log_up(error)
 
-    def _open_log(self) -> None:
-        path = self._settings.autotune_log
+    def _open_log(self, *, appends: bool) -> None:
+        path, mode = self._settings.autotune_log, "a" if appends else "w"
         try:
-            self._file = open(path, "w", newline="", encoding="utf-8", opener=opener)  # noqa: SIM115
+            self._file = open(path, mode, newline="", encoding="utf-8", opener=opener)  # noqa: SIM115
+            if self._file.tell() == 0:
+                self._write(_COLUMNS)
         except OSError as error:
             if error.errno not in FULL:
                 raise

@@ -146,7 +146,7 @@ def _measured_us(own: Sequence[Trace], base: Sequence[Trace]) -> float:
     for trace in own:
         for header in trace.headers:
             if header["generation"] in offsets:
-                return (header["clock_offset_ns"] - offsets[header["generation"]]) / 1e3
+                return float(header["clock_offset_ns"] - offsets[header["generation"]]) / 1e3
     return 0.0
 
 
