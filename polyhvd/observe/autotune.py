@@ -233,10 +233,11 @@ class Autotuner:
             self._give_log_up(error)
 
     def _open_log(self, *, appends: bool) -> None:
-        path, mode = self._settings.autotune_log, "a" if appends else "w"
+        path, mode = self._settings.autotune_log, os.O_APPEND if appends else os.O_TRUNC
         try:
-            self._file = open(path, mode, newline="", encoding="utf-8", opener=opener)  # noqa: SIM115
-            if self._file.tell() == 0:
+            made = opener(path, os.O_WRONLY | os.O_CREAT | mode)
+            self._file = os.fdopen(made, "w", newline="", encoding="utf-8")
+            if os.fstat(made).st_size == 0:
                 self._write(_COLUMNS)
         except OSError as error:
             if error.errno not in FULL:
