@@ -182,7 +182,9 @@ def is_homogeneous() -> bool:
 
 
 def counters() -> dict[str, int]:
-    """Statistics of the engine since ``init()``: operations, bytes per transport, cache hits, wakes.
+    """Statistics of this process since ``init()``: operations, bytes per transport, cache hits, wakes.
+
+    In an elastic job they go on from one world to the next; only ``pending`` is of the present one.
 
     Raises:
         NotInitializedError: before ``init()``, or after ``shutdown()``.
@@ -193,7 +195,7 @@ def counters() -> dict[str, int]:
         train_one_step()
         print({name: value - before[name] for name, value in hvd.counters().items()})
     """
-    return _current.world().engine.counters()
+    return _current.world().counters()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

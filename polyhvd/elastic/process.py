@@ -44,6 +44,8 @@ class Process:
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
         self._numbers: list[int | None] = []  # of each in the present world
         self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
+        #: What this process has counted in former worlds.
+        self.counted: dict[str, int] = {}
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         current.on_leave(self._remember)
 
@@ -73,6 +75,7 @@ class Process:
         """Leave the present world, if there is one, for the next."""
         if (world := current.find()) is not None:
             self._timeline = tracing.hand_over(world)
+            self.counted = {name: value for name, value in world.counters().items() if name != "pending"}
         current.leave()
 
     def progress(self) -> None:

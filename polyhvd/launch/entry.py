@@ -73,6 +73,7 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
             store.close()
     try:
         world.member = launched.member
+        world.counted = {} if member is None else member.counted
         tracing.begin(world, None if member is None else member.take_timeline())
         if settings.steps_per_sample(placement.rank, placement.size) > 0:
             world.on_sample(_autotuner(settings, world, member).observe)

@@ -67,6 +67,8 @@ class World:
         #: by who starts and stops it, which the engine allows one at a time.
         self.timeline = ""
         self.timeline_is_carried = False
+        #: What this process has counted in former worlds of its elastic job.
+        self.counted: dict[str, int] = {}
         #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
         self.key: bytes = connections.world_key
         self._domains = connections.domains
@@ -150,6 +152,13 @@ class World:
             for item in self._sets:
                 item.world = item.process_set_id = None
             self._sets.clear()
+
+    def counters(self) -> dict[str, int]:
+        """What this process has counted, in former worlds as well; see :func:`polyhvd.counters`."""
+        found = self.engine.counters()
+        for name, value in self.counted.items():
+            found[name] = found.get(name, 0) + value
+        return found
 
     def on_sample(self, observe: Any) -> None:
         """Hand samples of the speed to ``observe``, on a thread of their own."""

@@ -10,6 +10,7 @@ import pytest
 from launching import Launcher
 
 pytest.importorskip("sklearn")
+pytestmark = pytest.mark.slow  # each search fits a few dozen models
 
 PROGRAM = """
 import os, time

@@ -18,7 +18,7 @@ import os, time
 import numpy as np
 import polyhvd.numpy as hvd
 from polyhvd.runtime import current
-state = hvd.elastic.ArrayState(step=0)
+state, counted = hvd.elastic.ArrayState(step=0), [0]
 hvd.init()
 
 @hvd.elastic.run
@@ -27,12 +27,14 @@ def train(state):
         hvd.start_timeline(FILE)
     generation = current.world().placement.generation
     print("process", os.environ["POLYHVD_MEMBER"], generation, hvd.rank(), flush=True)
+    assert hvd.counters()["operations"] >= counted[0]  # they go on as well
     while state.step < 30:
         if state.step == 10 and hvd.rank() == 1 and generation == 1:
             time.sleep(0.3)  # the others wait in their operation, and their files have what came before
             os.kill(os.getpid(), 9)
         hvd.allreduce(np.ones(4, np.float32), name="x")
         state.step += 1
+        counted[0] = hvd.counters()["operations"]
         state.commit()
 
 train(state)
