@@ -21,6 +21,7 @@
 #include "python/gil.h"
 #include "python/mpi.h"
 #include "python/settings.h"
+#include "python/sketches.h"
 #include "python/tensor.h"
 #include "python/text.h"
 #include "shm/segment.h"
@@ -488,6 +489,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("direct_bytes_max", &Tuning::direct_bytes_max);
 
   define_mpi(m);
+  define_sketches(m);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
       .def(py::init<const py::object&, const py::object&, const py::object&,
