@@ -318,7 +318,7 @@ class Recorder:
 
         Args:
             kind: "gradient" or "average".
-            gradient_of: a weight, as a tensor; None: it has none.
+            gradient_of: a weight, as a tensor, or as one and by what it is multiplied; None: it has none.
         """
         found = [
             (place, {kind: tensor})
