@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +58,10 @@ class Pages:
     def __init__(self, prefix: str, process_set: ProcessSet) -> None:
         self._prefix = prefix
         self._process_set = process_set
-        #: By digest. What is in it is the same on all ranks, as all have seen the same digests.
+        #: By digest.
         self._known: dict[int, tuple[Facts, ...]] = {}
+        #: Tells apart what ranks know: the same digests, but where one has begun later than the others.
+        self._knowledge = 0
 
     def exchange(self, mine: Page) -> list[Page]:
         """Those of all ranks, in their order.
@@ -68,7 +72,7 @@ class Pages:
         Raises:
             HorovodInternalError: a rank was lost.
         """
-        mine.rows[0, :2] = len(mine.facts), mine.digest
+        mine.rows[0, :3] = len(mine.facts), mine.digest, self._knowledge
         world = self._process_set.world or current.world()
         handle = world.engine.submit(
             OpKind.ALLGATHER,
@@ -82,15 +86,18 @@ class Pages:
         buffer = np.frombuffer(memoryview(handle.buffers()[0]), np.float64)
         sides = _cut(buffer.reshape(-1, _core.SKETCH_NUMBERS))
         digests = [int(rows[0, 1]) for rows in sides]
-        if not self._known.keys() >= set(digests):  # the same on every rank
-            self._learn(mine.facts, digests)
+        # Both are the same on every rank.
+        is_common = all(rows[0, 2] == sides[0][0, 2] for rows in sides)
+        if not is_common or not self._known.keys() >= set(digests):
+            self._learn(mine.facts, digests, forgets=not is_common)
         return [Page(digest, self._known[digest], rows) for digest, rows in zip(digests, sides, strict=True)]
 
-    def _learn(self, mine: tuple[Facts, ...], digests: Sequence[int]) -> None:
+    def _learn(self, mine: tuple[Facts, ...], digests: Sequence[int], *, forgets: bool) -> None:
         told = allgather_object(mine, name=f"{self._prefix}.facts", process_set=self._process_set)
-        if len(self._known) + len(digests) > _KNOWN_MAX:
+        if forgets or len(self._known) + len(digests) > _KNOWN_MAX:
             self._known.clear()
         self._known.update(zip(digests, told, strict=True))
+        self._knowledge = functools.reduce(operator.xor, self._known)
 
 
 def _cut(rows: Array) -> list[Array]:

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,10 +37,9 @@ def layers_of(weights: Sequence[Weight]) -> list[Weight]:
     return found
 
 
-@lru_cache(maxsize=64)
-def _is_open(kind: type) -> bool:
+def _is_open(tensor: Any) -> bool:
     """Whether the core reads tensors of this type where they lie, on a CPU and without gaps."""
-    return hasattr(kind, "__dlpack_c_exchange_api__")
+    return hasattr(type(tensor), "__dlpack_c_exchange_api__")
 
 
 def _dense(array: Array) -> Array:
@@ -128,8 +126,7 @@ class Recorder:
         }
         self._passes: Counter[int] = Counter()  # how often a layer was given something, by number
         self._open = [
-            weight.is_whole and weight.layout.is_common and _is_open(type(weight.source))
-            for weight in self.weights
+            weight.is_whole and weight.layout.is_common and _is_open(weight.source) for weight in self.weights
         ]
         #: For copies of weights that are read where they lie.
         self._buffers = {
@@ -212,7 +209,7 @@ class Recorder:
 
         def tell(tensor: Any) -> None:
             is_common = is_plain and (inputs is None or tensor.shape[-1] == inputs)
-            if not (is_common and _is_open(type(tensor)) and self._keep(key, row, tensor)):
+            if not (is_common and _is_open(tensor) and self._keep(key, row, tensor)):
                 self._keep_array(key, row, common_input(array_of(tensor)[1], weight))
 
         return tell
@@ -223,7 +220,7 @@ class Recorder:
         key = ("activation", number)
         row = self._row(*key, number - 1, last.name)
         tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-        if _is_open(type(tensor)) and not last.channels_last and self._keep(key, row, tensor):
+        if _is_open(tensor) and not last.channels_last and self._keep(key, row, tensor):
             return
         array = array_of(tensor)[1]
         if last.channels_last and array.ndim > 3:
@@ -287,7 +284,7 @@ class Recorder:
         """
         if copies:
             places = list(self._buffers)
-            beside = {"copies": list(self._buffers.values())}
+            beside: dict[str, Any] = {"copies": list(self._buffers.values())}
         else:
             places = [
                 place
@@ -363,7 +360,7 @@ class Recorder:
         for place, kept in found:
             for kind, value in kept.items():
                 tensor, factor = value if isinstance(value, tuple) else (value, 1.0)
-                if self._open[place] and _is_open(type(tensor)):
+                if self._open[place] and _is_open(tensor):
                     rows.append(self._row_of_weight(kind, place))
                     tensors.append(tensor)
                     factors.append(factor)

@@ -213,6 +213,10 @@ def watch(
 
     Models run as they are written: Gluon's not hybridized, Keras' compiled with ``run_eagerly=True``.
 
+    In each step a watch reads each weight twice, and each gradient, activation and state of the optimizer
+    once, and gathers 528 bytes for each of these tensors in one collective. With PyTorch that takes less than
+    the step itself; docs/parity.md has figures.
+
     Args:
         model: of PyTorch, Gluon or Keras, built.
         optimizer: of the model: of PyTorch, a Trainer of Gluon, or the one that a model of Keras was compiled

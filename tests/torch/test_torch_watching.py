@@ -125,6 +125,22 @@ def test_a_step_whose_tensors_are_known_is_one_collective() -> None:
 
 
 @pytest.mark.ranks(3)
+def test_a_rank_that_begins_anew_is_told_what_the_others_know(rank: int) -> None:
+    model, optimizer = dense(12, 8, 3)
+    watched = parity.watch(model, optimizer)
+    for number in range(6):
+        if rank == 1 and number in (2, 4):
+            watched.close()
+            watched = parity.watch(model, optimizer)
+        if rank == 2 and number == 5:
+            model[2].weight.data[1, 2] += 0.01
+        step(model, optimizer, batch(6, 12, number))
+    watched.close()
+    assert watched.first is not None
+    assert (watched.first.kind, watched.first.layer, watched.first.rank) == ("weights", 1, 2)
+
+
+@pytest.mark.ranks(3)
 def test_another_number_of_rows_is_a_divergence_of_the_input(rank: int) -> None:
     model, optimizer = dense(12, 8, 3)
     with parity.watch(model, optimizer) as watched:
