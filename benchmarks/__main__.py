@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import elastic, launch
+from benchmarks import elastic, launch, parity
 from benchmarks.interleave import Effort, Results, interleaved
 from benchmarks.launchers import CannotStart, Place
 from benchmarks.parts import PARTS, Part, chosen
@@ -22,7 +22,7 @@ from benchmarks.workloads import MB
 from benchmarks.worlds import World, here
 
 #: What has no peers to take turns with.
-ALONE = ("elastic", "launch")
+ALONE = ("elastic", "launch", "parity")
 NO_HOSTS = "two hosts are namespaces: that needs root, and ip and tc of iproute2"
 
 
@@ -130,6 +130,8 @@ def main() -> int:
             raise SystemExit(f"bench: --only {name} measures jobs, one after the other; ask for it alone")
         if name == "launch":
             return launch.main(options.output, quick=options.quick, priority=options.priority)
+        if name == "parity":
+            return parity.main(options.output, quick=options.quick)
         return elastic.main(options.output, quick=options.quick)
     rounds = options.rounds or (3 if options.quick else 7)
     block_s = 0.05 if options.quick or options.priority else 0.15

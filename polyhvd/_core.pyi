@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from polyhvd.config import Settings
 from polyhvd.runtime.connections import Connections
 from polyhvd.runtime.placement import Placement
@@ -45,6 +48,40 @@ class _InPlace(Protocol[_Result]):
 run: _InPlace[Literal[True]]
 #: The handle's result is the tensor.
 start: _InPlace[Handle]
+
+#: Of a row of sketch(): the norm, how many elements are not finite, and 64 sums.
+SKETCH_NUMBERS: Final[int]
+
+def sketch(
+    tensors: Sequence[Any],
+    rows: npt.NDArray[np.float64],
+    places: Sequence[int],
+    *,
+    begins: Sequence[int] | None = None,
+    factors: Sequence[float] | None = None,
+    less: Sequence[Any] | None = None,
+    copies: Sequence[Any] | None = None,
+) -> list[tuple[str, tuple[int, ...]] | None]:
+    """Write a sketch of each tensor into its row; see host/sketch.h.
+
+    Args:
+        tensors: dense ones on a CPU; of others nothing is written.
+        rows: [number, SKETCH_NUMBERS], in the order of C.
+        places: of each tensor, the number of its row.
+        begins: the number of its first element in the whole of which it is a part; None: 0.
+        factors: by which the elements are multiplied, after all; None: 1.
+        less: what is subtracted from the elements, of as many bytes and taken for the same type; each may be
+            None.
+        copies: where the elements are copied, of as many bytes; each may be None.
+
+    Returns:
+        dtype and shape of each; None: it cannot be read where it lies, or what is to be beside it is not as
+        long.
+
+    Raises:
+        ValueError: `rows` or another list has another length.
+        IndexError: there is no such row.
+    """
 
 class TensorRef:
     """A dense tensor given by address; the fallback for objects that cannot be read directly.

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
 from launching import wait_until  # noqa: E402
 
-from benchmarks import elastic, launch  # noqa: E402
+from benchmarks import elastic, launch, parity  # noqa: E402
 from benchmarks.interleave import Effort, interleaved  # noqa: E402
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
 from benchmarks.peers import ENTRIES  # noqa: E402
@@ -279,3 +279,14 @@ def test_what_polyhvdrun_adds_is_told_of_each_turn() -> None:
 
 def test_entering_is_timed_from_the_last_import() -> None:
     assert launch.entry_ms("times 1.0 2.5\nother\ntimes 2.0 2.25\n") == pytest.approx(500.0)
+
+
+def test_watching_is_measured_on_the_catalogue_s_network_too() -> None:
+    from polyhvd.parity.catalogue import CASES
+
+    dense = [layer.options for layer in CASES["mlp"].build("torch") if layer.kind == "dense"]
+    sizes = tuple([*(options["inputs"] for options in dense), dense[-1]["units"]])
+    assert parity.NETWORKS["-".join(map(str, sizes))] == sizes
+    found = {"framework": "tensorflow", "network": "n", "batch": 32}
+    found["ms"] = {"alone": 2.0, "hooks": 2.1, "watch": 3.0}
+    assert parity.line(found) == "| Keras | n | 32 | 2.000 | 2.100 | 3.000 | 1.50 |"

@@ -174,14 +174,14 @@ def on_step(
 ) -> Callable[[], None]:
     """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step.
 
-    Gluon divides gradients by the batch size in the step; they are told so divided.
+    Gluon divides gradients by the batch size in the step; they are told with the factor that does it.
     """
     original = optimizer.step
 
     @functools.wraps(original)
     def step(batch_size: int, *args: Any, **kwargs: Any) -> None:
         factor = optimizer._scale / batch_size
-        before(lambda source: source.list_grad()[0] * factor)
+        before(lambda source: (source.list_grad()[0], factor))
         original(batch_size, *args, **kwargs)
         after()
 

@@ -15,6 +15,7 @@ from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "kept_of",
     "load_file",
     "on_input",
     "on_output",
@@ -145,25 +146,37 @@ def rate_of(optimizer: Any) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter, as arrays: "momentum" and "second moment".
+def kept_of(optimizer: Any, source: Any) -> dict[str, tuple[Tensor, float]]:
+    """What an optimizer keeps for a parameter: "momentum" and "second moment", each with a factor.
 
     The momentum of SGD is told times the learning rate, which it has in it in other frameworks.
     """
-    state = optimizer.state.get(source, {})
-    found = {}
+    state = optimizer.state.get(source)
+    found: dict[str, tuple[Tensor, float]] = {}
+    if not state:
+        return found
     buffer = state.get("momentum_buffer")
     if buffer is not None:
-        group = next(
-            group for group in optimizer.param_groups if any(item is source for item in group["params"])
-        )
-        found["momentum"] = to_numpy(buffer) * np.float32(group["lr"])
+        groups = optimizer.param_groups
+        group = groups[0]
+        if len(groups) > 1:
+            group = next(each for each in groups if any(item is source for item in each["params"]))
+        found["momentum"] = buffer, float(group["lr"])
     if (first := state.get("exp_avg")) is not None:
-        found["momentum"] = to_numpy(first)
+        found["momentum"] = first, 1.0
     for key in ("exp_avg_sq", "square_avg", "sum"):
         if (second := state.get(key)) is not None:
-            found["second moment"] = to_numpy(second)
+            found["second moment"] = second, 1.0
     return found
+
+
+def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
+    """What :func:`kept_of` returns, as arrays that have their factors in them."""
+    kept = kept_of(optimizer, source)
+    return {
+        kind: to_numpy(tensor) if factor == 1.0 else to_numpy(tensor) * np.float32(factor)
+        for kind, (tensor, factor) in kept.items()
+    }
 
 
 def batch_norm_of(layer: Any) -> tuple[float, bool] | None:

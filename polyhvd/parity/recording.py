@@ -1,20 +1,31 @@
-"""What is written down of a model in training, step by step: traces of all that can differ."""
+"""What is written down of a model in training, step by step: sketches of all that can differ."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from polyhvd import _core
 from polyhvd.parity.comparing import array_of
-from polyhvd.parity.traces import Key, Trace, common_input, joined, trace_of
+from polyhvd.parity.pages import Page
+from polyhvd.parity.traces import Facts, Key, Trace, common_input
 from polyhvd.training.mapping import Weight
 
 __all__ = ["Recorder", "layers_of"]
 
 Array = np.ndarray[Any, Any]
+#: Dtype and shape, as the core has found them.
+Form = tuple[str, tuple[int, ...]]
+#: Frameworks have whole numbers of other kinds, so that all are taken for these.
+_WHOLE = "float32"
+#: What an optimizer keeps is told as this, as frameworks differ in it.
+_KEPT = "float32"
 
 
 def layers_of(weights: Sequence[Weight]) -> list[Weight]:
@@ -26,11 +37,36 @@ def layers_of(weights: Sequence[Weight]) -> list[Weight]:
     return found
 
 
+def _is_open(tensor: Any) -> bool:
+    """Whether the core reads tensors of this type where they lie, on a CPU and without gaps."""
+    return hasattr(type(tensor), "__dlpack_c_exchange_api__")
+
+
+def _dense(array: Array) -> Array:
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+@dataclass
+class _Heard:
+    """The passes of a step in which a layer was given something.
+
+    Args:
+        count: how many.
+        shape: of the first of them; where only the last counts, of that.
+    """
+
+    count: int
+    shape: tuple[int, ...]
+
+
 class Recorder:
-    """Writes down the traces of a model and its optimizer.
+    """Writes down sketches of a model and its optimizer.
 
     In a step: :meth:`begin`, :meth:`data`, the hooks of :meth:`hears` and :meth:`hears_output` in forward,
-    :meth:`gradients` for those of this rank and for the averaged ones, :meth:`update`, and :meth:`take`.
+    :meth:`gradients` for those of this rank and for the averaged ones, :meth:`update`, and :meth:`take` or
+    :meth:`page`.
+
+    A tensor that lies in common form in memory of this process is read there, all of a kind in one call.
 
     Args:
         weights: of the model.
@@ -50,16 +86,28 @@ class Recorder:
         keeps_all: bool = True,
         joined: int = 1,
     ) -> None:
-        self.traces: dict[Key, Trace] = {}
-        #: Most that are added up for one element: of a layer's inputs, or of a batch for a gradient.
-        self.terms = 0
         self.weights = list(weights)
         self.layers = layers_of(self.weights)
+        shapes = [weight.layout.common_shape for weight in self.weights]
+        self._terms = max([0, *(math.prod(shape[1:]) for shape in shapes if len(shape) > 1)])
+        #: Most that are added up for one element: of a layer's inputs, or of a batch for a gradient.
+        self.terms = self._terms
         self._part = part
         self._keeps_all = keeps_all
         self._joined = joined
-        self._parts: dict[Key, list[tuple[int, str, Array]]] = {}
-        self._before: list[Array] = []
+        # Sketches of the step, each in the row that its key has got once for all; the first is the page's.
+        self._rows = np.zeros((1 + 6 * len(self.weights) + 4, _core.SKETCH_NUMBERS))
+        self._scratch = np.zeros((1, _core.SKETCH_NUMBERS))
+        self._places: dict[Key, int] = {}
+        self._facts: list[Facts] = []  # by row, from the second on
+        self._forms: list[Form | None] = []  # likewise
+        self._filled: set[int] = set()
+        self._paged: tuple[list[int], int, tuple[Facts, ...]] | None = None  # None: facts have changed
+        self._heard: dict[Key, _Heard] = {}
+        self._before: list[Any] = [None] * len(self.weights)
+        self._rate = np.zeros(1, np.float32)
+        numbers = {id(weight.layer): number for number, weight in reversed([*enumerate(self.layers)])}
+        self._layer_of = [numbers.get(id(weight.layer), 0) for weight in self.weights]
         self._statistics = [
             batch_norm_of(weight.layer) if weight.role in ("mean", "variance") else None
             for weight in self.weights
@@ -76,7 +124,71 @@ class Recorder:
             for place, array in self._running.items()
             if self.weights[place].role == "variance"
         }
-        self._heard: Counter[int] = Counter()  # how often a layer was given something, by number
+        self._passes: Counter[int] = Counter()  # how often a layer was given something, by number
+        self._open = [
+            weight.is_whole and weight.layout.is_common and _is_open(weight.source) for weight in self.weights
+        ]
+        #: For copies of weights that are read where they lie.
+        self._buffers = {
+            place: np.empty(self._running.get(place, weight.read()).nbytes, np.uint8)
+            for place, weight in enumerate(self.weights)
+            if self._open[place] and place not in self._running
+        }
+
+    # Rows -----------------------------------------------------------------------
+
+    def _row(self, kind: str, place: int, layer: int, name: str, detail: str = "") -> int:
+        """The row of a key."""
+        found = self._places.get((kind, place))
+        if found is None:
+            found = len(self._facts) + 1
+            self._places[kind, place] = found
+            self._facts.append(Facts(kind, place, layer, name, (), "", detail))
+            self._forms.append(None)
+            if found == len(self._rows):
+                self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        return found
+
+    def _row_of_weight(self, kind: str, place: int, detail: str = "") -> int:
+        return self._row(kind, place, self._layer_of[place], self.weights[place].name, detail)
+
+    def _fill(self, rows: list[int], tensors: list[Any], dtype: str = "", **options: Any) -> list[int]:
+        """Sketch tensors that lie open; those that do not after all are returned, by their places here.
+
+        Args:
+            rows: where.
+            tensors: of which types the core reads.
+            dtype: is told instead of theirs.
+            options: of ``_core.sketch``.
+        """
+        forms = _core.sketch(tensors, self._rows, rows, **options)
+        self._filled.update(rows)
+        if None not in forms:
+            for row, form in zip(rows, forms, strict=True):
+                if self._forms[row - 1] != form:
+                    self._describe(row, form, dtype)  # type: ignore[arg-type]
+            return []
+        closed = []
+        for index, (row, form) in enumerate(zip(rows, forms, strict=True)):
+            if form is None:
+                self._filled.discard(row)
+                closed.append(index)
+            else:
+                self._describe(row, form, dtype)
+        return closed
+
+    def _fill_array(self, row: int, array: Array, begin: int = 0, less: Any = None) -> None:
+        """Sketch an array in common form."""
+        dense = _dense(array)
+        if self._fill([row], [dense], begins=[begin], less=[less]):  # a type that the core does not know
+            wide = None if less is None else less.astype(np.float64)
+            self._fill([row], [dense.astype(np.float64)], array.dtype.name, begins=[begin], less=[wide])
+
+    def _describe(self, row: int, form: Form, dtype: str = "") -> None:
+        if self._forms[row - 1] != form:
+            self._forms[row - 1] = form
+            self._facts[row - 1] = self._facts[row - 1]._replace(dtype=dtype or form[0], shape=form[1])
+            self._paged = None
 
     # Hooks ----------------------------------------------------------------------
 
@@ -89,100 +201,185 @@ class Recorder:
         weight = self.layers[number]
         if weight.role in ("input kernel", "state kernel"):
             return None
-        made_by = self.layers[max(number - 1, 0)]
+        key = ("activation" if number else "input", number)
+        row = self._row(*key, max(number - 1, 0), self.layers[max(number - 1, 0)].name)
+        common = weight.layout.common_shape
+        inputs = common[1] if weight.role == "kernel" and len(common) == 2 else None
+        is_plain = not weight.channels_last and weight.layout.view is None
 
         def tell(tensor: Any) -> None:
-            array = common_input(array_of(tensor)[1], weight)
-            key = ("activation" if number else "input", number)
-            self._keep(key, max(number - 1, 0), made_by.name, array)
+            is_common = is_plain and (inputs is None or tensor.shape[-1] == inputs)
+            if not (is_common and _is_open(tensor) and self._keep(key, row, tensor)):
+                self._keep_array(key, row, common_input(array_of(tensor)[1], weight))
 
         return tell
 
     def hears_output(self, tensor: Any) -> None:
         """Is to be told of the output of the model."""
-        number = len(self.layers)
-        array = array_of(tensor[0] if isinstance(tensor, (list, tuple)) else tensor)[1]
-        if self.layers[-1].channels_last and array.ndim > 3:
+        last, number = self.layers[-1], len(self.layers)
+        key = ("activation", number)
+        row = self._row(*key, number - 1, last.name)
+        tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
+        if _is_open(tensor) and not last.channels_last and self._keep(key, row, tensor):
+            return
+        array = array_of(tensor)[1]
+        if last.channels_last and array.ndim > 3:
             array = np.moveaxis(array, -1, 1)
-        self._keep(("activation", number), number - 1, self.layers[-1].name, array)
+        self._keep_array(key, row, array)
 
-    def _keep(self, key: Key, layer: int, name: str, array: Array) -> None:
-        parts = self._parts.setdefault(key, [])
+    def _keep_array(self, key: Key, row: int, array: Array) -> None:
+        if array.dtype.kind in "iub":
+            array = array.astype(_WHOLE)
+        if not self._keep(key, row, _dense(array)):
+            self._keep(key, row, _dense(array.astype(np.float64)), array.dtype.name)
+
+    def _keep(self, key: Key, row: int, tensor: Any, dtype: str = "") -> bool:
+        """Sketch what a layer was given; False: it does not lie open, or is of whole numbers."""
+        heard = self._heard.get(key) if self._keeps_all else None
+        number, of = self._part
+        part = (0 if heard is None else heard.count) * of + number
+        begin = part * math.prod(tensor.shape) if part else 0
+        (form,) = _core.sketch([tensor], self._scratch, [0], begins=[begin])
+        if form is None or form[0].startswith(("int", "uint", "bool")):
+            return False
         if key[0] != "data":
-            self._heard[key[1]] += 1
-        if not self._keeps_all:
-            parts.clear()
-        parts.append((layer, name, array))
+            self._passes[key[1]] += 1
+        if heard is None:
+            self._heard[key] = _Heard(1, form[1])
+            self._rows[row] = self._scratch[0]
+            self._filled.add(row)
+        else:
+            heard.count += 1
+            whole, more = self._rows[row], self._scratch[0]
+            norm = math.hypot(whole[0], more[0])
+            whole += more
+            whole[0] = norm
+            rows = (self._facts[row - 1].shape or (0,))[0] + (form[1] or (0,))[0]
+            form = form[0], (rows, *form[1][1:]) if form[1] else ()
+        self._describe(row, form, dtype)
+        return True
 
     # A step ---------------------------------------------------------------------
 
     def begin(self) -> None:
         """What the weights are before the step."""
-        self._before = [
-            self._running[place] if place in self._running else weight.read()
-            for place, weight in enumerate(self.weights)
+        for place in self._sketch_open("weights", copies=True):
+            weight = self.weights[place]
+            array = self._running[place] if place in self._running else weight.read()
+            if place in self._running:
+                self._before[place] = array
+            if weight.role == "variance":  # which frameworks define in two ways; see statistics
+                continue
+            common = _dense(weight.layout.array_to_common(array))
+            if place not in self._running:
+                self._before[place] = common
+            self._fill_array(self._row_of_weight("weights", place, weight.role), common)
+
+    def _sketch_open(self, kind: str, *, copies: bool) -> list[int]:
+        """Sketch the weights that are read where they lie, or what has become of them; returns the others.
+
+        Args:
+            kind: of the sketches.
+            copies: whether to copy weights; else what was copied is subtracted.
+        """
+        if copies:
+            places = list(self._buffers)
+            beside: dict[str, Any] = {"copies": list(self._buffers.values())}
+        else:
+            places = [
+                place
+                for place, buffer in self._buffers.items()
+                if self.weights[place].trainable and self._before[place] is buffer
+            ]
+            beside = {"less": [self._buffers[place] for place in places]}
+        rows = [
+            self._row_of_weight(kind, place, self.weights[place].role if copies else "") for place in places
         ]
-        for place, weight in enumerate(self.weights):
-            if weight.role != "variance":  # which frameworks define in two ways; see statistics
-                self._note_weight("weights", place, self._before[place], weight.role)
+        closed = self._fill(rows, [self.weights[place].source for place in places], **beside)
+        done = set(places) - {places[index] for index in closed}
+        if copies:
+            self._before = [self._buffers.get(place) for place in range(len(self.weights))]
+            for index in closed:
+                self._before[places[index]] = None
+        return [place for place in range(len(self.weights)) if place not in done]
 
     def data(self, inputs: Array, targets: Array) -> None:
         """This rank's part of the batch, of which each pass has a part."""
         for place, (name, array) in enumerate((("inputs", inputs), ("targets", targets))):
-            self._keep(("data", place), 0, f"the {name} of the batch", array)
+            self._keep_array(
+                ("data", place), self._row("data", place, 0, f"the {name} of the batch", name), array
+            )
 
     def gradients(self, kind: str, gradient_of: Callable[[Weight], Any]) -> None:
         """Of all weights.
 
         Args:
             kind: "gradient" or "average".
-            gradient_of: a weight, as a tensor; None: it has none.
+            gradient_of: a weight, as a tensor, or as one and by what it is multiplied; None: it has none.
         """
-        for place, weight in enumerate(self.weights):
-            tensor = gradient_of(weight) if weight.trainable else None
-            if tensor is not None:
-                self._note_part(kind, place, array_of(tensor)[1], tuple(tensor.shape))
+        found = [
+            (place, {kind: tensor})
+            for place, weight in enumerate(self.weights)
+            if weight.trainable and (tensor := gradient_of(weight)) is not None
+        ]
+        self._sketch_beside(found)
 
     def update(self, rate: float, states_of: Callable[[Weight], dict[str, Any]]) -> None:
         """What the optimizer has made of the weights, and batches of running statistics; after the update.
 
         Args:
             rate: learning rate that was used.
-            states_of: a weight, by kind.
+            states_of: a weight, by kind: arrays, or tensors with the factor by which each is to be told.
         """
         self.passes()
-        self._note(trace_of("learning rate", 0, 0, "the learning rate", np.array([rate], np.float32)))
-        for place, weight in enumerate(self.weights):
-            after = weight.read()
+        self._rate[0] = rate
+        self._fill([self._row("learning rate", 0, 0, "the learning rate")], [self._rate])
+        for place in self._sketch_open("update", copies=False):
+            weight = self.weights[place]
             if weight.trainable:
-                self._note_weight("update", place, after - self._before[place])
-                for kind, array in states_of(weight).items():
-                    self._note_part(kind, place, np.asarray(array, np.float32), tuple(array.shape))
+                common = _dense(weight.layout.array_to_common(weight.read()))
+                self._fill_array(self._row_of_weight("update", place), common, less=self._before[place])
             elif place in self._running:
+                after = weight.read()
                 self._note_statistics(place, after)
                 self._running[place] = after
-        self._heard.clear()
+        trained = [
+            (place, states_of(weight)) for place, weight in enumerate(self.weights) if weight.trainable
+        ]
+        self._sketch_beside(trained, _WHOLE)
+        self._passes.clear()
+
+    def _sketch_beside(self, found: Sequence[tuple[int, dict[str, Any]]], dtype: str = "") -> None:
+        """Sketch tensors that lie as weights do.
+
+        Args:
+            found: of weights, by their places, tensors by kind, or with a factor each.
+            dtype: as which they are told; empty: as what they are.
+        """
+        rows, tensors, factors, of = [], [], [], []
+        for place, kept in found:
+            for kind, value in kept.items():
+                tensor, factor = value if isinstance(value, tuple) else (value, 1.0)
+                if self._open[place] and _is_open(tensor):
+                    rows.append(self._row_of_weight(kind, place))
+                    tensors.append(tensor)
+                    factors.append(factor)
+                    of.append((kind, place))
+                else:
+                    self._note_part(kind, place, tensor, factor, dtype)
+        for index in self._fill(rows, tensors, dtype, factors=factors):
+            self._note_part(*of[index], tensors[index], factors[index], dtype)
 
     def passes(self) -> None:
         """What layers were given and made since the last step."""
-        self._shown = {key[1]: parts[0][2] for key, parts in self._parts.items() if key[0] != "data"}
-        shapes = [weight.layout.common_shape for weight in self.weights]
-        self.terms = max([0, *(int(np.prod(shape[1:])) for shape in shapes if len(shape) > 1)])
-        for (kind, place), parts in self._parts.items():
-            layer, name, first = parts[0]
-            features = first.shape[1 if first.ndim == 4 else -1] if first.ndim > 1 else 1
+        self._shown = {key[1]: heard.shape for key, heard in self._heard.items() if key[0] != "data"}
+        self.terms = self._terms
+        for (kind, _), heard in self._heard.items():
             if kind != "data":
-                self.terms = max(self.terms, first.size // max(features, 1) * len(parts))
-            number, of = self._part
-            passes = []
-            for index, (_, _, array) in enumerate(parts):
-                if array.dtype.kind in "iub":  # frameworks have whole numbers of other kinds
-                    array = array.astype(np.float32)
-                part = (index * of + number, of * len(parts))
-                detail = ("inputs", "targets")[place] if kind == "data" else ""
-                passes.append(trace_of(kind, place, layer, name, array, part, detail))
-            self._note(joined(passes))
-        self._parts.clear()
+                shape = heard.shape
+                features = shape[1 if len(shape) == 4 else -1] if len(shape) > 1 else 1
+                self.terms = max(self.terms, math.prod(shape) // max(features, 1) * heard.count)
+        self._heard.clear()
 
     def _note_statistics(self, place: int, after: Array) -> None:
         """What a step has made of a running mean or variance, the latter by the batch's own variance.
@@ -194,23 +391,26 @@ class Recorder:
         if weight.role == "mean":
             self._note_weight("statistics", place, after - before, "mean")
             return
-        known, layer = self._statistics[place], self._layer_of(weight)
-        shown, passes = self._shown.get(layer), self._heard[layer]
-        if known is None or shown is None or shown.ndim < 2:
+        known, layer = self._statistics[place], self._layer_of[place]
+        shown, passes = self._shown.get(layer), self._passes[layer]
+        if known is None or shown is None or len(shown) < 2:
             return
         keep = known[0] ** passes
-        count = shown.size // shown.shape[1] * self._joined
+        count = math.prod(shown) // shown[1] * self._joined
         factor = count / (count - 1) if known[1] and count > 1 else 1.0
         last = self._variances[place]
         new = keep * last + (after - keep * before.astype(np.float64)) / factor
         self._variances[place] = new
         self._note_weight("statistics", place, (new - last).astype(np.float32), "variance")
 
-    def _layer_of(self, weight: Weight) -> int:
-        return next((i for i, known in enumerate(self.layers) if known.layer is weight.layer), 0)
-
-    def _note_part(self, kind: str, place: int, array: Array, shape: tuple[int, ...]) -> None:
-        weight = self.weights[place]
+    def _note_part(self, kind: str, place: int, tensor: Any, factor: float, dtype: str) -> None:
+        """Of a gradient, or of what an optimizer keeps."""
+        weight, shape = self.weights[place], tuple(tensor.shape)
+        array = tensor if isinstance(tensor, np.ndarray) else array_of(tensor)[1]
+        if dtype:
+            array = np.asarray(array, dtype)
+        if factor != 1.0:
+            array = array * array.dtype.type(factor)
         if array.ndim > len(weight.layout.shape):  # both biases of a cell of Keras
             array = array[0 if weight.role == "input bias" else 1]
         if weight.role == "state bias" and not weight.is_whole and shape == weight.layout.shape:
@@ -218,14 +418,21 @@ class Recorder:
         self._note_weight(kind, place, array)
 
     def _note_weight(self, kind: str, place: int, array: Array, detail: str = "") -> None:
-        weight = self.weights[place]
-        common = weight.layout.array_to_common(array)
-        self._note(trace_of(kind, place, self._layer_of(weight), weight.name, common, detail=detail))
+        common = self.weights[place].layout.array_to_common(array)
+        self._fill_array(self._row_of_weight(kind, place, detail), common)
 
-    def _note(self, trace: Trace) -> None:
-        self.traces[trace.key] = trace
+    def page(self) -> Page:
+        """The step, which ends: it may be read until the next one begins."""
+        is_full = len(self._filled) == len(self._facts)
+        order = list(range(1, len(self._facts) + 1)) if is_full else sorted(self._filled)
+        if self._paged is None or self._paged[0] != order:
+            facts = tuple(self._facts[row - 1] for row in order)
+            digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).digest()
+            self._paged = order, int.from_bytes(digest, "little"), facts
+        self._filled.clear()
+        _, number, facts = self._paged
+        return Page(number, facts, self._rows[: len(order) + 1] if is_full else self._rows[[0, *order]])
 
     def take(self) -> dict[Key, Trace]:
         """The traces of the step, which ends."""
-        taken, self.traces = self.traces, {}
-        return taken
+        return self.page().traces

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyhvd import _core
 from polyhvd.parity.fingerprints import TERMS, roundoff_of, tolerance_of
 from polyhvd.training.mapping import Weight
 
 __all__ = [
+    "ALONE",
     "CUT",
     "KINDS",
+    "NOISE",
     "Bounds",
+    "Facts",
     "Key",
     "Trace",
     "common_input",
@@ -51,19 +54,13 @@ KINDS = (
 #: Of which each rank has a part.
 CUT = ("data", "input", "activation")
 #: Whose noise is seen beside the tensor itself; of others, beside all of their kind.
-_ALONE = (*CUT, "loss", "learning rate")
+ALONE = (*CUT, "loss", "learning rate")
 #: From the last layer to the first.
 _BACKWARD = ("gradient", "average")
 #: With numbers such as 1 - 0.999, whose rounding errors are a thousand times as large.
 _OF_OPTIMIZERS = ("momentum", "second moment", "update")
 #: What an optimizer keeps is a part of what it does.
 _TOLD = {"momentum": "update", "second moment": "update"}
-_BUCKETS = 64
-_BLOCK = 256 * _BUCKETS
-#: From so many elements on, speed counts.
-_LARGE = 4 * _BLOCK
-_PERIOD = 2**20
-_SEED = 64
 #: Errors of many layers and steps add up; those of mistakes are far larger.
 _LAYERS_AND_STEPS = 64.0
 _LIMIT_MAX = 0.05
@@ -74,9 +71,26 @@ _TERMS_MIN = 256
 #: Half a unit in the last place of float32.
 _ROUNDOFF = 2.0**-24
 #: A tensor that is smaller than this fraction of all of its kind may be rounding alone.
-_NOISE = 1e-3
+NOISE = 1e-3
 #: A gradient that is smaller than this fraction of the limit, by all gradients, is rounding.
 _IDLE = 0.01
+
+
+class Facts(NamedTuple):
+    """What a tensor is; see :class:`Trace`. From one step to the next it hardly changes."""
+
+    kind: str
+    place: int
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    detail: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What it is called in its step."""
+        return self.kind, self.place
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,8 @@ class Trace:
     """A tensor in common form.
 
     The sketch is linear: the norm of the difference of two estimates that of the tensors' difference (Alon,
-    Matias and Szegedy, "The space complexity of approximating the frequency moments", STOC 1996).
+    Matias and Szegedy, "The space complexity of approximating the frequency moments", STOC 1996). Each
+    element has a sign by its place, and is added to one of 64 sums by a kernel of the core.
     """
 
     kind: str
@@ -103,45 +118,17 @@ class Trace:
         """What it is called in its step."""
         return self.kind, self.place
 
+    @classmethod
+    def of(cls, facts: Facts, row: Array) -> Trace:
+        """What the core has made of a tensor.
 
-@lru_cache(maxsize=1)
-def _signs() -> Array:
-    """Of each element; those of a tensor that has more elements begin anew."""
-    drawn = np.random.default_rng(_SEED).integers(0, 2, _PERIOD, dtype=np.int8)
-    return drawn.astype(np.float32) * 2 - 1
-
-
-def _sketch_of(flat: Array, begin: int) -> Array:
-    """The sketch of elements that begin at a place of the whole."""
-    if skipped := begin % _BUCKETS:
-        flat, begin = np.concatenate([np.zeros(skipped, flat.dtype), flat]), begin - skipped
-    sketch = np.zeros(_BUCKETS)
-    at = 0
-    while at < flat.size:
-        offset = (begin + at) % _PERIOD
-        part = flat[at : at + _PERIOD - offset]
-        signs = _signs()[offset : offset + part.size]
-        # A few hundred terms are added up in the tensor's own type, and these sums in float64.
-        whole = part.size // _BLOCK * _BLOCK if part.size >= _LARGE else 0
-        if whole:
-            shape = (-1, _BLOCK // _BUCKETS, _BUCKETS)
-            sums = np.einsum("bij,bij->bj", part[:whole].reshape(shape), signs[:whole].reshape(shape))
-            sketch += sums.sum(axis=0, dtype=np.float64)
-        rest = part[whole:].astype(np.float64) * signs[whole:]
-        edge = rest.size // _BUCKETS * _BUCKETS
-        sketch += rest[:edge].reshape(-1, _BUCKETS).sum(axis=0)
-        sketch[: rest.size - edge] += rest[edge:]
-        at += part.size
-    return sketch
-
-
-def _square_of(flat: Array) -> float:
-    """The sum of squares, on this thread."""
-    whole = flat.size // _BLOCK * _BLOCK
-    blocks = flat[:whole].reshape(-1, _BLOCK)
-    rest = flat[whole:].astype(np.float64)
-    sums = np.einsum("bi,bi->b", blocks, blocks)
-    return float(sums.sum(dtype=np.float64) + np.einsum("i,i->", rest, rest))
+        Args:
+            facts: what it is.
+            row: of ``_core.sketch``; copied.
+        """
+        kind, place, layer, name, shape, dtype, detail = facts
+        sketch = row[2:].copy()
+        return cls(kind, place, layer, name, shape, dtype, float(row[0]), sketch, int(row[1]), detail)
 
 
 def told(kind: str) -> str:
@@ -169,26 +156,12 @@ def trace_of(
         part: which of how many equal parts of a whole, cut along the first axis; see :func:`joined`.
         detail: what of its kind it is, for people.
     """
-    is_large = array.dtype == np.float32 and array.size >= _LARGE
-    flat = np.ascontiguousarray(array if is_large else array.astype(np.float64)).reshape(-1)
-    square, not_finite = _square_of(flat), 0
-    if not math.isfinite(square):
-        flat = flat.astype(np.float64)
-        finite = np.isfinite(flat)
-        flat, not_finite = np.where(finite, flat, 0.0), int(flat.size - finite.sum())
-        square = _square_of(flat)
-    return Trace(
-        kind,
-        place,
-        layer,
-        name,
-        tuple(array.shape),
-        array.dtype.name,
-        math.sqrt(square),
-        _sketch_of(flat, part[0] * flat.size),
-        not_finite,
-        detail,
-    )
+    row = np.empty((1, _core.SKETCH_NUMBERS))
+    dense = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    begins = [part[0] * array.size]
+    if _core.sketch([dense], row, [0], begins=begins)[0] is None:  # a type that the core does not know
+        _core.sketch([dense.astype(np.float64)], row, [0], begins=begins)
+    return Trace.of(Facts(kind, place, layer, name, tuple(array.shape), array.dtype.name, detail), row[0])
 
 
 def mean_of(parts: Sequence[Trace]) -> Trace:
@@ -249,7 +222,7 @@ class Bounds:
     terms: int = TERMS
     precision: str = "float32"
 
-    def limit(self, trace: Trace) -> float:
+    def limit(self, trace: Trace | Facts) -> float:
         """Up to which fraction of a tensor's norm a difference is taken for rounding.
 
         Args:
@@ -275,7 +248,7 @@ def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
     if trace.shape != reference.shape or trace.not_finite != reference.not_finite:
         return float("inf")
     difference = float(np.sqrt(np.square(trace.sketch - reference.sketch).sum()))
-    scale = reference.norm if reference.kind in _ALONE else reference.norm + _NOISE * total
+    scale = reference.norm if reference.kind in ALONE else reference.norm + NOISE * total
     if difference == 0.0:
         return 0.0
     return difference / scale if scale else float("inf")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
-import polyhvd.torch  # noqa: F401
+import polyhvd.torch
 import pytest
 import torch
 from torch import nn
@@ -80,3 +81,142 @@ def test_another_momentum_of_batch_normalization_is_found_in_the_statistics(rank
         step(model, optimizer, images)
     assert watched.first is not None  # of the mean there is none: a bias before it has no effect
     assert (watched.first.kind, watched.first.layer, watched.first.detail) == ("statistics", 1, "variance")
+
+
+def dense(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, units in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, units), nn.ReLU(inplace=True)]
+    model = nn.Sequential(*layers[:-1])
+    return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def batch(rows: int, width: int, number: int) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.ranks(1)
+def test_watching_dense_layers_of_few_rows_costs_at_most_as_much_as_their_step() -> None:
+    torch.set_num_threads(1)
+    rows = batch(128, 784, 0)
+    plain, (model, optimizer) = dense(784, 256, 128, 10), dense(784, 256, 128, 10)
+    with parity.watch(model, optimizer) as watched:
+        ratios = []
+        for _ in range(4):  # the quietest steps of each, taken in turn
+            pairs = [(step(*plain, rows), step(model, optimizer, rows)) for _ in range(20)]
+            ratios.append(min(after for _, after in pairs) / min(before for before, _ in pairs))
+    assert min(ratios) <= 2.0, ratios
+    assert watched.first is None, watched
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_step_whose_tensors_are_known_is_one_collective() -> None:
+    model, optimizer = dense(12, 8, 3)
+    counted = []
+    with parity.watch(model, optimizer) as watched:
+        for number, rows in enumerate([6, 6, 6, 4, 6, 4, 6]):  # the last batch of an epoch is a smaller one
+            before = polyhvd.torch.counters()["operations"]
+            step(model, optimizer, batch(rows, 12, number))
+            counted.append(polyhvd.torch.counters()["operations"] - before)
+    assert watched.first is None, watched
+    # Momentum is there from the first step on; a size is told when it comes up for the first time.
+    assert counted == [3, 1, 1, 3, 1, 1, 1]
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_begins_anew_is_told_what_the_others_know(rank: int) -> None:
+    model, optimizer = dense(12, 8, 3)
+    watched = parity.watch(model, optimizer)
+    for number in range(6):
+        if rank == 1 and number in (2, 4):
+            watched.close()
+            watched = parity.watch(model, optimizer)
+        if rank == 2 and number == 5:
+            model[2].weight.data[1, 2] += 0.01
+        step(model, optimizer, batch(6, 12, number))
+    watched.close()
+    assert watched.first is not None
+    assert (watched.first.kind, watched.first.layer, watched.first.rank) == ("weights", 1, 2)
+
+
+@pytest.mark.ranks(3)
+def test_another_number_of_rows_is_a_divergence_of_the_input(rank: int) -> None:
+    model, optimizer = dense(12, 8, 3)
+    with parity.watch(model, optimizer) as watched:
+        for number in range(3):
+            rows = 4 if rank == 2 and number == 1 else 6
+            step(model, optimizer, batch(rows, 12, number))
+    first = watched.divergences[0]
+    assert (first.step, first.kind, first.rank) == (1, "input", 2)
+
+
+@pytest.mark.ranks(4)
+def test_a_divergence_far_into_training_is_found_in_its_step(rank: int) -> None:
+    model, optimizer = dense(12, 8, 3)
+    with parity.watch(model, optimizer) as watched:
+        for number in range(8):
+            if number == 6 and rank == 3:
+                model[2].weight.data[1, 2] += 0.01
+            step(model, optimizer, batch(6, 12, number))
+    assert watched.first is not None
+    first = watched.first
+    assert (first.step, first.kind, first.layer, first.rank) == (6, "weights", 1, 3)
+
+
+class Odd(nn.Module):
+    """What is not read where it lies: whole numbers, gaps, half types, a gradient of few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, sparse=True)
+        self.wide = nn.Linear(4, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.last = nn.Linear(5, 3).to(torch.bfloat16)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        made = self.wide(self.table(words).transpose(0, 1))
+        return self.last(self.frozen(made).to(torch.bfloat16)).transpose(0, 1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("spoiled", "place"),
+    [
+        ("nothing", None),
+        ("table", ("weights", 0)),
+        ("frozen", ("weights", 2)),
+        ("last", ("weights", 3)),
+        ("words", ("input", 0)),
+    ],
+)
+def test_tensors_of_all_sorts_are_watched(rank: int, spoiled: str, place: tuple[str, int] | None) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with parity.watch(model, optimizer) as watched:
+        for number in range(3):
+            words = torch.randint(0, 7, (5, 6), generator=torch.Generator().manual_seed(number))
+            if rank and number == 2:
+                if spoiled == "words":
+                    words = (words + 1) % 7
+                elif spoiled != "nothing":
+                    getattr(model, spoiled).weight.data.mul_(1.5)
+            optimizer.zero_grad()
+            model(words).float().square().mean().backward()
+            optimizer.step()
+    first = watched.first
+    assert (None if first is None else (first.kind, first.layer)) == place, watched
+    assert first is None or first.step == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_weight_that_becomes_nan_is_told(rank: int) -> None:
+    model, optimizer = dense(12, 8, 3)
+    with parity.watch(model, optimizer) as watched:
+        for number in range(3):
+            step(model, optimizer, batch(6, 12, number))
+            if rank and number == 1:
+                model[0].bias.data[3] = float("nan")
+    assert watched.first is not None
+    assert (watched.first.step, watched.first.kind, watched.first.layer) == (2, "weights", 0)

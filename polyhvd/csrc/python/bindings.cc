@@ -22,6 +22,7 @@
 #include "python/gil.h"
 #include "python/mpi.h"
 #include "python/settings.h"
+#include "python/sketches.h"
 #include "python/tensor.h"
 #include "python/text.h"
 #include "shm/segment.h"
@@ -510,6 +511,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("direct_bytes_max", &Tuning::direct_bytes_max);
 
   define_mpi(m);
+  define_sketches(m);
 
   py::class_<PyTimelineFile>(m, "TimelineFile").def("close", &PyTimelineFile::close);
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(m, "Engine")
