@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -15,6 +16,7 @@ from polyhvd.runtime import current
 __all__ = ["looped", "run", "run_fn"]
 
 _LOG = logging.getLogger("polyhvd")
+_within = threading.local()  # depth: how many such functions this thread is in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,6 +31,9 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     ranks that are left, and others that have come, the function is called again. When processes are waiting
     to join, it is interrupted in a commit, and nothing is undone. What the function raises otherwise, and
     RankMismatchError, which would only recur, goes to the caller.
+
+    Where one such function calls another, the world changes in the outermost alone, which a newcomer begins
+    with as well: the inner state goes back to its last commit, and the error or interrupt goes on outwards.
 
     Jobs are elastic with ``polyhvdrun --min-np``. In others the first failure goes to the caller.
 
@@ -83,6 +88,25 @@ def looped(
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        depth = getattr(_within, "depth", 0)
+        _within.depth = depth + 1
+        try:
+            return (inner if depth else outermost)(state, *args, **kwargs)
+        finally:
+            _within.depth = depth
+
+    def inner(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            state.sync()
+            state._is_commit = False
+            return func(state, *args, **kwargs)
+        except Exception as raised:
+            error = told(raised)
+            if isinstance(error, HorovodInternalError) and not isinstance(error, RankMismatchError):
+                state.restore()
+            raise
+
+    def outermost(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         must_reset = skip_sync = False
         while True:
             try:

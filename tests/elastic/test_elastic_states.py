@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,17 @@ def test_commit_is_not_changed_by_what_follows_it() -> None:
         state.w += 1
         state.restore()
         assert state.w.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["objects", "arrays"])
+def test_attribute_that_cannot_be_copied_is_named_and_the_last_commit_stays(kind: str) -> None:
+    objects = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=1, lock=None)
+    state = objects if kind == "objects" else hvd.elastic.ArrayState(step=1, lock=None)
+    state.step, state.lock = 2, threading.Lock()
+    with pytest.raises(hvd.InvalidArgumentError, match=r"'lock', a _thread\.lock, cannot be copied"):
+        state.save()
+    state.restore()
+    assert (state.step, state.lock) == (1, None)
 
 
 def test_first_sync_tells_rank_0_s_values() -> None:
