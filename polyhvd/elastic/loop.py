@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from polyhvd.collectives.objects import allgather_object
 from polyhvd.elastic import process
 from polyhvd.elastic.state import State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
@@ -17,6 +19,7 @@ __all__ = ["looped", "run", "run_fn"]
 
 _LOG = logging.getLogger("polyhvd")
 _within = threading.local()  # depth: how many such functions this thread is in
+_numbers = itertools.count(1)  # of the calls of outermost ones in this process
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +37,9 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     Where one such function calls another, the world changes in the outermost alone, which a newcomer begins
     with as well: the inner state goes back to its last commit, and the error or interrupt goes on outwards.
+
+    A program may call several such functions one after the other. A process that comes when the others are in
+    a later one is not to do again what they have done: its earlier calls return None at once.
 
     Jobs are elastic with ``polyhvdrun --min-np``. In others the first failure goes to the caller.
 
@@ -108,6 +114,7 @@ def looped(
 
     def outermost(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         must_reset = skip_sync = False
+        number = next(_numbers)
         while True:
             try:
                 if must_reset:
@@ -116,6 +123,8 @@ def looped(
                     state.on_reset()
                 must_reset = False
                 if not skip_sync:
+                    if _is_behind(number):
+                        return cast(T, None)
                     state.sync()
                 skip_sync = state._is_commit = False
                 return func(state, *args, **kwargs)
@@ -147,6 +156,27 @@ def looped(
 def _way_back() -> Callable[[], None] | None:
     member = process.find()
     return None if member is None else member.rejoin
+
+
+def _is_behind(number: int) -> bool:
+    """Whether other ranks have done already what this call is to do; else all ranks are in the same call.
+
+    Args:
+        number: of the call, from 1: programs are the same on all ranks, and so are numbers.
+    """
+    if process.find() is None:
+        return False
+    while True:
+        told = allgather_object(number, name="elastic.run.call")
+        if number < max(told):
+            _LOG.warning(
+                "elastic: other ranks are in call %d of elastic functions: call %d is skipped; what it has "
+                "made counts as far as the state of call %d keeps it",
+                *(max(told), number, max(told)),
+            )
+            return True
+        if min(told) == number:
+            return False  # else who is behind comes up, call by call
 
 
 def _leave() -> None:

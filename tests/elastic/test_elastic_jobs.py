@@ -140,6 +140,43 @@ def test_world_changes_in_the_outermost_of_nested_functions_alone(launcher: Laun
     assert (status, out.count("end 4 20 size 3")) == (0, 3), f"{out}\n{err}"
 
 
+@pytest.mark.parametrize("way", ["run", "train"])
+def test_newcomer_does_not_do_again_what_others_have_done(launcher: Launcher, way: str) -> None:
+    source = (
+        "import os, signal, sys\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "from polyhvd.data import ArrayLoader\n"
+        "hvd.init()\n"
+        "state = hvd.elastic.ArrayState(total=np.zeros(1), steps=0)\n"
+        "phase = 0\n"
+        "def step(batch):\n"
+        "    state.total += hvd.allreduce(np.ones(1), name='step')\n"
+        "    state.steps += 1\n"
+        "    if os.environ['POLYHVD_RANK'] == '1' and phase == 2 and state.steps == 13:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "@hvd.elastic.run\n"
+        "def run(state, until):\n"
+        "    while state.steps < until:\n"
+        "        step(None)\n"
+        "        state.commit()\n"
+        "for phase in 1, 2:\n"
+        f"    if {way!r} == 'run':\n"
+        "        run(state, 10 * phase)\n"
+        "    else:\n"
+        "        loader = ArrayLoader([np.arange(60)], batch_size=6)\n"
+        "        hvd.elastic.train(step, state, loader, epochs=3, progress=False)\n"
+        "os.write(1, b'end %d %g size %d\\n' % (state.steps, state.total[0], hvd.size()))\n"
+    )
+    # The spare takes the place at once.
+    launcher.start("-np", "3", "--min-np", "3", "--spares", "1", source=source)
+    status, out, err = launcher.finish()
+    assert "call 1 is skipped" in err
+    assert status == 0, err
+    steps = 20 if way == "run" else 24  # an epoch of 60 rows is 3 steps of 18 and one of 6
+    assert out.count(f"end {steps} {steps} size 3") == 3, f"{out}\n{err}"
+
+
 def test_error_of_the_program_s_own_is_not_retried(launcher: Launcher) -> None:
     source = (
         "import polyhvd.numpy as hvd\n"
