@@ -331,6 +331,12 @@ class ObjectState(State):
         if self._names:
             values = {name: getattr(self, name) for name in self._names}
             told = self._bcast_object(values, root_rank=root, name="elastic.state.objects")
+            if not isinstance(told, dict) or not values.keys() <= told.keys():
+                found = sorted(told) if isinstance(told, dict) else "none, it is of another class"
+                raise InvalidArgumentError(
+                    f"rank {self._rank()}'s state has the attributes {sorted(values)}, and rank {root}'s "
+                    f"{found}: run the same program on every rank"
+                )
             for name in self._names:
                 setattr(self, name, told[name])
 
