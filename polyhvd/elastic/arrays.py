@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.collectives.objects import broadcast_object
-from polyhvd.elastic.state import ObjectState, copied
+from polyhvd.elastic.state import ObjectState, copied, copied_by_name
 from polyhvd.runtime import current
 from polyhvd.training.state import put_tensors, take_tensors
 
@@ -42,7 +42,7 @@ class ArraysState(ObjectState):
         """Keep a copy of the attributes.
 
         Raises:
-            Exception: one of them cannot be copied.
+            InvalidArgumentError: one of them cannot be copied.
 
         Example::
 
@@ -52,7 +52,7 @@ class ArraysState(ObjectState):
         spare = self._spare if _likes(self._spare) == _likes(arrays) else [np.empty_like(a) for a in arrays]
         for copy, array in zip(spare, arrays, strict=True):
             np.copyto(copy, array)
-        saved = {name: copied(value) for name, value in rest.items()}
+        saved = copied_by_name(rest)
         self._saved, self._copies, self._spare = saved, spare, self._copies
 
     def restore(self) -> None:
@@ -77,7 +77,7 @@ class ArraysState(ObjectState):
     def _keep_synced(self, *, kept: bool) -> None:
         if kept:
             rest, _ = self._taken()
-            self._saved = {name: copied(value) for name, value in rest.items()}
+            self._saved = copied_by_name(rest)
             return
         self._spare = self._copies  # an earlier commit is of no use any more, its memory is
         self.save()

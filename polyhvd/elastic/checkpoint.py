@@ -187,7 +187,9 @@ class Folder:
             os.replace(temporary, file)
             self._sync_names()
         except OSError as error:
-            former = self.numbers()[:1]
+            former: list[int] = []
+            with contextlib.suppress(CheckpointError):  # the folder itself is gone
+                former = self.numbers()[:1]
             stays = f"{str(self.file(former[0]))!r} stays" if former else "there is no former one"
             raise CheckpointError(
                 f"the checkpoint {str(file)!r} could not be written: {error.strerror or error}; {stays}. "

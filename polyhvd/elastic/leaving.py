@@ -7,13 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from polyhvd.elastic.places import LEAVES
 from polyhvd.elastic.watch import Watch
 
-__all__ = ["Leave", "heed", "on_leave", "take_leave"]
+__all__ = ["Leave", "heed", "leaving_with", "on_leave", "take_leave"]
 
 #: What comes again sooner is the same signal, sent by two who end the job.
 _REPEAT_S = 1.0
@@ -58,6 +58,16 @@ def on_leave(callback: Callable[[Leave], object]) -> Callable[[Leave], object]:
     """
     _callbacks.append(callback)
     return callback
+
+
+@contextlib.contextmanager
+def leaving_with(callback: Callable[[Leave], object]) -> Iterator[None]:
+    """Within, :func:`on_leave` holds for this function, too."""
+    _callbacks.append(callback)
+    try:
+        yield
+    finally:
+        _callbacks.remove(callback)
 
 
 def take_leave(leave: Leave) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from polyhvd.collectives.objects import allgather_object
 from polyhvd.elastic import process
 from polyhvd.elastic.state import State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
@@ -15,6 +18,8 @@ from polyhvd.runtime import current
 __all__ = ["looped", "run", "run_fn"]
 
 _LOG = logging.getLogger("polyhvd")
+_within = threading.local()  # depth: how many such functions this thread is in
+_numbers = itertools.count(1)  # of the calls of outermost ones in this process
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,6 +34,12 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     ranks that are left, and others that have come, the function is called again. When processes are waiting
     to join, it is interrupted in a commit, and nothing is undone. What the function raises otherwise, and
     RankMismatchError, which would only recur, goes to the caller.
+
+    Where one such function calls another, the world changes in the outermost alone, which a newcomer begins
+    with as well: the inner state goes back to its last commit, and the error or interrupt goes on outwards.
+
+    A program may call several such functions one after the other. A process that comes when the others are in
+    a later one is not to do again what they have done: its earlier calls return None at once.
 
     Jobs are elastic with ``polyhvdrun --min-np``. In others the first failure goes to the caller.
 
@@ -83,7 +94,27 @@ def looped(
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        depth = getattr(_within, "depth", 0)
+        _within.depth = depth + 1
+        try:
+            return (inner if depth else outermost)(state, *args, **kwargs)
+        finally:
+            _within.depth = depth
+
+    def inner(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            state.sync()
+            state._is_commit = False
+            return func(state, *args, **kwargs)
+        except Exception as raised:
+            error = told(raised)
+            if isinstance(error, HorovodInternalError) and not isinstance(error, RankMismatchError):
+                state.restore()
+            raise
+
+    def outermost(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         must_reset = skip_sync = False
+        number = next(_numbers)
         while True:
             try:
                 if must_reset:
@@ -92,6 +123,8 @@ def looped(
                     state.on_reset()
                 must_reset = False
                 if not skip_sync:
+                    if _is_behind(number):
+                        return cast(T, None)
                     state.sync()
                 skip_sync = state._is_commit = False
                 return func(state, *args, **kwargs)
@@ -123,6 +156,27 @@ def looped(
 def _way_back() -> Callable[[], None] | None:
     member = process.find()
     return None if member is None else member.rejoin
+
+
+def _is_behind(number: int) -> bool:
+    """Whether other ranks have done already what this call is to do; else all ranks are in the same call.
+
+    Args:
+        number: of the call, from 1: programs are the same on all ranks, and so are numbers.
+    """
+    if process.find() is None:
+        return False
+    while True:
+        told = allgather_object(number, name="elastic.run.call")
+        if number < max(told):
+            _LOG.warning(
+                "elastic: other ranks are in call %d of elastic functions: call %d is skipped; what it has "
+                "made counts as far as the state of call %d keeps it",
+                *(max(told), number, max(told)),
+            )
+            return True
+        if min(told) == number:
+            return False  # else who is behind comes up, call by call
 
 
 def _leave() -> None:

@@ -14,7 +14,7 @@ from polyhvd.elastic import process
 from polyhvd.errors import CheckpointError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.runtime import current
 
-__all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied"]
+__all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied", "copied_by_name"]
 
 _NEVER = -1
 
@@ -221,13 +221,13 @@ class ObjectState(State):
         """Keep a copy of the attributes.
 
         Raises:
-            Exception: one of them cannot be copied.
+            InvalidArgumentError: one of them cannot be copied. The copy of before stays.
 
         Example::
 
             state.save()
         """
-        self._saved = {name: copied(getattr(self, name)) for name in self._names}
+        self._saved = copied_by_name({name: getattr(self, name) for name in self._names})
 
     def restore(self) -> None:
         """Give the attributes the values of the copy.
@@ -331,6 +331,12 @@ class ObjectState(State):
         if self._names:
             values = {name: getattr(self, name) for name in self._names}
             told = self._bcast_object(values, root_rank=root, name="elastic.state.objects")
+            if not isinstance(told, dict) or not values.keys() <= told.keys():
+                found = sorted(told) if isinstance(told, dict) else "none, it is of another class"
+                raise InvalidArgumentError(
+                    f"rank {self._rank()}'s state has the attributes {sorted(values)}, and rank {root}'s "
+                    f"{found}: run the same program on every rank"
+                )
             for name in self._names:
                 setattr(self, name, told[name])
 
@@ -466,7 +472,7 @@ class HandlersState(ObjectState):
         """Keep a copy of all attributes.
 
         Raises:
-            Exception: one of them cannot be copied.
+            InvalidArgumentError: one of them cannot be copied.
 
         Example::
 
@@ -520,3 +526,18 @@ def _rank() -> int:
 def copied(value: Any) -> Any:
     """A copy that shares nothing with the value."""
     return value.copy() if type(value) is np.ndarray and not value.dtype.hasobject else copy.deepcopy(value)
+
+
+def copied_by_name(values: dict[str, Any]) -> dict[str, Any]:
+    """Copies of attributes; raises InvalidArgumentError, with the name of one that cannot be copied."""
+    copies = {}
+    for name, value in values.items():
+        try:
+            copies[name] = copied(value)
+        except Exception as error:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise InvalidArgumentError(
+                f"the state's {name!r}, a {kind}, cannot be copied: {error}; a state keeps what can be "
+                "pickled: leave it out of the state"
+            ) from error
+    return copies

@@ -17,6 +17,7 @@ from typing import Any
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.data.position import Position
 from polyhvd.elastic.checkpoint import Folder, TornError, pack
+from polyhvd.elastic.leaving import Leave, leaving_with
 from polyhvd.elastic.local import LocalParts, random_states
 from polyhvd.elastic.loop import looped
 from polyhvd.elastic.progress import Progress
@@ -62,9 +63,10 @@ def train(
         data: a :class:`polyhvd.data.ArrayLoader`, or a ``DataLoader`` of PyTorch or Gluon over a
             :class:`polyhvd.data.DistributedBatchSampler`.
         epochs: passes over the data in all, those before a restart included.
-        checkpoint: a folder on a file system that all hosts see. Rank 0 writes there after each epoch, and a
-            job that is started again goes on from the newest checkpoint. All that ``state`` keeps then has to
-            be arrays, numbers and texts, in dicts, lists and tuples: nothing is pickled.
+        checkpoint: a folder on a file system that all hosts see. Rank 0 writes there after each epoch, and
+            when all ranks leave with notice; a job that is started again goes on from the newest
+            checkpoint. All that ``state`` keeps then has to be arrays, numbers and texts, in dicts, lists
+            and tuples: nothing is pickled.
         checkpoint_every: also write after each of so many steps.
         commit_every: steps between two copies of the state in memory. With more, a failure undoes up to as
             many steps, which are made again; their rows count once all the same.
@@ -146,7 +148,7 @@ def _train(
         training.parts.finish()
         allgather_object(None, name="elastic.train.end")  # nobody leaves while another may need its state
 
-    with training.owning():
+    with training.owning(), leaving_with(training.write_leaving):
         try:
             looped(go_on, told=told)(training)
         finally:
@@ -357,6 +359,22 @@ class Training(ObjectState):
             self._folder.write(self.steps, self.exported())
         self._is_due = False
         self.parts.keep()
+
+    def write_leaving(self, leave: Leave) -> None:
+        """This process leaves with notice; where nobody stays, rank 0 writes what no other has any more.
+
+        Args:
+            leave: who leaves.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        folder = self._folder
+        if folder is None or not leave.everyone or leave.rank != 0 or self._commits < 0:
+            return
+        if self.steps not in folder.numbers():
+            folder.write(self.steps, self.exported())
+            _LOG.info("elastic: checkpoint of step %d written, since every rank leaves", self.steps)
 
     def _write_waiting(self) -> None:
         folder = self._folder

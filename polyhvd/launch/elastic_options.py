@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from polyhvd.config import ConfigError
 from polyhvd.elastic.membership import Limits
 from polyhvd.elastic.pace import FACTOR
-from polyhvd.launch.discovery import Discovery, HostDiscoveryScript
+from polyhvd.launch.discovery import Discovery, HostsFile, discovery_of
 from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.options import is_one_of_several
@@ -36,10 +36,18 @@ def elastic_of(programs: Sequence[argparse.Namespace], hosts: list[Host] | None)
         raise ValueError("--host-discovery-script says which hosts there are; leave out -H and --hostfile")
     discovery = None
     if options.host_discovery_script is not None:
-        script = HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1)
-        discovery = Discovery(script)
-        found = discovery.look()
+        discovery = Discovery(discovery_of(options.host_discovery_script, options.slots_per_host or 1))
+        try:
+            found = discovery.look()
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # of the user's own
+            text = f"--host-discovery-script {options.host_discovery_script}: {type(error).__name__}: {error}"
+            raise ValueError(text) from error
         hosts = [Host(name, slots) for name, slots in found.items()]
+    elif options.hostfile is not None:
+        discovery = Discovery(HostsFile(options.hostfile, options.slots_per_host or 1))
+        discovery.look()
     size = options.num_proc or options.min_np or sum(host.slots for host in hosts or ())
     if not size:
         raise ValueError("an elastic job needs -np or --min-np, the number of ranks to begin with")

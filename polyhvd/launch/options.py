@@ -265,7 +265,8 @@ def _add_elastic(parser: Parser) -> None:
     add(
         "--host-discovery-script",
         metavar="FILE",
-        help="program that prints the hosts that there are now, a line 'host:slots' for each",
+        help="program that prints the hosts that there are now, a line 'host:slots' for each; or "
+        "MODULE:NAME, an object of Python that says it",
     )
     add("--reset-limit", type=_count, metavar="N", help="end the job when the world has changed more often")
     add(

@@ -123,3 +123,12 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be made"):
         Folder(tmp_path / "file" / "sub")
+
+
+def test_folder_that_is_removed_is_an_error_that_names_the_checkpoint(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "gone")
+    folder.path.rmdir()
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-000000000003\.npz' could not be written: No such file"
+    ):
+        folder.write(3, 1)

@@ -106,6 +106,77 @@ def test_reset_limit_ends_the_job_with_the_status_of_the_cause(launcher: Launche
     assert said.endswith("process 1 on localhost was killed by SIGKILL")
 
 
+def test_world_changes_in_the_outermost_of_nested_functions_alone(launcher: Launcher) -> None:
+    source = (
+        "import os, signal\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "outer = hvd.elastic.ArrayState(total=np.zeros(3), step=0)\n"
+        "inner = hvd.elastic.ArrayState(seen=np.zeros(3), i=0)\n"
+        "@hvd.elastic.run\n"
+        "def evaluate(inner):\n"
+        "    while inner.i < 4:\n"
+        "        inner.seen += hvd.allreduce(np.ones(3), name='inner')\n"
+        "        inner.i += 1\n"
+        "        if os.environ['POLYHVD_RANK'] == '1' and (outer.step, inner.i) == (2, 2):\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        inner.commit()\n"
+        "    return float(inner.seen[0])\n"
+        "@hvd.elastic.run\n"
+        "def train(outer):\n"
+        "    while outer.step < 4:\n"
+        "        outer.total += hvd.allreduce(np.ones(3), name='outer')\n"
+        "        outer.step += 1\n"
+        "        inner.i, inner.seen[:] = 0, 0\n"
+        "        outer.total += evaluate(inner)\n"
+        "        outer.commit()\n"
+        "train(outer)\n"
+        "os.write(1, b'end %d %g size %d\\n' % (outer.step, outer.total[0], hvd.size()))\n"
+    )
+    # The newcomer is ready at once, and is in the world whose others have been within both functions.
+    launcher.start("-np", "3", "--min-np", "3", "--spares", "1", source=source)
+    status, out, err = launcher.finish()
+    assert (status, out.count("end 4 20 size 3")) == (0, 3), f"{out}\n{err}"
+
+
+@pytest.mark.parametrize("way", ["run", "train"])
+def test_newcomer_does_not_do_again_what_others_have_done(launcher: Launcher, way: str) -> None:
+    source = (
+        "import os, signal, sys\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "from polyhvd.data import ArrayLoader\n"
+        "hvd.init()\n"
+        "state = hvd.elastic.ArrayState(total=np.zeros(1), steps=0)\n"
+        "phase = 0\n"
+        "def step(batch):\n"
+        "    state.total += hvd.allreduce(np.ones(1), name='step')\n"
+        "    state.steps += 1\n"
+        "    if os.environ['POLYHVD_RANK'] == '1' and phase == 2 and state.steps == 13:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "@hvd.elastic.run\n"
+        "def run(state, until):\n"
+        "    while state.steps < until:\n"
+        "        step(None)\n"
+        "        state.commit()\n"
+        "for phase in 1, 2:\n"
+        f"    if {way!r} == 'run':\n"
+        "        run(state, 10 * phase)\n"
+        "    else:\n"
+        "        loader = ArrayLoader([np.arange(60)], batch_size=6)\n"
+        "        hvd.elastic.train(step, state, loader, epochs=3, progress=False)\n"
+        "os.write(1, b'end %d %g size %d\\n' % (state.steps, state.total[0], hvd.size()))\n"
+    )
+    # The spare takes the place at once.
+    launcher.start("-np", "3", "--min-np", "3", "--spares", "1", source=source)
+    status, out, err = launcher.finish()
+    assert "call 1 is skipped" in err
+    assert status == 0, err
+    steps = 20 if way == "run" else 24  # an epoch of 60 rows is 3 steps of 18 and one of 6
+    assert out.count(f"end {steps} {steps} size 3") == 3, f"{out}\n{err}"
+
+
 def test_error_of_the_program_s_own_is_not_retried(launcher: Launcher) -> None:
     source = (
         "import polyhvd.numpy as hvd\n"
@@ -214,11 +285,24 @@ def test_signal_to_the_launcher_ends_everything(launcher: Launcher, number: int)
     assert_gone(pids)
 
 
-def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["script", "file", "python"])
+def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Path, way: str) -> None:
     script, hosts = tmp_path / "hosts é.sh", tmp_path / "hosts"
     hosts.write_text("localhost:2\n")
     script.write_text(f"#!/bin/sh\ncat '{hosts}'\n")
     script.chmod(0o755)
+    (tmp_path / "cluster.py").write_text(
+        "from polyhvd.launch.discovery import HostDiscovery\n"
+        "class Cluster(HostDiscovery):\n"
+        "    def find_available_hosts_and_slots(self):\n"
+        f"        lines = [line for line in open({str(hosts)!r}) if ':' in line]\n"
+        "        return {name: int(slots) for name, slots in (line.split(':') for line in lines)}\n"
+    )
+    found = {
+        "script": ("--host-discovery-script", str(script)),
+        "file": ("--hostfile", str(hosts)),
+        "python": ("--host-discovery-script", "cluster:Cluster"),
+    }[way]
     source = (
         "import os\n"
         "import time\n"
@@ -235,8 +319,9 @@ def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Pat
         "train(state)\n"
         "os.write(1, b'end %d\\n' % hvd.size())\n"
     )
-    options = ("-np", "2", "--min-np", "2", "--max-np", "3", "--host-discovery-script", str(script))
-    launcher.start(*options, source=source)
+    launcher.start(
+        "-np", "2", "--min-np", "2", "--max-np", "3", *found, source=source, env={"PYTHONPATH": str(tmp_path)}
+    )
     launcher.wait_for("size 2", 2)
     hosts.write_text("localhost:2\n127.0.0.1:5\n")
     launcher.wait_for("size 3", 3)

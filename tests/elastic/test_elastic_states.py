@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,17 @@ def test_commit_is_not_changed_by_what_follows_it() -> None:
         assert state.w.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", ["objects", "arrays"])
+def test_attribute_that_cannot_be_copied_is_named_and_the_last_commit_stays(kind: str) -> None:
+    objects = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=1, lock=None)
+    state = objects if kind == "objects" else hvd.elastic.ArrayState(step=1, lock=None)
+    state.step, state.lock = 2, threading.Lock()
+    with pytest.raises(hvd.InvalidArgumentError, match=r"'lock', a _thread\.lock, cannot be copied"):
+        state.save()
+    state.restore()
+    assert (state.step, state.lock) == (1, None)
+
+
 def test_first_sync_tells_rank_0_s_values() -> None:
     state = make(own=hvd.rank())
     state.w += hvd.rank()
@@ -53,6 +65,18 @@ def test_first_sync_tells_rank_0_s_values() -> None:
     state.w[:] = 9
     state.restore()  # what was told is a commit
     assert state.w.tolist() == [0, 1, 2, 3]
+
+
+def test_state_with_other_attributes_than_the_one_that_counts_is_an_error_that_names_them() -> None:
+    more = {"foo": 1} if hvd.rank() == 1 else {}
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=hvd.rank(), **more)
+    if more:
+        said = r"rank 1's state has the attributes \['foo', 'step'\], and rank 0's \['step'\]"
+        with pytest.raises(hvd.InvalidArgumentError, match=said):
+            state.sync()
+    else:
+        state.sync()
+        assert state.step == 0
 
 
 def test_sync_tells_the_newest_commit_whoever_has_it() -> None:

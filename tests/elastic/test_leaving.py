@@ -122,6 +122,47 @@ def test_all_ranks_have_time_to_save_when_the_whole_job_is_told_to_end(launcher:
     assert_gone(pids)
 
 
+@pytest.mark.parametrize("told", ["launcher", "ranks"])
+def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_again(
+    launcher: Launcher, tmp_path: Path, told: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    source = (
+        "import os, time\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "from polyhvd.data import ArrayLoader\n"
+        "hvd.init()\n"
+        "state = hvd.elastic.ArrayState(counts=np.zeros(120), sizes=np.zeros(4))\n"
+        "def step(batch):\n"
+        "    rows = np.zeros(120)\n"
+        "    rows[batch.indices] = 1.0 if batch.weight else 0.0\n"
+        "    state.counts += hvd.allreduce(rows, op=hvd.Sum, name='rows')\n"
+        "    state.sizes[hvd.size()] += 1\n"
+        "    os.write(1, b'step pid %d\\n' % os.getpid())\n"
+        "    time.sleep(0.1 if hvd.size() < 3 else 0.0)\n"
+        "loader = ArrayLoader([np.arange(120)], batch_size=2)\n"
+        f"hvd.elastic.train(step, state, loader, epochs=1, progress=False, checkpoint={str(folder)!r})\n"
+        "os.write(1, repr((set(state.counts), state.sizes.tolist())).encode() + b'\\n')\n"
+    )
+    launcher.start("-np", "2", "--min-np", "1", source=source)
+    pids = {int(text) for text in re.findall(rb"pid (\d+)\n", launcher.wait_for("step pid", 6))}
+    if told == "launcher":
+        launcher.signal(signal.SIGTERM)
+    else:
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+    status, out, err = launcher.finish()
+    assert status == (128 + signal.SIGTERM if told == "launcher" else RESUME_STATUS), f"{out}\n{err}"
+    steps = max(out.count(f"pid {pid}\n") for pid in pids)
+    (name,) = os.listdir(folder)
+    assert name == f"checkpoint-{steps:012d}.npz"
+    launcher.start("-np", "3", "--min-np", "1", source=source)
+    status, out, err = launcher.finish()
+    assert status == 0, err
+    assert out.count("({1.0}, ") == 3, "every row has counted once"
+
+
 def test_job_whose_ranks_have_all_left_says_resume_me(launcher: Launcher) -> None:
     job = Job(launcher, "-np", "2", "--min-np", "1")
     for pid in job.world(1, 2):
