@@ -140,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = getattr(options, name)
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {Path(path).parent}")
+    if [options.json, options.junit, options.html].count("-") > 1:
+        parser.error("standard output, -, takes one report: --json, --junit or --html")
     try:
         Optimizer(**_numbers(options))
     except ValueError as error:
