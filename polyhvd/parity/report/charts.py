@@ -13,6 +13,7 @@ _WIDTH, _HEIGHT = 640.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90.0, 34.0, 34.0, 34.0
 #: Of the lines of a grid, at most, and of the steps that are named.
 _LINES_MAX = 6
+_POWERS = [int(f"1{'0' * power}") for power in range(20)]
 #: Of an axis of logarithms: what is smaller is drawn there.
 _LEAST = 1e-9
 #: Of an axis, by the numbers on it: what differs by rounding alone is to be seen as one line.
@@ -100,7 +101,7 @@ def _scale(value: float, *, logarithmic: bool) -> float:
 def _axes(low: float, high: float, steps: int, unit: str, *, logarithmic: bool) -> list[str]:
     drawn = []
     if logarithmic:
-        levels = list(range(int(low), int(high) + 1, _stride(high - low)))
+        levels = [float(level) for level in range(int(low), int(high) + 1, _stride(high - low))]
         texts = [f"{10.0**level:g}" for level in levels]
     else:
         levels = [low + (high - low) * part for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
@@ -127,8 +128,7 @@ def _stride(length: float) -> int:
     """Of round numbers from 0 to a length, with which there are not too many of them."""
     return next(
         stride
-        for power in range(20)
-        for stride in (10**power, 2 * 10**power, 5 * 10**power)
+        for stride in (digit * unit for unit in _POWERS for digit in (1, 2, 5))
         if length < stride * _LINES_MAX
     )
 
