@@ -167,6 +167,27 @@ def test_a_case_that_raises_while_it_trains_is_a_bad_case(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("argmax(axis=1)", "argmax(axis=1) + 9", "in step 0 numpy cannot compute the model and its loss"),
+        ("dense(4, 6)", "dense(5, 6)", r"of inputs \[12, 4\] and targets \[12\]: ValueError"),
+        (
+            "    return inputs, ",
+            "    return [['a']] * 12, ",
+            "batch.*expected arrays of numbers, found one of <U1",
+        ),
+        ("    inputs =", "    raise SystemExit(0)\n    inputs =", "has raised SystemExit"),
+    ],
+)
+def test_a_case_that_cannot_be_computed_is_a_bad_case(tmp_path: Path, old: str, new: str, told: str) -> None:
+    assert old in CASE
+    done = parity(write(tmp_path, "bad.py", CASE.replace(old, new)), "--frameworks", "numpy", "--steps", "2")
+    assert done.returncode == STATUSES["bad-case"], done.stderr
+    assert re.search(told, done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+
+
 SCRIPT = """
 import numpy as np
 import polyhvd.numpy as hvd
@@ -231,9 +252,14 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
         ("def build(framework): ...", r"has no function batch\(framework, step\)"),
         ("build = ", "cannot be run: SyntaxError"),
         ("import nowhere_at_all", "cannot be run: ModuleNotFoundError"),
+        ("raise SystemExit(0)", "cannot be run: SystemExit"),
         (CASE + "\nloss = 'hinge'", "loss='hinge': expected one of cross_entropy"),
         (CASE + "\noptimizer = {'name': 'lion'}", "name='lion': expected one of sgd"),
         (CASE + "\noptimizer = {'speed': 3}", "optimizer: .*speed"),
+        (CASE + "\noptimizer = {'momentum': 1.5}", "momentum=1.5: expected a number from 0 to below 1"),
+        (CASE + "\noptimizer = {'rho': -0.1}", "rho=-0.1: expected a number from 0 to below 1"),
+        (CASE + "\noptimizer = {'betas': (0.9, 2)}", "betas=2: expected a number from 0 to below 1"),
+        (CASE + "\noptimizer = {'betas': (0.9,)}", "expected two numbers"),
         (CASE + "\noptimizer = 'adam'", "expected an Optimizer or a dict"),
     ],
 )
@@ -258,6 +284,8 @@ def test_a_file_that_is_not_there_is_refused() -> None:
         ["mlp", "--frameworks", "jax"],
         ["mlp", "--np", "0"],
         ["mlp", "--rate", "-1"],
+        ["mlp", "--momentum", "nan"],
+        ["mlp", "--json", "-", "--html", "-"],
         ["mlp", "--seed", "-1"],
         ["mlp", "--timeout", "inf"],
         ["mlp", "--html", "no/such/folder/report.html"],

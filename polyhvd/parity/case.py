@@ -78,6 +78,15 @@ class Optimizer:
         for what, number in (("rate", self.rate), ("epsilon", self.epsilon), ("clip_norm", self.clip_norm)):
             if number is not None and not 0 < number < math.inf:
                 raise InvalidArgumentError(f"Optimizer: {what}={number}: expected a number above 0")
+        if len(self.betas) != 2:
+            raise InvalidArgumentError(f"Optimizer: betas={self.betas}: expected two numbers")
+        for what, share in (
+            ("momentum", self.momentum),
+            ("rho", self.rho),
+            *(("betas", beta) for beta in self.betas),
+        ):
+            if not 0 <= share < 1:
+                raise InvalidArgumentError(f"Optimizer: {what}={share}: expected a number from 0 to below 1")
         if self.accumulate < 1:
             raise InvalidArgumentError(f"Optimizer: accumulate={self.accumulate}: expected 1 or more")
         if not 0 <= self.weight_decay < math.inf:
@@ -162,7 +171,7 @@ class Case:
         """
         try:
             made = self.build(framework)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadCaseError(
                 f"{self.name}: build({framework!r}) has raised {type(error).__name__}: {error}"
             ) from error
@@ -185,7 +194,7 @@ class Case:
         """
         try:
             made = self.batch(framework, step)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadCaseError(
                 f"{self.name}: batch({framework!r}, {step}) has raised {type(error).__name__}: {error}"
             ) from error
@@ -194,13 +203,28 @@ class Case:
                 f"{self.name}: batch({framework!r}, {step}) has to return inputs and targets, two arrays; "
                 f"found {type(made).__name__}"
             )
-        inputs, targets = np.asarray(made[0]), np.asarray(made[1])
+        inputs, targets = (_numbers(item, f"{self.name}: batch({framework!r}, {step})") for item in made)
         if not inputs.ndim or not targets.ndim or len(inputs) != len(targets) or not len(inputs):
             raise BadCaseError(
                 f"{self.name}: batch({framework!r}, {step}): inputs and targets need as many rows, "
                 f"found shapes {list(inputs.shape)} and {list(targets.shape)}"
             )
         return _plain(inputs), _plain(targets)
+
+
+def _numbers(value: Any, who: str) -> Array:
+    """An array of numbers.
+
+    Raises:
+        BadCaseError: it is none.
+    """
+    try:
+        made = np.asarray(value)
+    except ValueError as error:  # rows of different lengths
+        raise BadCaseError(f"{who}: expected arrays of numbers: {error}") from error
+    if made.dtype.kind not in "fiub":
+        raise BadCaseError(f"{who}: expected arrays of numbers, found one of {made.dtype}")
+    return made
 
 
 def _plain(array: Array) -> Array:
@@ -236,7 +260,7 @@ def from_file(path: Path) -> Case:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # whose status would be taken for that of the comparison
         raise BadCaseError(f"{path}: cannot be run: {type(error).__name__}: {error}") from error
     known = vars(module)
     for name, called in (("build", "build(framework)"), ("batch", "batch(framework, step)")):

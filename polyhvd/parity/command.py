@@ -23,6 +23,7 @@ from polyhvd.parity.jobs import Job, launcher, run_all
 from polyhvd.parity.judging import Pair, Verdict, judge
 from polyhvd.parity.layers import walk
 from polyhvd.parity.report import Check, Report
+from polyhvd.parity.report.findings import counted
 from polyhvd.parity.report.terminal import Progress, print_report
 from polyhvd.parity.runs import FRAMEWORKS, MODES, Order, Run, cannot_compute
 from polyhvd.parity.statuses import STATUSES
@@ -139,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = getattr(options, name)
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {Path(path).parent}")
+    if [options.json, options.junit, options.html].count("-") > 1:
+        parser.error("standard output, -, takes one report: --json, --junit or --html")
     try:
         Optimizer(**_numbers(options))
     except ValueError as error:
@@ -341,7 +344,7 @@ def _conclude(report: Report, case: Case, runs: Sequence[Run], failed: Job | Non
 def _agreed(report: Report, verdict: Verdict) -> Report:
     count, differing = len(report.checks), report.differing
     if verdict.agree:
-        text = f"{report.case}: all {count} comparisons agree over {report.steps} steps"
+        text = f"{report.case}: all {count} comparisons agree over {counted(report.steps, 'step')}"
         return replace(report, message=text)
     text = f"{report.case}: {len(differing)} of {count} comparisons differ"
     return _failed(report, "differ", text)

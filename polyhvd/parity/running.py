@@ -78,13 +78,22 @@ def train(
             begin_at = (piece * of + number) * size
             mine = [np.ascontiguousarray(item[begin_at : begin_at + size]) for item in (inputs, targets)]
             recorder.data(*mine)
-            losses.append(
-                session.compute(
+            try:
+                loss = session.compute(
                     *mine,
                     is_first=piece == 0,
                     is_last=piece == case.optimizer.accumulate - 1,
                 )
-            )
+            except Exception as error:
+                if run.mode != "plain":  # it may be about another rank
+                    raise
+                first = (str(error).splitlines() or [""])[0]
+                raise BadCaseError(
+                    f"{case.name}: in step {step} {run.framework} cannot compute the model and its loss of "
+                    f"inputs {list(mine[0].shape)} and targets {list(mine[1].shape)}: "
+                    f"{type(error).__name__}: {first}"
+                ) from error
+            losses.append(loss)
         recorder.gradients("gradient", session.local_gradient_of)
         session.reduce()
         recorder.gradients("average", session.gradient_of)

@@ -9,9 +9,15 @@ from html import escape
 __all__ = ["Curve", "chart"]
 
 _WIDTH, _HEIGHT = 640.0, 260.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 12.0, 24.0, 34.0
+#: Room for texts as large as the style has them on a phone, where the figure is half as wide.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90.0, 34.0, 34.0, 34.0
+#: Of the lines of a grid, at most, and of the steps that are named.
+_LINES_MAX = 6
+_POWERS = [int(f"1{'0' * power}") for power in range(20)]
 #: Of an axis of logarithms: what is smaller is drawn there.
 _LEAST = 1e-9
+#: Of an axis, by the numbers on it: what differs by rounding alone is to be seen as one line.
+_SPAN_LEAST = 0.02
 
 Curve = tuple[str, str, Sequence[float]]
 
@@ -44,8 +50,12 @@ def chart(
         return ""
     scaled = [_scale(value, logarithmic=logarithmic) for value in values]
     low, high = min(scaled), max(scaled)
-    if high - low < 1e-12:
-        low, high = low - 0.5, high + 0.5
+    least = 1e-12 if logarithmic else _SPAN_LEAST * max(abs(low), abs(high))
+    if high - low <= least:
+        middle, half = (low + high) / 2, max(least, 1e-30) / 2 if not logarithmic else 0.5
+        low, high = middle - half, middle + half
+    if logarithmic:
+        low, high = math.floor(low), math.ceil(high)
     steps = max(len(points) for _, _, points in curves)
 
     def at(step: int, value: float) -> tuple[float, float]:
@@ -55,12 +65,6 @@ def chart(
         return x, _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * part
 
     drawn = [*_axes(low, high, steps, unit, logarithmic=logarithmic)]
-    if line is not None:
-        _, y = at(0, line[0])
-        drawn.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(
-            f'<text x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">{escape(line[1])}</text>'
-        )
     for name, classes, points in curves:
         places = [at(step, value) for step, value in enumerate(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -69,6 +73,13 @@ def chart(
         if len(places) == 1:
             x, y = places[0]
             drawn.append(f'<circle class="dot {classes}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
+    if line is not None:
+        _, y = at(0, line[0])
+        drawn.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        drawn.append(
+            f'<text class="over" x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">'
+            f"{escape(line[1])}</text>"
+        )
     legend = "".join(
         f'<li><svg class="key" viewBox="0 0 28 8" aria-hidden="true"><line class="curve {classes}" x1="0" '
         f'x2="28" y1="4" y2="4"/></svg>{escape(name)}</li>'
@@ -89,19 +100,37 @@ def _scale(value: float, *, logarithmic: bool) -> float:
 
 def _axes(low: float, high: float, steps: int, unit: str, *, logarithmic: bool) -> list[str]:
     drawn = []
-    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        level = low + (high - low) * part
-        y = _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * part
-        text = f"{10**level:.0e}" if logarithmic else f"{level:.3g}"
+    if logarithmic:
+        levels = [float(level) for level in range(int(low), int(high) + 1, _stride(high - low))]
+        texts = [f"{10.0**level:g}" for level in levels]
+    else:
+        levels = [low + (high - low) * part for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        texts = [_short(level, high - low) for level in levels]
+    for level, text in zip(levels, texts, strict=True):
+        y = _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (level - low) / (high - low)
         drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-    for step in sorted({round((steps - 1) * part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)}):
+        drawn.append(f'<text x="{_LEFT - 6}" y="{y + 5:.1f}" text-anchor="end">{text}</text>')
+    for step in range(0, steps, _stride(steps - 1)):
         x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * (step / max(1, steps - 1))
-        drawn.append(f'<text x="{x:.1f}" y="{_HEIGHT - 18:.1f}" text-anchor="middle">{step}</text>')
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    drawn.append(f'<text x="{middle:.1f}" y="{_HEIGHT - 3:.1f}" text-anchor="middle">step</text>')
-    drawn.append(f'<text x="{_LEFT + 4}" y="{_TOP - 9:.1f}">{escape(unit)}</text>')
+        drawn.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8:.1f}" text-anchor="middle">{step}</text>')
+    drawn.append(f'<text x="{_LEFT - 18}" y="{_HEIGHT - 8:.1f}" text-anchor="end">step</text>')
+    drawn.append(f'<text x="{_LEFT}" y="{_TOP - 12}">{escape(unit)}</text>')
     return drawn
+
+
+def _short(level: float, span: float) -> str:
+    """A number for an axis, in as many characters as there is room for."""
+    text = f"{level if abs(level) > 1e-3 * span else 0.0:.3g}"
+    return text if len(text) <= 6 else f"{level:.0e}"
+
+
+def _stride(length: float) -> int:
+    """Of round numbers from 0 to a length, with which there are not too many of them."""
+    return next(
+        stride
+        for stride in (digit * unit for unit in _POWERS for digit in (1, 2, 5))
+        if length < stride * _LINES_MAX
+    )
 
 
 def _table(identity: str, title: str, curves: Mapping[str, Sequence[float]], steps: int) -> str:

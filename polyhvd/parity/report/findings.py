@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["SCHEMA", "Check", "Report"]
+__all__ = ["SCHEMA", "Check", "Report", "counted"]
 
 #: Of the JSON; the number changes when a field changes its meaning or goes away.
 SCHEMA = {"name": "polyhvd.parity", "version": 2}
@@ -80,3 +80,8 @@ class Report:
     def differing(self) -> list[Check]:
         """The checks that do not agree."""
         return [check for check in self.checks if not check.agree]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: "1 step", "2 steps"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 from polyhvd.parity.report.charts import Curve, chart
-from polyhvd.parity.report.findings import Check, Report
+from polyhvd.parity.report.findings import Check, Report, counted
 from polyhvd.parity.report.style import STYLE
 
 __all__ = ["as_html"]
@@ -30,6 +31,8 @@ _ADVICE = {
     "models": "Make both models with the same layers in the same order, and freeze the same weights.",
     "nan": "Lower the learning rate (--rate), or look at the layer named above for a log or a quotient of 0.",
     "batches": "Let every framework have the same rows in every step.",
+    "no-room": "Free what TMPDIR is on, or set TMPDIR to a folder with more room.",
+    "precision": "Leave the framework out of --frameworks, or take another case or --precision.",
 }
 
 
@@ -63,11 +66,11 @@ def as_html(report: Report) -> str:
 def _head(report: Report) -> str:
     word = "All agree" if report.status == 0 else "Differ" if report.outcome == "differ" else "Not compared"
     classes = "good" if report.status == 0 else "bad"
-    took = f"{report.steps} steps, " if report.steps else ""
+    took = f"{counted(report.steps, 'step')}, " if report.steps else ""
     return (
         f"<header><h1>Parity of {escape(report.case)}</h1>"
         f'<p class="verdict {classes}"><strong>{word}.</strong> {_lines(report.message)}</p>'
-        f"<p>{escape(', '.join(report.frameworks) or 'scripts')}; {took}{report.ranks} ranks, "
+        f"<p>{escape(', '.join(report.frameworks) or 'scripts')}; {took}{counted(report.ranks, 'rank')}, "
         f"{report.seconds:.1f} s.</p></header>"
     )
 
@@ -79,21 +82,37 @@ def _lines(text: str) -> str:
 
 
 def _next_steps(report: Report) -> str:
-    if report.status == 0:
-        steps = [
-            "Nothing has to be done. Other optimizers (--optimizer), more steps (--steps) and other numbers "
-            "of ranks (--np) look at more."
-        ]
-    elif report.outcome != "differ":
-        steps = [_ADVICE.get(report.outcome, "")]
+    is_case = bool(report.frameworks)
+    if report.outcome == "differ":
+        items = "".join(f"<li>{_to_do(checks)}</li>" for checks in _by_place(report.differing))
+        return _section("next", "What to do next", f"<ol>{items}</ol>")
+    if report.status:
+        step = _ADVICE[report.outcome]
+        if report.outcome == "rank-died" and not is_case:
+            step = "Run the program of that rank alone, and read what it prints."
     else:
-        steps = []
-        for check in sorted(report.differing, key=_place):
-            text = f"<strong>{escape(check.name)}</strong>: {escape(check.text)}"
-            advice = escape(str(check.first.get("advice", "")))
-            steps.append(f"{text}<br>{advice}")
-        return _section("next", "What to do next", f"<ol>{''.join(f'<li>{s}</li>' for s in steps)}</ol>")
-    return _section("next", "What to do next", "".join(f"<p>{escape(step)}</p>" for step in steps))
+        step = "Nothing has to be done." + is_case * (
+            " Other optimizers (--optimizer), more steps (--steps) and other numbers of ranks (--np) look at "
+            "more."
+        )
+    return _section("next", "What to do next", f"<p>{escape(step)}</p>")
+
+
+def _by_place(checks: Sequence[Check]) -> list[list[Check]]:
+    """Causes first; those that part at one place together."""
+    found: dict[tuple[object, ...], list[Check]] = {}
+    for check in sorted(checks, key=_place):
+        place = (check.first.get(key) for key in ("step", "layer", "kind", "detail", "advice"))
+        found.setdefault((check.question, *place), []).append(check)
+    return list(found.values())
+
+
+def _to_do(checks: Sequence[Check]) -> str:
+    first, *others = checks
+    parts = [f"<strong>{escape(first.name)}</strong>: {escape(first.text)}"]
+    if others:
+        parts.append(f"There as well: {escape('; '.join(check.name for check in others))}.")
+    return "<br>".join([*parts, escape(str(first.first.get("advice", "")))])
 
 
 def _place(check: Check) -> tuple[int, int]:
@@ -122,12 +141,15 @@ def _checks(report: Report) -> str:
             )
         rows.append(
             f'<tr class="{result}"><th scope="row">{escape(check.name)}</th><td>{result}</td>'
-            f"<td>{check.loss:.1e}</td><td>{worst:.1e}</td><td>{escape(where)}</td></tr>"
+            f'<td class="number">{check.loss:.1e}</td><td class="number">{worst:.1e}</td>'
+            + (f'<td class="where">{escape(where)}</td></tr>' if report.differing else "</tr>")
         )
+    last = '<th scope="col">first difference</th>' if report.differing else ""
     table = (
-        '<div class="wide" role="region" tabindex="0" aria-label="All comparisons"><table><thead><tr>'
+        '<div class="wide" role="region" tabindex="0" aria-label="All comparisons">'
+        '<table class="checks"><thead><tr>'
         '<th scope="col">comparison</th><th scope="col">result</th><th scope="col">losses</th>'
-        '<th scope="col">worst</th><th scope="col">first difference</th></tr></thead>'
+        f'<th scope="col">worst</th>{last}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
         "<p>Differences are relative: of losses by the loss, of tensors by their norm.</p>"
     )
@@ -166,7 +188,7 @@ def _losses(report: Report) -> str:
     for number, (framework, modes) in enumerate(report.losses.items()):
         for mode, losses in modes.items():
             dashes = {"plain": "", "one": " dashed", "all": " dotted"}[mode]
-            name = f"{framework}, {_MODES.get(mode, f'{report.ranks} ranks')}"
+            name = f"{framework}, {_MODES.get(mode, counted(report.ranks, 'rank'))}"
             curves.append((name, f"c{number}{dashes}", losses))
     if not curves:
         return ""
@@ -192,7 +214,8 @@ def _heat_maps(report: Report) -> str:
     keys = "".join(f'<li><span class="cell {name}"></span>{text}</li>' for _, name, text in _LEVELS)
     body = [
         "<p>Of each layer and step the largest difference of an activation, gradient or update, in per cent "
-        f'of what may be rounding.</p><ul class="legend">{keys}</ul>',
+        "of what may be rounding; “!!” is 10,000 or more.</p>"
+        f'<ul class="legend">{keys}</ul>',
         _map("Worst of all comparisons", worst, names),
     ]
     for check in report.differing[:_MAPS_MAX]:

@@ -10,7 +10,7 @@ STYLE = """
 --h0:#eef3f8;--h1:#cfe0f2;--h2:#8fb8e0;--h3:#f0a35e;--h4:#c4161c;--on-h:#111;--on-h4:#fff}
 @media (prefers-color-scheme:dark){:root{--ground:#141419;--text:#ececf1;--weak:#b0b0bd;--edge:#44444f;
 --soft:#22222a;--good:#6fdc93;--bad:#ff8f9c;--link:#9cc2ff;--c0:#7db1ff;--c1:#ffab66;--c2:#5fd39b;--c3:#d69bf5;
---h0:#20262e;--h1:#24405e;--h2:#2f6aa6;--h3:#b8651b;--h4:#e5484d;--on-h:#fff;--on-h4:#000}}
+--h0:#20262e;--h1:#24405e;--h2:#2f6aa6;--h3:#a95a14;--h4:#e5484d;--on-h:#fff;--on-h4:#000}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--text);font:1rem/1.5 system-ui,sans-serif}
 main{max-width:70rem;margin:0 auto;padding:1rem}
@@ -41,7 +41,8 @@ vertical-align:text-bottom}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;padding:0;font-size:.9rem}
 figure{margin:0}figcaption{font-weight:600}
 figure>svg{width:100%;height:auto;max-height:24rem;display:block}
-svg text{fill:var(--weak);font:11px system-ui,sans-serif}
+svg text{fill:var(--weak);font:12px system-ui,sans-serif}
+.over{paint-order:stroke;stroke:var(--ground);stroke-width:4px}
 .grid{stroke:var(--edge);stroke-width:1}.limit{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:2 3}
 .curve{fill:none;stroke-width:2}.key{width:1.8rem;height:.5rem;margin-right:.4rem;vertical-align:middle}
 .dashed{stroke-dasharray:7 5}.dotted{stroke-dasharray:2 4}
@@ -49,6 +50,8 @@ svg text{fill:var(--weak);font:11px system-ui,sans-serif}
 pre{overflow-x:auto;font-size:.85rem}
 summary{cursor:pointer;padding:.3rem 0;color:var(--link)}
 dt{font-weight:600}dd{margin:0 0 .5rem}
-@media (max-width:40rem){main{padding:.7rem}tbody th{min-width:13rem}svg text{font-size:15px}
-.heat tbody th{min-width:0}.heat th span{max-width:6rem}}
+.checks tbody th{min-width:17rem}.where{min-width:18rem;overflow-wrap:anywhere}.number{white-space:nowrap}
+ol>li{margin-bottom:.6rem}
+@media (max-width:40rem){main{padding:.7rem}svg text{font-size:22px}.checks tbody th{min-width:8.8rem}
+.checks th,.checks td{padding:.25rem .35rem}.checks{font-size:.85rem}.heat th span{max-width:6rem}}
 """
