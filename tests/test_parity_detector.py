@@ -20,7 +20,7 @@ from polyhvd.parity.case import Case
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.judging import ADVICE, Finding, judge
 from polyhvd.parity.runs import Run
-from polyhvd.parity.traces import KINDS, Bounds, differences, told, trace_of
+from polyhvd.parity.traces import KINDS, Bounds, differences, grown, told, trace_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
@@ -256,3 +256,22 @@ def test_the_documentation_has_every_kind_in_the_order_of_causes() -> None:
     listed = re.findall(r"^\| `([a-z ]+)` \|", section, re.MULTILINE)
     assert listed == list(dict.fromkeys(map(told, KINDS)))
     assert set(listed) == set(ADVICE)
+
+
+def test_what_has_faded_is_measured_by_what_it_was() -> None:
+    """A loss near 0 has gradients that are the rounding errors of what made them."""
+
+    def traces(size: float) -> dict[Any, Any]:
+        kinds = ("gradient", "update", "weights")
+        made = [trace_of(kind, 0, 0, "w", np.full(8, size, np.float32)) for kind in kinds]
+        return {trace.key: trace for trace in made}
+
+    def found(one: float, two: float, largest: Any) -> set[str]:
+        bounds = Bounds(300, 3, largest=largest)
+        parts = differences(traces(one), traces(two), bounds)
+        return {key[0] for key, relative, limit in parts if relative > limit}
+
+    largest = grown(grown({}, traces(1.0)), traces(1e-6))
+    assert found(1e-6, 1.01e-6, {}) == {"gradient", "update", "weights"}
+    assert found(1e-6, 1.01e-6, largest) == {"weights"}
+    assert found(1e-3, 1.01e-3, largest) == {"gradient", "update", "weights"}  # not faded as far as that

@@ -17,6 +17,7 @@ from polyhvd.parity.traces import (
     Key,
     Trace,
     differences,
+    grown,
     in_order,
     joined,
     mean_of,
@@ -310,8 +311,10 @@ def _pair(question: str, reference: Run, other: Run, precision: str) -> Pair:
     cells: list[list[float]] = []
     firsts: list[Finding] = []
     layers = len(reference.layers)
+    largest: dict[str, float] = {}
     for step, (one, two) in enumerate(zip(reference.steps, other.steps, strict=False)):
-        bounds = Bounds(step, layers, max(one.terms, two.terms), precision)
+        largest = grown(largest, one.traces)
+        bounds = Bounds(step, layers, max(one.terms, two.terms), precision, largest)
         sides = _with_loss(one, layers), _with_loss(two, layers)
         finding, row = _step(*sides, bounds, worst, question)
         cells.append(row)

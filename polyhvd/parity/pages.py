@@ -141,6 +141,18 @@ class Plan:
             order = [mine[facts.key][0] for facts in reference] if self.fits else []
             self._orders.append(None if order == list(range(len(order))) else np.array(order, np.intp))
 
+    def grown(self, largest: Array, side: Array) -> Array:
+        """What :func:`polyhvd.parity.traces.grown` keeps, of each of :data:`KINDS`.
+
+        Args:
+            largest: before this step.
+            side: of the first rank its sketches, one in a row.
+        """
+        norms = side[:, 0]
+        with np.errstate(all="ignore"):
+            totals = np.sqrt(np.bincount(self._kinds, norms * norms, len(KINDS)))
+        return np.fmax(largest, totals)
+
     def accepts(self, sides: Sequence[Array]) -> bool:
         """Whether there is nothing but rounding between the first rank and the others.
 

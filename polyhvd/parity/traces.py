@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from polyhvd.training.mapping import Weight
 __all__ = [
     "ALONE",
     "CUT",
+    "FADING",
     "KINDS",
     "NOISE",
     "Bounds",
@@ -24,6 +25,7 @@ __all__ = [
     "Trace",
     "common_input",
     "differences",
+    "grown",
     "in_order",
     "joined",
     "mean_of",
@@ -57,6 +59,8 @@ CUT = ("data", "input", "activation")
 ALONE = (*CUT, "loss", "learning rate")
 #: From the last layer to the first.
 _BACKWARD = ("gradient", "average")
+#: What fades as a loss gets near 0, down to rounding errors of what made it.
+FADING = (*_BACKWARD, "momentum", "second moment", "update")
 #: With numbers such as 1 - 0.999, whose rounding errors are a thousand times as large.
 _OF_OPTIMIZERS = ("momentum", "second moment", "update")
 #: What an optimizer keeps is a part of what it does.
@@ -215,12 +219,15 @@ class Bounds:
         layers: with weights; 0: not known.
         terms: most that are added up for one element.
         precision: in which layers compute, NumPy's name of the dtype.
+        largest: of gradients, and of what optimizers make of them, the norm of all in the step so far in
+            which it was largest, by kind; see :func:`grown`.
     """
 
     step: int = 0
     layers: int = 0
     terms: int = TERMS
     precision: str = "float32"
+    largest: Mapping[str, float] = field(default_factory=dict)
 
     def limit(self, trace: Trace | Facts) -> float:
         """Up to which fraction of a tensor's norm a difference is taken for rounding.
@@ -230,13 +237,24 @@ class Bounds:
         """
         flat = _flat_limit(trace.dtype)
         if self.precision != "float32":  # whose layers' errors are independent: their squares add up
-            once = 4 * roundoff_of(self.precision)
+            once = 6 * roundoff_of(self.precision)
             return max(flat, min(once * math.sqrt(_WITHIN_LAYERS + 6 * self.layers), _LIMIT_IN_HALF_MAX))
         if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
             return flat
         terms = min(max(self.terms, _TERMS_MIN), TERMS)
         passes = _WITHIN_LAYERS + 2 * self.layers
         return min(flat, passes * tolerance_of(trace.dtype, terms).rtol)
+
+
+def grown(largest: Mapping[str, float], traces: Mapping[Key, Trace]) -> dict[str, float]:
+    """What ``largest`` of :class:`Bounds` is after another step.
+
+    Args:
+        largest: before it.
+        traces: of the reference.
+    """
+    totals = totals_of(traces, traces)
+    return {kind: max(totals[kind], largest.get(kind, 0.0)) for kind in FADING}
 
 
 def _flat_limit(dtype: str) -> float:
@@ -268,8 +286,9 @@ def differences(
     common = traces.keys() & references.keys()
     limits = {key: bounds.limit(references[key]) for key in common}
     totals = totals_of(references, common)
+    scales = {kind: max(total, bounds.largest.get(kind, 0.0)) for kind, total in totals.items()}
     found = {
-        key: relative_difference(traces[key], references[key], totals[key[0]]) for key in in_order(common)
+        key: relative_difference(traces[key], references[key], scales[key[0]]) for key in in_order(common)
     }
     idle = {
         key[1]: references[key].layer

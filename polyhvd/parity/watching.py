@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity import log
 from polyhvd.parity.models import framework_of, module_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
 from polyhvd.parity.recording import Recorder
-from polyhvd.parity.traces import Bounds, differences, in_order, told
+from polyhvd.parity.traces import FADING, KINDS, Bounds, differences, in_order, told
 from polyhvd.runtime import current
 
 __all__ = ["Divergence", "Watch", "watch"]
@@ -91,6 +93,7 @@ class Watch:
         self._states_of = getattr(framework, "kept_of", framework.states_of)
         self._pages = Pages(prefix, process_set)
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._largest = np.zeros(len(KINDS))
         self._recorder = Recorder(weights_of(model), framework.batch_norm_of, keeps_all=False)
         self._ends: list[Callable[[], None]] = []
         for number, weight in enumerate(self._recorder.layers):
@@ -164,6 +167,7 @@ class Watch:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
             plan = self._plans[digests] = Plan([page.facts for page in pages], self._limit)
+        self._largest = plan.grown(self._largest, pages[0].rows[1:])
         return plan.accepts([page.rows[1:] for page in pages])
 
     def _entry(self, found: Divergence | None) -> dict[str, Any]:
@@ -178,7 +182,8 @@ class Watch:
 
     def _first_of(self, pages: Sequence[Page], ranks: Sequence[int]) -> Divergence | None:
         sides = [page.traces for page in pages]
-        bounds = Bounds(self.steps)  # what is between the layers of a model is not known
+        largest = {kind: float(self._largest[KINDS.index(kind)]) for kind in FADING}
+        bounds = Bounds(self.steps, largest=largest)  # what is between the layers of a model is not known
         found = [
             {key: (relative, limit) for key, relative, limit in differences(side, sides[0], bounds)}
             for side in sides[1:]
