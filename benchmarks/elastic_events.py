@@ -1,7 +1,7 @@
-"""What ranks of jobs that lose processes have noted, read while they run: which world they are in, and since when.
+"""What ranks of jobs that lose processes have noted, read while they run.
 
-Ranks append lines to one file (:class:`benchmarks.elastic_rank.Events`); whoever ends a process of theirs reads
-here who there is, and afterwards how long the others took.
+Ranks append lines to one file (:class:`benchmarks.elastic_rank.Events`); whoever ends a process of theirs
+reads here who there is, and afterwards how long the others took.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Log:
                 yield World(number, first)
 
     def settled(self, size: int, spares: int = 0) -> World:
-        """Wait for a world of this size, all of whose ranks live, with so many processes that wait to join."""
+        """Wait for a world of this size, all of whose ranks live, with so many that wait to join."""
 
         def found() -> World | None:
             newest = max((e["world"] for e in self.events if e["event"] == "step"), default=-1)

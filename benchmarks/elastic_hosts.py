@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from benchmarks.elastic_events import JobError, Log, Loss, World
 from benchmarks.launchers import ROOT, CannotStart
 
 HOSTS = 3
-#: In the order in which they are caused; how many of each for twenty losses of a rank.
+#: In the order in which they are caused.
 KINDS = ("rank", "agent", "notice", "cable")
 FRAMEWORKS = ("numpy", "torch")
 #: No slot rests after a failure, and the job goes on however often it loses one.
@@ -52,9 +54,24 @@ def hosts() -> Iterator[Hosts]:
     with (
         tempfile.TemporaryDirectory() as folder,
         netns.hosts(HOSTS) as made,
+        _named(made),
         sshd.sshd_on(Path(folder), made) as options,
     ):
         yield Hosts(made, options)
+
+
+@contextlib.contextmanager
+def _named(places: Sequence[Any]) -> Iterator[None]:
+    """Have the name that they share be each one's own address there, since some look theirs up by it."""
+    folders = [Path("/etc/netns") / place.name for place in places]
+    try:
+        for folder, place in zip(folders, places, strict=True):
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{place.address} {socket.gethostname()}\n")
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Cluster:

@@ -1,8 +1,8 @@
 """Makes the environments of what elastic jobs are measured beside: ``make bench-peers``.
 
-Ray Train and Horovod each get a virtual environment in build/peers, which sees the suite's PyTorch and is kept
-between runs; ``python tools/bench_peers.py ray`` makes one. Horovod is compiled, from its last version with one
-change of the C++ standard, as docs/performance.md says.
+Ray Train and Horovod each get a virtual environment in build/peers, which sees the suite's PyTorch and is
+kept between runs; ``python tools/bench_peers.py ray`` makes one. Horovod is compiled, from its last version
+with one change of the C++ standard, as docs/performance.md says.
 """
 
 from __future__ import annotations
