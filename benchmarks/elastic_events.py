@@ -6,8 +6,10 @@ reads here who there is, and afterwards how long the others took.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -80,7 +82,9 @@ class Log:
                 self.process.wait()
         self.read()
         for pid in {event["pid"] for event in self.events if _is_there(event)}:
-            os.kill(pid, 9)
+            with contextlib.suppress(OSError):  # whose number may be another process's by now
+                if str(self._path.parent) in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
 
     def read(self) -> list[Event]:
         """Take in what has been noted meanwhile."""
