@@ -80,6 +80,8 @@ class Log:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # what it has left of its group
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.read()
         for pid in {event["pid"] for event in self.events if _is_there(event)}:
             with contextlib.suppress(OSError):  # whose number may be another process's by now
