@@ -192,6 +192,11 @@ BENCH ?=
 bench: $(STAMPS)/test
 	$(PY) -m benchmarks $(BENCH)
 
+##@ bench-peers  Ray Train and Horovod in environments of their own, beside which elastic jobs are measured
+.PHONY: bench-peers
+bench-peers: $(STAMPS)/test
+	$(PY) tools/bench_peers.py
+
 build/core/plain/instructions: build/core/plain/benchmarks/instructions.o $(STAMPS)/build
 	$(CXX) -pthread $< $(INSTALLED) -o $@
 

@@ -31,6 +31,9 @@ def arguments() -> argparse.Namespace:
     names = [*(part.name for part in PARTS), *ALONE]
     parser.add_argument("--only", metavar="PART,...", default="", help=f"of {', '.join(names)}")
     parser.add_argument("--peers", metavar="PEER,...", default="", help=f"of {', '.join(ENTRIES)}")
+    parser.add_argument(
+        "--part", metavar="PART,...", default="", help=f"with --only elastic: of {', '.join(elastic.PARTS)}"
+    )
     parser.add_argument("--max-mb", type=int, default=256, metavar="N", help="largest vector")
     parser.add_argument("--quick", action="store_true", help="three short rounds, and at most 16 MB")
     parser.add_argument("--rounds", type=int, metavar="N", help="blocks of each peer (7)")
@@ -57,7 +60,9 @@ def arguments() -> argparse.Namespace:
     options.horovod = os.path.abspath(horovod)  # ranks start in another folder
     options.only = [name for name in options.only.split(",") if name]
     options.peers = [name for name in options.peers.split(",") if name]
-    for given, known in ((options.only, names), (options.peers, list(ENTRIES))):
+    options.part = [name for name in options.part.split(",") if name]
+    listed = ((options.only, names), (options.peers, list(ENTRIES)), (options.part, list(elastic.PARTS)))
+    for given, known in listed:
         if wrong := sorted(set(given) - set(known)):
             parser.error(f"{', '.join(wrong)}: not one of {', '.join(known)}")
     return options
@@ -132,7 +137,7 @@ def main() -> int:
             return launch.main(options.output, quick=options.quick, priority=options.priority)
         if name == "parity":
             return parity.main(options.output, quick=options.quick)
-        return elastic.main(options.output, quick=options.quick)
+        return elastic.main(options.output, quick=options.quick, parts=options.part or elastic.PARTS)
     rounds = options.rounds or (3 if options.quick else 7)
     block_s = 0.05 if options.quick or options.priority else 0.15
     fixed = options.quick or options.priority

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import elastic_hosts, elastic_peers
 from benchmarks.elastic_rank import JOBS
-from benchmarks.launchers import ROOT
+from benchmarks.launchers import ROOT, CannotStart
 
 RANKS = 3
 _TIMEOUT_S = 600.0
@@ -126,8 +127,12 @@ def row(label: str, values: Sequence[float]) -> str:
     return f"| {label} | {statistics.median(values):.0f} | {spread} | {len(values)} |"
 
 
-def main(folder: Path, *, quick: bool = False) -> int:
-    """Measure everything, print the table, and write elastic.md and elastic.json."""
+#: What can be asked for alone.
+PARTS = ("own", "hosts", "peers")
+
+
+def main(folder: Path, *, quick: bool = False, parts: Sequence[str] = PARTS) -> int:
+    """Measure everything or some parts, print the table, and write elastic.md and elastic.json."""
     kills = 3 if quick else 20
     lines = ["# Elastic jobs", "", "Milliseconds: median, least to most, number.", ""]
     lines += [f"{RANKS} ranks on one host, a state of 102 MB in 161 tensors, kill -9 of one rank.", ""]
@@ -140,16 +145,28 @@ def main(folder: Path, *, quick: bool = False) -> int:
         print(lines[-1], flush=True)
 
     print("\n".join(lines), flush=True)
-    for framework in JOBS:
+    for framework in JOBS if "own" in parts else ():
         with_spare = job(framework, 102, kills, spare=True)
         add(f"{framework}: error in the last survivor's script", with_spare.errors)
         add(f"{framework}: from there to the first new step, a spare", with_spare.steps)
         shrunk = job(framework, 102, max(3, kills // 4), spare=False)
         add(f"{framework}: the same without a spare", shrunk.steps)
         add(f"{framework}: pause of the others for a newcomer", shrunk.pauses)
-    for name, values in commits(kills).items():
+    for name, values in commits(kills).items() if "own" in parts else ():
         what = "commit of 205 MB (ResNet-50 and momentum)" if name == "commit" else "a copy of as many bytes"
         add(f"torch: {what}", values)
+    notes: list[str] = []
+    try:
+        for label, values in elastic_hosts.rows(kills) if "hosts" in parts else ():
+            add(label, values)
+    except CannotStart as error:
+        notes.append(f"- several hosts: not measured: {error}")
+    for label, values, note in elastic_peers.rows(max(3, kills // 2)) if "peers" in parts else ():
+        add(label, values)
+        notes.append(f"- {label}: {note}")
+    if notes:
+        print("\n".join(["", *notes]), flush=True)
+        lines += ["", *notes]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "elastic.md").write_text("\n".join(lines) + "\n")
     (folder / "elastic.json").write_text(json.dumps(kept, indent=1) + "\n")

@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))  # for benchmarks, which is not installed
 import netns  # noqa: E402  tests/harness, on the path by tests/conftest.py
 from launching import wait_until  # noqa: E402
 
-from benchmarks import elastic, launch, parity  # noqa: E402
+from benchmarks import elastic, elastic_hosts, elastic_peers, launch, parity  # noqa: E402
+from benchmarks.elastic_events import JobError, Log  # noqa: E402
 from benchmarks.interleave import Effort, interleaved  # noqa: E402
 from benchmarks.launchers import RENDEZVOUS, SECRET  # noqa: E402
 from benchmarks.peers import ENTRIES  # noqa: E402
@@ -268,6 +269,89 @@ def test_losses_are_read_from_what_the_ranks_have_noted() -> None:
     assert found.steps == pytest.approx([92.0])  # process 4, at 2.104
     assert found.pauses == pytest.approx([102.0])
     assert elastic.losses_of(events[:6], ranks_after=3).steps == []  # the job has ended
+
+
+def noted(folder: Path, *events: tuple[float, str, int, dict[str, int]]) -> Log:
+    """A job that has noted these, of processes whose numbers no process can have."""
+    lines = [
+        json.dumps({"at": at, "event": name, "pid": (1 << 22) + pid, **more})
+        for at, name, pid, more in events
+    ]
+    (folder / "events").write_text("".join(f"{line}\n" for line in lines))
+    log = Log(folder, ["sleep", "60"])
+    log.read()
+    return log
+
+
+def steps(at: float, step: int, world: int, *pids: int) -> list[tuple[float, str, int, dict[str, int]]]:
+    return [(at + pid / 1000, "step", pid, {"step": step, "world": world, "size": len(pids)}) for pid in pids]
+
+
+def test_cost_of_a_loss_is_that_of_those_that_stay(tmp_path: Path) -> None:
+    log = noted(
+        tmp_path,
+        *steps(1.0, 7, 1, 1, 2, 3),
+        (2.010, "error", 1, {}),
+        (2.020, "error", 2, {}),
+        (9.000, "error", 3, {}),  # of a host whose cable is cut: it hears later
+        *steps(2.1, 5, 2, 1, 2),
+        *steps(3.0, 6, 3, 1, 2, 4),
+    )
+    try:
+        (former, *_) = log.worlds()
+        loss = log.after(former, 2.0)
+        assert [loss.error, loss.step] == pytest.approx([20.0, 102.0])
+        assert (loss.pause, loss.steps_lost) == (0.0, 2)
+        assert [world.number for world in log.worlds()] == [1, 2, 3]
+    finally:
+        log.close()
+
+
+def test_pause_is_from_the_interrupt_and_a_step_that_is_made_again_is_lost(tmp_path: Path) -> None:
+    events = (*steps(1.0, 7, 1, 1, 2, 3), *((2.0, "interrupt", pid, {}) for pid in (1, 2, 3)))
+    for again in (0, 1):
+        log = noted(tmp_path, *events, *steps(2.05, 8 - again, 2, 1, 2))
+        try:
+            loss = log.after(next(log.worlds()), 1.5)
+        finally:
+            log.close()
+        assert loss.pause == pytest.approx(52.0)
+        assert (loss.error, loss.steps_lost) == (0.0, again)
+
+
+def test_world_that_is_not_whole_does_not_count_and_a_job_that_ends_is_told(tmp_path: Path) -> None:
+    log = noted(tmp_path, *steps(1.0, 1, 1, 1, 2), *steps(2.0, 1, 2, 1, 2)[:1])
+    try:
+        (former,) = log.worlds()
+        log.process.kill()
+        with pytest.raises(JobError, match=r"next world did not come: the job ended with -9"):
+            log.after(former, 1.5)
+    finally:
+        log.close()
+
+
+def test_peers_that_are_not_installed_are_said_and_the_others_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic_peers, "ENVIRONMENTS", ROOT / "build" / "no such peers")
+    lacking = tuple(
+        peer for peer in elastic_peers.PEERS if "torchrun" not in peer.label and not peer.several_hosts
+    )
+    monkeypatch.setattr(elastic_peers, "PEERS", lacking)
+    found = list(elastic_peers.rows(3))
+    assert [values for _, values, _ in found] == [[], []]
+    assert all("make bench-peers" in note for _, _, note in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not netns.available(), reason="needs root and iproute2")
+def test_events_on_several_hosts_are_measured() -> None:
+    with elastic_hosts.hosts() as among:
+        found = elastic_hosts.job(among, "numpy", 1, dict.fromkeys(elastic_hosts.KINDS, 1))
+    assert all(len(losses) == 1 for losses in found.values())
+    assert found["notice"][0].steps_lost == 0
+    assert found["notice"][0].error == 0
+    assert found["cable"][0].error > 1000  # it is the heartbeat's time
 
 
 def test_what_polyhvdrun_adds_is_told_of_each_turn() -> None:

@@ -42,6 +42,8 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = _NEVER  # number of the last; the same for the same commit on all ranks
         self._is_commit = False  # whether the values are those of the last commit
+        self._checks = 0  # since the last commit or sync()
+        self._boundary = 0  # the check in which all ranks have left their world; 0: they have not
         self._owner = ""  # who alone may commit, if anybody
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
@@ -77,6 +79,7 @@ class State:
             raise InvalidArgumentError(f"state.commit(): leave it to {self._owner}")
         self.save()
         self._commits += 1
+        self._checks = 0
         member = process.find()
         if member is not None:
             member.progress()
@@ -103,7 +106,9 @@ class State:
         if member is None:
             return
         member.step()
+        self._checks += 1
         if member.is_awaited():
+            self._boundary = self._checks
             raise HostsUpdatedInterrupt
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -255,16 +260,20 @@ class ObjectState(State):
 
             state.sync()
         """
-        told = allgather_object((self._commits, self._is_commit), name="elastic.state.commits")
-        commits = [number for number, _ in told]
+        mine = (self._commits, self._is_commit, self._boundary)
+        told = allgather_object(mine, name="elastic.state.commits")
+        commits = [number for number, *_ in told]
         newest = max(commits)
         root = commits.index(newest)
-        same = newest != _NEVER and all(item == (newest, True) for item in told)
+        # At one commit, or all on one side of a step after it, nobody has anything new for the others.
+        has_a_place = self._is_commit or self._boundary > 0
+        same = newest != _NEVER and has_a_place and all(item == mine for item in told)
         kept = self._is_commit and (same or self._rank() == root)
         self._sync_from(root, same=same)
         self._keep_synced(kept=kept)
         self._commits = max(newest, 0)
         self._is_commit = False
+        self._checks = self._boundary = 0
 
     def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Say what is this rank's own, and is not to become what another rank has.
@@ -326,7 +335,7 @@ class ObjectState(State):
 
         Args:
             root: which.
-            same: whether all ranks are at one commit, so that what is equal in each needs no telling.
+            same: whether all ranks are at one commit or step, so that what is equal in each needs no telling.
         """
         if self._names:
             values = {name: getattr(self, name) for name in self._names}
@@ -422,7 +431,7 @@ class Handler:
 
         Args:
             root: which.
-            same: whether all ranks are at one commit, so that what is equal in each needs no telling.
+            same: whether all ranks are at one commit or step, so that what is equal in each needs no telling.
 
         Raises:
             HorovodInternalError: a rank was lost or has shut down.

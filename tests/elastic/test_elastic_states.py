@@ -9,6 +9,8 @@ import numpy as np
 import polyhvd.numpy as hvd
 import pytest
 
+from polyhvd.elastic import process
+
 pytestmark = pytest.mark.ranks(1, 3, framework="numpy")
 
 
@@ -146,3 +148,50 @@ def test_interrupt_is_raised_by_the_same_commit_on_all_ranks_and_undoes_nothing(
 
     assert hvd.elastic.run_fn(train, lambda: calls.append("rewire"))(state) == "done"
     assert calls == [0, "rewire", "reset", 5]
+
+
+class Awaited:
+    """A member whose world is to come to a boundary."""
+
+    def step(self) -> None: ...
+
+    def progress(self) -> None: ...
+
+    def is_awaited(self) -> bool:
+        return True
+
+
+def leave_world(state: Any, checks: int = 1) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "find", Awaited)
+        for _ in range(checks):
+            with pytest.raises(hvd.HostsUpdatedInterrupt):
+                state.check_host_updates()
+
+
+def test_ranks_that_left_at_one_step_send_no_arrays_and_have_it_as_their_commit() -> None:
+    state = make()
+    state.sync()
+    state.step = 3
+    state.w[:] = hvd.rank()  # what differs between ranks tells that it was not sent
+    leave_world(state)
+    before = hvd.counters()["operations"]
+    state.sync()
+    assert hvd.counters()["operations"] - before < 8
+    state.w[:] = -1
+    state.restore()
+    assert (state.step, state.w.tolist()) == (3, 4 * [hvd.rank()])
+
+
+def test_ranks_that_left_at_different_steps_or_lost_that_step_get_one_rank_s_values() -> None:
+    for leaves in (
+        lambda state: leave_world(state, 1 + hvd.rank()),
+        lambda state: (leave_world(state), state.sync()),  # that boundary is passed
+        lambda state: (leave_world(state), state.restore()) if hvd.rank() else leave_world(state),
+    ):
+        state = make()
+        state.sync()
+        leaves(state)
+        state.w[:] = hvd.rank()
+        state.sync()
+        assert state.w.tolist() == [0, 0, 0, 0]
