@@ -68,7 +68,8 @@ _TOLD = {"momentum": "update", "second moment": "update"}
 #: Errors of many layers and steps add up; those of mistakes are far larger.
 _LAYERS_AND_STEPS = 64.0
 _LIMIT_MAX = 0.05
-_LIMIT_IN_HALF_MAX = 0.35
+#: Tensors that have nothing to do with each other differ by 1.4 of their norm.
+_LIMIT_IN_HALF_MAX = 0.7
 #: Functions, softmax and the steps of a recurrent cell have errors, too, and are not counted as layers.
 _WITHIN_LAYERS = 8
 _TERMS_MIN = 256
@@ -236,9 +237,9 @@ class Bounds:
             trace: of the reference.
         """
         flat = _flat_limit(trace.dtype)
-        if self.precision != "float32":  # whose layers' errors are independent: their squares add up
-            once = 6 * roundoff_of(self.precision)
-            return max(flat, min(once * math.sqrt(_WITHIN_LAYERS + 6 * self.layers), _LIMIT_IN_HALF_MAX))
+        if self.precision != "float32":  # whose layers' and steps' errors are independent: squares add up
+            errors = (_WITHIN_LAYERS + 6 * self.layers) * (1 + self.step)
+            return max(flat, min(4 * roundoff_of(self.precision) * math.sqrt(errors), _LIMIT_IN_HALF_MAX))
         if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
             return flat
         terms = min(max(self.terms, _TERMS_MIN), TERMS)
