@@ -133,6 +133,15 @@ def test_job_whose_ranks_have_all_left_says_resume_me(launcher: Launcher) -> Non
     assert "every process has left with notice" in err
 
 
+def test_job_whose_ranks_have_all_left_keeps_no_spare_waiting(launcher: Launcher) -> None:
+    job = Job(launcher, "-np", "1", "--min-np", "1", "--spares", "1")
+    (pid,) = job.world(1, 1)
+    os.kill(pid, signal.SIGTERM)
+    status, out, err = launcher.finish()
+    assert status == RESUME_STATUS, err
+    assert out.count("left rank") == 1
+
+
 def test_rank_that_comes_to_no_boundary_is_killed_after_the_grace(launcher: Launcher) -> None:
     job = Job(launcher, "-np", "2", "--min-np", "2", "--term-grace-s", "1", env={"NO_COMMITS": "1"})
     pids = job.world(1, 2)
