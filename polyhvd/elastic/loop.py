@@ -94,6 +94,7 @@ def looped(
                 if not skip_sync:
                     state.sync()
                 skip_sync = state._is_commit = False
+                state._boundary = 0
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
@@ -113,6 +114,7 @@ def looped(
                 if not must_reset:  # else the state is restored already
                     _leave()
                     state.restore()
+                    state._boundary = 0
                 skip_sync = False
                 del error  # its traceback keeps what the function had, of which the next world is to be free
             must_reset = True

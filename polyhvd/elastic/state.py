@@ -42,6 +42,7 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = _NEVER  # number of the last; the same for the same commit on all ranks
         self._is_commit = False  # whether the values are those of the last commit
+        self._boundary = 0  # generation of the world that was left between two steps, by all of it; 0: none
         self._owner = ""  # who alone may commit, if anybody
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
@@ -104,6 +105,7 @@ class State:
             return
         member.step()
         if member.is_awaited():
+            self._boundary = member.seat.answer.generation
             raise HostsUpdatedInterrupt
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -255,16 +257,21 @@ class ObjectState(State):
 
             state.sync()
         """
-        told = allgather_object((self._commits, self._is_commit), name="elastic.state.commits")
-        commits = [number for number, _ in told]
+        mine = (self._commits, self._is_commit, self._boundary)
+        told = allgather_object(mine, name="elastic.state.commits")
+        commits = [number for number, _, _ in told]
         newest = max(commits)
         root = commits.index(newest)
-        same = newest != _NEVER and all(item == (newest, True) for item in told)
-        kept = self._is_commit and (same or self._rank() == root)
+        # Ranks that have left one world after the same step are as much alike as those at one commit.
+        left = self._boundary > 0 and all(item[2] == self._boundary for item in told)
+        at_commit = all(is_commit for _, is_commit, _ in told)
+        same = newest != _NEVER and commits.count(newest) == len(told) and (left or at_commit)
+        kept = self._is_commit and ((same and at_commit) or self._rank() == root)
         self._sync_from(root, same=same)
         self._keep_synced(kept=kept)
         self._commits = max(newest, 0)
         self._is_commit = False
+        self._boundary = 0
 
     def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Say what is this rank's own, and is not to become what another rank has.
