@@ -76,7 +76,7 @@ def test_sync_tells_the_newest_commit_whoever_has_it() -> None:
 
 
 def leave_a_world_between_two_commits(state: Any, generation: int) -> int:
-    """Take a step that is in no commit, come to a boundary, and sync; returns how many operations that took."""
+    """Take a step that is in no commit, and sync as after a boundary; returns of how many operations."""
     state.sync()
     state.commit()
     state.w += 7
