@@ -266,7 +266,7 @@ class ObjectState(State):
         left = self._boundary > 0 and all(item[2] == self._boundary for item in told)
         at_commit = all(is_commit for _, is_commit, _ in told)
         same = newest != _NEVER and commits.count(newest) == len(told) and (left or at_commit)
-        kept = self._is_commit and ((same and at_commit) or self._rank() == root)
+        kept = self._is_commit and self._commits == newest  # what it is told it has committed itself
         self._sync_from(root, same=same)
         self._keep_synced(kept=kept)
         self._commits = max(newest, 0)

@@ -105,6 +105,26 @@ def test_who_was_in_another_world_is_told_all_of_the_newest_commit_s_rank() -> N
     assert state.w.tolist() == [100 * newest + i for i in range(4)]
 
 
+def test_who_is_at_the_newest_commit_copies_nothing_again_for_a_newcomer() -> None:
+    state = make()
+    is_newcomer = hvd.rank() == 0 and hvd.size() > 1
+    if not is_newcomer:
+        state._commits = 4
+        state.w += 5
+        state.step = 3
+        state.commit()
+        state.w[:] = -1
+        state.restore()
+    saved: list[bool] = []
+    save, state.save = state.save, lambda: (saved.append(True), save())
+    state.sync()
+    assert len(saved) == is_newcomer
+    assert (state.w.tolist(), state.step, state._commits) == ([5, 6, 7, 8], 3, 5)
+    state.w[:] = -1
+    state.restore()
+    assert (state.w.tolist(), state.step) == ([5, 6, 7, 8], 3)
+
+
 def test_newcomer_gets_arrays_of_other_shapes_than_its_own() -> None:
     state = make()
     if hvd.rank() == 0:
