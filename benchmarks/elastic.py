@@ -8,10 +8,13 @@ what all have noted.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +26,7 @@ from benchmarks.launchers import ROOT, CannotStart
 
 RANKS = 3
 _TIMEOUT_S = 600.0
+_SETTLED_S = 0.5  # until a process that holds its state is at rest
 
 Event = dict[str, Any]
 
@@ -62,41 +66,89 @@ def losses_of(events: Sequence[Event], ranks_after: int) -> Losses:
             continue  # two losses at once, or the job has ended
         found.errors.append(1e3 * (error_at - killed_at))
         found.steps.append(1e3 * (sorted(first.values())[ranks_after - 1] - error_at))
-    found.pauses = [1e3 * pause for pause in _pauses(ordered)]
+    found.pauses = pauses_of(ordered)
     return found
 
 
-def _pauses(ordered: Sequence[Event]) -> list[float]:
-    """From the interrupt of each rank that was there to its next step: the longest for each newcomer."""
-    pauses: list[float] = []
-    last: dict[int, float] = {}
-    for event in ordered:
+def pauses_of(events: Sequence[Event]) -> list[float]:
+    """Milliseconds from the interrupt to the next step, the longest of the ranks that stay at each change.
+
+    Raises RuntimeError where that step is not the one that follows the last one before the interrupt.
+    """
+    pauses: list[list[float]] = []
+    waiting: dict[int, Event] = {}
+    steps: dict[int, int] = {}  # the last of each process
+    for event in sorted(events, key=lambda event: float(event["at"])):
+        pid = event["pid"]
         if event["event"] == "interrupt":
-            last[event["pid"]] = event["at"]
-        elif event["event"] == "step" and event["pid"] in last:
-            pauses.append(event["at"] - last.pop(event["pid"]))
-    return [max(pauses[i : i + RANKS - 1]) for i in range(0, len(pauses), RANKS - 1)]
+            if not waiting:
+                pauses.append([])
+            waiting[pid] = event
+        elif event["event"] == "step":
+            if (interrupt := waiting.pop(pid, None)) is not None:
+                if event["step"] != steps[pid] + 1:
+                    raise RuntimeError(f"after step {steps[pid]} and an interrupt came step {event['step']}")
+                pauses[-1].append(1e3 * (event["at"] - interrupt["at"]))
+            steps[pid] = event["step"]
+        elif event["event"] == "left":
+            waiting.pop(pid, None)
+    return [max(some) for some in pauses if some]
 
 
 def job(framework: str, megabytes: int, kills: int, *, spare: bool) -> Losses:
     """Run a job, and kill ranks of it."""
+    least = RANKS if spare else RANKS - 1
+    options = ["-np", str(RANKS), "--min-np", str(least), "--reset-limit", "100000"]
+    options += ["--spares", "1"] if spare else []
+    options += ["-x", f"BENCH_ELASTIC_SIZE={RANKS}", "-x", f"BENCH_ELASTIC_SPARES={int(spare)}"]
+    return losses_of(_events(options, framework, str(megabytes), "kill", str(kills)), least)
+
+
+def leaves(framework: str, megabytes: int, number: int) -> list[float]:
+    """Milliseconds of pauses in jobs of four, of which two leave with notice, one after the other."""
+    pauses: list[float] = []
+    while len(pauses) < number:
+        events = _events(["-np", "4", "--min-np", "2"], framework, str(megabytes), "leave", "2")
+        found = pauses_of(events)
+        if len(found) != 2:
+            raise RuntimeError(f"two ranks were to leave, and {len(found)} have")
+        pauses += found
+    return pauses
+
+
+def floor(framework: str, megabytes: int, rounds: int) -> list[float]:
+    """Milliseconds from SIGKILL of a process with as much memory to the end of file at its pipe.
+
+    No survivor can know of a death from a closed connection before: the kernel first frees the memory.
+    """
+    program = [sys.executable, "-m", "benchmarks.elastic_rank", framework, str(megabytes), "hold"]
+    found: list[float] = []
+    for _ in range(rounds):
+        process = subprocess.Popen(program, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and line != b"holds\n":
+            pass
+        time.sleep(_SETTLED_S)
+        began = time.monotonic()
+        process.kill()
+        process.stdout.read()
+        found.append(1e3 * (time.monotonic() - began))
+        if process.wait() != -signal.SIGKILL:
+            raise RuntimeError(f"{' '.join(program)} ended by itself, with {process.returncode}")
+        process.stdout.close()
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "POLYHVD_ALONE": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def _events(options: Sequence[str], *arguments: str) -> list[Event]:
+    """Run a job of :mod:`benchmarks.elastic_rank`, and read what its ranks have noted."""
     with tempfile.TemporaryDirectory() as folder:
-        limits = [
-            "-np",
-            str(RANKS),
-            "--min-np",
-            str(RANKS if spare else RANKS - 1),
-            "--reset-limit",
-            "100000",
-        ]
-        limits += ["--spares", "1"] if spare else []
-        environment = ["-x", f"BENCH_ELASTIC_SIZE={RANKS}", "-x", "CUDA_VISIBLE_DEVICES=-1"]
-        program = [sys.executable, "-m", "benchmarks.elastic_rank", framework]
-        _run(
-            [sys.executable, "-m", "polyhvd.launch", *limits, *environment, *program],
-            [str(megabytes), str(kills), folder],
-        )
-        return losses_of(_read(folder), RANKS if spare else RANKS - 1)
+        launcher = [sys.executable, "-m", "polyhvd.launch", *options, "-x", "CUDA_VISIBLE_DEVICES=-1"]
+        _run(launcher, [sys.executable, "-m", "benchmarks.elastic_rank", *arguments, folder])
+        return _read(folder)
 
 
 def commits(rounds: int) -> dict[str, list[float]]:
@@ -147,11 +199,16 @@ def main(folder: Path, *, quick: bool = False, parts: Sequence[str] = PARTS) -> 
     print("\n".join(lines), flush=True)
     for framework in JOBS if "own" in parts else ():
         with_spare = job(framework, 102, kills, spare=True)
+        add(f"{framework}: the floor: end of file at a killed process's pipe", floor(framework, 102, 5))
         add(f"{framework}: error in the last survivor's script", with_spare.errors)
         add(f"{framework}: from there to the first new step, a spare", with_spare.steps)
         shrunk = job(framework, 102, max(3, kills // 4), spare=False)
         add(f"{framework}: the same without a spare", shrunk.steps)
         add(f"{framework}: pause of the others for a newcomer", shrunk.pauses)
+        add(
+            f"{framework}: pause of the others when one leaves with notice",
+            leaves(framework, 102, kills // 2),
+        )
     for name, values in commits(kills).items() if "own" in parts else ():
         what = "commit of 205 MB (ResNet-50 and momentum)" if name == "commit" else "a copy of as many bytes"
         add(f"torch: {what}", values)

@@ -1,7 +1,8 @@
 """A rank of an elastic job that is measured: it trains, is killed at times, and notes when what happened.
 
-``python -m benchmarks.elastic_rank FRAMEWORK MB KILLS FOLDER``. Times are those of the machine's monotonic
-clock, in FOLDER/events, one JSON line each: "step" begins, "kill", "error" reaches the training function.
+``python -m benchmarks.elastic_rank FRAMEWORK MB kill|leave NUMBER FOLDER``. Times are those of the
+machine's monotonic clock, in FOLDER/events, one JSON line each: a process is "ready" for a place, "step"
+begins, "kill", "notice" is given, "error" reaches the training function, "interrupt" does, a rank has "left".
 
 Model and state are made before ``init()``, as docs/elastic.md advises: a spare has done that when it waits.
 """
@@ -21,20 +22,27 @@ from typing import Any
 from benchmarks.workloads import MB, resnet50_elements
 
 COMMIT_EVERY = 10
-#: From the last change of the world to the next kill: a new process has been started by then.
+#: From the last change of the world to the next kill, and from the moment when a spare is there.
 QUIET_S = 4.0
+LEAVE_AFTER_S = 1.0
 
 
 class Events:
     """Lines of one file that all ranks append to."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._path = folder / "events"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def note(self, event: str, **what: Any) -> None:
         """Note when something happens: now."""
         line = json.dumps({"at": time.monotonic(), "event": event, "pid": os.getpid(), **what})
         os.write(self._file, line.encode() + b"\n")
+
+    def living(self) -> int:
+        """How many processes have been ready for a place and were not killed."""
+        text = self._path.read_text()
+        return text.count('"event": "ready"') - text.count('"event": "kill"')
 
 
 def elements(megabytes: int) -> list[int]:
@@ -46,19 +54,24 @@ def elements(megabytes: int) -> list[int]:
 # Each returns hvd, the state, and what a step does with the gradient of one small layer.
 
 
-def numpy_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+def numpy_job(
+    sizes: list[int], ready: Callable[[], None] = lambda: None
+) -> tuple[Any, Any, Callable[[], Any]]:
     import numpy as np
     import polyhvd.numpy as hvd
 
     state = hvd.elastic.ArrayState(
         weights=[np.full(size, 0.5, np.float32) for size in sizes], step=0, kills=0
     )
+    ready()
     hvd.init()
     gradient = np.ones(1024, np.float32)
     return hvd, state, lambda: hvd.allreduce(gradient, name="gradient")
 
 
-def torch_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+def torch_job(
+    sizes: list[int], ready: Callable[[], None] = lambda: None
+) -> tuple[Any, Any, Callable[[], Any]]:
     import polyhvd.torch as hvd
     import torch
 
@@ -66,23 +79,29 @@ def torch_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
     model = torch.nn.ParameterList([torch.full((size,), 0.5) for size in sizes])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, kills=0)
+    ready()
     hvd.init()
     gradient = torch.ones(1024)
     return hvd, state, lambda: hvd.allreduce(gradient, name="gradient")
 
 
-def tensorflow_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+def tensorflow_job(
+    sizes: list[int], ready: Callable[[], None] = lambda: None
+) -> tuple[Any, Any, Callable[[], Any]]:
     import polyhvd.tensorflow as hvd
     import tensorflow as tf
 
     variables = [tf.Variable(tf.fill([size], 0.5), name=f"v{number}") for number, size in enumerate(sizes)]
     state = hvd.elastic.TensorFlowState(variables, step=0, kills=0)
+    ready()
     hvd.init()
     gradient = tf.ones([1024])
     return hvd, state, lambda: hvd.allreduce(gradient, name="gradient")
 
 
-def mxnet_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
+def mxnet_job(
+    sizes: list[int], ready: Callable[[], None] = lambda: None
+) -> tuple[Any, Any, Callable[[], Any]]:
     import polyhvd.mxnet as hvd  # isort: skip
     import mxnet as mx
     from mxnet import gluon
@@ -96,6 +115,7 @@ def mxnet_job(sizes: list[int]) -> tuple[Any, Any, Callable[[], Any]]:
 
     net = Net()
     net.initialize()
+    ready()
     hvd.init()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     state = hvd.elastic.GluonState(net, trainer, step=0, kills=0)
@@ -136,32 +156,26 @@ def main() -> None:
     if sys.argv[1] == "commits":
         commits(int(sys.argv[2]))
         return
-    framework, megabytes, kills, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    events = Events(folder)
-    hvd, state, reduce_gradient = JOBS[framework](elements(megabytes))
+    framework, megabytes, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    if how == "hold":
+        hold(framework, megabytes)
+        return
+    number, events = int(sys.argv[4]), Events(Path(sys.argv[5]))
+    hvd, state, reduce_gradient = JOBS[framework](elements(megabytes), lambda: events.note("ready"))
+    strike = {"kill": kill, "leave": leave}[how](hvd, events, number)
 
     @hvd.elastic.run
     def train(state: Any) -> None:
         began = time.monotonic()
         size = hvd.size()
-        while state.kills < kills or time.monotonic() < began + QUIET_S:
+        while state.kills < number or time.monotonic() < began + QUIET_S:
             events.note("step", step=state.step, rank=hvd.rank(), size=size)
             try:
                 reduce_gradient()
                 time.sleep(0.002)  # what a model would compute
                 state.step += 1
                 if state.step % COMMIT_EVERY == 0:
-                    due = youngest(began) > QUIET_S
-                    if due and state.kills < kills and size == int(os.environ["BENCH_ELASTIC_SIZE"]):
-                        state.kills += 1
-                        began = time.monotonic()  # nobody leaves before this kill has been dealt with
-                        victim = random.Random(state.kills).randrange(size)
-                        state.commit()
-                        if hvd.rank() == victim:
-                            events.note("kill")
-                            os.kill(os.getpid(), signal.SIGKILL)
-                    else:
-                        state.commit()
+                    began = strike(state, began)
                 else:
                     state.check_host_updates()
             except hvd.elastic.HostsUpdatedInterrupt:
@@ -176,11 +190,62 @@ def main() -> None:
     hvd.shutdown()
 
 
-def youngest(began: float) -> float:
-    """How long the youngest rank of this world has been in it: alike on all."""
+def hold(framework: str, megabytes: int) -> None:
+    """Have as much memory as a rank with two commits, for whoever kills this process."""
+    _, state, _ = JOBS[framework](elements(megabytes), lambda: None)
+    state.commit()
+    state.commit()
+    print("holds", flush=True)
+    signal.pause()
+
+
+def kill(hvd: Any, events: Events, number: int) -> Callable[[Any, float], float]:
+    """What commits, and kills a rank of a whole world when the spare has been there for a while."""
+    size, spares = (int(os.environ[f"BENCH_ELASTIC_{name}"]) for name in ("SIZE", "SPARES"))
+    there_since: float | None = None
+
+    def strike(state: Any, began: float) -> float:
+        nonlocal there_since
+        is_there = hvd.size() == size and events.living() >= size + spares
+        there_since = (there_since or time.monotonic()) if is_there else None
+        quiet_since = max(began, there_since or time.monotonic())
+        due = least_of(time.monotonic() - quiet_since) > QUIET_S
+        if not due or state.kills == number or hvd.size() != size:
+            state.commit()
+            return began
+        state.kills += 1
+        victim = random.Random(state.kills).randrange(size)
+        state.commit()
+        if hvd.rank() == victim:
+            events.note("kill")
+            os.kill(os.getpid(), signal.SIGKILL)
+        there_since = None
+        return time.monotonic()  # nobody leaves before this kill has been dealt with
+
+    return strike
+
+
+def leave(hvd: Any, events: Events, number: int) -> Callable[[Any, float], float]:
+    """What commits and gives a rank notice, as often as it is asked to."""
+    hvd.elastic.on_leave(lambda _: events.note("left"))
+
+    def strike(state: Any, began: float) -> float:
+        due = least_of(time.monotonic() - began) > LEAVE_AFTER_S and state.kills < number
+        state.kills += due
+        state.commit()
+        if due and hvd.rank() == random.Random(state.kills).randrange(hvd.size()):
+            events.note("notice")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return time.monotonic() if due else began
+
+    return strike
+
+
+def least_of(seconds: float) -> float:
+    """The least of what the ranks say: alike on all."""
     from polyhvd.collectives.objects import allgather_object
 
-    return min(allgather_object(time.monotonic() - began, name="elapsed"))
+    return min(allgather_object(seconds, name="elapsed"))
 
 
 if __name__ == "__main__":

@@ -255,14 +255,14 @@ def test_losses_are_read_from_what_the_ranks_have_noted() -> None:
         return {"at": at, "event": name, "pid": pid, **more}
 
     events = [
-        *(event(1.0, "step", pid, size=3) for pid in (1, 2, 3)),
+        *(event(1.0, "step", pid, size=3, step=1) for pid in (1, 2, 3)),
         event(2.0, "kill", 3),
         event(2.010, "error", 2),
         event(2.012, "error", 1),
-        *(event(2.1 + pid / 1000, "step", pid, size=3) for pid in (1, 2, 4)),
+        *(event(2.1 + pid / 1000, "step", pid, size=3, step=1) for pid in (1, 2, 4)),
         event(5.0, "interrupt", 2),
         event(5.0, "interrupt", 1),
-        *(event(5.1 + pid / 1000, "step", pid, size=3) for pid in (1, 2, 5)),
+        *(event(5.1 + pid / 1000, "step", pid, size=3, step=2) for pid in (1, 2, 5)),
     ]
     found = elastic.losses_of(list(reversed(events)), ranks_after=3)
     assert found.errors == pytest.approx([12.0])
@@ -352,6 +352,23 @@ def test_events_on_several_hosts_are_measured() -> None:
     assert found["notice"][0].steps_lost == 0
     assert found["notice"][0].error == 0
     assert found["cable"][0].error > 1000  # it is the heartbeat's time
+
+
+def test_pauses_are_those_of_ranks_that_stay_and_a_lost_step_is_an_error() -> None:
+    def course(step: int) -> list[dict[str, object]]:
+        return [
+            *({"at": 1.0, "event": "step", "pid": pid, "step": 7} for pid in (1, 2, 3)),
+            *({"at": 1.1, "event": "interrupt", "pid": pid} for pid in (1, 2, 3)),
+            {"at": 1.11, "event": "left", "pid": 2},
+            *({"at": 1.1 + pid / 100, "event": "step", "pid": pid, "step": step} for pid in (1, 3)),
+            *({"at": 1.2, "event": "step", "pid": pid, "step": step + 1} for pid in (1, 3)),
+            *({"at": 1.3, "event": "interrupt", "pid": pid} for pid in (1, 3)),
+            {"at": 1.35, "event": "step", "pid": 3, "step": step + 2},
+        ]
+
+    assert elastic.pauses_of(course(8)) == pytest.approx([30.0, 50.0])
+    with pytest.raises(RuntimeError, match="after step 7 and an interrupt came step 9"):
+        elastic.pauses_of(course(9))
 
 
 def test_what_polyhvdrun_adds_is_told_of_each_turn() -> None:

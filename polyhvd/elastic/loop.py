@@ -127,6 +127,7 @@ def looped(
                         return cast(T, None)
                     state.sync()
                 skip_sync = state._is_commit = False
+                state._boundary = None
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
@@ -146,6 +147,7 @@ def looped(
                 if not must_reset:  # else the state is restored already
                     _leave()
                     state.restore()
+                    state._boundary = None
                 skip_sync = False
                 del error  # its traceback keeps what the function had, of which the next world is to be free
             must_reset = True

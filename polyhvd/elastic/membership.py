@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
+from polyhvd.elastic.actions import Action, Dismiss, End, Fate, Finish, Form, Lose, Notify, Start
 from polyhvd.elastic.limits import Limits
 
 __all__ = [
@@ -40,73 +40,6 @@ _GATHER_S = 5.0
 #: So long the members that go on after a loss have the machine to themselves: a replacement that imports a
 #: framework meanwhile takes the processors from them, just when every rank waits for the slowest.
 _QUIET_S = 0.5
-
-
-class Fate(Enum):
-    """How a member has ended."""
-
-    WELL = "well"  #: its program is done
-    LOST = "lost"  #: it crashed, or it ended because it had lost another
-    KILLED = "killed"  #: from outside, by SIGKILL or with its host
-    FAILED = "failed"  #: of its own, so that it would again
-    UNSTARTABLE = "unstartable"  #: there is no such program, or no way onto the host
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start a process."""
-
-    member: int
-    host: str
-    slot: int  #: among those of the host
-
-
-@dataclass(frozen=True)
-class Form:
-    """Here is the next world: tell its members, which have all asked for it."""
-
-    generation: int
-    members: tuple[int, ...]  #: by rank
-    hosts: tuple[str, ...]  #: of each
-
-
-@dataclass(frozen=True)
-class Lose:
-    """A member of this generation is lost: whoever still waits for it is to give up."""
-
-    generation: int
-    member: int
-
-
-@dataclass(frozen=True)
-class Notify:
-    """Have the world of this generation come to a boundary of steps, and ask for the next one."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Dismiss:
-    """End this process; what it was needed for is over."""
-
-    member: int
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The job is done: end what still waits for a place."""
-
-
-@dataclass(frozen=True)
-class End:
-    """The job has failed."""
-
-    reason: str
-    cause: int | None = None  #: the member that is to be blamed
-    resumable: bool = False
-
-
-Action = Start | Form | Lose | Notify | Dismiss | Finish | End
 
 
 @dataclass
@@ -149,6 +82,7 @@ class _World:
     progressed: bool = False  # somebody has committed in it
     failed: bool = False  # a collective has failed in it, though no member may be lost
     killed: bool = False  # a member was killed from outside
+    struck: list[tuple[_Slot, float]] = field(default_factory=list)  # slots of those, and when
     judged: bool = False  # whether its failure was counted
 
 
@@ -239,6 +173,11 @@ class Membership:
         world = self._world
         if world is not None and world.members and not self._finishing:
             self._leaving |= all(self._members[number].leaving for number in world.members)
+        if self._leaving:  # nobody will have the state, so who waits for a place waits in vain
+            for number, item in self._members.items():
+                if item.generation == 0 and not item.dismissed:
+                    item.dismissed = True
+                    actions.append(Dismiss(number))
         return actions + self._settle(now)
 
     def host_leaves(self, host: str, now: float) -> list[Action]:
@@ -296,6 +235,13 @@ class Membership:
         """The members of the present world, by rank, as far as they live."""
         return [] if self._world is None else list(self._world.members)
 
+    @property
+    def blamable(self) -> set[int]:
+        """The members whose loss may yet be named as what the job has ended of."""
+        lost = [] if self._world is None else self._world.lost
+        named = {self._first_cause, self._lost_now}
+        return {*lost, *(member for member in named if member is not None)}
+
     def unready_on(self, host: str) -> set[int]:
         """The members on a host that have never asked for a place."""
         living = self._members.items()
@@ -335,6 +281,7 @@ class Membership:
             world.wired |= wired
             world.progressed |= progressed
             world.failed |= failed
+            self._forgive(world)
         return self._settle(now)
 
     def ended(self, member: int, fate: Fate, now: float) -> list[Action]:
@@ -360,7 +307,10 @@ class Membership:
             if not world.lost:
                 self._lost_now = member
             world.lost.append(member)
-            world.killed |= fate is Fate.KILLED
+            if fate is Fate.KILLED:
+                world.killed = True
+                world.struck.append((slot, now))
+                self._forgive(world)
             self._quiet_until = now + _QUIET_S
             actions.append(Lose(world.generation, member))
         return actions + self._settle(now)
@@ -417,6 +367,19 @@ class Membership:
     def _fail_slot(self, slot: _Slot, member: _Member, now: float) -> None:
         slot.failures = 1 if now - member.since >= _FORGIVEN_AFTER_S else slot.failures + 1
         slot.free_at = now + self.limits.cooldown_after(slot.failures)
+
+    def _forgive(self, world: _World) -> None:
+        """Take kills from outside in a world that has got on for the first failures of their slots.
+
+        The slots have shown that they work, so that resting could only keep the job waiting. What the user
+        says of rests holds for all failures alike.
+        """
+        if not world.progressed or self.limits.cooldown_s is not None:
+            return
+        for slot, killed_at in world.struck:
+            slot.failures = 1
+            slot.free_at = killed_at + self.limits.cooldown_after(1)
+        world.struck = []
 
     def _has_slot(self, member: _Member) -> bool:
         return member.slot < self._capacity(member.host)

@@ -28,6 +28,7 @@ __all__ = [
     "lost_scope",
     "notice_scope",
     "place_scope",
+    "places_scope",
     "slow_scope",
 ]
 
@@ -50,7 +51,12 @@ def asks_scope(after: int) -> str:
 
 def place_scope(member: int, after: int) -> str:
     """Where a member is answered."""
-    return f"elastic/place/{member}/{after}"
+    return f"{places_scope(member)}{after}"
+
+
+def places_scope(member: int) -> str:
+    """How all scopes begin where a member is answered."""
+    return f"elastic/place/{member}/"
 
 
 def lost_scope(generation: int) -> str:

@@ -43,7 +43,8 @@ class State:
         self._commits = _NEVER  # number of the last; the same for the same commit on all ranks
         self._is_commit = False  # whether the values are those of the last commit
         self._checks = 0  # since the last commit or sync()
-        self._boundary = 0  # the check in which all ranks have left their world; 0: they have not
+        #: The world that all its ranks have left between two steps, and after which check; None: none.
+        self._boundary: tuple[int, int] | None = None
         self._owner = ""  # who alone may commit, if anybody
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
@@ -108,7 +109,7 @@ class State:
         member.step()
         self._checks += 1
         if member.is_awaited():
-            self._boundary = self._checks
+            self._boundary = member.seat.answer.generation, self._checks
             raise HostsUpdatedInterrupt
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -254,26 +255,27 @@ class ObjectState(State):
 
         Raises:
             HorovodInternalError: a rank was lost or has shut down.
-            InvalidArgumentError: an attribute cannot be pickled.
+            InvalidArgumentError: an attribute cannot be pickled; or ranks keep different ones, on every rank.
 
         Example::
 
             state.sync()
         """
-        mine = (self._commits, self._is_commit, self._boundary)
+        mine = (self._commits, self._is_commit, self._boundary, self._kept_names())
         told = allgather_object(mine, name="elastic.state.commits")
         commits = [number for number, *_ in told]
         newest = max(commits)
         root = commits.index(newest)
+        _require_alike([names for *_, names in told], root)
         # At one commit, or all on one side of a step after it, nobody has anything new for the others.
-        has_a_place = self._is_commit or self._boundary > 0
+        has_a_place = self._is_commit or self._boundary is not None
         same = newest != _NEVER and has_a_place and all(item == mine for item in told)
         kept = self._is_commit and (same or self._rank() == root)
         self._sync_from(root, same=same)
         self._keep_synced(kept=kept)
         self._commits = max(newest, 0)
         self._is_commit = False
-        self._checks = self._boundary = 0
+        self._checks, self._boundary = 0, None
 
     def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Say what is this rank's own, and is not to become what another rank has.
@@ -322,6 +324,10 @@ class ObjectState(State):
         for name in self._names:
             setattr(self, name, values[name])
 
+    def _kept_names(self) -> list[str]:
+        """What it keeps, which is to be the same on every rank."""
+        return sorted(self._names)
+
     def _keep_synced(self, *, kept: bool) -> None:
         """Have what was told as the last commit.
 
@@ -340,12 +346,6 @@ class ObjectState(State):
         if self._names:
             values = {name: getattr(self, name) for name in self._names}
             told = self._bcast_object(values, root_rank=root, name="elastic.state.objects")
-            if not isinstance(told, dict) or not values.keys() <= told.keys():
-                found = sorted(told) if isinstance(told, dict) else "none, it is of another class"
-                raise InvalidArgumentError(
-                    f"rank {self._rank()}'s state has the attributes {sorted(values)}, and rank {root}'s "
-                    f"{found}: run the same program on every rank"
-                )
             for name in self._names:
                 setattr(self, name, told[name])
 
@@ -517,6 +517,9 @@ class HandlersState(ObjectState):
             handler.imported(values[name])
         super().imported(values)
 
+    def _kept_names(self) -> list[str]:
+        return sorted([*self._names, *self._handlers])
+
     def _keep_synced(self, *, kept: bool) -> None:
         for handler in self._handlers.values():
             handler.keep_synced(kept=kept)
@@ -530,6 +533,16 @@ class HandlersState(ObjectState):
 
 def _rank() -> int:
     return current.world().placement.rank
+
+
+def _require_alike(names: list[list[str]], root: int) -> None:
+    """Raise InvalidArgumentError where a rank keeps something that another does not; alike on all ranks."""
+    for rank, mine in enumerate(names):
+        if mine != names[root]:
+            raise InvalidArgumentError(
+                f"rank {rank}'s state has the attributes {mine}, and rank {root}'s {names[root]}: run the "
+                "same program on every rank"
+            )
 
 
 def copied(value: Any) -> Any:

@@ -332,6 +332,9 @@ class Training(ObjectState):
             timer.cancel()
             timer.join()
 
+    def _kept_names(self) -> list[str]:
+        return sorted([*super()._kept_names(), *self._inner._kept_names()])
+
     def _keep_synced(self, *, kept: bool) -> None:
         self._inner._keep_synced(kept=kept)
         super().save()

@@ -35,6 +35,7 @@ from polyhvd.elastic.places import (
     lost_scope,
     notice_scope,
     place_scope,
+    places_scope,
 )
 from polyhvd.launch.blame import Ending, describe
 from polyhvd.launch.control import Control, Request
@@ -72,7 +73,7 @@ class Driver:
         self._control: Control | None = None
         self._signalled = self._stopped = False  # the job is ended from outside; at once
         self._questions: dict[int, Question] = {}  # the last of each member that lives
-        self._endings: dict[int, Ending] = {}  # of members that were lost
+        self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
         self._resumable = False
         #: What the job's loop waits on: something was told.
         self.wake, self._alarm = os.pipe()
@@ -136,6 +137,7 @@ class Driver:
 
     def turn(self, now: float) -> None:
         """Look at what was told, and at the time."""
+        assert self._job is not None
         with contextlib.suppress(BlockingIOError):
             while os.read(self.wake, 4096):
                 pass
@@ -149,6 +151,9 @@ class Driver:
                 continue
             with contextlib.suppress(ValueError, TypeError, KeyError):  # no question of ours
                 question = Question.decoded(value)
+                former = self._questions.get(member, question)
+                if former.after != question.after:  # it has read the answer to that
+                    self._job.rendezvous.drop(place_scope(member, former.after))
                 self._questions[member] = question
                 # One that was given up may be heard of again, when its host's network is whole.
                 if not self._membership.has(member):
@@ -186,10 +191,14 @@ class Driver:
         """Have a member that was lost replaced, and end the job for what would only recur."""
         fate = _fate_of(ending)
         self._questions.pop(ending.rank, None)
+        assert self._job is not None
+        self._job.rendezvous.drop(places_scope(ending.rank))
         self._tell_who_waits(ending.rank)
         if self._stopped:
             return GoOn()
         if fate is not Fate.WELL:
+            blamable = self._membership.blamable
+            self._endings = {member: item for member, item in self._endings.items() if member in blamable}
             self._endings[ending.rank] = ending
         if self.over:  # of another cause, which is about to end this one, too
             return StopOthers(now + _SETTLE_S) if ending.failed else GoOn()

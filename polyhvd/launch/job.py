@@ -250,7 +250,7 @@ class Job:
             members = driver.refuse(self._numbers[process], problems, time.monotonic())
             self._running -= members
             for member in members:
-                self._output.finish(member)
+                self._output.retire(member)
             (process.cut if process.ready else process.kill)()
 
     def end(self, reason: str, cause: Ending | None, status: int) -> None:
@@ -478,6 +478,9 @@ class Job:
         else:
             self._output.finish(rank)
         ending = self._ending(rank, process, status, reason)
+        self._suffered.pop(rank, None)
+        if self._driver is not None:
+            self._output.retire(rank)
         if self._stopping and status > 0:  # else it died of our signal
             self._later.append(ending)
         if self._stopping and self._driver is None:
@@ -572,8 +575,7 @@ class Job:
                 self._driver.stop(now, notice=number == signal.SIGTERM)
             self._end_gently(number, now)
             if say:
-                name = signal.Signals(number).name
-                self._output.say(f"{name}: stopping the ranks; once more to kill them")
+                self._output.say(f"{signal.Signals(number).name}: stopping the ranks; once more to kill them")
         elif number == signal.SIGTERM and former == now and not first and not self._killing:
             self._end_gently(number, now)
 

@@ -15,13 +15,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, TextIO, cast
 
 __all__ = ["STDERR", "STDOUT", "Output", "await_reader"]
 
 STDOUT, STDERR = 1, 2
 _LINE_BYTES_MAX = 1 << 16
 _TAIL_LINES = 200
+#: So many ranks that have ended are remembered: what they wrote last, and their files. Children of theirs may
+#: write on, and a job of months that loses one now and then is to need no more than one of hours.
+_ENDED_MAX = 16
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED = 31
 _ERASE_LINE = b"\r\x1b[K"
@@ -76,7 +79,9 @@ class Output:
         }
         self._tag = tag
         self._width = len(str(size - 1))
-        self._ranks: list[_Rank] = []
+        self._size = 0
+        self._ranks: dict[int, _Rank] = {}  # those that run, and the last that have ended
+        self._ended: deque[int] = deque()
         self._folder = None if directory is None else Path(directory)
         self._copied = copied
         self._live: tuple[int, bytes] | None = None  # the unfinished line that a terminal shows
@@ -89,19 +94,36 @@ class Output:
     @property
     def size(self) -> int:
         """How many ranks it expects."""
-        return len(self._ranks)
+        return self._size
 
     def add_rank(self) -> None:
         """Expect one rank more, with the next number."""
-        rank = len(self._ranks)
+        self._size += 1
+        self._add(self._size - 1, "wb")
+
+    def _add(self, rank: int, mode: str) -> _Rank:
         prefix = f"[{rank:>{self._width}}] " if self._tag else ""
-        self._ranks.append(_Rank(prefix, _COLOURS[rank % len(_COLOURS)]))
+        self._ranks[rank] = state = _Rank(prefix, _COLOURS[rank % len(_COLOURS)])
         if self._folder is not None:
-            self._open_files(rank, self._folder / f"rank.{rank:0{self._width}}")
+            self._open_files(state, self._folder / f"rank.{rank:0{self._width}}", mode)
+        return state
+
+    def _of(self, rank: int) -> _Rank:
+        """What is known of a rank; of one that was forgotten, which writes on, nothing."""
+        if rank not in self._ranks:
+            self._add(rank, "ab")
+            self._end(rank)
+        return self._ranks[rank]
+
+    def _end(self, rank: int) -> None:
+        self._ended.append(rank)
+        if len(self._ended) > _ENDED_MAX:
+            for file in self._ranks.pop(self._ended.popleft()).files.values():
+                file.close()
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take what a rank has written; prints the lines that are complete."""
-        state = self._ranks[rank]
+        state = self._of(rank)
         if stream in state.files and self._copying:
             self._copy(state.files[stream], data)
         buffer = state.partial[stream]
@@ -115,18 +137,24 @@ class Output:
 
     def finish(self, rank: int) -> None:
         """The rank has ended: print what has no end of line, too."""
-        for stream, rest in self._ranks[rank].partial.items():
+        state = self._of(rank)
+        for stream, rest in state.partial.items():
             if rest:
-                self._ranks[rank].partial[stream] = bytearray()
+                state.partial[stream] = bytearray()
                 self._print(rank, stream, [bytes(rest)])
+
+    def retire(self, rank: int) -> None:
+        """The rank has ended, and another number will be in its place: remember it for a while."""
+        if rank in self._ranks and rank not in self._ended:
+            self._end(rank)
 
     def tail(self, rank: int) -> list[bytes]:
         """The last lines that the rank wrote to its standard error."""
-        return list(self._ranks[rank].tail)
+        return list(self._of(rank).tail)
 
     def forget(self) -> None:
         """The job starts again: what ranks have written until now explains nothing that follows."""
-        for state in self._ranks:
+        for state in self._ranks.values():
             state.tail.clear()
 
     def say(self, text: str, *, alarm: bool = False) -> None:
@@ -144,7 +172,7 @@ class Output:
         """Close the files, and leave a terminal with a clean line."""
         self._hide_live()
         self._live = None
-        for state in self._ranks:
+        for state in self._ranks.values():
             for file in state.files.values():
                 file.close()
 
@@ -157,24 +185,24 @@ class Output:
             self._copying = False
             self.say(f"cannot write {file.name}: {error.strerror}; the job goes on, its output is here alone")
 
-    def _open_files(self, rank: int, folder: Path) -> None:
+    def _open_files(self, state: _Rank, folder: Path, mode: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for stream in self._copied:
             name = "stdout" if stream == STDOUT else "stderr"
-            file = open(folder / name, "wb", buffering=0)  # noqa: SIM115 - see close
-            self._ranks[rank].files[stream] = file
+            file = open(folder / name, mode, buffering=0)  # noqa: SIM115 - see close
+            state.files[stream] = cast(BinaryIO, file)
 
     def _print(self, rank: int, stream: int, lines: list[bytes]) -> None:
         shown = [_shown(line) for line in lines]
         if stream == STDERR:
-            self._ranks[rank].tail.extend(shown)
+            self._of(rank).tail.extend(shown)
         if shown:
             self._emit(stream, b"".join(self._line(rank, stream, line) for line in shown))
         if rank == 0 and self._terminal[stream]:
             self._show_live(stream)
 
     def _line(self, rank: int, stream: int, text: bytes) -> bytes:
-        state = self._ranks[rank]
+        state = self._of(rank)
         prefix = self._paint(stream, state.prefix, state.colour) if state.prefix else ""
         if self._timestamps:
             prefix = f"{_now()} {prefix}"
@@ -186,7 +214,7 @@ class Output:
     # The line that is not finished
 
     def _show_live(self, stream: int) -> None:
-        text = _shown(bytes(self._ranks[0].partial[stream]))
+        text = _shown(bytes(self._of(0).partial[stream]))
         if not text:
             if self._live is not None and self._live[0] == stream:
                 self._hide_live()
@@ -195,7 +223,7 @@ class Output:
         if b"\x1b" not in text:
             import shutil  # late, as few jobs need it
 
-            columns = shutil.get_terminal_size().columns - len(self._ranks[0].prefix) - 1
+            columns = shutil.get_terminal_size().columns - len(self._of(0).prefix) - 1
             text = text.decode("utf-8", "replace")[: max(columns, 8)].encode()
         self._live = (stream, self._line(0, stream, text).removesuffix(b"\n"))
         self._write(stream, _ERASE_LINE + self._live[1])

@@ -50,6 +50,9 @@ class _Place:
     def __init__(self, number: int) -> None:
         self.number = number
 
+    def __deepcopy__(self, memo: object) -> _Place:
+        return self  # it never changes, and a commit copies one for each tensor
+
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested dicts, lists and tuples in which ``change`` was applied to what they hold."""

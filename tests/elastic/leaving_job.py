@@ -19,6 +19,7 @@ from polyhvd.runtime import current
 
 FOLDER = Path(sys.argv[1])
 STEP_S = float(os.environ.get("STEP_S", "0.01"))
+COMMIT_EVERY = int(os.environ.get("COMMIT_EVERY", "1"))
 
 
 def say(text: str) -> None:
@@ -33,8 +34,10 @@ def train(state: Any) -> None:
         listed = " ".join(map(str, pids))
         say(f"world {place.generation} size {place.size} from {state.step} pids {listed}.")
     while not state.done:
-        if os.environ.get("NO_COMMITS") != "1" or state.step == 0:
+        if state.step % COMMIT_EVERY == 0:
             state.commit()
+        elif os.environ.get("NO_CHECKS") != "1":
+            state.check_host_updates()
         done = hvd.allreduce(np.array([(FOLDER / "done").exists()], float), op=hvd.Max, name="done")[0]
         state.weights += hvd.allreduce(np.full(100, state.step + 1.0), op=hvd.Average, name="gradient")
         state.step += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,36 @@ def test_sync_tells_the_newest_commit_whoever_has_it() -> None:
     assert hvd.counters()["operations"] - before < 8
 
 
+def leave_a_world_between_two_commits(state: Any, generation: int) -> int:
+    """Take a step that is in no commit, and sync as after a boundary; returns of how many operations."""
+    state.sync()
+    state.commit()
+    state.w += 7
+    state._boundary = generation, 1
+    before = hvd.counters()["operations"]
+    state.sync()
+    return int(hvd.counters()["operations"] - before)
+
+
+def test_ranks_that_leave_a_world_after_the_same_step_tell_no_arrays_and_lose_nothing() -> None:
+    state = make()
+    assert leave_a_world_between_two_commits(state, 3) < 8
+    assert (state.w.tolist(), state._boundary) == ([7, 8, 9, 10], None)
+    state.w[:] = -1
+    state.restore()  # where the next world begins is a commit
+    assert state.w.tolist() == [7, 8, 9, 10]
+
+
+def test_who_was_in_another_world_is_told_all_of_the_newest_commit_s_rank() -> None:
+    state = make()
+    newest = hvd.size() - 1
+    state._commits = 5 if hvd.rank() == newest else 0
+    state.w += 100 * hvd.rank()
+    state._boundary = (3, 1) if hvd.rank() == newest else None  # a newcomer, or one that has failed
+    state.sync()
+    assert state.w.tolist() == [100 * newest + i for i in range(4)]
+
+
 def test_newcomer_gets_arrays_of_other_shapes_than_its_own() -> None:
     state = make()
     if hvd.rank() == 0:
@@ -152,6 +183,8 @@ def test_interrupt_is_raised_by_the_same_commit_on_all_ranks_and_undoes_nothing(
 
 class Awaited:
     """A member whose world is to come to a boundary."""
+
+    seat = SimpleNamespace(answer=SimpleNamespace(generation=1))
 
     def step(self) -> None: ...
 

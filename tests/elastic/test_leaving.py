@@ -53,9 +53,11 @@ NOBODY = 65534
 QUIET = ("-np", "3", "--min-np", "2", "--log-level", "info")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_gets_sigterm_leaves_between_two_steps(launcher: Launcher, rank: int) -> None:
-    job = Job(launcher, *QUIET)
+@pytest.mark.parametrize(("rank", "commit_every"), [(0, 1), (1, 1), (0, 1000000)])
+def test_rank_that_gets_sigterm_leaves_between_two_steps(
+    launcher: Launcher, rank: int, commit_every: int
+) -> None:
+    job = Job(launcher, *QUIET, env={"COMMIT_EVERY": str(commit_every)})
     pids = job.world(1, 3)
     os.kill(pids[rank], signal.SIGTERM)
     assert job.world(2, 2) == [pid for pid in pids if pid != pids[rank]]
@@ -174,8 +176,26 @@ def test_job_whose_ranks_have_all_left_says_resume_me(launcher: Launcher) -> Non
     assert "every process has left with notice" in err
 
 
+def test_job_whose_ranks_have_all_left_keeps_no_spare_waiting(launcher: Launcher) -> None:
+    job = Job(launcher, "-np", "1", "--min-np", "1", "--spares", "1")
+    (pid,) = job.world(1, 1)
+    os.kill(pid, signal.SIGTERM)
+    status, out, err = launcher.finish()
+    assert status == RESUME_STATUS, err
+    assert out.count("left rank") == 1
+
+
 def test_rank_that_comes_to_no_boundary_is_killed_after_the_grace(launcher: Launcher) -> None:
-    job = Job(launcher, "-np", "2", "--min-np", "2", "--term-grace-s", "1", env={"NO_COMMITS": "1"})
+    job = Job(
+        launcher,
+        "-np",
+        "2",
+        "--min-np",
+        "2",
+        "--term-grace-s",
+        "1",
+        env={"COMMIT_EVERY": "1000000", "NO_CHECKS": "1"},
+    )
     pids = job.world(1, 2)
     launcher.signal(signal.SIGTERM)
     assert launcher.finish()[0] == 128 + signal.SIGTERM

@@ -120,6 +120,75 @@ def test_slot_rests_longer_with_each_failure_and_its_host_does_not() -> None:
     assert membership.time_is(29.0) == [Start(4, "a", 0)]
 
 
+def kill_and_replace(membership: Membership, fate: Fate, *, progressed: bool) -> list[float]:
+    """Lose the last rank of a world of two, ten times, four seconds apart: how long each slot rests."""
+    world, waits = (0, 1), []
+    for generation in range(1, 11):
+        now = 4.0 * generation
+        actions = membership.asks(world[0], generation, now, wired=True, progressed=progressed)
+        actions += membership.ended(world[1], fate, now)
+        while not started(actions):
+            due = membership.next_at(now)
+            actions += membership.time_is(due)
+            now = due
+        waits.append(now - 4.0 * generation)
+        (newcomer,) = started(actions)
+        (world,) = formed(membership.asks(newcomer, 0, now))
+    return waits
+
+
+def test_slot_whose_ranks_are_killed_in_worlds_that_get_on_does_not_rest() -> None:
+    waits = kill_and_replace(running(Limits(2, 2, 2), {"a": 2}), Fate.KILLED, progressed=True)
+    assert max(waits) == 0.0
+
+
+@pytest.mark.parametrize("limits", [Limits(2, 2, 2), Limits(2, 2, 2, cooldown_s=(1.0, 60.0))])
+def test_slot_that_crashes_rests_though_its_worlds_get_on(limits: Limits) -> None:
+    waits = kill_and_replace(running(limits, {"a": 2}), Fate.LOST, progressed=True)
+    assert waits[-1] == 60.0
+
+
+def test_rest_that_the_user_asks_for_holds_for_kills_as_well() -> None:
+    limits = Limits(2, 2, 2, cooldown_s=(1.0, 60.0))
+    waits = kill_and_replace(running(limits, {"a": 2}), Fate.KILLED, progressed=True)
+    assert waits[:3] == [1.0, 2.0, 4.0]
+
+
+def test_slot_of_a_killed_rank_is_free_once_a_survivor_says_that_the_world_got_on() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    membership.ended(1, Fate.KILLED, 10.0)
+    ask_all(membership, (0,), 1, 10.0)
+    (newcomer,) = started(membership.time_is(11.0))
+    assert membership.asks(newcomer, 0, 12.0) == [Notify(2)]
+    assert formed(ask_all(membership, (0,), 2, 12.0)) == [(0, newcomer)]
+    membership.ended(newcomer, Fate.KILLED, 20.0)
+    assert membership.next_at(20.0) == 21.0, "the second failure, for all that is known"
+    membership.asks(0, 3, 20.0, wired=True, progressed=True)
+    assert membership.next_at(20.0) == 20.5, "others have the machine to themselves until then"
+    assert started(membership.time_is(20.5)) == [3]
+
+
+def test_spares_are_dismissed_when_all_ranks_have_left_one_by_one() -> None:
+    membership = Membership(Limits(1, 1, 1, spares=2))
+    assert started(membership.hosts_are({"a": 1}, 0.0)) == [0, 1, 2]
+    membership.asks(0, 0, 1.0)
+    membership.asks(1, 0, 1.0)
+    actions = membership.leaves([0], 2.0)
+    assert [item for item in actions if isinstance(item, Dismiss)] == [Dismiss(1), Dismiss(2)]
+    assert membership.asks(2, 0, 2.5) == [Dismiss(2)], "it was still starting"
+    assert membership.asks(0, 1, 3.0) == [Dismiss(0)]
+    membership.ended(1, Fate.WELL, 3.0)
+    membership.ended(2, Fate.WELL, 3.0)
+    (end,) = ends(membership.ended(0, Fate.WELL, 3.0))
+    assert end.resumable
+
+
+def test_nobody_is_blamable_of_worlds_that_are_long_gone() -> None:
+    membership = running(Limits(2, 2, 2), {"a": 2})
+    kill_and_replace(membership, Fate.KILLED, progressed=True)
+    assert membership.blamable == set()
+
+
 def test_first_failure_of_a_slot_costs_nothing_unless_the_user_says_so() -> None:
     limits = Limits(2, 1, 2)
     assert [limits.cooldown_after(failures) for failures in (1, 2, 3, 4, 99)] == [0.0, 1.0, 2.0, 4.0, 60.0]

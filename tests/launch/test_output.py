@@ -8,6 +8,7 @@ import os
 import pty
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -204,3 +205,37 @@ def test_a_text_stream_gets_what_it_can_show_and_a_closed_one_ends_nothing() -> 
     output.write(0, STDOUT, "é\n".encode() + b"\xff\nplain\n")
     output.close()
     assert raw.getvalue() == b"[0] \\xe9\n[0] \\ufffd\n[0] plain\n"
+
+
+def test_ranks_that_are_retired_keep_no_file_open_and_no_line(
+    pipes: tuple[Sink, int, int], tmp_path: Path
+) -> None:
+    _, stdout, stderr = pipes
+    output = Output(1, stdout=stdout, stderr=stderr, directory=str(tmp_path))
+    before, known = len(os.listdir("/proc/self/fd")), []
+    for rank in range(1, 101):
+        output.add_rank()
+        output.write(rank, STDERR, b"last words\n")
+        output.finish(rank)
+        assert output.tail(rank) == [b"last words"]
+        output.retire(rank)
+        known.append(len(os.listdir("/proc/self/fd")))
+    assert max(known) - before <= 2 * 17
+    assert (known[-1], output.tail(1), output.size) == (known[50], [], 101)
+    output.close()
+
+
+def test_late_words_of_a_retired_rank_s_children_are_printed_and_kept(
+    pipes: tuple[Sink, int, int], tmp_path: Path
+) -> None:
+    sink, stdout, stderr = pipes
+    output = Output(1, stdout=stdout, stderr=stderr, directory=str(tmp_path))
+    output.write(0, STDOUT, b"early\n")
+    output.retire(0)
+    for rank in range(1, 101):
+        output.add_rank()
+        output.retire(rank)
+    output.write(0, STDOUT, b"late\n")
+    output.close()
+    assert sink.printed() == b"[0] early\n[0] late\n"
+    assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"early\nlate\n"
