@@ -119,7 +119,8 @@ def leaves(framework: str, megabytes: int, number: int) -> list[float]:
 def floor(framework: str, megabytes: int, rounds: int) -> list[float]:
     """Milliseconds from SIGKILL of a process with as much memory to the end of file at its pipe.
 
-    No survivor can know of a death from a closed connection before: the kernel first frees the memory.
+    The kernel frees the memory first: survivors, who know of a death by a closed connection, hear of it about
+    as late.
     """
     program = [sys.executable, "-m", "benchmarks.elastic_rank", framework, str(megabytes), "hold"]
     found: list[float] = []
