@@ -54,7 +54,12 @@ def losses_of(events: Sequence[Event], ranks_after: int) -> Losses:
         end = kills[number + 1] if number + 1 < len(kills) else len(ordered)
         after = ordered[begin + 1 : end]
         killed_at = ordered[begin]["at"]
-        errors = [i for i, event in enumerate(after) if event["event"] == "error"]
+        errors: list[int] = []
+        for place, event in enumerate(after):
+            if event["event"] == "error":
+                errors.append(place)
+            elif event["event"] == "step" and event["pid"] in {after[i]["pid"] for i in errors}:
+                break  # it has gone on; ranks that come to the end of the job later have errors, too
         if not errors:
             continue
         error_at = after[errors[-1]]["at"]

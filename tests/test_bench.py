@@ -263,6 +263,7 @@ def test_losses_are_read_from_what_the_ranks_have_noted() -> None:
         event(5.0, "interrupt", 2),
         event(5.0, "interrupt", 1),
         *(event(5.1 + pid / 1000, "step", pid, size=3, step=2) for pid in (1, 2, 5)),
+        event(9.0, "error", 1),  # another has come to the end of the job first
     ]
     found = elastic.losses_of(list(reversed(events)), ranks_after=3)
     assert found.errors == pytest.approx([12.0])
