@@ -228,7 +228,7 @@ DEFECTS ?=
 defects: $(STAMPS)/test
 	$(PY) tools/defects.py --jobs 2 $(DEFECTS)
 
-##@ false-alarms  all clean cases over SEEDS seeds: nothing may be found to differ; half an hour
+##@ false-alarms  all clean cases over SEEDS seeds: nothing may be found to differ; ten minutes
 SEEDS ?= 20
 .PHONY: false-alarms
 false-alarms: $(STAMPS)/test
