@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic_events import JobError, Log, Loss, World
-from benchmarks.launchers import ROOT, CannotStart
+from benchmarks.launchers import ROOT
+from benchmarks.namespaces import namespaces
 
 HOSTS = 3
 #: In the order in which they are caused.
@@ -41,22 +42,7 @@ class Hosts:
 @contextlib.contextmanager
 def hosts() -> Iterator[Hosts]:
     """Make three; raises CannotStart where that cannot be done."""
-    harness = str(ROOT / "tests/harness")
-    if harness not in sys.path:
-        sys.path.append(harness)
-    import netns
-    import sshd
-
-    if not netns.available() or not sshd.available():
-        raise CannotStart(
-            f"{HOSTS} hosts are namespaces with an sshd each: that needs root, iproute2 and sshd"
-        )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        netns.hosts(HOSTS) as made,
-        _named(made),
-        sshd.sshd_on(Path(folder), made) as options,
-    ):
+    with namespaces(HOSTS) as (made, options), _named(made):
         yield Hosts(made, options)
 
 

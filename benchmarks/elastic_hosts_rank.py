@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic_rank import COMMIT_EVERY, JOBS, Events, elements
+from benchmarks.elastic_rank import COMMIT_EVERY, JOBS, Events, elements, noted
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
         where = {"rank": place.rank, "size": place.size, "world": place.generation, "host": host}
         while True:
             events.note("step", step=state.step, **where)
-            try:
+            with noted(events, hvd):
                 reduce_gradient()
                 time.sleep(0.002)  # what a model would compute
                 state.step += 1
@@ -47,12 +47,6 @@ def main() -> None:
                 state.commit()
                 if any(allgather_object((folder / "done").exists(), name="done")):
                     return
-            except hvd.elastic.HostsUpdatedInterrupt:
-                events.note("interrupt")
-                raise
-            except Exception as error:
-                events.note("error", of=type(error).__name__)
-                raise
 
     train(state)
     hvd.shutdown()

@@ -9,13 +9,14 @@ Model and state are made before ``init()``, as docs/elastic.md advises: a spare 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ class Events:
         """How many processes have been ready for a place and were not killed."""
         text = self._path.read_text()
         return text.count('"event": "ready"') - text.count('"event": "kill"')
+
+
+@contextlib.contextmanager
+def noted(events: Events, hvd: Any) -> Iterator[None]:
+    """Note when an interrupt or error reaches what is within."""
+    try:
+        yield
+    except hvd.elastic.HostsUpdatedInterrupt:
+        events.note("interrupt")
+        raise
+    except Exception as error:
+        events.note("error", of=type(error).__name__)
+        raise
 
 
 def elements(megabytes: int) -> list[int]:
@@ -170,7 +184,7 @@ def main() -> None:
         size = hvd.size()
         while state.kills < number or time.monotonic() < began + QUIET_S:
             events.note("step", step=state.step, rank=hvd.rank(), size=size)
-            try:
+            with noted(events, hvd):
                 reduce_gradient()
                 time.sleep(0.002)  # what a model would compute
                 state.step += 1
@@ -178,12 +192,6 @@ def main() -> None:
                     began = strike(state, began)
                 else:
                     state.check_host_updates()
-            except hvd.elastic.HostsUpdatedInterrupt:
-                events.note("interrupt")
-                raise
-            except Exception as error:
-                events.note("error", of=type(error).__name__)
-                raise
 
     train(state)
     events.note("end")

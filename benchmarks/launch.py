@@ -15,13 +15,13 @@ import select
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.launchers import ROOT, CannotStart
+from benchmarks.namespaces import namespaces
 
 HOSTS = 8
 RANKS = 64
@@ -113,21 +113,7 @@ def entries(rounds: int) -> list[float]:
 @contextlib.contextmanager
 def _hosts() -> Iterator[tuple[list[str], list[str]]]:
     """Eight hosts: words that run a command on the first, and polyhvdrun's options for ranks on all."""
-    harness = str(ROOT / "tests/harness")
-    if harness not in sys.path:
-        sys.path.append(harness)
-    import netns
-    import sshd
-
-    if not netns.available() or not sshd.available():
-        raise CannotStart(
-            f"{HOSTS} hosts are namespaces with an sshd each: that needs root, iproute2 and sshd"
-        )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        netns.hosts(HOSTS) as made,
-        sshd.sshd_on(Path(folder), made) as options,
-    ):
+    with namespaces(HOSTS) as (made, options):
         listed = ",".join(f"{host.address}:{RANKS // HOSTS}" for host in made)
         yield made[0].command(), [*options, "-H", listed]
 

@@ -36,16 +36,22 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tenso
     return time.perf_counter() - begun
 
 
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def cost(plain: Trained, watched: Trained, inputs: torch.Tensor, steps: int) -> float:
+    """By the quietest steps of each, taken in turn."""
+    pairs = [(step(*plain, inputs), step(*watched, inputs)) for _ in range(steps)]
+    return min(after for _, after in pairs) / min(before for before, _ in pairs)
+
+
 @pytest.mark.ranks(1)
 def test_watching_a_convolutional_network_costs_at_most_as_much_as_its_step() -> None:
     torch.set_num_threads(1)
     images = torch.randn(32, 3, 16, 16)
     plain, (model, optimizer) = convolutional(0), convolutional(0)
     with parity.watch(model, optimizer) as watched:
-        ratios = []
-        for _ in range(2):  # the quietest steps of each, taken in turn
-            pairs = [(step(*plain, images), step(model, optimizer, images)) for _ in range(6)]
-            ratios.append(min(after for _, after in pairs) / min(before for before, _ in pairs))
+        ratios = [cost(plain, (model, optimizer), images, 6) for _ in range(2)]
     assert min(ratios) <= 2.0, ratios
     assert watched.first is None, watched
 
@@ -102,10 +108,7 @@ def test_watching_dense_layers_of_few_rows_costs_at_most_as_much_as_their_step()
     rows = batch(128, 784, 0)
     plain, (model, optimizer) = dense(784, 256, 128, 10), dense(784, 256, 128, 10)
     with parity.watch(model, optimizer) as watched:
-        ratios = []
-        for _ in range(4):  # the quietest steps of each, taken in turn
-            pairs = [(step(*plain, rows), step(model, optimizer, rows)) for _ in range(20)]
-            ratios.append(min(after for _, after in pairs) / min(before for before, _ in pairs))
+        ratios = [cost(plain, (model, optimizer), rows, 20) for _ in range(4)]
     assert min(ratios) <= 2.0, ratios
     assert watched.first is None, watched
 
