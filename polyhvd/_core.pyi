@@ -83,6 +83,21 @@ def sketch(
         IndexError: there is no such row.
     """
 
+def copy(targets: Sequence[Any], sources: Sequence[Any]) -> list[int]:
+    """Overwrite tensors with others; see host/copies.h.
+
+    Args:
+        targets: where each source is copied.
+        sources: as many.
+
+    Returns:
+        The numbers of those that are left for the caller to copy: a tensor is not dense or not on a CPU, a target
+        is read-only, dtypes or shapes differ, or the two have memory in common.
+
+    Raises:
+        ValueError: the sequences have different lengths; nothing was copied.
+    """
+
 class TensorRef:
     """A dense tensor given by address; the fallback for objects that cannot be read directly.
 

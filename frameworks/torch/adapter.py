@@ -11,7 +11,7 @@ from polyhvd import _core
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 from polyhvd.errors import InvalidArgumentError, UnsupportedTypeError
 
-__all__ = ["TorchAdapter", "check"]
+__all__ = ["TorchAdapter", "check", "copy_all"]
 
 Tensor = torch.Tensor
 
@@ -54,6 +54,24 @@ def _reference(tensor: Tensor) -> _core.TensorRef:
     return _core.TensorRef(
         tensor.data_ptr(), shape, dtype, tensor, gpu=tensor.device.index, stream=_stream(tensor.device.index)
     )
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Overwrite tensors with others of the same shapes: ``copy_`` for each, but faster where all lie on a CPU."""
+    with torch.no_grad():
+        for number in _core.copy([*map(_plain, targets)], [*map(_plain, sources)]):
+            targets[number].copy_(sources[number])
+
+
+def _plain(tensor: Tensor) -> Tensor | _core.TensorRef | None:
+    """A tensor whose elements are the bytes at its address, one after the other; else None."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_neg() or tensor.is_conj():
+        return None
+    if _EXCHANGE is not None:
+        return tensor
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    return _reference(tensor) if _dtype_name(tensor.dtype) in _core.DTYPES else None
 
 
 def _stream(gpu: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from polyhvd.torch.adapter import copy_all
 from polyhvd.torch.samplers import ElasticSampler
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters, load_state
 
@@ -69,9 +70,7 @@ class _TensorsHandler(StateHandler):
         spare = self._spare
         if _likes(spare) != _likes(tensors):
             spare = [torch.empty_like(tensor, requires_grad=False, device="cpu") for tensor in tensors]
-        with torch.no_grad():
-            for kept, tensor in zip(spare, tensors, strict=True):
-                kept.copy_(tensor)
+        copy_all(spare, tensors)
         saved = copy.deepcopy(rest)
         self._rest, self._tensors, self._spare = saved, spare, self._tensors
 

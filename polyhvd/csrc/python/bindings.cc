@@ -18,6 +18,7 @@
 #include "observe/mailbox.h"
 #include "observe/timeline_writer.h"
 #include "python/caller.h"
+#include "python/copies.h"
 #include "python/dlpack.h"
 #include "python/gil.h"
 #include "python/mpi.h"
@@ -511,6 +512,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("direct_bytes_max", &Tuning::direct_bytes_max);
 
   define_mpi(m);
+  define_copies(m);
   define_sketches(m);
 
   py::class_<PyTimelineFile>(m, "TimelineFile").def("close", &PyTimelineFile::close);

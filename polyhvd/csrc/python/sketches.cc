@@ -42,17 +42,6 @@ struct Job {
   }
 };
 
-// Null for what cannot be read where it lies: another device, gaps, no tensor.
-std::optional<TensorView> readable(py::handle tensor) {
-  try {
-    TensorView view = read_tensor(tensor, false);
-    if (view.device.kind == DeviceKind::kCpu) return view;
-  } catch (py::error_already_set&) {
-  } catch (const py::builtin_exception&) {
-  }
-  return std::nullopt;
-}
-
 // The item for the tensor at a place; null if there is none.
 py::object item(const py::object& list, std::size_t place) {
   if (list.is_none()) return py::none();
@@ -98,7 +87,7 @@ py::list sketch(const py::sequence& tensors, Matrix rows, const std::vector<std:
   std::int64_t total = 0;
   for (std::size_t i = 0; i < count; ++i) {
     if (places[i] >= static_cast<std::size_t>(rows.shape(0))) throw py::index_error("no such row");
-    const std::optional<TensorView> view = readable(tensors[i]);
+    const std::optional<TensorView> view = read_on_cpu(tensors[i], false);
     if (!view) {
       told.append(py::none());
       continue;

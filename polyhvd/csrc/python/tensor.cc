@@ -183,6 +183,16 @@ TensorView read_tensor(py::handle object, bool writable) {
                        py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>());
 }
 
+std::optional<TensorView> read_on_cpu(py::handle object, bool writable) {
+  try {
+    TensorView view = read_tensor(object, writable);
+    if (view.device.kind == DeviceKind::kCpu) return view;
+  } catch (py::error_already_set&) {
+  } catch (const py::builtin_exception&) {
+  }
+  return std::nullopt;
+}
+
 Stream stream_of(py::handle tensor, Device device) {
   if (py::isinstance<TensorRef>(tensor)) return tensor.cast<const TensorRef&>().stream;
   const DLPackExchangeAPI* api = exchange_for(Py_TYPE(tensor.ptr()));

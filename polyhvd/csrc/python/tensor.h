@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "control/operation.h"
@@ -24,6 +25,9 @@ void register_dlpack_exchange(pybind11::type type, pybind11::capsule capsule);
 // Throws BufferError when the object is not dense, TypeError when it is no
 // tensor or has an element type that no operation knows.
 TensorView read_tensor(pybind11::handle object, bool writable);
+
+// Nothing for what cannot be had where it lies: another device, gaps, no tensor, read-only.
+std::optional<TensorView> read_on_cpu(pybind11::handle object, bool writable);
 
 // The stream that its framework gives work to at the moment, or what a TensorRef says. The
 // default stream where the framework does not tell.
