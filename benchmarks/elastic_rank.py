@@ -65,6 +65,11 @@ def elements(megabytes: int) -> list[int]:
     return [max(1, size * megabytes * MB // (4 * sum(whole))) for size in whole]
 
 
+def beginning() -> float:
+    """What a process's weights are at first: others than those of the rest, as a newcomer's are."""
+    return 1 / os.getpid()
+
+
 # Each returns hvd, the state, and what a step does with the gradient of one small layer.
 
 
@@ -75,7 +80,7 @@ def numpy_job(
     import polyhvd.numpy as hvd
 
     state = hvd.elastic.ArrayState(
-        weights=[np.full(size, 0.5, np.float32) for size in sizes], step=0, kills=0
+        weights=[np.full(size, beginning(), np.float32) for size in sizes], step=0, kills=0
     )
     ready()
     hvd.init()
@@ -90,7 +95,7 @@ def torch_job(
     import torch
 
     torch.set_num_threads(1)
-    model = torch.nn.ParameterList([torch.full((size,), 0.5) for size in sizes])
+    model = torch.nn.ParameterList([torch.full((size,), beginning()) for size in sizes])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, kills=0)
     ready()
@@ -105,7 +110,9 @@ def tensorflow_job(
     import polyhvd.tensorflow as hvd
     import tensorflow as tf
 
-    variables = [tf.Variable(tf.fill([size], 0.5), name=f"v{number}") for number, size in enumerate(sizes)]
+    variables = [
+        tf.Variable(tf.fill([size], beginning()), name=f"v{number}") for number, size in enumerate(sizes)
+    ]
     state = hvd.elastic.TensorFlowState(variables, step=0, kills=0)
     ready()
     hvd.init()
@@ -128,7 +135,7 @@ def mxnet_job(
                     setattr(self, f"p{number}", self.params.get(f"p{number}", shape=(size,), init="ones"))
 
     net = Net()
-    net.initialize()
+    net.initialize(mx.init.Constant(beginning()))
     ready()
     hvd.init()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})

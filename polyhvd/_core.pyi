@@ -91,11 +91,22 @@ def copy(targets: Sequence[Any], sources: Sequence[Any]) -> list[int]:
         sources: as many.
 
     Returns:
-        The numbers of those that are left for the caller to copy: a tensor is not dense or not on a CPU, a target
-        is read-only, dtypes or shapes differ, or the two have memory in common.
+        The numbers of those that are left for the caller to copy: a tensor is not dense or not on a CPU, a
+        target is read-only, dtypes or shapes differ, or the two have memory in common.
 
     Raises:
         ValueError: the sequences have different lengths; nothing was copied.
+    """
+
+def different(tensors: Sequence[Any], others: Sequence[Any]) -> list[int]:
+    """The numbers of tensors that are not the same bit for bit as the others in their places.
+
+    Args:
+        tensors: of which each is compared. What is not dense or not on a CPU is taken for different.
+        others: as many.
+
+    Raises:
+        ValueError: the sequences have different lengths.
     """
 
 class TensorRef:

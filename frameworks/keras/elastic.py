@@ -72,7 +72,7 @@ class KerasState(KerasModelState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(on.broadcast_variables, model, optimizer, **kwargs)
+        super().__init__(on.memory_of, model, optimizer, **kwargs)
 
 
 class CommitStateCallback(CommitState, keras.callbacks.Callback):  # noqa: D101

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polyhvd.tensorflow.adapter import memory_of
 from polyhvd.tensorflow.batch_norm import sync_batch_normalization
 from polyhvd.tensorflow.errors import as_polyhvd
 from polyhvd.tensorflow.keras import (
@@ -37,6 +38,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "join",
+    "memory_of",
     "reducescatter",
     "sync_batch_normalization",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 from polyhvd.keras.batch_norm import sync_batch_normalization
 from polyhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, accept_device
@@ -34,6 +35,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "join",
+    "memory_of",
     "reducescatter",
     "sync_batch_normalization",
 ]
@@ -44,6 +46,12 @@ Tensor = torch.Tensor
 def as_polyhvd(error: BaseException) -> BaseException:
     """The error itself: PyTorch raises polyhvd's as they are."""
     return error
+
+
+def memory_of(variable: Any) -> np.ndarray[Any, Any]:
+    """The value of a variable, to be looked at; not a copy where NumPy has its type and it is on a CPU."""
+    array: np.ndarray[Any, Any] = np.asarray(variable.numpy())
+    return np.ascontiguousarray(array) if array.ndim else array
 
 
 def allreduce(

@@ -11,11 +11,11 @@ from polyhvd.tensorflow import dtypes as known_dtypes
 
 from polyhvd.collectives.adapter import Capability, Handle, Operation, OpKind
 
-__all__ = ["TensorflowAdapter"]
+__all__ = ["TensorflowAdapter", "memory_of"]
 
 
-def _array(tensor: Any) -> np.ndarray[Any, Any]:
-    """The tensor's memory, without a copy when it lies on the host."""
+def memory_of(tensor: Any) -> np.ndarray[Any, Any]:
+    """The memory of a tensor or variable, to be looked at, without a copy when it lies on the host."""
     dense = tensor if isinstance(tensor, tf.Tensor) else tf.convert_to_tensor(tensor)
     if not hasattr(dense, "_numpy"):
         raise TypeError(
@@ -58,7 +58,7 @@ class TensorflowAdapter:
         self, operation: Operation, tensors: Sequence[tf.Tensor], out: Sequence[tf.Variable] | None
     ) -> Handle:
         """Hand eager tensors to the core where they lie; results go to new tensors, or to variables."""
-        arrays = [_array(tensor) for tensor in tensors]
+        arrays = [memory_of(tensor) for tensor in tensors]
         dtypes = [tf.as_dtype(array.dtype) for array in arrays]
         try:
             handle = operation.world.engine.submit(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from polyhvd.tensorflow.adapter import memory_of
 from polyhvd.tensorflow.errors import as_polyhvd
-from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic import loop
 from polyhvd.elastic.leaving import on_leave
@@ -76,7 +76,7 @@ class TensorFlowState(HandlersState):
             raise InvalidArgumentError(
                 "TensorFlowState(variables=None): TensorFlow 2 keeps no list of variables"
             )
-        handler = VariablesHandler(list(variables), lambda: self.variables, broadcast_variables)
+        handler = VariablesHandler(list(variables), lambda: self.variables, memory_of)
         object.__setattr__(self, "variables", handler.value)
         super().__init__({"variables": handler}, **kwargs)
 
@@ -105,7 +105,7 @@ class TensorFlowKerasState(KerasModelState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        super().__init__(broadcast_variables, model, optimizer, **kwargs)
+        super().__init__(memory_of, model, optimizer, **kwargs)
 
 
 def __dir__() -> list[str]:

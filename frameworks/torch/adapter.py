@@ -57,7 +57,7 @@ def _reference(tensor: Tensor) -> _core.TensorRef:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Overwrite tensors with others of the same shapes: ``copy_`` for each, but faster where all lie on a CPU."""
+    """Overwrite tensors with others of the same shapes: ``copy_`` for each, but faster on a CPU."""
     with torch.no_grad():
         for number in _core.copy([*map(_plain, targets)], [*map(_plain, sources)]):
             targets[number].copy_(sources[number])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.collectives.objects import broadcast_object
+from polyhvd.elastic.memory import overwrite
 from polyhvd.elastic.state import ObjectState, copied, copied_by_name
 from polyhvd.runtime import current
 from polyhvd.training.state import put_tensors, take_tensors
@@ -50,8 +51,7 @@ class ArraysState(ObjectState):
         """
         rest, arrays = self._taken()
         spare = self._spare if _likes(self._spare) == _likes(arrays) else [np.empty_like(a) for a in arrays]
-        for copy, array in zip(spare, arrays, strict=True):
-            np.copyto(copy, array)
+        overwrite(spare, arrays)
         saved = copied_by_name(rest)
         self._saved, self._copies, self._spare = saved, spare, self._copies
 
@@ -97,8 +97,8 @@ class ArraysState(ObjectState):
         """Arrays of these shapes and dtypes, those that are there if they fit, with these values if any."""
         if _likes(arrays) != likes or not all(array.flags.writeable for array in arrays):
             arrays = [np.empty(shape, dtype) for shape, dtype in likes]
-        for array, value in zip(arrays, values or (), strict=False):
-            np.copyto(array, value)
+        if values is not None:
+            overwrite(arrays, values)
         return arrays
 
     def _sync_from(self, root: int, *, same: bool) -> None:

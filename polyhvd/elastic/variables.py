@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from polyhvd import _core
+from polyhvd.elastic.memory import like, overwrite, receive, send
 from polyhvd.elastic.state import Handler, HandlersState
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
 
 __all__ = ["KerasModelState", "VariablesHandler"]
 
@@ -21,20 +24,22 @@ class VariablesHandler(Handler):
     Args:
         value: what it keeps.
         variables: those of it that there are now, in the same order on every rank.
-        broadcast: overwrites variables with those of a rank.
+        read: the value of one as a dense array, which is only looked at, and let go of before the next step:
+            it may be the variable's own memory.
     """
 
     def __init__(
         self,
         value: Any,
         variables: Callable[[], Sequence[Any]],
-        broadcast: Callable[[Sequence[Any], int], Any],
+        read: Callable[[Any], Array],
     ) -> None:
         super().__init__(value)
         self._variables = variables
-        self._broadcast = broadcast
+        self._read = read
         self._copies: list[Array] = []
         self._spare: list[Array] = []  # of the commit before: one that is cut short harms neither
+        self._is_spare_new = False  # whether the spare has the variables' values
 
     def save(self) -> None:
         """Keep a copy. Raises nothing.
@@ -43,15 +48,20 @@ class VariablesHandler(Handler):
 
             handler.save()
         """
-        copies = []
-        for number, variable in enumerate(self._variables()):
-            value = np.asarray(variable.numpy())
-            spare = self._spare[number] if number < len(self._spare) else None
-            if spare is None or (spare.shape, spare.dtype) != (value.shape, value.dtype):
-                spare = np.empty_like(value)
-            np.copyto(spare, value)
-            copies.append(spare)
-        self._copies, self._spare = copies, self._copies
+        values = [self._read(variable) for variable in self._variables()]
+        is_first = not self._copies and not self._spare
+        spare = like(values, self._spare)
+        overwrite(spare, values)
+        self._copies, self._spare = spare, self._copies
+        self._is_spare_new = False
+        if is_first and values:
+            del values
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Touch memory that a newcomer will need, and assign once, while no other rank waits for that."""
+        self._spare = [copy.copy() for copy in self._copies]
+        self.restore()
 
     def restore(self) -> None:
         """Go back to the copy; variables that have come since then stay. Raises nothing.
@@ -105,9 +115,22 @@ class VariablesHandler(Handler):
 
             handler.sync_from(0, same=False)
         """
-        variables = list(self._variables())
-        if variables and not same:
-            self._broadcast(variables, root)
+        self._is_spare_new = False
+        values = [] if same else [self._read(variable) for variable in self._variables()]
+        if not values:
+            return
+        self._spare = like(values, self._spare)
+        if current.world().placement.rank == root:
+            send(values, "elastic.state.variables")
+            overwrite(self._spare, values)  # while others assign what they have received
+        else:
+            receive(self._spare, root, "elastic.state.variables")
+            others = _core.different(values, self._spare)
+            del values  # of variables that are to get other memory
+            variables = self._variables()
+            for number in others:
+                variables[number].assign(self._spare[number])
+        self._is_spare_new = True
 
     def keep_synced(self, *, kept: bool) -> None:
         """Have what was told as the last commit. Raises nothing.
@@ -119,7 +142,10 @@ class VariablesHandler(Handler):
 
             handler.keep_synced(kept=False)
         """
-        if not kept:
+        if self._is_spare_new:
+            self._copies, self._spare = self._spare, self._copies
+            self._is_spare_new = False
+        elif not kept:
             self._spare = self._copies  # an earlier commit is of no use any more, its memory is
             self.save()
 
@@ -128,7 +154,7 @@ class KerasModelState(HandlersState):
     """See ``KerasState`` of a framework.
 
     Args:
-        broadcast: overwrites variables with those of a rank.
+        read: see :class:`VariablesHandler`.
         model: of Keras, built.
         optimizer: None: that of the model.
         kwargs: other attributes.
@@ -139,7 +165,7 @@ class KerasModelState(HandlersState):
 
     def __init__(
         self,
-        broadcast: Callable[[Sequence[Any], int], Any],
+        read: Callable[[Any], Array],
         model: Any,
         optimizer: Any = None,
         **kwargs: Any,
@@ -151,11 +177,9 @@ class KerasModelState(HandlersState):
             )
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
-        handlers: dict[str, Handler] = {
-            "model": VariablesHandler(model, lambda: self.model.weights, broadcast)
-        }
+        handlers: dict[str, Handler] = {"model": VariablesHandler(model, lambda: self.model.weights, read)}
         if optimizer is not None:
-            handlers["optimizer"] = VariablesHandler(optimizer, self._of_optimizer, broadcast)
+            handlers["optimizer"] = VariablesHandler(optimizer, self._of_optimizer, read)
         self._ready: Any = None  # the optimizer that was seen to have its variables
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "optimizer", optimizer)

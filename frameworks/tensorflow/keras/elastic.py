@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from polyhvd.tensorflow.adapter import memory_of
 from polyhvd.tensorflow.elastic import run, run_fn, train
-from polyhvd.tensorflow.state import broadcast_variables
 
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
 from polyhvd.elastic.leaving import on_leave
@@ -55,7 +55,7 @@ class KerasState(KerasModelState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(broadcast_variables, model, optimizer, **kwargs)
+        super().__init__(memory_of, model, optimizer, **kwargs)
 
 
 class CommitStateCallback(CommitState, tf.keras.callbacks.Callback):  # noqa: D101

@@ -1,4 +1,4 @@
-// Copies of many tensors at once (host/copies.h), as Python sees them.
+// Copies of many tensors at once (host/copies.h), and comparisons, as Python sees them.
 #pragma once
 
 #include <pybind11/pybind11.h>
