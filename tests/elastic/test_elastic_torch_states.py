@@ -135,3 +135,39 @@ def test_handlers_of_the_user_s_own_are_asked() -> None:
     assert state.counter.count == 7 + hvd.rank()
     state.sync()
     assert state.counter.count == 7
+
+
+def test_commit_keeps_tensors_of_every_kind_and_layout() -> None:
+    model = torch.nn.Module()
+    kinds = {
+        "large": torch.rand(1 << 20),
+        "strided": torch.rand(4, 6)[:, ::2],
+        "transposed": torch.rand(4, 6).t(),
+        "channels_last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "expanded": torch.rand(3, 1).expand(3, 4),
+        "negated": torch._neg_view(torch.rand(3)),
+        "conjugated": torch.rand(3, dtype=torch.complex64).conj(),
+        "sixteen_bits": torch.rand(5).to(torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+    }
+    for name, tensor in kinds.items():
+        model.register_buffer(name, tensor)
+    model.register_buffer("tied", model.large)
+    model.weight = torch.nn.Parameter(torch.rand(3))
+    state = hvd.elastic.TorchState(model, step=0)
+    for step in range(3):
+        with torch.no_grad():
+            model.weight += 1
+            model.large += 1
+            model.transposed += 1
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state.commit()
+        for name in ("weight", "large", "strided", "transposed", "channels_last", "sixteen_bits", "scalar"):
+            model.state_dict()[name].zero_()
+        state.step = step + 1
+        # These tensors cannot be written by load_state_dict(), whoever has kept them.
+        kept = state._handlers["model"]._saved(state._handlers["model"]._tensors)
+        assert list(kept) == list(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(kept[name], tensor), name

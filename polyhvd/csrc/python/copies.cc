@@ -37,8 +37,7 @@ std::optional<Pair> pair_of(py::handle one, py::handle other, bool writable) {
   if (!second || first->dtype != second->dtype || first->shape != second->shape) {
     return std::nullopt;
   }
-  const Pair pair{static_cast<std::byte*>(first->data),
-                  static_cast<const std::byte*>(second->data),
+  const Pair pair{static_cast<std::byte*>(first->data), static_cast<const std::byte*>(second->data),
                   static_cast<std::size_t>(element_count(first->shape)) * item_size(first->dtype)};
   if (pair.bytes != 0 && (pair.one == nullptr || pair.other == nullptr)) return std::nullopt;
   return pair;

@@ -1,0 +1,105 @@
+"""TensorFlowState on ranks: commits of variables, and what other ranks are told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polyhvd.tensorflow as hvd
+import pytest
+import tensorflow as tf
+
+from polyhvd.elastic import variables as kept
+from polyhvd.errors import HorovodInternalError
+
+pytestmark = pytest.mark.ranks(2, 3, framework="tensorflow")
+
+TYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "bool"]
+
+
+def make(base: float) -> Any:
+    """Variables of many types and shapes, among them a large and an empty one and a scalar."""
+    many = [tf.Variable(tf.cast(tf.fill([2, 3], base), name)) for name in TYPES]
+    many += [tf.Variable(tf.fill([1 << 20], base)), tf.Variable(tf.zeros([0, 4])), tf.Variable(base)]
+    return hvd.elastic.TensorFlowState(many, step=base)
+
+
+def values(state: Any) -> Any:
+    return [variable.numpy().tolist() for variable in state.variables]
+
+
+def test_restore_goes_back_to_the_last_of_three_commits() -> None:
+    state = make(1.0)
+    for number in (2.0, 3.0, 4.0):
+        for variable in state.variables:
+            variable.assign(tf.cast(tf.fill(variable.shape, number), variable.dtype))
+        state.commit()
+    expected = values(state)
+    for _ in range(2):
+        for variable in state.variables[:1] + state.variables[-3:]:
+            variable.assign_add(tf.ones_like(variable))  # in the variable's memory
+        assert values(state) != expected
+        state.restore()
+        assert values(state) == expected
+
+
+def test_first_sync_gives_all_ranks_the_values_of_rank_0_which_are_their_commit() -> None:
+    state = make(1.0 + hvd.rank())
+    state.sync()
+    expected = values(make(1.0))
+    assert values(state) == expected
+    state.variables[-1].assign(9.0)
+    state.restore()
+    assert values(state) == expected
+    assert state.step == 1.0
+
+
+def test_tensor_that_was_read_before_a_sync_keeps_its_value() -> None:
+    state = make(1.0 + hvd.rank())
+    before = [variable.read_value() for variable in state.variables]
+    expected = values(state)
+    state.sync()
+    assert [np.asarray(tensor).tolist() for tensor in before] == expected
+
+
+def test_rank_with_the_newest_commit_tells_the_others_and_what_is_not_synchronized_becomes_alike() -> None:
+    state = make(1.0)
+    state.sync()
+    last = hvd.size() - 1
+    state.variables[0].assign_add(tf.fill([2, 3], float(hvd.rank())))  # as a moving mean is, of each rank
+    if hvd.rank() == last:
+        state.commit()
+        state.variables[1].assign_add(tf.ones([2, 3], tf.float64))
+    state.sync()
+    for _ in range(2):
+        assert state.variables[0].numpy().tolist() == 2 * [3 * [1.0 + last]]
+        assert state.variables[1].numpy().tolist() == 2 * [3 * [2.0]]
+        state.variables[1].assign_add(tf.ones([2, 3], tf.float64))
+        state.restore()
+
+
+def test_sync_that_fails_half_way_leaves_the_commit_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make(1.0 + hvd.rank())
+    state.sync()
+    for variable in state.variables:
+        variable.assign(tf.cast(tf.fill(variable.shape, 2.0), variable.dtype))
+    state.commit()
+    expected = values(state)
+    if hvd.rank() == 0:
+        state.variables[-1].assign(5.0)
+        state._commits += 1
+
+    def lost(*arguments: Any) -> None:
+        receive(*arguments)
+        raise HorovodInternalError("a rank was lost")
+
+    receive = kept.receive
+    monkeypatch.setattr(kept, "receive", lost)
+    handler = state._handlers["variables"]
+    if hvd.rank() == 0:
+        handler.sync_from(0, same=False)
+    else:
+        with pytest.raises(HorovodInternalError):
+            handler.sync_from(0, same=False)
+    state.restore()
+    assert values(state) == expected
