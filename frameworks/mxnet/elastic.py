@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import pickle
 from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet.base import MXNetError
+from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.gluon import Block, Parameter
 from polyhvd.mxnet.errors import InvalidArgumentError
 from polyhvd.mxnet.state import (
@@ -49,12 +50,20 @@ class _Parameters(Handler):
     def __init__(self, value: Block) -> None:
         super().__init__(value)
         self._copies: list[Any] = []
+        self._spare: list[Any] = []  # of the commit before: one that is cut short harms neither
 
     def _arrays(self) -> list[Any]:
         return [parameter.list_data()[0] for parameter in self.value.collect_params().values()]
 
     def save(self) -> None:
-        self._copies = [array.asnumpy() for array in self._arrays()]
+        spare = self._spare
+        arrays = self._arrays()
+        if [(a.shape, a.dtype) for a in spare] != [(a.shape, np.dtype(a.dtype)) for a in arrays]:
+            spare = [array.asnumpy() for array in arrays]
+        else:
+            for kept, array in zip(spare, arrays, strict=True):
+                _copy_to(kept, array)
+        self._copies, self._spare = spare, self._copies
 
     def restore(self) -> None:
         parameters: list[Parameter] = list(self.value.collect_params().values())
@@ -86,6 +95,7 @@ class _Parameters(Handler):
 
     def keep_synced(self, *, kept: bool) -> None:
         if not kept:
+            self._spare = self._copies  # an earlier commit is of no use any more, its memory is
             self.save()
 
 
@@ -143,6 +153,12 @@ class _Trainer(Handler):
     def keep_synced(self, *, kept: bool) -> None:
         if not kept:
             self.save()
+
+
+def _copy_to(target: np.ndarray[Any, Any], array: Any) -> None:
+    """``target[:] = array.asnumpy()``, without the memory that this takes, which the system has to clear."""
+    address = target.ctypes.data_as(ctypes.c_void_p)
+    check_call(_LIB.MXNDArraySyncCopyToCPU(array.handle, address, ctypes.c_size_t(target.size)))
 
 
 def _settle(value: Any) -> None:

@@ -1,0 +1,56 @@
+"""GluonState on ranks: commits that use the memory of earlier ones again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mxnet as mx
+import polyhvd.mxnet as hvd
+import pytest
+from mxnet import gluon
+
+pytestmark = pytest.mark.ranks(2, framework="mxnet")
+
+
+def make(width: int = 3) -> Any:
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(width, in_units=2), gluon.nn.BatchNorm(in_channels=width))
+    net.initialize(mx.init.Constant(hvd.rank() + 1.0))
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    return net, trainer, hvd.elastic.GluonState(net, trainer, step=0)
+
+
+def values(net: Any) -> list[Any]:
+    return [parameter.data().asnumpy().tolist() for parameter in net.collect_params().values()]
+
+
+def put(net: Any, value: float) -> None:
+    for parameter in net.collect_params().values():
+        parameter.data()[:] = value
+
+
+def test_restore_goes_back_to_the_last_of_several_commits() -> None:
+    net, _, state = make()
+    for number in (2.0, 3.0, 4.0, 5.0):
+        put(net, number)
+        state.commit()
+        expected = values(net)
+        for _ in range(2):
+            put(net, -number)
+            assert values(net) != expected
+            state.restore()
+            assert values(net) == expected
+            put(net, -number)
+        state.restore()
+
+
+def test_what_a_sync_has_told_is_the_commit_on_every_rank() -> None:
+    net, _, state = make()
+    state.sync()
+    told = values(net)
+    assert told[0] == 3 * [[1.0, 1.0]]
+    for _ in range(3):
+        put(net, 7.0)
+        state.restore()
+        assert values(net) == told
+        state.commit()
