@@ -12,7 +12,6 @@ Arguments: a folder, and places at which a process kills itself, each once in th
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -20,53 +19,33 @@ from typing import Any
 
 import numpy as np
 import polyhvd.numpy as hvd
+from dying import Kills, die_in_meetings
 
-from polyhvd.runtime import bootstrap, current
+from polyhvd.runtime import current
 
-FOLDER, KILLS = Path(sys.argv[1]), sys.argv[2:]
+KILLS = Kills(Path(sys.argv[1]), sys.argv[2:])
 STEPS = int(os.environ.get("STEPS", "30"))
 STEP_S = float(os.environ.get("STEP_S", "0.01"))
 STARTED_WITH = int(os.environ["POLYHVD_SIZE"])
-
-
-def die_at(*place: object) -> None:
-    """Die here if a test wants it and nobody has died at this place yet."""
-    text = ":".join(map(str, place))
-    if text not in KILLS:
-        return
-    try:
-        (FOLDER / f"killed {text}").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KilledMeeting(bootstrap._Meeting):
-    def _exchange(self, stage: str, mine: Any, meaning: str) -> list[Any]:
-        die_at("meet", self._rank, self._generation, stage)
-        return super()._exchange(stage, mine, meaning)
-
-
-bootstrap._Meeting = KilledMeeting  # type: ignore[misc]
+die_in_meetings(KILLS)
 
 
 class KilledState(hvd.elastic.ArrayState):
     def _sync_from(self, root: int, *, same: bool) -> None:
-        die_at("sync", hvd.rank(), current.world().placement.generation)
+        KILLS.die_at("sync", hvd.rank(), current.world().placement.generation)
         super()._sync_from(root, same=same)
 
 
 def wait_for_the_replacement() -> None:
     """It is started half a second after the loss, and has NumPy to import before it can die."""
     until = time.monotonic() + 30.0
-    while not (FOLDER / "killed init").exists() and time.monotonic() < until:
+    while not KILLS.is_done("init") and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def newcomer_is_to_die() -> bool:
     """Whether somebody who is to die in generation 3 has yet to come: it has NumPy to import before."""
-    of_third = [kill for kill in KILLS if kill.startswith(("meet:", "sync:")) and kill.split(":")[2] == "3"]
-    return any(not (FOLDER / f"killed {kill}").exists() for kill in of_third)
+    return any(place.split(":")[2] == "3" for place in KILLS.pending("meet", "sync"))
 
 
 @hvd.elastic.run
@@ -74,13 +53,13 @@ def train(state: Any) -> None:
     generation = current.world().placement.generation
     print(f"from {state.step} generation {generation} rank {hvd.rank()} size {hvd.size()}", flush=True)
     while state.step < STEPS:
-        if "init" in KILLS and state.step == STEPS // 2:
+        if KILLS.is_wanted("init") and state.step == STEPS // 2:
             wait_for_the_replacement()
-        die_at("step", hvd.rank(), state.step)
+        KILLS.die_at("step", hvd.rank(), state.step)
         contribution = np.full(5, float(state.step + 1))
         state.weights += hvd.allreduce(contribution, op=hvd.Average, name="gradient")
         state.layers["b"] += hvd.allreduce(contribution[:2], op=hvd.Average, name="second")
-        die_at("commit", hvd.rank(), state.step)
+        KILLS.die_at("commit", hvd.rank(), state.step)
         state.step += 1
         time.sleep(0.3 if generation == 2 and newcomer_is_to_die() else STEP_S)
         state.commit()
@@ -88,7 +67,7 @@ def train(state: Any) -> None:
 
 def main() -> None:
     if int(os.environ["POLYHVD_MEMBER"]) >= STARTED_WITH:
-        die_at("init")
+        KILLS.die_at("init")
     hvd.init()
     state = KilledState(weights=np.zeros(5), layers={"b": np.zeros(2)}, step=0, words=[])
     state.register_reset_callbacks([lambda: print("reset", flush=True)])

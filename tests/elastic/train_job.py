@@ -6,8 +6,13 @@ Arguments: the framework, a folder, and places at which a process kills itself, 
     after:RANK:STEP    in the step, when the weights are updated
     commit:RANK:STEP   within the commit of the step, when half of the state was copied
     write:RANK:STEP    while the checkpoint of that step is written
+    set:RANK:STEP      before a collective of the process set of the first ranks 0 and 1
+    others:RANK:STEP   in the step: this rank kills all others
+    sync:RANK:STEP     while the state is told, after so many steps
+    join:STAGE, meet:RANK:GENERATION:STAGE   see dying.py
 
-It tells a digest of the weights, how often each row has counted, and how many steps there were.
+It tells a digest of the weights, how often each row has counted, and how many steps there were. ``TRAIN``
+in the environment says what else is done: see :func:`main`.
 """
 
 from __future__ import annotations
@@ -15,19 +20,21 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dying import Kills, die_in_meetings
 
 from polyhvd.data import ArrayLoader, DistributedBatchSampler
 from polyhvd.data.arrays import Batch
 from polyhvd.elastic import checkpoint
 from polyhvd.elastic.train import Training
 
-FRAMEWORK, FOLDER, KILLS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+FRAMEWORK, FOLDER = sys.argv[1], Path(sys.argv[2])
+KILLS = Kills(FOLDER, sys.argv[3:])
 ROWS, INPUTS, OUTPUTS, BATCH = int(os.environ.get("TRAIN_ROWS", "107")), 6, 3, 4
 
 random = np.random.default_rng(5)
@@ -36,18 +43,10 @@ y = (x @ random.normal(size=(INPUTS, OUTPUTS))).argmax(1)
 first_w = random.normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
 
 hvd = importlib.import_module("polyhvd." + FRAMEWORK)
-hvd.init()
-
-
-def die_at(*place: object) -> None:
-    text = ":".join(map(str, place))
-    if text not in KILLS:
-        return
-    try:
-        (FOLDER / f"killed {text}").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+die_in_meetings(KILLS)
+#: Of the ranks of the first world, those that are left.
+pair = hvd.ProcessSet([0, 1]) if "set:1" in " ".join(sys.argv[3:]) else None
+hvd.init(process_sets=[pair] if pair else [])
 
 
 def numpy_model() -> Any:
@@ -183,8 +182,12 @@ class KilledTraining(Training):
 
     def save(self) -> None:
         self._inner.save()
-        die_at("commit", hvd.rank(), self.steps)
+        KILLS.die_at("commit", hvd.rank(), self.steps)
         super().save()
+
+    def _sync_from(self, root: int, *, same: bool) -> None:
+        KILLS.die_at("sync", hvd.rank(), self.steps)
+        super()._sync_from(root, same=same)
 
 
 class KilledFolder(checkpoint.Folder):
@@ -193,7 +196,7 @@ class KilledFolder(checkpoint.Folder):
 
         def fsync(descriptor: int) -> None:
             if hvd.is_initialized():
-                die_at("write", hvd.rank(), steps)
+                KILLS.die_at("write", hvd.rank(), steps)
             real(descriptor)
 
         os.fsync = fsync
@@ -230,7 +233,21 @@ def loader_of() -> tuple[Any, Any]:
     return loader, as_batch
 
 
-def train(epochs: int, **options: Any) -> str:
+def use_the_pair(number: int) -> None:
+    """A collective of a process set, for as long as one of its ranks is left."""
+    if pair is not None and pair.process_set_id is not None and pair.included():
+        KILLS.die_at("set", hvd.rank(), number)
+        assert len(hvd.allgather_object(number, process_set=pair)) == len(pair.ranks)
+
+
+def kill_others(number: int) -> None:
+    """All ranks meet before, so that nobody has heard of a loss."""
+    if any(place.endswith(f":{number}") for place in KILLS.pending("others")):
+        pids = numpy_hvd.allgather_object(os.getpid(), name="pids")
+        KILLS.kill_at([pid for pid in pids if pid != os.getpid()], "others", hvd.rank(), number)
+
+
+def train(epochs: int, in_step: Any = lambda number: None, **options: Any) -> str:
     """Train a model from the beginning, or from a checkpoint; what has become of it."""
     state, update, values = MODELS[FRAMEWORK]()
 
@@ -239,12 +256,15 @@ def train(epochs: int, **options: Any) -> str:
     def step(items: Any) -> Any:
         batch = as_batch(items)
         number = made[-1].steps
-        die_at("before", hvd.rank(), number)
+        KILLS.die_at("before", hvd.rank(), number)
+        in_step(number)
+        kill_others(number)
+        use_the_pair(number)
         rows = np.zeros(ROWS)
         np.add.at(rows, batch.indices, 1.0 if batch.weight else 0.0)
         state.counts = state.counts + numpy_hvd.allreduce(rows, op=numpy_hvd.Sum, name="rows")
         result = update(batch)
-        die_at("after", hvd.rank(), number)
+        KILLS.die_at("after", hvd.rank(), number)
         return result
 
     hvd.elastic.train(step, state, loader, epochs=epochs, progress=False, **options)
@@ -253,20 +273,58 @@ def train(epochs: int, **options: Any) -> str:
     return f"{hashlib.sha256(everything).hexdigest()[:16]} counts {counts} steps {made[-1].steps}"
 
 
+def fail(number: int) -> None:
+    """An exception of the program's own, in one of its ranks."""
+    if (hvd.rank(), number) == (1, 4):
+        raise LookupError("there is no row 4")
+
+
+def disagree(number: int) -> None:
+    """Ranks of which one has another tensor."""
+    if number == 4:
+        numpy_hvd.allreduce(np.ones(2 + hvd.rank()), name="uneven")
+
+
+def change_hosts(number: int) -> None:
+    """Make room for a third rank, and take it back when there is one. Steps are slow meanwhile."""
+    wanted, size = (3, 2)[len(seen) - 1], hvd.size()
+    if size == wanted and wanted == 3:
+        seen.append(size)
+        wanted = 2
+    if hvd.rank() == 0 and f"localhost:{wanted}" not in HOSTS.read_text():
+        new = HOSTS.with_suffix(".new")
+        new.write_text(f"localhost:{wanted}\n")
+        new.rename(HOSTS)
+    if size != wanted:
+        time.sleep(0.1)
+
+
+HOSTS = FOLDER / "hosts"
+seen = [2]  # sizes of the world
+
+
 def main() -> None:
+    """Train as ``TRAIN`` says.
+
+    once, checkpoint: with options of ``hvd.elastic.train`` and their values.
+    twice: another afterwards, which nothing happens to.
+    resumes: from disk, and then another without.
+    hosts: longer, while hosts come and go.
+    fail, disagree: a rank, or all of them, find an error.
+    """
     folder = str(FOLDER / "checkpoints")
     mode, *arguments = os.environ.get("TRAIN", "once").split()
-    if mode == "resumed":  # with kills, and then without, but for the end of one and the next from disk
+    words = zip(arguments[::2], arguments[1::2], strict=True)
+    options: dict[str, Any] = {name: int(value) for name, value in words}
+    if mode in ("checkpoint", "resumes"):
+        options["checkpoint"] = folder
+    if mode == "hosts":
+        print("end", train(20, change_hosts, **options), f"size {hvd.size()}", flush=True)
+        return
+    in_step = {"fail": fail, "disagree": disagree}.get(mode, lambda number: None)
+    print("end", train(2, in_step, **options), f"size {hvd.size()}", flush=True)
+    if mode in ("twice", "resumes"):
         print("end", train(2), f"size {hvd.size()}", flush=True)
-        train(1, checkpoint=folder)
-        print("resumed", train(2, checkpoint=folder), f"size {hvd.size()}", flush=True)
-    else:
-        options: dict[str, Any] = {
-            name: int(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)
-        }
-        if mode == "checkpoint":
-            options["checkpoint"] = folder
-        print("end", train(2, **options), f"size {hvd.size()}", flush=True)
 
 
 if __name__ == "__main__":
