@@ -89,10 +89,19 @@ def _parameters(model: Any) -> Iterator[tuple[Block | None, str, Parameter]]:
         yield from ((None, "", parameter) for parameter in values)
         return
     for key, parameter in model._reg_params.items():
-        if not (key == "gamma" and getattr(model, "_kwargs", {}).get("fix_gamma")):  # a constant one
+        # What Gluon keeps of scale=False and center=False are constants, which other frameworks have not.
+        is_one = key == "gamma" and getattr(model, "_kwargs", {}).get("fix_gamma")
+        if not is_one and not (key == "beta" and _is_zero(model, parameter)):
             yield model, key, parameter
     for child in model._children.values():
         yield from _parameters(child() if callable(child) and not isinstance(child, Block) else child)
+
+
+def _is_zero(block: Block, beta: Parameter) -> bool:
+    """Whether a batch normalization with center=False adds nothing."""
+    if not isinstance(block, nn.BatchNorm) or beta._differentiable or beta._data is None:
+        return False
+    return not to_numpy(beta.data(beta.list_ctx()[0])).any()
 
 
 def _role(block: Block | None, key: str) -> str:

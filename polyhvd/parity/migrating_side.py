@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.parity import loading
+from polyhvd.parity import loading, pairing
 
 __all__ = ["FRAMEWORKS", "Said", "Task", "main"]
 
@@ -89,12 +89,14 @@ def _work(task: Task) -> Said:
     if source is None:
         _told(lambda: adapter.load_file(model, task.file), 3)
         outputs = _outputs(adapter, model, inputs, task)
-        given = _told(lambda: loading.given_of(adapter.weights_of(model)), 3)
+        given = _told(lambda: pairing.given_of(adapter.weights_of(model)), 3)
         return Said(framework=task.framework, weights=given, inputs=inputs, outputs=outputs)
     sides = (task.framework, source.framework)
     names = getattr(file, "names", None)
     mine = _told(lambda: adapter.weights_of(model), 3)
-    pairs = _told(lambda: loading.paired(mine, source.weights, names, sides), 3)
+    convert = getattr(file, "convert", None)
+    given = _told(lambda: pairing.converted(source.weights, convert), 3)
+    pairs = _told(lambda: pairing.paired(mine, given, names, sides), 3)
     loading.write(pairs)
     adapter.save_file(model, task.file)
     # What is proved is what the file has, in another model.
