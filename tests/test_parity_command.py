@@ -224,9 +224,44 @@ def test_scripts_that_do_not_agree(tmp_path: Path, other: str, outcome: str, tol
     assert told in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ('parity.compare("lost", np.ones(3))\n', "rank 0 compares 'last', rank 1 compares 'lost'"),
+        ("", "parity.compare 'last': .* needs rank 1, which has shut down"),
+    ],
+)
+def test_scripts_that_compare_other_things_do_not_wait_for_each_other(
+    tmp_path: Path, other: str, told: str
+) -> None:
+    one = write(tmp_path, "one.py", SCRIPT + 'parity.compare("last", np.ones(3))\n')
+    two = write(tmp_path, "two.py", SCRIPT + other)
+    begun = time.monotonic()
+    done = parity("--scripts", one, two)
+    assert time.monotonic() - begun < 120  # without an end of its own it would be --timeout
+    assert done.returncode == STATUSES["bad-case" if other else "rank-died"], done.stdout + done.stderr
+    assert re.search(told, done.stderr), done.stderr
+    assert "(rank 0 is one.py, rank 1 is two.py)" in done.stderr
+    assert done.stderr.count("Traceback") <= 1
+
+
+def test_scripts_are_given_their_arguments_and_named_where_they_differ(tmp_path: Path) -> None:
+    text = SCRIPT.replace("np.ones(3)", "np.full(3, float(sys.argv[1]))").replace(
+        "import numpy", "import sys, numpy"
+    )
+    (tmp_path / "a folder").mkdir()
+    script = write(tmp_path, "a folder/a.py", text)
+    one = write(tmp_path, "one.py", SCRIPT)
+    done = parity("--scripts", f"'{script}' 1", one)
+    assert done.returncode == 0, done.stderr
+    done = parity("--scripts", one, f"'{script}' 2")
+    assert done.returncode == STATUSES["differ"], done.stderr
+    assert "rank 1 (a.py, numpy) has" in done.stdout
+
+
 def test_scripts_that_compare_nothing_are_no_proof(tmp_path: Path) -> None:
     script = write(tmp_path, "none.py", "import polyhvd.numpy as hvd\nhvd.init()\n")
-    done = parity("--scripts", script)
+    done = parity("--scripts", script, script)
     assert done.returncode == STATUSES["bad-case"]
     assert "have compared nothing" in done.stderr
 
@@ -281,6 +316,7 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     [
         [],
         ["mlp", "--scripts", "a.py"],
+        ["--scripts", "a.py"],
         ["mlp", "--frameworks", "jax"],
         ["mlp", "--np", "0"],
         ["mlp", "--rate", "-1"],
