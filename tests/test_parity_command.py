@@ -25,6 +25,7 @@ from polyhvd.parity.report.documents import as_json, as_junit
 from polyhvd.parity.report.page import as_html
 from polyhvd.parity.runs import Order, Run
 from polyhvd.parity.statuses import STATUSES
+from polyhvd.testing.stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -186,6 +187,40 @@ def test_a_case_that_cannot_be_computed_is_a_bad_case(tmp_path: Path, old: str, 
     assert done.returncode == STATUSES["bad-case"], done.stderr
     assert re.search(told, done.stderr)
     assert len(done.stderr.splitlines()) == 1
+
+
+BLOCK = """
+import numpy as np
+
+def build(framework):
+    if framework == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(5, activation="tanh"), nn.Dense(3))
+        return net
+    from torch import nn
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LazyLinear(3))
+
+def batch(framework, step):
+    inputs = np.random.default_rng(step).standard_normal((12, 4))
+    return inputs, inputs[:, :3].argmax(axis=1)
+"""
+
+
+def test_a_block_of_gluon_gets_its_shapes_from_the_batch(tmp_path: Path) -> None:
+    if not is_installed("mxnet"):
+        pytest.skip("mxnet is not installed")
+    done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "mxnet", "--steps", "1", "--np", "1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_without_shapes_is_a_bad_case(tmp_path: Path) -> None:
+    if not is_installed("torch"):
+        pytest.skip("torch is not installed")
+    done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "torch", "--steps", "1")
+    assert done.returncode == STATUSES["bad-case"], done.stderr
+    assert "block: build('torch'): 2.weight has no shape yet" in done.stderr
 
 
 SCRIPT = """

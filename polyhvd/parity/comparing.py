@@ -178,10 +178,10 @@ def compare(
             raise InvalidArgumentError(f"parity.compare {name!r}: {what}={value}: expected 0 or more")
     framework, array = array_of(tensor, layout)
     mine = (framework, Fingerprint.of(array), (rtol, atol, terms))
-    told = _exchanged(str(name), mine, process_set)
-    ranks = tuple(process_set.ranks or range(len(told)))
-    _check_names([each[0] for each in told], ranks)
-    told = [each[1] for each in told]
+    named = _exchanged(str(name), mine, process_set)
+    ranks = tuple(process_set.ranks or range(len(named)))
+    _check_names([each[0] for each in named], ranks)
+    told = [each[1] for each in named]
     reference: Fingerprint = told[0][1]
     rtol, atol, terms = told[0][2]
     usual = tolerance_of(reference.dtype, terms, reference.scale)
