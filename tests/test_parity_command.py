@@ -25,6 +25,7 @@ from polyhvd.parity.report.documents import as_json, as_junit
 from polyhvd.parity.report.page import as_html
 from polyhvd.parity.runs import Order, Run
 from polyhvd.parity.statuses import STATUSES
+from polyhvd.testing.stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -188,6 +189,40 @@ def test_a_case_that_cannot_be_computed_is_a_bad_case(tmp_path: Path, old: str, 
     assert len(done.stderr.splitlines()) == 1
 
 
+BLOCK = """
+import numpy as np
+
+def build(framework):
+    if framework == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(5, activation="tanh"), nn.Dense(3))
+        return net
+    from torch import nn
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LazyLinear(3))
+
+def batch(framework, step):
+    inputs = np.random.default_rng(step).standard_normal((12, 4))
+    return inputs, inputs[:, :3].argmax(axis=1)
+"""
+
+
+def test_a_block_of_gluon_gets_its_shapes_from_the_batch(tmp_path: Path) -> None:
+    if not is_installed("mxnet"):
+        pytest.skip("mxnet is not installed")
+    done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "mxnet", "--steps", "1", "--np", "1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_without_shapes_is_a_bad_case(tmp_path: Path) -> None:
+    if not is_installed("torch"):
+        pytest.skip("torch is not installed")
+    done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "torch", "--steps", "1")
+    assert done.returncode == STATUSES["bad-case"], done.stderr
+    assert "block: build('torch'): 2.weight has no shape yet" in done.stderr
+
+
 SCRIPT = """
 import numpy as np
 import polyhvd.numpy as hvd
@@ -224,9 +259,44 @@ def test_scripts_that_do_not_agree(tmp_path: Path, other: str, outcome: str, tol
     assert told in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ('parity.compare("lost", np.ones(3))\n', "rank 0 compares 'last', rank 1 compares 'lost'"),
+        ("", "parity.compare 'last': .* needs rank 1, which has shut down"),
+    ],
+)
+def test_scripts_that_compare_other_things_do_not_wait_for_each_other(
+    tmp_path: Path, other: str, told: str
+) -> None:
+    one = write(tmp_path, "one.py", SCRIPT + 'parity.compare("last", np.ones(3))\n')
+    two = write(tmp_path, "two.py", SCRIPT + other)
+    begun = time.monotonic()
+    done = parity("--scripts", one, two)
+    assert time.monotonic() - begun < 120  # without an end of its own it would be --timeout
+    assert done.returncode == STATUSES["bad-case" if other else "rank-died"], done.stdout + done.stderr
+    assert re.search(told, done.stderr), done.stderr
+    assert "(rank 0 is one.py, rank 1 is two.py)" in done.stderr
+    assert done.stderr.count("Traceback") <= 1
+
+
+def test_scripts_are_given_their_arguments_and_named_where_they_differ(tmp_path: Path) -> None:
+    text = SCRIPT.replace("np.ones(3)", "np.full(3, float(sys.argv[1]))").replace(
+        "import numpy", "import sys, numpy"
+    )
+    (tmp_path / "a folder").mkdir()
+    script = write(tmp_path, "a folder/a.py", text)
+    one = write(tmp_path, "one.py", SCRIPT)
+    done = parity("--scripts", f"'{script}' 1", one)
+    assert done.returncode == 0, done.stderr
+    done = parity("--scripts", one, f"'{script}' 2")
+    assert done.returncode == STATUSES["differ"], done.stderr
+    assert "rank 1 (a.py, numpy) has" in done.stdout
+
+
 def test_scripts_that_compare_nothing_are_no_proof(tmp_path: Path) -> None:
     script = write(tmp_path, "none.py", "import polyhvd.numpy as hvd\nhvd.init()\n")
-    done = parity("--scripts", script)
+    done = parity("--scripts", script, script)
     assert done.returncode == STATUSES["bad-case"]
     assert "have compared nothing" in done.stderr
 
@@ -281,6 +351,7 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     [
         [],
         ["mlp", "--scripts", "a.py"],
+        ["--scripts", "a.py"],
         ["mlp", "--frameworks", "jax"],
         ["mlp", "--np", "0"],
         ["mlp", "--rate", "-1"],

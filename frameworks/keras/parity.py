@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -46,8 +47,8 @@ def save_file(model: Any, path: str) -> None:
         model.save_weights(path)
 
 
-def outputs_of(model: Any, inputs: Any) -> tuple[Any, bool]:
-    """What a model makes of an array of NumPy, not as in training: an array, or a list of them.
+def outputs_of(model: Any, inputs: Sequence[Any]) -> tuple[Any, bool]:
+    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
 
     Args:
         model: that is run once.
@@ -56,13 +57,17 @@ def outputs_of(model: Any, inputs: Any) -> tuple[Any, bool]:
     Returns:
         the outputs, and whether images in them have their channels last.
     """
-    last = False
     expected = getattr(model, "input_shape", None)
-    if inputs.ndim > 2 and isinstance(expected, tuple):
-        moved = np.moveaxis(inputs, 1, -1)
-        last = not _fits(inputs.shape, expected) and _fits(moved.shape, expected)
-        inputs = np.ascontiguousarray(moved) if last else inputs
-    made = model(inputs, training=False)
+    shapes = list(expected) if isinstance(expected, list) else [expected]
+    given, last = [], False
+    for number, array in enumerate(inputs):
+        shape = shapes[number] if number < len(shapes) else None
+        if array.ndim > 2 and isinstance(shape, tuple):
+            moved = np.moveaxis(array, 1, -1)
+            if not _fits(array.shape, shape) and _fits(moved.shape, shape):
+                array, last = np.ascontiguousarray(moved), True
+        given.append(array)
+    made = model(given if len(given) > 1 else given[0], training=False)
     return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), last
 
 

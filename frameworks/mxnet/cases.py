@@ -12,6 +12,7 @@ from polyhvd.mxnet import parity
 from polyhvd.mxnet.batch_norm import SyncBatchNorm
 from polyhvd.mxnet.trainer import DistributedTrainer
 
+from polyhvd.parity.case import BadCaseError
 from polyhvd.parity.layers import Layer
 from polyhvd.parity.session import Session, adam_epsilon
 from polyhvd.training.mapping import Weight
@@ -67,10 +68,25 @@ class GluonSession(Session):
         if made is None:
             raise LookupError
         if not isinstance(made, list):
+            self._give_shapes(made)
             return made
         net = self._all(made)
         net.initialize()
         return net
+
+    def _give_shapes(self, net: Any) -> None:
+        """Run a block of the user's once, if shapes of its weights come from what it is given."""
+        if all(parameter._data is not None for parameter in net.collect_params().values()):
+            return
+        inputs, _ = self.case.data("mxnet", 0)
+        try:
+            parity.outputs_of(net, [inputs])
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise BadCaseError(
+                f"{self.case.name}: mxnet cannot compute the model of inputs {list(inputs.shape)}: "
+                f"{type(error).__name__}: {first}"
+            ) from error
 
     def _all(self, layers: Sequence[Layer]) -> Any:
         net = nn.HybridSequential()

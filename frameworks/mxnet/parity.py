@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -89,10 +89,19 @@ def _parameters(model: Any) -> Iterator[tuple[Block | None, str, Parameter]]:
         yield from ((None, "", parameter) for parameter in values)
         return
     for key, parameter in model._reg_params.items():
-        if not (key == "gamma" and getattr(model, "_kwargs", {}).get("fix_gamma")):  # a constant one
+        # What Gluon keeps of scale=False and center=False are constants, which other frameworks have not.
+        is_one = key == "gamma" and getattr(model, "_kwargs", {}).get("fix_gamma")
+        if not is_one and not (key == "beta" and _is_zero(model, parameter)):
             yield model, key, parameter
     for child in model._children.values():
         yield from _parameters(child() if callable(child) and not isinstance(child, Block) else child)
+
+
+def _is_zero(block: Block, beta: Parameter) -> bool:
+    """Whether a batch normalization with center=False adds nothing."""
+    if not isinstance(block, nn.BatchNorm) or beta._differentiable or beta._data is None:
+        return False
+    return not to_numpy(beta.data(beta.list_ctx()[0])).any()
 
 
 def _role(block: Block | None, key: str) -> str:
@@ -242,9 +251,42 @@ def load_file(model: Block, path: str) -> None:
         InvalidArgumentError: the weights are not those of the model.
     """
     try:
-        model.load_parameters(path)
+        if not _load_exported(model, path):
+            model.load_parameters(path)
     except (AssertionError, ValueError, mx.base.MXNetError) as error:
         raise InvalidArgumentError(f"{path}: {str(error).strip().splitlines()[-1]}") from None
+
+
+def _load_exported(model: Block, path: str) -> bool:
+    """Give a model what ``export`` has written, by the names that its parameters have in all of a program.
+
+    These begin with a name of the model that counts the models of a program: it may be another one here.
+    """
+    stored = mx.nd.load(path)
+    if not isinstance(stored, Mapping) or not all(name[:4] in ("arg:", "aux:") for name in stored):
+        return False
+    found = _without_prefix({name[4:]: array for name, array in stored.items()})
+    wanted = _without_prefix(dict(model.collect_params().items()))
+    unlike = sorted(found.keys() ^ wanted.keys())
+    if unlike:
+        where = "the file" if unlike[0] in found else "the model"
+        raise ValueError(
+            f"only {where} has {unlike[0]!r}; make the model as in the program that has written it"
+        )
+    for name, parameter in wanted.items():
+        parameter.set_data(found[name])
+    return True
+
+
+def _without_prefix(named: Mapping[str, Any]) -> dict[str, Any]:
+    """By names without the beginning that all of them have, up to an underscore."""
+    words = [name.split("_") for name in named]
+    count = 0
+    while len({tuple(each[: count + 1]) for each in words}) == 1 and all(
+        len(each) > count + 1 for each in words
+    ):
+        count += 1
+    return dict(zip(("_".join(each[count:]) for each in words), named.values(), strict=True))
 
 
 def save_file(model: Block, path: str) -> None:
@@ -257,12 +299,12 @@ def save_file(model: Block, path: str) -> None:
     model.save_parameters(path)
 
 
-def outputs_of(model: Block, inputs: Any) -> tuple[Any, bool]:
-    """What a model makes of an array of NumPy, not as in training: an array, or a list of them.
+def outputs_of(model: Block, inputs: Sequence[Any]) -> tuple[Any, bool]:
+    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
 
     Args:
         model: that is run once. What is not initialized gets random values.
-        inputs: as it takes them.
+        inputs: as it takes them, one after the other.
 
     Returns:
         the outputs, and whether images in them have their channels last.
@@ -271,5 +313,5 @@ def outputs_of(model: Block, inputs: Any) -> tuple[Any, bool]:
         with warnings.catch_warnings():  # of those that have values
             warnings.simplefilter("ignore")
             model.initialize()
-    made = model(mx.nd.array(inputs, dtype=inputs.dtype))
+    made = model(*(mx.nd.array(each, dtype=each.dtype) for each in inputs))
     return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), False

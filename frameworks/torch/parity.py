@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -214,11 +215,21 @@ def load_file(model: torch.nn.Module, path: str) -> None:
     Raises:
         InvalidArgumentError: the weights are not those of the model.
     """
-    stored = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise InvalidArgumentError(
+            f"{path}: expected a state dict, found objects such as a whole model, which would run code of "
+            "the file; write it by torch.save(model.state_dict(), ...)"
+        ) from None
     if isinstance(stored, Mapping) and isinstance(stored.get("state_dict"), Mapping):
         stored = stored["state_dict"]
     if not isinstance(stored, Mapping):
         raise InvalidArgumentError(f"{path}: expected a state dict, found {type(stored).__name__}")
+    known = model.state_dict().keys()
+    for wrapper in ("module.", "_orig_mod."):  # of DistributedDataParallel, and of torch.compile
+        if all(name.startswith(wrapper) for name in stored) and not any(wrapper in name for name in known):
+            stored = {name.removeprefix(wrapper): value for name, value in stored.items()}
     try:
         model.load_state_dict(stored)
     except RuntimeError as error:
@@ -236,17 +247,17 @@ def save_file(model: torch.nn.Module, path: str) -> None:
     torch.save(model.state_dict(), path)
 
 
-def outputs_of(model: torch.nn.Module, inputs: Any) -> tuple[Any, bool]:
-    """What a model makes of an array of NumPy, not as in training: an array, or a list of them.
+def outputs_of(model: torch.nn.Module, inputs: Sequence[Any]) -> tuple[Any, bool]:
+    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
 
     Args:
         model: that is run once.
-        inputs: as it takes them.
+        inputs: as it takes them, one after the other.
 
     Returns:
         the outputs, and whether images in them have their channels last.
     """
     model.eval()
     with torch.no_grad():
-        made = model(torch.from_numpy(inputs))
+        made = model(*map(torch.from_numpy, inputs))
     return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), False

@@ -221,7 +221,10 @@ def _numbers(value: Any, who: str) -> Array:
     try:
         made = np.asarray(value)
     except ValueError as error:  # rows of different lengths
-        raise BadCaseError(f"{who}: expected arrays of numbers: {error}") from error
+        raise BadCaseError(
+            f"{who}: expected two arrays of numbers, inputs and targets, found a list that makes none: the "
+            "model of a case has one input; compare one with several by --scripts"
+        ) from error
     if made.dtype.kind not in "fiub":
         raise BadCaseError(f"{who}: expected arrays of numbers, found one of {made.dtype}")
     return made

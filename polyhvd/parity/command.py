@@ -109,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         "--scripts",
         nargs="+",
         metavar="FILE",
-        help="run these programs as one job, each on --np ranks (1), with calls of parity.compare in them",
+        help="run these programs as one job, each on --np ranks (1), with calls of parity.compare in them; "
+        "one with arguments is a word: 'torch.py --lr 0.1'",
     )
     return parser
 
@@ -136,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if (options.case is None) == (options.scripts is None):
         parser.error("give a CASE or --scripts, one of them")
+    if options.scripts is not None and len(options.scripts) * (options.np or 1) == 1:
+        parser.error("--scripts: one program on one rank has nobody to compare with; name another, or --np 2")
     for name in ("json", "junit", "html"):
         path = getattr(options, name)
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.errors import HorovodInternalError, InvalidArgumentError, RankMismatchError
 from polyhvd.parity import log
 from polyhvd.parity.axes import layout_of
 from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
@@ -163,6 +164,7 @@ def compare(
     Raises:
         ParityError: ranks differ; on all of them.
         InvalidArgumentError: no tensor, a layout that does not fit, a tolerance below zero.
+        RankMismatchError: the ranks compare under different names; on all of them.
         HorovodInternalError: a rank was lost.
 
     Example::
@@ -176,8 +178,10 @@ def compare(
             raise InvalidArgumentError(f"parity.compare {name!r}: {what}={value}: expected 0 or more")
     framework, array = array_of(tensor, layout)
     mine = (framework, Fingerprint.of(array), (rtol, atol, terms))
-    told = allgather_object(mine, name=f"parity.{name}", process_set=process_set)
-    ranks = tuple(process_set.ranks or range(len(told)))
+    named = _exchanged(str(name), mine, process_set)
+    ranks = tuple(process_set.ranks or range(len(named)))
+    _check_names([each[0] for each in named], ranks)
+    told = [each[1] for each in named]
     reference: Fingerprint = told[0][1]
     rtol, atol, terms = told[0][2]
     usual = tolerance_of(reference.dtype, terms, reference.scale)
@@ -190,6 +194,29 @@ def compare(
     if raises and not found.agree:
         raise ParityError(found)
     return found
+
+
+def _exchanged(name: str, mine: Any, process_set: ProcessSet) -> list[tuple[str, Any]]:
+    """What every rank compares, and its side.
+
+    All comparisons are one operation, which meets whatever the ranks compare: ranks that compare different
+    things would wait for each other otherwise.
+    """
+    try:
+        return allgather_object((name, mine), name="parity.compare", process_set=process_set)
+    except HorovodInternalError as error:
+        error.args = (f"parity.compare {name!r}: {error}",)
+        raise
+
+
+def _check_names(names: Sequence[str], ranks: Sequence[int]) -> None:
+    if len(set(names)) == 1:
+        return
+    told = ", ".join(f"rank {rank} compares {name!r}" for rank, name in zip(ranks, names, strict=True))
+    raise RankMismatchError(
+        f"parity.compare: the ranks compare different things: {told}; call it on every rank with the same "
+        "names in the same order"
+    )
 
 
 def _entry(found: Comparison) -> dict[str, Any]:

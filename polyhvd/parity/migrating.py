@@ -6,19 +6,21 @@ Imports no framework: each side runs in a process of its own, ``migrating_side.p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polyhvd.parity.folders import NoRoomError, work_folder
+from polyhvd.parity.folders import NoRoomError, WorkFolder, work_folder
 from polyhvd.parity.jobs import end_with_parent
 from polyhvd.parity.migrating_side import FRAMEWORKS, Said, Task
 
@@ -96,10 +98,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE.py",
         help=f"has a function for each of the two frameworks that returns the model: {functions}; and "
-        "example_inputs(), which returns an array",
+        "example_inputs(), which returns an array, or a list of them for a model with several inputs",
     )
     parser.add_argument(
-        "--inputs", metavar="FILE.npy", help="what both models are given, images with channels first"
+        "--inputs",
+        metavar="FILE.npy",
+        help="what both models are given, images with channels first; several arrays: FILE.npz",
     )
     parser.add_argument(
         "--rtol",
@@ -126,12 +130,11 @@ def _migrate(options: argparse.Namespace) -> int:
     read = _side(Task(source, options.model, options.source, inputs), options.timeout)
     _check_finite(read, f"the model of {source} with {options.source}")
     ending = next(ending for ending in _ENDINGS if options.target.endswith(ending))
-    with work_folder(".polyhvd-", folder) as made:
+    with _beside(options.target, folder) as made:
         file = f"{made.path}/model{ending}"
         written = _side(Task(target, options.model, file, read.inputs, read), options.timeout)
         compared = _compared(read.outputs, written.outputs, options.rtol)
-        assert read.inputs is not None
-        shape = "x".join(map(str, read.inputs.shape))
+        shape = ", ".join("x".join(map(str, each.shape)) for each in read.inputs)
         told = (
             f"outputs of {source} and {target} on inputs {shape} differ by {compared.largest:.2g} at most, "
             f"where their root mean square is {compared.scale:.2g}"
@@ -143,7 +146,10 @@ def _migrate(options: argparse.Namespace) -> int:
                 "was written",
                 1,
             )
-        os.replace(file, options.target)
+        try:
+            os.replace(file, options.target)
+        except OSError as error:
+            raise _Failed(f"TARGET {options.target}: cannot be written: {error.strerror}", 2) from None
     if options.verbose:
         for weight in written.weights:
             print(f"{weight.source} -> {weight.name} {list(weight.shape)}")
@@ -155,6 +161,19 @@ def _migrate(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _beside(target: str, folder: Path) -> Iterator[WorkFolder]:
+    """A folder from which what was written is moved to its place."""
+    with contextlib.ExitStack() as held:
+        try:
+            made = held.enter_context(work_folder(".polyhvd-", folder))
+        except NoRoomError:
+            raise
+        except OSError as error:
+            raise _Failed(f"TARGET {target}: cannot be written: {error.strerror}", 2) from None
+        yield made
+
+
 def _framework_of(path: str) -> str:
     for ending, framework in _ENDINGS.items():
         if path.endswith(ending):
@@ -162,14 +181,15 @@ def _framework_of(path: str) -> str:
     raise _Failed(f"{path}: unknown kind of file; expected a name that ends in {', '.join(_ENDINGS)}", 2)
 
 
-def _read(path: str) -> Array:
+def _read(path: str) -> list[Array]:
     try:
-        found: Array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        found = np.load(path, allow_pickle=False)
+        arrays = [found] if isinstance(found, np.ndarray) else [found[name] for name in found.files]
+    except (EOFError, OSError, ValueError, zipfile.BadZipFile) as error:
         raise _Failed(f"--inputs {path}: {error}", 2) from None
-    if not isinstance(found, np.ndarray):
-        raise _Failed(f"--inputs {path}: expected one array, as numpy.save() writes it", 2)
-    return np.ascontiguousarray(found)
+    if not arrays:
+        raise _Failed(f"--inputs {path}: has no array; expected what numpy.save() or numpy.savez() writes", 2)
+    return [np.ascontiguousarray(each) for each in arrays]
 
 
 def _side(task: Task, timeout_s: float) -> Said:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.parity import loading
+from polyhvd.parity import loading, pairing
 
 __all__ = ["FRAMEWORKS", "Said", "Task", "main"]
 
@@ -40,7 +40,7 @@ class Task:
     framework: str
     model_file: str
     file: str  # of weights: to be read by the source, to be written by the target
-    inputs: Array | None = None  # None: those of the model file
+    inputs: list[Array] | None = None  # None: those of the model file
     source: Said | None = None  # what the source has said; None: this is the source
 
 
@@ -52,7 +52,7 @@ class Said:
     error: str = ""
     framework: str = ""
     weights: list[Any] = field(default_factory=list)
-    inputs: Array | None = None
+    inputs: list[Array] = field(default_factory=list)
     outputs: list[Array] = field(default_factory=list)
 
 
@@ -89,12 +89,14 @@ def _work(task: Task) -> Said:
     if source is None:
         _told(lambda: adapter.load_file(model, task.file), 3)
         outputs = _outputs(adapter, model, inputs, task)
-        given = _told(lambda: loading.given_of(adapter.weights_of(model)), 3)
+        given = _told(lambda: pairing.given_of(adapter.weights_of(model)), 3)
         return Said(framework=task.framework, weights=given, inputs=inputs, outputs=outputs)
     sides = (task.framework, source.framework)
     names = getattr(file, "names", None)
     mine = _told(lambda: adapter.weights_of(model), 3)
-    pairs = _told(lambda: loading.paired(mine, source.weights, names, sides), 3)
+    convert = getattr(file, "convert", None)
+    given = _told(lambda: pairing.converted(source.weights, convert), 3)
+    pairs = _told(lambda: pairing.paired(mine, given, names, sides), 3)
     loading.write(pairs)
     adapter.save_file(model, task.file)
     # What is proved is what the file has, in another model.
@@ -141,30 +143,39 @@ def _made(file: Any, task: Task) -> Callable[[], Any]:
     return make
 
 
-def _inputs(file: Any, task: Task) -> Array:
+def _inputs(file: Any, task: Task) -> list[Array]:
     if task.inputs is not None:
         return task.inputs
     function = getattr(file, "example_inputs", None)
     if not callable(function):
         raise _Refused(
-            f"--model {task.model_file}: has no function example_inputs(), which is to return an array of "
-            "NumPy that the models are given; write it, or pass --inputs FILE.npy"
+            f"--model {task.model_file}: has no function example_inputs(), which is to return the array of "
+            "NumPy that the models are given, or a list of them; write it, or pass --inputs FILE.npy"
         )
     try:
-        return np.ascontiguousarray(function())
+        made = function()
+        arrays = [
+            np.ascontiguousarray(each) for each in (made if isinstance(made, (list, tuple)) else [made])
+        ]
     except Exception as error:
         raise _Refused(f"--model {task.model_file}: example_inputs(): {_in_a_line(error)}") from error
+    if not arrays or any(each.dtype.kind not in "fiubV" for each in arrays):
+        found = ", ".join(type(each).__name__ for each in made) if isinstance(made, (list, tuple)) else made
+        raise _Refused(
+            f"--model {task.model_file}: example_inputs(): expected an array of NumPy, or a list of them, "
+            f"found {found!r}"
+        )
+    return arrays
 
 
-def _outputs(adapter: Any, model: Any, inputs: Array, task: Task) -> list[Array]:
+def _outputs(adapter: Any, model: Any, inputs: list[Array], task: Task) -> list[Array]:
     """What the model makes, in the form of channels first."""
     try:
         made, channels_last = adapter.outputs_of(model, inputs)
     except Exception as error:
-        shape = "x".join(map(str, inputs.shape))
+        told = ", ".join(f"{each.dtype} {'x'.join(map(str, each.shape))}" for each in inputs)
         raise _Refused(
-            f"the model of {task.framework} does not take inputs of {inputs.dtype} {shape}: "
-            f"{_in_a_line(error)}",
+            f"the model of {task.framework} does not take inputs of {told}: {_in_a_line(error)}",
             3,
         ) from error
     made = made if isinstance(made, list) else [made]

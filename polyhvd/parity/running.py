@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.config import Launched
+from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity.case import BadCaseError, Case
 from polyhvd.parity.recording import Recorder
 from polyhvd.parity.runs import FRAMEWORKS, Order, Run, Step
@@ -48,7 +49,10 @@ def train(
         BadCaseError: the case cannot be used.
     """
     case = session.case
-    weights = session.weights()
+    try:
+        weights = session.weights()
+    except InvalidArgumentError as error:
+        raise BadCaseError(f"{case.name}: build({run.framework!r}): {error}") from None
     run.weights = [(w.name, w.role, *w.form[1:]) for w in weights]
     begin(weights, seed)
     session.prepare()

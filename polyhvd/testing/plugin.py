@@ -109,7 +109,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test on each number of ranks that its marker names."""
-    numbers, _ = asked_for(metafunc.definition)
+    try:
+        numbers, _ = asked_for(metafunc.definition)
+    except pytest.UsageError as error:  # pytest would tell it below a traceback of its own
+        raise pytest.Collector.CollectError(str(error)) from None
     if len(numbers) > 1:
         metafunc.fixturenames.append(_NUMBER)
         metafunc.parametrize(_NUMBER, numbers, ids=[f"np{number}" for number in numbers])

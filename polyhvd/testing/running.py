@@ -253,15 +253,18 @@ def _told(
 ) -> str:
     """What came of a test that has not passed everywhere, in a line, then of each rank, failures first."""
     stacks = pool.stacks() if None in answers else {}
-    failed, others = [], []
-    brief = f"{call.key[-2]} takes more than {timeout_s:g} s" if timeout_s is not None else ""
+    died: list[str] = []  # what a rank raises whose peer has died is no cause
+    failed: list[str] = []
+    others: list[str] = []
+    late = f"{call.key[-2]} takes more than {timeout_s:g} s" if timeout_s is not None else ""
+    brief, cause = "", ""
     for rank, answer in enumerate(answers):
         title = f"rank {rank} of {pool.spec}"
         if answer is None:
             others.append(f"--- {title} was still at:\n{_of_the_test(stacks.get(rank, ''))}")
         elif answer[0] != "value":
-            failed.append(f"--- {title}: {answer[1]}")
-            brief = brief or f"rank {rank}: {str(answer[1]).strip().splitlines()[-1]}"
+            died.append(f"--- {title}: {answer[1]}")
+            cause = cause or f"rank {rank}: {str(answer[1]).strip().splitlines()[-1]}"
         else:
             outcome: Outcome = answer[1]
             told = f"--- {title} {outcome.kind}{':' if outcome.text else ''}\n{outcome.text}".rstrip()
@@ -269,7 +272,8 @@ def _told(
             if outcome.kind == "failed":
                 brief = brief or f"rank {rank}: {outcome.brief or outcome.text.strip().splitlines()[-1]}"
     kinds = ", ".join(f"rank {rank} {_kind(answer)}" for rank, answer in enumerate(answers))
-    return "\n".join([brief or f"the ranks do not agree: {kinds}", *failed, *others])
+    first = late or cause or brief or f"the ranks do not agree: {kinds}"
+    return "\n".join([first, *died, *failed, *others])
 
 
 def _of_the_test(stacks: str) -> str:

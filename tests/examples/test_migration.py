@@ -98,6 +98,119 @@ def test_weights_come_over_and_back_again(trained: Path) -> None:
     assert not [path for path in trained.iterdir() if path.name.startswith(".polyhvd")]
 
 
+def test_files_that_others_have_written_are_read(trained: Path) -> None:
+    source = """
+        import torch
+        from model import torch_model
+        model = torch_model()
+        torch.save({f"module.{name}": value for name, value in torch.load("a.pt").items()}, "parallel.pt")
+        torch.save(model, "whole.pt")
+    """
+    done = run("-c", "import sys; sys.path.insert(0, '')\n" + textwrap.dedent(source), cwd=trained)
+    assert done.returncode == 0, done.stderr
+    done = migrate("parallel.pt", "b.params", "--model", "model.py", cwd=trained)
+    assert done.returncode == 0, done.stderr
+    done = migrate("whole.pt", "c.params", "--model", "model.py", cwd=trained)
+    assert (done.returncode, "expected a state dict, found objects" in done.stderr) == (3, True), done.stderr
+    export = """
+        import polyhvd
+        polyhvd.make_mxnet_importable()
+        import mxnet as mx
+        from model import example_inputs, gluon_model
+        gluon_model().collect_params()  # so that names count on
+        net = gluon_model()
+        net.load_parameters("b.params")
+        net.hybridize()
+        net(mx.nd.array(example_inputs()))
+        net.export("old")
+    """
+    done = run("-c", "import sys; sys.path.insert(0, '')\n" + textwrap.dedent(export), cwd=trained)
+    assert done.returncode == 0, done.stderr
+    done = migrate("old-0000.params", "c.pt", "--model", "model.py", cwd=trained)
+    assert (done.returncode, "make the model as in the program" in done.stderr) == (3, True), done.stderr
+    again = export.replace("gluon_model().collect_params()  #", "#")
+    done = run("-c", "import sys; sys.path.insert(0, '')\n" + textwrap.dedent(again), cwd=trained)
+    assert done.returncode == 0, done.stderr
+    done = migrate("old-0000.params", "c.pt", "--model", "model.py", cwd=trained)
+    assert done.returncode == 0, done.stderr
+    assert "c.pt: 8 weights" in done.stdout
+
+
+def test_a_target_that_cannot_be_written_is_told_in_a_line(trained: Path) -> None:
+    done = migrate("a.pt", "/proc/b.params", "--model", "model.py", cwd=trained)
+    assert done.returncode == 2
+    assert "TARGET /proc/b.params: cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+TWO_INPUTS = """
+import numpy as np
+
+def example_inputs():
+    random = np.random.default_rng(0)
+    return [random.integers(0, 9, (4, 6)).astype("int32"), random.normal(size=(4, 6, 3)).astype("float32")]
+
+def torch_model():
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.qkv, self.out = nn.Embedding(9, 8), nn.Linear(11, 24), nn.Linear(8, 2)
+
+        def forward(self, words, extra):
+            q, k, v = self.qkv(torch.cat([self.words(words), extra], 2)).chunk(3, 2)
+            return self.out(torch.softmax(q @ k.transpose(1, 2), 2) @ v)
+
+    return Model()
+
+def gluon_model():
+    from mxnet import gluon, nd
+    from mxnet.gluon import nn
+
+    class Model(gluon.Block):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.words = nn.Embedding(9, 8)
+                self.q, self.k, self.v = (nn.Dense(8, flatten=False) for _ in range(3))
+                self.out = nn.Dense(2, flatten=False)
+
+        def forward(self, words, extra):
+            x = nd.concat(self.words(words), extra, dim=2)
+            scores = nd.softmax(nd.batch_dot(self.q(x), self.k(x), transpose_b=True))
+            return self.out(nd.batch_dot(scores, self.v(x)))
+
+    return Model()
+
+def convert(weights):
+    made = {}
+    for name, array in weights.items():
+        if name == "qkv.weight":
+            biases = np.split(weights["qkv.bias"], 3)
+            for part, kernel, bias in zip("qkv", np.split(array, 3), biases):
+                made |= {part + ".weight": kernel, part + ".bias": bias}
+        elif name != "qkv.bias":
+            made[name] = array
+    return made
+"""
+
+
+def test_a_model_with_two_inputs_and_fused_projections_comes_over(tmp_path: Path, needs_both: None) -> None:
+    (tmp_path / "two.py").write_text(TWO_INPUTS)
+    source = "import torch, two; torch.save(two.torch_model().state_dict(), 'a.pt')"
+    assert run("-c", f"import sys; sys.path.insert(0, ''); {source}", cwd=tmp_path).returncode == 0
+    done = migrate("a.pt", "b.params", "--model", "two.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "b.params: 9 weights" in done.stdout
+    assert "on inputs 4x6, 4x6x3 differ by" in done.stdout
+    np.savez(tmp_path / "x.npz", np.ones((1, 6), "int32"))
+    done = migrate("a.pt", "b.params", "--model", "two.py", "--inputs", "x.npz", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "does not take inputs of int32 1x6" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "status", "told"),
     [
@@ -135,6 +248,7 @@ def test_models_that_do_not_match_are_told_in_a_line_and_nothing_is_written(
         (["here.pt", "b.params", "--model", "no.py"], "--model no.py: there is no such file"),
         (["here.pt", "no/b.params", "--model", "model.py"], "TARGET no/b.params: there is no folder"),
         (["here.pt", "b.params", "--model", "model.py", "--inputs", "x.npy"], "--inputs x.npy"),
+        (["here.pt", "b.params", "--model", "model.py", "--inputs", "here.pt"], "--inputs here.pt"),
     ],
 )
 def test_calls_that_cannot_be_carried_out_are_refused_at_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mixed_layers
 import mixed_loading
 import mixed_training
 import pytest
@@ -16,6 +17,13 @@ def test_recurrent_cells_compute_the_same_with_the_weights_of_any_framework(rank
 
 def test_convolutions_compute_the_same_with_the_weights_of_another_framework(ranks: Ranks) -> None:
     ranks.run(mixed_loading.convolutions)
+
+
+@pytest.mark.parametrize("case", list(mixed_layers.CASES))
+def test_a_layer_computes_the_same_with_the_weights_of_another_frameworks_layer(
+    ranks: Ranks, case: str
+) -> None:
+    ranks.run(mixed_layers.computes_the_same, case)
 
 
 def test_weights_of_a_file_are_found_by_rules_for_names(ranks: Ranks) -> None:

@@ -181,6 +181,18 @@ def test_a_rank_that_ends_has_not_passed(session: Callable[..., Ran[str]], end: 
     assert told in done.stdout
 
 
+def test_a_rank_that_has_died_is_told_before_those_that_missed_it(session: Callable[..., Ran[str]]) -> None:
+    done = session(
+        """
+        def test_ends():
+            if hvd.rank() == 1:
+                os._exit(7)
+            hvd.barrier()
+        """
+    )
+    assert "rank 1: the process ended: exit status 7" in done.stdout.splitlines(), done.stdout
+
+
 def test_skips_and_expected_failures_are_those_of_all_ranks(session: Callable[..., Ran[str]]) -> None:
     done = session(
         """
@@ -260,6 +272,7 @@ def test_arguments_that_the_marker_does_not_have_are_refused(session: Callable[.
         """
     )
     assert "ranks() has no frame_work" in done.stdout, done.stdout
+    assert "in _hookexec" not in done.stdout, done.stdout  # a line, not pytest's own traceback
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])

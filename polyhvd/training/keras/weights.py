@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.errors import InvalidArgumentError, UnsupportedError
+from polyhvd.training.keras.layouts import Rows, is_a, layout_of
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
@@ -29,6 +29,7 @@ __all__ = [
 _ROLES = {
     "kernel": "kernel",
     "depthwise_kernel": "kernel",
+    "pointwise_kernel": "kernel",
     "recurrent_kernel": "state kernel",
     "bias": "bias",
     "gamma": "scale",
@@ -50,19 +51,18 @@ def weights_of(model: Any) -> list[Weight]:
     """
     found: list[Weight] = []
     seen: set[int] = set()
-    flattened: tuple[int, ...] | None = None  # height, width, channels of an image that lies as a row
+    rows = Rows()
     for layer in _layers(model):
-        flattened = _flattened_by(layer) or flattened
+        rows.see(layer)
         for variable in _own_variables(layer):
             if id(variable) in seen:
                 continue
             seen.add(id(variable))
-            if _is(layer, *_CELLS):
+            if is_a(layer, *_CELLS):
                 found += _of_cell(layer, variable)
             else:
-                found.append(_weight(layer, variable, flattened))
-        if _is(layer, "Dense"):
-            flattened = None
+                found.append(_weight(layer, variable, rows.of()))
+        rows.leave(layer)
     if not found:
         raise InvalidArgumentError(
             f"{type(model).__name__} has no weights yet; build() it, or call it once, before its mapping"
@@ -95,21 +95,6 @@ def _own_variables(layer: Any) -> list[Any]:
     return []
 
 
-def _is(layer: Any, *names: str) -> bool:
-    return any(cls.__name__ in names for cls in type(layer).__mro__)
-
-
-def _flattened_by(layer: Any) -> tuple[int, ...] | None:
-    """The shape of what a Flatten makes rows of, if the other frameworks would order them otherwise."""
-    if not _is(layer, "Flatten") or getattr(layer, "data_format", "channels_last") != "channels_last":
-        return None
-    try:
-        shape = tuple(layer.input.shape)[1:]
-    except AttributeError:  # in a model that is a class of its own
-        return None
-    return shape if len(shape) > 2 and math.prod(shape[:-1]) > 1 else None
-
-
 #: Order of gates in Keras by that of PyTorch and Gluon: update, reset, new there; reset, update, new here.
 _CELLS = {"LSTMCell": None, "GRUCell": (1, 0, 2), "SimpleRNNCell": None}
 
@@ -117,7 +102,7 @@ _CELLS = {"LSTMCell": None, "GRUCell": (1, 0, 2), "SimpleRNNCell": None}
 def _of_cell(cell: Any, variable: Any) -> list[Weight]:
     """A variable of a recurrent cell, as the weights that other frameworks have: they have two biases."""
     weight = _weight(cell, variable, None)
-    gates = next(order for name, order in _CELLS.items() if _is(cell, name))
+    gates = next(order for name, order in _CELLS.items() if is_a(cell, name))
     shape = tuple(variable.shape)
     if weight.role != "bias":
         role = "state kernel" if weight.role == "state kernel" else "input kernel"
@@ -142,7 +127,7 @@ def _of_cell(cell: Any, variable: Any) -> list[Weight]:
             )
 
         return [part(0), part(1)]
-    if _is(cell, "GRUCell"):
+    if is_a(cell, "GRUCell"):
         raise UnsupportedError(
             f"{weight.name}: a GRU with reset_after=False computes something else than those of PyTorch and "
             "Gluon; make it with reset_after=True"
@@ -158,7 +143,7 @@ def _of_cell(cell: Any, variable: Any) -> list[Weight]:
     return [replace(weight, role="input bias", is_whole=False), state]
 
 
-def _weight(layer: Any, variable: Any, flattened: tuple[int, ...] | None) -> Weight:
+def _weight(layer: Any, variable: Any, rows: tuple[int, ...] | None) -> Weight:
     path = getattr(variable, "path", variable.name)
     last = path.rpartition("/")[2].partition(":")[0]
     dtype = variable.dtype if isinstance(variable.dtype, str) else variable.dtype.name
@@ -166,7 +151,7 @@ def _weight(layer: Any, variable: Any, flattened: tuple[int, ...] | None) -> Wei
         name=path,
         role=_ROLES.get(last, ""),
         source=variable,
-        layout=_layout(layer, _ROLES.get(last, ""), tuple(variable.shape), flattened),
+        layout=layout_of(layer, last, _ROLES.get(last, ""), tuple(variable.shape), rows),
         dtype=dtype,
         trainable=bool(variable.trainable),
         read=lambda: to_numpy(variable),
@@ -177,7 +162,7 @@ def _weight(layer: Any, variable: Any, flattened: tuple[int, ...] | None) -> Wei
 
 
 def _is_channels_last(layer: Any) -> bool:
-    if _is(layer, "BatchNormalization"):
+    if is_a(layer, "BatchNormalization"):
         return bool(layer.axis in (-1, [-1]) or layer.axis != 1)
     return getattr(layer, "data_format", None) == "channels_last"
 
@@ -258,7 +243,7 @@ def states_of(optimizer: Any, source: Any) -> dict[str, Any]:
 
 def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
     """What a layer keeps of its running statistics in a step, and that its variance is the batch's own."""
-    if not _is(layer, "BatchNormalization") or not hasattr(layer, "moving_variance"):
+    if not is_a(layer, "BatchNormalization") or not hasattr(layer, "moving_variance"):
         return None
     return float(layer.momentum), False
 
@@ -271,23 +256,3 @@ def to_numpy(variable: Any) -> Any:
 
 def _write(variable: Any, array: Any) -> None:
     variable.assign(array)
-
-
-def _layout(layer: Any, role: str, shape: tuple[int, ...], flattened: tuple[int, ...] | None) -> Layout:
-    if role == "kernel" and _is(layer, "BaseDepthwiseConv", "DepthwiseConv", "DepthwiseConv2D"):
-        spatial = len(shape) - 2
-        axes = (spatial, spatial + 1, *range(spatial))
-        return Layout(shape, axes=axes, common=(shape[-2] * shape[-1], 1, *shape[:-2]))
-    if role == "kernel" and _is(layer, "BaseConv", "Conv", "BaseConvTranspose"):
-        spatial = len(shape) - 2
-        return Layout(shape, axes=(spatial + 1, spatial, *range(spatial)))
-    if role == "kernel" and _is(layer, "Dense"):
-        if flattened and math.prod(flattened) == shape[0]:
-            rank = len(flattened)
-            axes = (rank, rank - 1, *range(rank - 1))
-            return Layout(shape, view=(*flattened, shape[1]), axes=axes, common=shape[::-1])
-        return Layout(shape, axes=(1, 0))
-    if flattened and shape == (math.prod(flattened),):  # of a normalization between the two
-        rank = len(flattened)
-        return Layout(shape, view=flattened, axes=(rank - 1, *range(rank - 1)), common=shape)
-    return Layout(shape)

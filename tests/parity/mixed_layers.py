@@ -1,0 +1,206 @@
+"""Layers that frameworks have in ways of their own, as every rank makes, loads and runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import drivers
+import numpy as np
+
+from polyhvd import parity
+
+__all__ = ["CASES", "computes_the_same"]
+
+Array = np.ndarray[Any, Any]
+_Model = tuple[Any, Callable[[Array], Any]]
+
+#: Inputs of each case, channels first.
+CASES = {
+    "steps of a convolution as rows": (5, 3, 13),
+    "steps of a dense layer as rows": (5, 13, 3),
+    "rows in a class of its own": (2, 3, 6, 5),
+    "separable convolution": (2, 4, 7, 6),
+    "attention": (2, 5, 8),
+    "slopes of channels": (2, 3, 6, 5),
+    "group normalization": (2, 3, 7, 6),
+    "batch normalization without scale and offset": (6, 3),
+}
+_IMAGES_LAST = {"rows in a class of its own", "separable convolution", "slopes of channels"}
+_IMAGES_LAST |= {"group normalization", "steps of a convolution as rows"}
+
+
+def _torch(case: str) -> _Model:
+    import torch
+    from torch import nn
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = (part(x).reshape(2, 5, 2, 4).transpose(1, 2) for part in self.parts[:3])
+            heads = nn.functional.scaled_dot_product_attention(q, k, v)
+            return self.parts[3](heads.transpose(1, 2).reshape(2, 5, 8))
+
+    model = {
+        "steps of a convolution as rows": lambda: nn.Sequential(
+            nn.Conv1d(3, 4, 3), nn.Flatten(), nn.BatchNorm1d(44), nn.Linear(44, 3), nn.Linear(3, 2)
+        ),
+        "steps of a dense layer as rows": lambda: nn.Sequential(
+            nn.Linear(3, 4), nn.Flatten(), nn.Linear(52, 3)
+        ),
+        "rows in a class of its own": lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(48, 3)
+        ),
+        "separable convolution": lambda: nn.Sequential(
+            nn.Conv2d(4, 8, 3, groups=4, bias=False), nn.Conv2d(8, 3, 1)
+        ),
+        "attention": Attention,
+        "slopes of channels": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4)),
+        "group normalization": lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(3, 6)),
+        "batch normalization without scale and offset": lambda: nn.Sequential(
+            nn.BatchNorm1d(3, affine=False), nn.Linear(3, 2)
+        ),
+    }[case]()
+    model.eval()
+
+    def run(x: Array) -> Any:
+        with torch.no_grad():
+            return model(torch.from_numpy(x)).numpy()
+
+    return model, run
+
+
+def _gluon(case: str) -> _Model:
+    import mxnet as mx
+    from mxnet.gluon import Block, nn
+
+    mx.util.set_np_shape(False)  # as Gluon has it; other tests of this process change it
+
+    class Attention(Block):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [nn.Dense(8, in_units=8, flatten=False) for _ in range(4)]
+            for part in self.parts:
+                self.register_child(part)
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = (
+                part(x).reshape((2, 5, 2, 4)).transpose((0, 2, 1, 3)).reshape((4, 5, 4))
+                for part in self.parts[:3]
+            )
+            scores = mx.nd.softmax(mx.nd.batch_dot(q, k, transpose_b=True) / 2)
+            heads = mx.nd.batch_dot(scores, v).reshape((2, 2, 5, 4)).transpose((0, 2, 1, 3))
+            return self.parts[3](heads.reshape((2, 5, 8)))
+
+    layers = {
+        "steps of a convolution as rows": [
+            nn.Conv1D(4, 3),
+            nn.Flatten(),
+            nn.BatchNorm(),
+            *map(nn.Dense, (3, 2)),
+        ],
+        "steps of a dense layer as rows": [nn.Dense(4, flatten=False), nn.Dense(3)],
+        "rows in a class of its own": [nn.Conv2D(4, 3), nn.Dense(3)],
+        "separable convolution": [nn.Conv2D(8, 3, groups=4, use_bias=False), nn.Conv2D(3, 1)],
+        "attention": [Attention()],
+        "slopes of channels": [nn.Conv2D(4, 3), nn.PReLU(in_channels=4)],
+        "group normalization": [nn.Conv2D(6, 3), nn.GroupNorm(num_groups=3)],
+        "batch normalization without scale and offset": [
+            nn.BatchNorm(scale=False, center=False),
+            nn.Dense(2),
+        ],
+    }[case]
+    net = nn.Sequential()
+    net.add(*layers)
+    net.initialize()
+    net(mx.nd.zeros(CASES[case]))
+    return net, lambda x: net(mx.nd.array(x)).asnumpy()
+
+
+def _keras(case: str) -> _Model:
+    import keras
+    from keras import layers
+
+    shape = CASES[case][1:]
+    shape = (*shape[1:], shape[0]) if case in _IMAGES_LAST else shape
+
+    class Rows(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.flatten = layers.Conv2D(4, 3), layers.Flatten()
+            self.dense = layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(self.flatten(self.convolution(x)))
+
+    if case == "attention":
+        given = keras.Input(shape)
+        model = keras.Model(given, layers.MultiHeadAttention(2, 4)(given, given))
+    elif case == "rows in a class of its own":
+        model = Rows()
+        model(np.zeros((1, *shape), np.float32))
+    else:
+        model = keras.Sequential(
+            [
+                layers.Input(shape),
+                *{
+                    "steps of a convolution as rows": lambda: [
+                        layers.Conv1D(4, 3),
+                        layers.Reshape((-1,)),
+                        layers.BatchNormalization(epsilon=1e-5),
+                        layers.Dense(3),
+                        layers.Dense(2),
+                    ],
+                    "steps of a dense layer as rows": lambda: [
+                        layers.Dense(4),
+                        layers.Flatten(),
+                        layers.Dense(3),
+                    ],
+                    "separable convolution": lambda: [layers.SeparableConv2D(3, 3, depth_multiplier=2)],
+                    "slopes of channels": lambda: [layers.Conv2D(4, 3), layers.PReLU(shared_axes=[1, 2])],
+                    "group normalization": lambda: [
+                        layers.Conv2D(6, 3),
+                        layers.GroupNormalization(3, epsilon=1e-5),
+                    ],
+                    "batch normalization without scale and offset": lambda: [
+                        layers.BatchNormalization(epsilon=1e-5, scale=False, center=False),
+                        layers.Dense(2),
+                    ],
+                }[case](),
+            ]
+        )
+
+    def run(x: Array) -> Any:
+        made = np.asarray(model(np.moveaxis(x, 1, -1) if case in _IMAGES_LAST else x, training=False))
+        return np.moveaxis(made, -1, 1) if made.ndim == 4 else made
+
+    return model, run
+
+
+_NETS = {"torch": _torch, "mxnet": _gluon, "tensorflow": _keras}
+
+
+def computes_the_same(name: str, case: str) -> None:
+    """With the weights of any rank, all make of one input what that rank makes of it."""
+    driver = drivers.get(name)
+    make = _NETS[driver.framework]
+    inputs = np.random.default_rng(5).standard_normal(CASES[case], np.float32)
+    for root, framework in enumerate(driver.hvd.allgather_object(driver.framework)):
+        model, run = make(case)
+        seed = np.random.default_rng([7, driver.hvd.rank()])
+        for weight in parity.models.weights_of(model):
+            low, high = (0.5, 2.0) if weight.role == "variance" else (-1.0, 1.0)
+            weight.write(seed.uniform(low, high, weight.layout.shape).astype(np.float32))
+        if case == "group normalization" and framework != "mxnet":
+            # What Gluon cannot have: numbers that differ within a group.
+            for weight in parity.models.weights_of(model)[2:]:
+                weight.write(np.full(weight.layout.shape, 0.5, np.float32))
+        parity.load(model, from_=root)
+        made = driver.hvd.allgather_object(run(inputs))
+        for other in made:
+            np.testing.assert_allclose(
+                other, made[root], rtol=1e-4, atol=1e-4, err_msg=f"{case}, {framework}"
+            )
