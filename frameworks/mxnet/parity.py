@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mxnet as mx
+from mxnet.base import _LIB, check_call
 from mxnet.gluon import Block, Parameter, nn
 from mxnet.gluon.nn.conv_layers import _Conv
 from mxnet.ndarray import NDArray
 
+from polyhvd import _core
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "kept_of",
     "load_file",
     "on_input",
     "on_output",
@@ -27,6 +31,7 @@ __all__ = [
     "save_file",
     "states_of",
     "to_numpy",
+    "view_of",
     "weights_of",
 ]
 
@@ -81,6 +86,52 @@ def to_numpy(tensor: Any) -> Any:
 
         return values.view(ml_dtypes.bfloat16)
     return values
+
+
+#: What the core reads, by MXNet's number of it.
+_DTYPES = {
+    0: "float32",
+    1: "float64",
+    2: "float16",
+    3: "uint8",
+    4: "int32",
+    5: "int8",
+    6: "int64",
+    12: "bfloat16",
+}
+_DENSE, _CPU = 0, 1
+
+
+def view_of(source: Any) -> _core.TensorRef | None:
+    """Where an array lies, or the first one of a parameter, when its values are there.
+
+    Args:
+        source: an array or a parameter.
+
+    Returns:
+        a view for the core, which keeps the array alive; None: it is not on the CPU, or not dense.
+
+    Raises:
+        HorovodInternalError: a collective that writes to it has failed.
+    """
+    array = source
+    if isinstance(source, Parameter):
+        array = source._data[0] if source._data else None
+    if not isinstance(array, NDArray):
+        return None
+    handle, first, second = array.handle, ctypes.c_int(), ctypes.c_int()
+    check_call(_LIB.MXNDArrayGetStorageType(handle, ctypes.byref(first)))
+    if first.value != _DENSE:
+        return None
+    check_call(_LIB.MXNDArrayGetContext(handle, ctypes.byref(first), ctypes.byref(second)))
+    check_call(_LIB.MXNDArrayGetDType(handle, ctypes.byref(second)))
+    dtype = _DTYPES.get(second.value)
+    if first.value != _CPU or dtype is None:
+        return None
+    array.wait_to_read()
+    data = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(handle, ctypes.byref(data)))
+    return _core.TensorRef(data.value or 0, array.shape, dtype, array)
 
 
 def _parameters(model: Any) -> Iterator[tuple[Block | None, str, Parameter]]:
@@ -197,8 +248,8 @@ def rate_of(optimizer: Any) -> float:
     return float(optimizer.learning_rate)
 
 
-def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
-    """What a trainer keeps for a parameter, as arrays: "momentum" and "second moment".
+def kept_of(optimizer: Any, source: Parameter) -> dict[str, tuple[NDArray, float]]:
+    """What a trainer keeps for a parameter: "momentum" and "second moment", each with a factor.
 
     The momentum of SGD is told with its sign changed: in Gluon it is what is added to the weight.
     """
@@ -206,22 +257,26 @@ def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
     state = optimizer._updaters[0].states.get(place) if optimizer._updaters else None
     if state is None:
         return {}
-    arrays = [
-        to_numpy(item)
-        for item in (state if isinstance(state, (list, tuple)) else [state])
-        if item is not None
-    ]
+    arrays = [item for item in (state if isinstance(state, (list, tuple)) else [state]) if item is not None]
     name = type(optimizer.optimizer).__name__.lower()
     if name == "nag" and optimizer.optimizer.wd:
         return {}  # it decays by the weight after the step, which has its effect only in the next one
     if name in ("sgd", "nag"):
-        return {"momentum": -arrays[0]}
+        return {"momentum": (arrays[0], -1.0)}
     kinds = {
         "adam": ("momentum", "second moment"),
         "rmsprop": ("second moment",),
         "adagrad": ("second moment",),
     }
-    return dict(zip(kinds.get(name, ()), arrays, strict=False))
+    return {kind: (array, 1.0) for kind, array in zip(kinds.get(name, ()), arrays, strict=False)}
+
+
+def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
+    """What :func:`kept_of` returns, as arrays that have their factors in them."""
+    kept = kept_of(optimizer, source)
+    return {
+        kind: -to_numpy(array) if factor < 0 else to_numpy(array) for kind, (array, factor) in kept.items()
+    }
 
 
 def batch_norm_of(layer: Any) -> tuple[float, bool] | None:

@@ -17,7 +17,7 @@ from polyhvd.parity.pages import Page
 from polyhvd.parity.traces import Facts, Key, Trace, common_input
 from polyhvd.training.mapping import Weight
 
-__all__ = ["Recorder", "layers_of"]
+__all__ = ["Recorder", "layers_of", "view_of"]
 
 Array = np.ndarray[Any, Any]
 #: Dtype and shape, as the core has found them.
@@ -37,9 +37,9 @@ def layers_of(weights: Sequence[Weight]) -> list[Weight]:
     return found
 
 
-def _is_open(tensor: Any) -> bool:
-    """Whether the core reads tensors of this type where they lie, on a CPU and without gaps."""
-    return hasattr(type(tensor), "__dlpack_c_exchange_api__")
+def view_of(tensor: Any) -> Any:
+    """A tensor, if the core reads those of this type where they lie, on a CPU and without gaps."""
+    return tensor if hasattr(type(tensor), "__dlpack_c_exchange_api__") else None
 
 
 def _dense(array: Array) -> Array:
@@ -75,6 +75,8 @@ class Recorder:
         part: of the batch: which of how many.
         keeps_all: whether a step's passes have parts of one batch; else the last pass counts.
         joined: over how many ranks batch normalization is.
+        view_of: a tensor, or the source of a weight: what the core reads of it where it lies, once its values
+            are there; None: that has to be copied.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Recorder:
         part: tuple[int, int] = (0, 1),
         keeps_all: bool = True,
         joined: int = 1,
+        view_of: Callable[[Any], Any] = view_of,
     ) -> None:
         self.weights = list(weights)
         self.layers = layers_of(self.weights)
@@ -95,6 +98,7 @@ class Recorder:
         self._part = part
         self._keeps_all = keeps_all
         self._joined = joined
+        self._view_of = view_of
         # Sketches of the step, each in the row that its key has got once for all; the first is the page's.
         self._rows = np.zeros((1 + 6 * len(self.weights) + 4, _core.SKETCH_NUMBERS))
         self._scratch = np.zeros((1, _core.SKETCH_NUMBERS))
@@ -126,7 +130,8 @@ class Recorder:
         }
         self._passes: Counter[int] = Counter()  # how often a layer was given something, by number
         self._open = [
-            weight.is_whole and weight.layout.is_common and _is_open(weight.source) for weight in self.weights
+            weight.is_whole and weight.layout.is_common and view_of(weight.source) is not None
+            for weight in self.weights
         ]
         #: For copies of weights that are read where they lie.
         self._buffers = {
@@ -209,7 +214,8 @@ class Recorder:
 
         def tell(tensor: Any) -> None:
             is_common = is_plain and (inputs is None or tensor.shape[-1] == inputs)
-            if not (is_common and _is_open(tensor) and self._keep(key, row, tensor)):
+            view = self._view_of(tensor) if is_common else None
+            if view is None or not self._keep(key, row, view, tensor.shape):
                 self._keep_array(key, row, common_input(array_of(tensor)[1], weight))
 
         return tell
@@ -220,7 +226,8 @@ class Recorder:
         key = ("activation", number)
         row = self._row(*key, number - 1, last.name)
         tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-        if _is_open(tensor) and not last.channels_last and self._keep(key, row, tensor):
+        view = None if last.channels_last else self._view_of(tensor)
+        if view is not None and self._keep(key, row, view, tensor.shape):
             return
         array = array_of(tensor)[1]
         if last.channels_last and array.ndim > 3:
@@ -230,15 +237,15 @@ class Recorder:
     def _keep_array(self, key: Key, row: int, array: Array) -> None:
         if array.dtype.kind in "iub":
             array = array.astype(_WHOLE)
-        if not self._keep(key, row, _dense(array)):
-            self._keep(key, row, _dense(array.astype(np.float64)), array.dtype.name)
+        if not self._keep(key, row, _dense(array), array.shape):
+            self._keep(key, row, _dense(array.astype(np.float64)), array.shape, array.dtype.name)
 
-    def _keep(self, key: Key, row: int, tensor: Any, dtype: str = "") -> bool:
+    def _keep(self, key: Key, row: int, tensor: Any, shape: Sequence[int], dtype: str = "") -> bool:
         """Sketch what a layer was given; False: it does not lie open, or is of whole numbers."""
         heard = self._heard.get(key) if self._keeps_all else None
         number, of = self._part
         part = (0 if heard is None else heard.count) * of + number
-        begin = part * math.prod(tensor.shape) if part else 0
+        begin = part * math.prod(shape) if part else 0
         (form,) = _core.sketch([tensor], self._scratch, [0], begins=[begin])
         if form is None or form[0].startswith(("int", "uint", "bool")):
             return False
@@ -295,7 +302,8 @@ class Recorder:
         rows = [
             self._row_of_weight(kind, place, self.weights[place].role if copies else "") for place in places
         ]
-        closed = self._fill(rows, [self.weights[place].source for place in places], **beside)
+        views = [self._view_of(self.weights[place].source) for place in places]
+        closed = self._fill(rows, views, **beside)
         done = set(places) - {places[index] for index in closed}
         if copies:
             self._before = [self._buffers.get(place) for place in range(len(self.weights))]
@@ -356,19 +364,21 @@ class Recorder:
             found: of weights, by their places, tensors by kind, or with a factor each.
             dtype: as which they are told; empty: as what they are.
         """
-        rows, tensors, factors, of = [], [], [], []
+        rows: list[int] = []
+        views: list[Any] = []
+        parts: list[tuple[str, int, Any, float]] = []
         for place, kept in found:
             for kind, value in kept.items():
                 tensor, factor = value if isinstance(value, tuple) else (value, 1.0)
-                if self._open[place] and _is_open(tensor):
-                    rows.append(self._row_of_weight(kind, place))
-                    tensors.append(tensor)
-                    factors.append(factor)
-                    of.append((kind, place))
-                else:
+                view = self._view_of(tensor) if self._open[place] else None
+                if view is None:
                     self._note_part(kind, place, tensor, factor, dtype)
-        for index in self._fill(rows, tensors, dtype, factors=factors):
-            self._note_part(*of[index], tensors[index], factors[index], dtype)
+                else:
+                    rows.append(self._row_of_weight(kind, place))
+                    views.append(view)
+                    parts.append((kind, place, tensor, factor))
+        for index in self._fill(rows, views, dtype, factors=[factor for *_, factor in parts]):
+            self._note_part(*parts[index], dtype)
 
     def passes(self) -> None:
         """What layers were given and made since the last step."""

@@ -14,7 +14,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity import log
 from polyhvd.parity.models import framework_of, module_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
-from polyhvd.parity.recording import Recorder
+from polyhvd.parity.recording import Recorder, view_of
 from polyhvd.parity.traces import FADING, KINDS, Bounds, differences, in_order, told
 from polyhvd.runtime import current
 
@@ -94,7 +94,12 @@ class Watch:
         self._pages = Pages(prefix, process_set)
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._largest = np.zeros(len(KINDS))
-        self._recorder = Recorder(weights_of(model), framework.batch_norm_of, keeps_all=False)
+        self._recorder = Recorder(
+            weights_of(model),
+            framework.batch_norm_of,
+            keeps_all=False,
+            view_of=getattr(framework, "view_of", view_of),
+        )
         self._ends: list[Callable[[], None]] = []
         for number, weight in enumerate(self._recorder.layers):
             if (tell := self._recorder.hears(number)) is not None:
