@@ -134,7 +134,7 @@ def hooked(net: Any) -> Iterator[None]:
     framework = importlib.import_module(module_of(net.model))
     ends = [framework.on_input(weight.layer, _nothing) for weight in layers_of(weights_of(net.model))]
     ends.append(framework.on_output(net.model, _nothing))
-    ends.append(framework.on_step(net.optimizer, _nothing, _nothing))
+    ends.append(framework.on_step(net.optimizer, lambda _: contextlib.nullcontext()))
     yield
     for end in reversed(ends):
         end()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mxnet as mx
+from mxnet import autograd
 from mxnet.base import _LIB, check_call
-from mxnet.gluon import Block, Parameter, nn
+from mxnet.gluon import Block, HybridBlock, Parameter, nn
 from mxnet.gluon.nn.conv_layers import _Conv
 from mxnet.ndarray import NDArray
 
 from polyhvd import _core
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.interception import Stepping, intercept
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
@@ -28,6 +29,7 @@ __all__ = [
     "on_step",
     "outputs_of",
     "rate_of",
+    "run_as_written",
     "save_file",
     "states_of",
     "to_numpy",
@@ -210,36 +212,75 @@ def _is_channels_last(block: Block | None) -> bool:
     return kwargs.get("layout", "").endswith("C") or kwargs.get("axis", 1) == -1
 
 
+def _is_trained(layer: Block) -> bool:
+    """Whether a pass is one of training, not of an evaluation between two steps."""
+    if autograd.is_recording():
+        return True
+    frozen = all(parameter.grad_req == "null" for parameter in layer._reg_params.values())
+    return frozen and not isinstance(layer, nn.BatchNorm) and bool(layer._reg_params)
+
+
 def on_input(layer: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given; returns what ends that. Not in hybridized blocks."""
-    return layer.register_forward_pre_hook(lambda _, given: tell(given[0])).detach
+    """Have ``tell`` called with what a layer is given in training; returns what ends that.
+
+    A block that is hybridized calls none of those within it: see :func:`run_as_written`.
+    """
+
+    def hear(_: Block, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], NDArray) and _is_trained(layer):
+            tell(given[0])
+
+    return layer.register_forward_pre_hook(hear).detach
 
 
 def on_output(model: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a model returns; returns what ends that."""
-    return model.register_forward_hook(lambda _, given, made: tell(made)).detach
+    """Have ``tell`` called with what a model returns in training; returns what ends that."""
+
+    def hear(_: Block, given: tuple[Any, ...], made: Any) -> None:
+        first = made[0] if isinstance(made, (list, tuple)) and made else made
+        if isinstance(first, NDArray) and autograd.is_recording():
+            tell(first)
+
+    return model.register_forward_hook(hear).detach
 
 
-def on_step(
-    optimizer: Any, before: Callable[[Callable[[Any], Any]], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step.
+def run_as_written(model: Block) -> Callable[[], None]:
+    """Have hybridized blocks call those within them; returns what ends that: their graphs are kept."""
+    active: list[HybridBlock] = []
 
-    Gluon divides gradients by the batch size in the step; they are told with the factor that does it.
-    """
-    original = optimizer.step
+    def find(block: Block) -> None:
+        if isinstance(block, HybridBlock) and block._active:
+            active.append(block)
 
-    @functools.wraps(original)
-    def step(batch_size: int, *args: Any, **kwargs: Any) -> None:
-        factor = optimizer._scale / batch_size
-        before(lambda source: (source.list_grad()[0], factor))
-        original(batch_size, *args, **kwargs)
-        after()
+    model.apply(find)
+    for block in active:
+        block._active = False
 
     def end() -> None:
-        del optimizer.step
+        for block in active:
+            block._active = True
 
-    optimizer.step = step
+    return end
+
+
+def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
+    """Have each step within ``around``, which is given what returns the gradient of a source.
+
+    Gluon divides gradients by the batch size in the step; they are told with the factor that does it. A
+    program that calls ``update()`` itself has averaged them before.
+    """
+
+    def step(original: Callable[..., Any], batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        factor = optimizer._scale / batch_size
+        with around(lambda source: (source.list_grad()[0], factor)):
+            return original(batch_size, *args, **kwargs)
+
+    ends = [intercept(optimizer, "step", step), intercept(optimizer, "update", step)]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
     return end
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,13 @@ def layers_of(weights: Sequence[Weight]) -> list[Weight]:
 def view_of(tensor: Any) -> Any:
     """A tensor, if the core reads those of this type where they lie, on a CPU and without gaps."""
     return tensor if hasattr(type(tensor), "__dlpack_c_exchange_api__") else None
+
+
+def _first(given: Any) -> Any:
+    """The tensor itself, or the first one of several; None: there is none."""
+    while isinstance(given, (list, tuple, Mapping)):
+        given = next(iter(given.values() if isinstance(given, Mapping) else given), None)
+    return given if hasattr(type(given), "shape") else None
 
 
 def _dense(array: Array) -> Array:
@@ -128,6 +136,7 @@ class Recorder:
             for place, array in self._running.items()
             if self.weights[place].role == "variance"
         }
+        self._is_deaf = False
         self._passes: Counter[int] = Counter()  # how often a layer was given something, by number
         self._open = [
             weight.is_whole and weight.layout.is_common and view_of(weight.source) is not None
@@ -213,6 +222,9 @@ class Recorder:
         is_plain = not weight.channels_last and weight.layout.view is None
 
         def tell(tensor: Any) -> None:
+            tensor = _first(tensor)
+            if tensor is None or self._is_deaf:
+                return
             is_common = is_plain and (inputs is None or tensor.shape[-1] == inputs)
             view = self._view_of(tensor) if is_common else None
             if view is None or not self._keep(key, row, view, tensor.shape):
@@ -221,11 +233,13 @@ class Recorder:
         return tell
 
     def hears_output(self, tensor: Any) -> None:
-        """Is to be told of the output of the model."""
+        """Is to be told of the output of the model; of several, or of some by name, the first one counts."""
         last, number = self.layers[-1], len(self.layers)
         key = ("activation", number)
         row = self._row(*key, number - 1, last.name)
-        tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
+        tensor = _first(tensor)
+        if tensor is None or self._is_deaf:
+            return
         view = None if last.channels_last else self._view_of(tensor)
         if view is not None and self._keep(key, row, view, tensor.shape):
             return
@@ -266,10 +280,29 @@ class Recorder:
         self._describe(row, form, dtype)
         return True
 
+    @contextlib.contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Within this, what layers are given and make does not count: it is no part of training."""
+        was, self._is_deaf = self._is_deaf, True
+        try:
+            yield
+        finally:
+            self._is_deaf = was
+
     # A step ---------------------------------------------------------------------
 
+    def begin_anew(self) -> None:
+        """Forget running statistics: another rank's have replaced them, before a forward pass or since."""
+        self._passes.clear()
+        for place in self._running:
+            self._running[place] = self.weights[place].read()
+        for place in self._variances:
+            self._variances[place] = self._running[place].astype(np.float64)
+
     def begin(self) -> None:
-        """What the weights are before the step."""
+        """What the weights are before the step. What is left of one that has failed is forgotten."""
+        if len(self._filled) > len(self._heard):
+            self._filled.intersection_update(self._places[key] for key in self._heard)
         for place in self._sketch_open("weights", copies=True):
             weight = self.weights[place]
             array = self._running[place] if place in self._running else weight.read()
@@ -398,6 +431,8 @@ class Recorder:
         divided by it.
         """
         weight, before = self.weights[place], self._before[place]
+        if not self._passes[self._layer_of[place]]:  # nor if that is of before a world that has changed
+            return
         if weight.role == "mean":
             self._note_weight("statistics", place, after - before, "mean")
             return
@@ -410,6 +445,8 @@ class Recorder:
         factor = count / (count - 1) if known[1] and count > 1 else 1.0
         last = self._variances[place]
         new = keep * last + (after - keep * before.astype(np.float64)) / factor
+        if np.array_equal(after, before):  # of a layer that is frozen
+            new = last
         self._variances[place] = new
         self._note_weight("statistics", place, (new - last).astype(np.float32), "variance")
 

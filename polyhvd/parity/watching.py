@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ from polyhvd.parity import log
 from polyhvd.parity.models import framework_of, module_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
 from polyhvd.parity.recording import Recorder, view_of
-from polyhvd.parity.traces import FADING, KINDS, Bounds, differences, in_order, told
+from polyhvd.parity.traces import FADING, KINDS, Bounds, Key, Trace, differences, in_order, told
 from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 
 __all__ = ["Divergence", "Watch", "watch"]
 
@@ -101,12 +104,17 @@ class Watch:
             view_of=getattr(framework, "view_of", view_of),
         )
         self._ends: list[Callable[[], None]] = []
+        self._generation = self._world().placement.generation
+        if hasattr(framework, "run_as_written"):
+            self._ends.append(framework.run_as_written(model))
         for number, weight in enumerate(self._recorder.layers):
             if (tell := self._recorder.hears(number)) is not None:
                 self._ends.append(framework.on_input(weight.layer, tell))
         self._ends.append(framework.on_output(model, self._recorder.hears_output))
+        if hasattr(framework, "on_evaluation"):  # outermost, around what layers within are given
+            self._ends.append(framework.on_evaluation(model, self._recorder.deaf))
         if optimizer is not None:
-            self._ends.append(framework.on_step(optimizer, self._before_step, self._after_step))
+            self._ends.append(framework.on_step(optimizer, self._stepping))
 
     def __enter__(self) -> Watch:
         return self
@@ -131,16 +139,23 @@ class Watch:
 
     # Recording ------------------------------------------------------------------
 
-    def _before_step(self, gradient_of: Callable[[Any], Any]) -> None:
+    @contextlib.contextmanager
+    def _stepping(self, gradient_of: Callable[[Any], Any]) -> Iterator[None]:
+        generation = self._world().placement.generation
+        if generation != self._generation:  # weights are those of another rank, perhaps
+            self._generation = generation
+            self._recorder.begin_anew()
         self._recorder.begin()
         self._recorder.gradients("gradient", lambda weight: gradient_of(weight.source))
-
-    def _after_step(self) -> None:
+        yield
         self._recorder.update(
             self._framework.rate_of(self._optimizer),
             lambda weight: self._states_of(self._optimizer, weight.source),
         )
         self.step()
+
+    def _world(self) -> World:
+        return self._process_set.world or current.world()
 
     # Comparing ------------------------------------------------------------------
 
@@ -154,7 +169,10 @@ class Watch:
             HorovodInternalError: a rank was lost.
         """
         self._recorder.passes()
-        pages = self._pages.exchange(self._recorder.page())
+        # A rank that has begun later, in a world that has changed, goes on from what the others know.
+        pages = self._pages.exchange(self._recorder.page(), np.array([self.steps, *self._largest]))
+        known = functools.reduce(np.fmax, (page.told for page in pages))
+        self.steps, self._largest = int(known[0]), known[1 : 1 + len(KINDS)]
         ranks = tuple(self._process_set.ranks or range(len(pages)))
         found = None if self._agree(pages) else self._first_of(pages, ranks)
         if current.world().settings.parity_log:
@@ -186,7 +204,7 @@ class Watch:
         }
 
     def _first_of(self, pages: Sequence[Page], ranks: Sequence[int]) -> Divergence | None:
-        sides = [page.traces for page in pages]
+        sides = _with_zeros([page.traces for page in pages])
         largest = {kind: float(self._largest[KINDS.index(kind)]) for kind in FADING}
         bounds = Bounds(self.steps, largest=largest)  # what is between the layers of a model is not known
         found = [
@@ -204,6 +222,18 @@ class Watch:
                     place = reference.layer
                     return Divergence(self.steps, kind, place, names, rank, relative, limit, detail)
         return None
+
+
+def _with_zeros(sides: list[dict[Key, Trace]]) -> list[dict[Key, Trace]]:
+    """The same, with zeros for gradients that others have: of layers that a rank has not used."""
+    keys = {key for side in sides for key in side if key[0] == "gradient"}
+    for side in sides:
+        for key in keys - side.keys():
+            if (weight := side.get(("weights", key[1]))) is not None:
+                model = next(other[key] for other in sides if key in other)
+                zeros = np.zeros_like(model.sketch)
+                side[key] = replace(model, name=weight.name, norm=0.0, sketch=zeros, not_finite=0)
+    return sides
 
 
 def watch(
