@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.base import _LIB, check_call
-from mxnet.gluon import Block, HybridBlock, Parameter, nn
+from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.nn.conv_layers import _Conv
 from mxnet.ndarray import NDArray
 
@@ -22,6 +22,7 @@ from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "check_optimizer",
     "kept_of",
     "load_file",
     "on_input",
@@ -261,6 +262,25 @@ def run_as_written(model: Block) -> Callable[[], None]:
             block._active = True
 
     return end
+
+
+def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
+    """Whether a trainer trains a model.
+
+    Raises:
+        InvalidArgumentError: it is none of Gluon, or has none of the weights.
+    """
+    if not isinstance(optimizer, Trainer):
+        raise InvalidArgumentError(
+            "parity.watch: optimizer: expected a Trainer of Gluon, as the model is, or None, found "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(parameter) for parameter in optimizer._params}
+    if not any(id(weight.source) in known for weight in weights):
+        raise InvalidArgumentError(
+            f"parity.watch: optimizer: this {type(optimizer).__name__} has none of the model's weights; pass "
+            "the one that was made of its collect_params()"
+        )
 
 
 def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:

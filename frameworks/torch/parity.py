@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "check_optimizer",
     "kept_of",
     "load_file",
     "on_input",
@@ -136,6 +137,26 @@ def on_output(model: torch.nn.Module, tell: Callable[[Any], None]) -> Callable[[
             tell(made)
 
     return model.register_forward_hook(hear).remove
+
+
+def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
+    """Whether an optimizer trains a model.
+
+    Raises:
+        InvalidArgumentError: it is none of PyTorch, or has none of the weights.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if not groups or not callable(getattr(optimizer, "step", None)):
+        raise InvalidArgumentError(
+            "parity.watch: optimizer: expected one of PyTorch, as the model is, or None, found "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(tensor) for group in groups for tensor in group["params"]}
+    if not any(id(weight.source) in known for weight in weights):
+        raise InvalidArgumentError(
+            f"parity.watch: optimizer: this {type(optimizer).__name__} has none of the model's weights; pass "
+            "the one that was made of its parameters()"
+        )
 
 
 def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:

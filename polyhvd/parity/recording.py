@@ -130,6 +130,7 @@ class Recorder:
             for place, weight in enumerate(self.weights)
             if weight.role in ("mean", "variance")
         }
+        self._knows_running = True
         #: Running variances, as they were with those of the batches themselves.
         self._variances = {
             place: array.astype(np.float64)
@@ -225,6 +226,8 @@ class Recorder:
             tensor = _first(tensor)
             if tensor is None or self._is_deaf:
                 return
+            if getattr(weight.layer, "training", True):  # PyTorch says so; else statistics stay
+                self._passes[number] += 1
             is_common = is_plain and (inputs is None or tensor.shape[-1] == inputs)
             view = self._view_of(tensor) if is_common else None
             if view is None or not self._keep(key, row, view, tensor.shape):
@@ -263,8 +266,6 @@ class Recorder:
         (form,) = _core.sketch([tensor], self._scratch, [0], begins=[begin])
         if form is None or form[0].startswith(("int", "uint", "bool")):
             return False
-        if key[0] != "data":
-            self._passes[key[1]] += 1
         if heard is None:
             self._heard[key] = _Heard(1, form[1])
             self._rows[row] = self._scratch[0]
@@ -292,8 +293,12 @@ class Recorder:
     # A step ---------------------------------------------------------------------
 
     def begin_anew(self) -> None:
-        """Forget running statistics: another rank's have replaced them, before a forward pass or since."""
+        """Forget running statistics: another rank's have replaced them, before a forward pass or since.
+
+        What they were before the step that begins is not known, and not told.
+        """
         self._passes.clear()
+        self._knows_running = False
         for place in self._running:
             self._running[place] = self.weights[place].read()
         for place in self._variances:
@@ -308,6 +313,8 @@ class Recorder:
             array = self._running[place] if place in self._running else weight.read()
             if place in self._running:
                 self._before[place] = array
+            if place in self._running and not self._knows_running:
+                continue
             if weight.role == "variance":  # which frameworks define in two ways; see statistics
                 continue
             common = _dense(weight.layout.array_to_common(array))
@@ -382,13 +389,15 @@ class Recorder:
                 self._fill_array(self._row_of_weight("update", place), common, less=self._before[place])
             elif place in self._running:
                 after = weight.read()
-                self._note_statistics(place, after)
+                if self._knows_running:
+                    self._note_statistics(place, after)
                 self._running[place] = after
         trained = [
             (place, states_of(weight)) for place, weight in enumerate(self.weights) if weight.trainable
         ]
         self._sketch_beside(trained, _WHOLE)
         self._passes.clear()
+        self._knows_running = True
 
     def _sketch_beside(self, found: Sequence[tuple[int, dict[str, Any]]], dtype: str = "") -> None:
         """Sketch tensors that lie as weights do.
@@ -431,8 +440,6 @@ class Recorder:
         divided by it.
         """
         weight, before = self.weights[place], self._before[place]
-        if not self._passes[self._layer_of[place]]:  # nor if that is of before a world that has changed
-            return
         if weight.role == "mean":
             self._note_weight("statistics", place, after - before, "mean")
             return

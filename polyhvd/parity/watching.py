@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -86,11 +87,15 @@ class Watch:
         self._prefix = prefix
         self._limit = limit
         self._process_set = process_set
-        framework = importlib.import_module(module_of(model))
-        if not hasattr(framework, "on_input"):
+        framework = _framework_of(model)
+        if not isinstance(prefix, str) or not prefix:
+            raise InvalidArgumentError(f"parity.watch: prefix={prefix!r}: expected a name, such as 'net'")
+        if limit is not None and not (isinstance(limit, numbers.Real) and 0 < limit < float("inf")):
             raise InvalidArgumentError(
-                f"parity.watch: expected a model of PyTorch, Gluon or Keras, found {framework_of(model)}"
+                f"parity.watch: limit={limit!r}: expected a fraction of a norm above 0, such as 1e-3, or None"
             )
+        if optimizer is not None:
+            framework.check_optimizer(optimizer, weights_of(model))
         self._framework, self._optimizer = framework, optimizer
         #: What an optimizer keeps, as tensors with factors; else as copies of them.
         self._states_of = getattr(framework, "kept_of", framework.states_of)
@@ -222,6 +227,22 @@ class Watch:
                     place = reference.layer
                     return Divergence(self.steps, kind, place, names, rank, relative, limit, detail)
         return None
+
+
+def _framework_of(model: Any) -> Any:
+    """The module that hooks models like this one.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    name = framework_of(model)
+    framework = None if name is None else importlib.import_module(module_of(model))
+    if name is None or not hasattr(framework, "on_input") or isinstance(model, (list, tuple, Mapping)):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise InvalidArgumentError(
+            f"parity.watch: expected a model of PyTorch, Gluon or Keras, built, found {found}"
+        )
+    return framework
 
 
 def _with_zeros(sides: list[dict[Key, Trace]]) -> list[dict[Key, Trace]]:

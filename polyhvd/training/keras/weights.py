@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "check_optimizer",
     "on_evaluation",
     "on_input",
     "on_output",
@@ -214,6 +215,25 @@ def on_evaluation(model: Any, around: Callable[[], AbstractContextManager[None]]
             return original(*args, **kwargs)
 
     return intercept(model, "call", call)
+
+
+def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
+    """Whether an optimizer trains a model. One that is not built has no weights yet, and will be given them.
+
+    Raises:
+        InvalidArgumentError: it is none of Keras 3, or has none of the weights.
+    """
+    if not callable(getattr(optimizer, "apply", None)) or not hasattr(optimizer, "_trainable_variables"):
+        raise InvalidArgumentError(
+            "parity.watch: optimizer: expected one of Keras 3, as the model is, or None, found "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(variable) for variable in optimizer._trainable_variables}
+    if known and not any(id(weight.source) in known for weight in weights):
+        raise InvalidArgumentError(
+            f"parity.watch: optimizer: this {type(optimizer).__name__} has none of the model's weights; pass "
+            "the one that the model was compiled with"
+        )
 
 
 def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
