@@ -8,13 +8,12 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
-import polyhvd.mxnet
+import polyhvd.mxnet as hvd
 import pytest
 from mxnet.gluon import nn
 
 from polyhvd import parity
 
-#: One thread computes, so that all threads together have one core of a rank's.
 pytestmark = pytest.mark.ranks(2, framework="mxnet", timeout_s=180)
 
 
@@ -44,9 +43,7 @@ def step(model: Any, trainer: Any, rows: Any, *, divided: bool = False) -> None:
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_a_hybridized_model_is_watched_layer_by_layer_and_hybridized_again(
-    rank: int, is_traced: bool
-) -> None:
+def test_a_hybridized_model_is_watched_by_layers_and_hybridized_again(rank: int, is_traced: bool) -> None:
     model, trainer = trained(6, 8, 8, 3)
     model.hybridize()
     if is_traced:
@@ -72,7 +69,7 @@ def test_what_a_hybridized_layer_makes_is_told() -> None:
     model.hybridize()
     with parity.watch(model, trainer) as watched:
         step(model, trainer, rows_of(0))
-        if polyhvd.mxnet.rank() == 1:
+        if hvd.rank() == 1:
             model[0].act._act_type = "tanh"
         step(model, trainer, rows_of(1))
     first = watched.first
@@ -148,14 +145,16 @@ def test_a_watched_step_costs_at_most_twice_as_much(is_hybridized: bool) -> None
         model.hybridize()
     ratios = []
     with parity.watch(model, trainer) as watched:
-        for _ in range(3):
+        for _ in range(6):  # until it is quiet enough
             times: tuple[list[float], list[float]] = [], []
-            for _ in range(25):
+            for _ in range(20):
                 for number, net in enumerate((plain, (model, trainer))):
                     begun = time.perf_counter()
                     step(*net, images)
                     mx.nd.waitall()
                     times[number].append(time.perf_counter() - begun)
-            ratios.append(min(times[1]) / min(times[0]))
+            ratios.append(max(hvd.allgather_object(min(times[1]) / min(times[0]))))
+            if ratios[-1] <= 2.0:
+                break
     assert watched.first is None, watched
     assert min(ratios) <= 2.0, ratios
