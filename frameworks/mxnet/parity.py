@@ -217,8 +217,8 @@ def _is_trained(layer: Block) -> bool:
     """Whether a pass is one of training, not of an evaluation between two steps."""
     if autograd.is_recording():
         return True
-    frozen = all(parameter.grad_req == "null" for parameter in layer._reg_params.values())
-    return frozen and not isinstance(layer, nn.BatchNorm) and bool(layer._reg_params)
+    own = list(layer._reg_params.values())
+    return bool(own) and not isinstance(layer, nn.BatchNorm) and all(each.grad_req == "null" for each in own)
 
 
 def on_input(layer: Block, tell: Callable[[Any], None]) -> Callable[[], None]:

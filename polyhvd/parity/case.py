@@ -64,6 +64,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
+def _is_above_0(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
+
+
 def _refused(what: str, value: Any, expected: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"Optimizer: {what}={_shown(value)}: expected {expected}")
 
@@ -113,7 +117,7 @@ class Optimizer:
                 raise _refused(what, value, f"one of {', '.join(known)}")
         for what, number in (("rate", self.rate), ("epsilon", self.epsilon), ("clip_norm", self.clip_norm)):
             is_left_out = number is None and what == "clip_norm"
-            if not is_left_out and not (_is_number(number) and 0 < number < math.inf):
+            if not is_left_out and not _is_above_0(number):
                 raise _refused(what, number, "a number above 0")
         if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
             raise _refused("betas", self.betas, "two numbers")

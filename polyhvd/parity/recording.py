@@ -45,7 +45,7 @@ def view_of(tensor: Any) -> Any:
 
 def _first(given: Any) -> Any:
     """The tensor itself, or the first one of several; None: there is none."""
-    while isinstance(given, (list, tuple, Mapping)):
+    while not hasattr(type(given), "shape") and isinstance(given, (list, tuple, Mapping)):
         given = next(iter(given.values() if isinstance(given, Mapping) else given), None)
     return given if hasattr(type(given), "shape") else None
 
@@ -114,6 +114,7 @@ class Recorder:
         self._facts: list[Facts] = []  # by row, from the second on
         self._forms: list[Form | None] = []  # likewise
         self._filled: set[int] = set()
+        self._open_rows: dict[str, tuple[list[int], list[int]]] = {}  # places of weights and rows, by kind
         self._paged: tuple[list[int], int, tuple[Facts, ...]] | None = None  # None: facts have changed
         self._heard: dict[Key, _Heard] = {}
         self._before: list[Any] = [None] * len(self.weights)
@@ -339,9 +340,12 @@ class Recorder:
                 if self.weights[place].trainable and self._before[place] is buffer
             ]
             beside = {"less": [self._buffers[place] for place in places]}
-        rows = [
-            self._row_of_weight(kind, place, self.weights[place].role if copies else "") for place in places
-        ]
+        known = self._open_rows.get(kind)
+        if known is None or known[0] != places:
+            details = [self.weights[place].role if copies else "" for place in places]
+            found = [self._row_of_weight(kind, *each) for each in zip(places, details, strict=True)]
+            known = self._open_rows[kind] = places, found
+        rows = known[1]
         views = [self._view_of(self.weights[place].source) for place in places]
         closed = self._fill(rows, views, **beside)
         done = set(places) - {places[index] for index in closed}

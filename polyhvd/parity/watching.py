@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,6 +75,19 @@ class Divergence:
         )
 
 
+class _Step(contextlib.AbstractContextManager[None]):
+    """Calls a function at its end, unless that is an error. Quicker than a generator: each step has one."""
+
+    __slots__ = ("_after",)
+
+    def __init__(self, after: Callable[[], None]) -> None:
+        self._after = after
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._after()
+
+
 class Watch:
     """What :func:`watch` returns. A context manager that ends the watch."""
 
@@ -102,6 +115,8 @@ class Watch:
         self._pages = Pages(prefix, process_set)
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._largest = np.zeros(len(KINDS))
+        #: Steps, and what was largest in them.
+        self._known = np.zeros(1 + len(KINDS))
         self._recorder = Recorder(
             weights_of(model),
             framework.batch_norm_of,
@@ -144,15 +159,16 @@ class Watch:
 
     # Recording ------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _stepping(self, gradient_of: Callable[[Any], Any]) -> Iterator[None]:
+    def _stepping(self, gradient_of: Callable[[Any], Any]) -> _Step:
         generation = self._world().placement.generation
         if generation != self._generation:  # weights are those of another rank, perhaps
             self._generation = generation
             self._recorder.begin_anew()
         self._recorder.begin()
         self._recorder.gradients("gradient", lambda weight: gradient_of(weight.source))
-        yield
+        return _Step(self._after_step)
+
+    def _after_step(self) -> None:
         self._recorder.update(
             self._framework.rate_of(self._optimizer),
             lambda weight: self._states_of(self._optimizer, weight.source),
@@ -175,14 +191,16 @@ class Watch:
         """
         self._recorder.passes()
         # A rank that has begun later, in a world that has changed, goes on from what the others know.
-        pages = self._pages.exchange(self._recorder.page(), np.array([self.steps, *self._largest]))
-        known = functools.reduce(np.fmax, (page.told for page in pages))
-        self.steps, self._largest = int(known[0]), known[1 : 1 + len(KINDS)]
+        pages = self._pages.exchange(self._recorder.page(), self._known)
+        told = [page.told for page in pages]
+        known = functools.reduce(np.fmax, told[1:], told[0])[: len(self._known)]
+        self.steps, self._largest = int(known[0]), known[1:]
         ranks = tuple(self._process_set.ranks or range(len(pages)))
         found = None if self._agree(pages) else self._first_of(pages, ranks)
         if current.world().settings.parity_log:
             log.note(self._entry(found), ranks[0])
         self.steps += 1
+        self._known[0], self._known[1:] = self.steps, self._largest
         if found is not None:
             self.divergences.append(found)
         return found
@@ -272,11 +290,12 @@ def watch(
     of weights before these are averaged, the learning rate, what the optimizer keeps for each weight and what
     it has made of it, and running statistics; by sketches, so that little is sent.
 
-    Models run as they are written: Gluon's not hybridized, Keras' compiled with ``run_eagerly=True``.
+    Models run as they are written: Keras' compiled with ``run_eagerly=True``; what is hybridized in
+    Gluon runs layer by layer while it is watched. Passes of an evaluation do not count.
 
     In each step a watch reads each weight twice, and each gradient, activation and state of the optimizer
-    once, and gathers 528 bytes for each of these tensors in one collective. With PyTorch that takes less than
-    the step itself; docs/parity.md has figures.
+    once, and gathers 528 bytes for each of these tensors in one collective. That takes less than the step
+    itself; docs/parity.md has figures.
 
     Args:
         model: of PyTorch, Gluon or Keras, built.
@@ -290,7 +309,8 @@ def watch(
         A :class:`Watch`: ``first`` is the first divergence, and as text it says where that is.
 
     Raises:
-        InvalidArgumentError: no such model, or weights are not made yet.
+        InvalidArgumentError: no such model or optimizer, weights are not made yet, or the optimizer has none
+            of them; an argument that cannot be.
 
     Example::
 
