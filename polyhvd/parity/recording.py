@@ -166,6 +166,8 @@ class Recorder:
         return found
 
     def _row_of_weight(self, kind: str, place: int, detail: str = "") -> int:
+        if (found := self._places.get((kind, place))) is not None:
+            return found
         return self._row(kind, place, self._layer_of[place], self.weights[place].name, detail)
 
     def _fill(self, rows: list[int], tensors: list[Any], dtype: str = "", **options: Any) -> list[int]:

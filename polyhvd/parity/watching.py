@@ -294,8 +294,8 @@ def watch(
     Gluon runs layer by layer while it is watched. Passes of an evaluation do not count.
 
     In each step a watch reads each weight twice, and each gradient, activation and state of the optimizer
-    once, and gathers 528 bytes for each of these tensors in one collective. That takes less than the step
-    itself; docs/parity.md has figures.
+    once, and gathers 528 bytes for each of these tensors in one collective. That takes about as long as the
+    step itself at most; docs/parity.md has figures.
 
     Args:
         model: of PyTorch, Gluon or Keras, built.
