@@ -125,6 +125,14 @@ class Watch:
         )
         self._ends: list[Callable[[], None]] = []
         self._generation = self._world().placement.generation
+        try:
+            self._hook(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hook(self, model: Any) -> None:
+        framework = self._framework
         if hasattr(framework, "run_as_written"):
             self._ends.append(framework.run_as_written(model))
         for number, weight in enumerate(self._recorder.layers):
@@ -133,8 +141,8 @@ class Watch:
         self._ends.append(framework.on_output(model, self._recorder.hears_output))
         if hasattr(framework, "on_evaluation"):  # outermost, around what layers within are given
             self._ends.append(framework.on_evaluation(model, self._recorder.deaf))
-        if optimizer is not None:
-            self._ends.append(framework.on_step(optimizer, self._stepping))
+        if self._optimizer is not None:
+            self._ends.append(framework.on_step(self._optimizer, self._stepping))
 
     def __enter__(self) -> Watch:
         return self
