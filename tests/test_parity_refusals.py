@@ -56,6 +56,7 @@ def write(folder: Path, name: str, text: str) -> str:
         (CASE + "\noptimizer = {'accumulate': 2.5}", "accumulate=2.5: expected a whole number, 1 or more$"),
         (CASE + "\noptimizer = {'weight_decay': 'x'}", "weight_decay='x': expected a number, 0 or more$"),
         (CASE + "\noptimizer = {'name': ['adam']}", r"name=\['adam'\]: expected one of sgd"),
+        (CASE + "\noptimizer = {'schedule': np.ones(2)}", r"schedule=array\(\[1., 1.\]\): expected one of"),
         (CASE + "\noptimizer = {3: 4}", "optimizer: there is no 3; expected of name, rate"),
         (CASE + "\nloss = None", "loss=None: expected one of cross_entropy, squared_error$"),
         (CASE + "\nloss = np.ones(3)", r"loss=array\(\[1"),

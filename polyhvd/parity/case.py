@@ -64,6 +64,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
+def _is_one_of(value: Any, known: Sequence[str]) -> bool:
+    return isinstance(value, str) and value in known
+
+
 def _is_above_0(value: Any) -> bool:
     return _is_number(value) and 0 < value < math.inf
 
@@ -113,7 +117,7 @@ class Optimizer:
             ("name", self.name, OPTIMIZERS),
             ("schedule", self.schedule, SCHEDULES),
         ):
-            if value not in known:
+            if not _is_one_of(value, known):
                 raise _refused(what, value, f"one of {', '.join(known)}")
         for what, number in (("rate", self.rate), ("epsilon", self.epsilon), ("clip_norm", self.clip_norm)):
             is_left_out = number is None and what == "clip_norm"
@@ -335,7 +339,7 @@ def _check_options(path: Path, given: Mapping[str, Any]) -> None:
         raise BadCaseError(f"{path}: {name}={_shown(given[name])}: expected {expected}")
 
     for name, known in (("loss", LOSSES), ("precision", PRECISIONS)):
-        if name in given and given[name] not in known:
+        if name in given and not _is_one_of(given[name], known):
             refuse(name, f"one of {', '.join(known)}")
     for name, kind, expected in (("same_on_ranks", bool, "True or False"), ("about", str, "a text")):
         if name in given and not isinstance(given[name], kind):
