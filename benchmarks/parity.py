@@ -28,7 +28,6 @@ from benchmarks.launchers import ROOT
 #: With its inputs first. The second one is that of the catalogue of ``polyhvd parity``.
 NETWORKS = {"784-256-128-10": (784, 256, 128, 10), "16-32-32-5": (16, 32, 32, 5)}
 BATCHES = (32, 128, 1024)
-FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "Keras", "mxnet": "Gluon"}
 RATE, MOMENTUM = 0.01, 0.9
 _TIMEOUT_S = 600.0
 #: Steps of a block, and blocks of each way.
@@ -49,6 +48,8 @@ def _nothing(*_: Any) -> None:
 
 class Torch:
     """A model of PyTorch and its step."""
+
+    name = "PyTorch"
 
     def __init__(self, sizes: Sequence[int], images: Array, labels: Array) -> None:
         import torch
@@ -71,6 +72,8 @@ class Torch:
 
 class Keras:
     """A model of Keras, run eagerly."""
+
+    name = "Keras"
 
     def __init__(self, sizes: Sequence[int], images: Array, labels: Array) -> None:
         import keras
@@ -95,12 +98,14 @@ class Keras:
 class Gluon:
     """A model of Gluon, not hybridized."""
 
+    name = "Gluon"
+
     def __init__(self, sizes: Sequence[int], images: Array, labels: Array) -> None:
         import mxnet as mx
         from mxnet.gluon import nn
 
         mx.random.seed(0)
-        self.model = nn.Sequential()
+        self.model = nn.HybridSequential()
         last = len(sizes) - 2
         for number, (inputs, units) in enumerate(itertools.pairwise(sizes)):
             self.model.add(nn.Dense(units, activation="relu" if number < last else None, in_units=inputs))
@@ -120,7 +125,22 @@ class Gluon:
         self._wait()
 
 
-MODELS = {"torch": Torch, "tensorflow": Keras, "mxnet": Gluon}
+class HybridizedGluon(Gluon):
+    """A model of Gluon that is hybridized, but while it is watched."""
+
+    name = "Gluon, hybridized"
+
+    def __init__(self, sizes: Sequence[int], images: Array, labels: Array) -> None:
+        super().__init__(sizes, images, labels)
+        self.model.hybridize()
+
+
+#: By framework.
+MODELS: dict[str, tuple[Any, ...]] = {
+    "torch": (Torch,),
+    "tensorflow": (Keras,),
+    "mxnet": (Gluon, HybridizedGluon),
+}
 
 
 @contextlib.contextmanager
@@ -134,7 +154,7 @@ def hooked(net: Any) -> Iterator[None]:
     framework = importlib.import_module(module_of(net.model))
     ends = [framework.on_input(weight.layer, _nothing) for weight in layers_of(weights_of(net.model))]
     ends.append(framework.on_output(net.model, _nothing))
-    ends.append(framework.on_step(net.optimizer, _nothing, _nothing))
+    ends.append(framework.on_step(net.optimizer, lambda _: contextlib.nullcontext()))
     yield
     for end in reversed(ends):
         end()
@@ -183,13 +203,12 @@ def rank(framework: str, steps: int, blocks: int, out: Path) -> None:
     hvd = importlib.import_module(f"polyhvd.{framework}")
     hvd.init()
     found = []
-    for network, sizes in NETWORKS.items():
-        for batch in BATCHES:
-            rng = np.random.default_rng(0)
-            images = rng.standard_normal((batch, sizes[0]), np.float32)
-            net = MODELS[framework](sizes, images, rng.integers(0, sizes[-1], batch))
-            medians = timed(net, hvd.barrier, steps=steps, blocks=blocks)
-            found.append({"framework": framework, "network": network, "batch": batch, "ms": medians})
+    for model, (network, sizes), batch in itertools.product(MODELS[framework], NETWORKS.items(), BATCHES):
+        rng = np.random.default_rng(0)
+        images = rng.standard_normal((batch, sizes[0]), np.float32)
+        net = model(sizes, images, rng.integers(0, sizes[-1], batch))
+        medians = timed(net, hvd.barrier, steps=steps, blocks=blocks)
+        found.append({"framework": model.name, "network": network, "batch": batch, "ms": medians})
     if hvd.rank() == 0:
         out.write_text(json.dumps(found))
     hvd.shutdown()
@@ -220,7 +239,7 @@ def line(found: dict[str, Any]) -> str:
     ms = found["ms"]
     cells = " | ".join(f"{ms[way]:.3f}" for way in WAYS)
     ratio = ms["watch"] / ms["alone"]
-    where = f"{FRAMEWORKS[found['framework']]} | {found['network']} | {found['batch']}"
+    where = f"{found['framework']} | {found['network']} | {found['batch']}"
     return f"| {where} | {cells} | {ratio:.2f} |"
 
 
@@ -236,7 +255,7 @@ def main(folder: Path, *, quick: bool = False) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     kept = []
     with tempfile.TemporaryDirectory() as scratch:
-        for framework in FRAMEWORKS:
+        for framework in MODELS:
             if importlib.util.find_spec(framework) is None:
                 continue
             for found in measure(framework, Path(scratch), quick=quick):

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
-from mxnet.gluon import Block, Parameter, nn
+from mxnet import autograd
+from mxnet.base import _LIB, check_call
+from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.nn.conv_layers import _Conv
 from mxnet.ndarray import NDArray
 
+from polyhvd import _core
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.interception import Stepping, intercept
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "check_optimizer",
+    "kept_of",
     "load_file",
     "on_input",
     "on_output",
     "on_step",
     "outputs_of",
     "rate_of",
+    "run_as_written",
     "save_file",
     "states_of",
     "to_numpy",
+    "view_of",
     "weights_of",
 ]
 
@@ -81,6 +89,52 @@ def to_numpy(tensor: Any) -> Any:
 
         return values.view(ml_dtypes.bfloat16)
     return values
+
+
+#: What the core reads, by MXNet's number of it.
+_DTYPES = {
+    0: "float32",
+    1: "float64",
+    2: "float16",
+    3: "uint8",
+    4: "int32",
+    5: "int8",
+    6: "int64",
+    12: "bfloat16",
+}
+_DENSE, _CPU = 0, 1
+
+
+def view_of(source: Any) -> _core.TensorRef | None:
+    """Where an array lies, or the first one of a parameter, when its values are there.
+
+    Args:
+        source: an array or a parameter.
+
+    Returns:
+        a view for the core, which keeps the array alive; None: it is not on the CPU, or not dense.
+
+    Raises:
+        HorovodInternalError: a collective that writes to it has failed.
+    """
+    array = source
+    if isinstance(source, Parameter):
+        array = source._data[0] if source._data else None
+    if not isinstance(array, NDArray):
+        return None
+    handle, first, second = array.handle, ctypes.c_int(), ctypes.c_int()
+    check_call(_LIB.MXNDArrayGetStorageType(handle, ctypes.byref(first)))
+    if first.value != _DENSE:
+        return None
+    check_call(_LIB.MXNDArrayGetContext(handle, ctypes.byref(first), ctypes.byref(second)))
+    check_call(_LIB.MXNDArrayGetDType(handle, ctypes.byref(second)))
+    dtype = _DTYPES.get(second.value)
+    if first.value != _CPU or dtype is None:
+        return None
+    array.wait_to_read()
+    data = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(handle, ctypes.byref(data)))
+    return _core.TensorRef(data.value or 0, array.shape, dtype, array)
 
 
 def _parameters(model: Any) -> Iterator[tuple[Block | None, str, Parameter]]:
@@ -168,36 +222,94 @@ def _is_channels_last(block: Block | None) -> bool:
     return kwargs.get("layout", "").endswith("C") or kwargs.get("axis", 1) == -1
 
 
+def _is_trained(layer: Block) -> bool:
+    """Whether a pass is one of training, not of an evaluation between two steps."""
+    if autograd.is_recording():
+        return True
+    own = list(layer._reg_params.values())
+    return bool(own) and not isinstance(layer, nn.BatchNorm) and all(each.grad_req == "null" for each in own)
+
+
 def on_input(layer: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given; returns what ends that. Not in hybridized blocks."""
-    return layer.register_forward_pre_hook(lambda _, given: tell(given[0])).detach
+    """Have ``tell`` called with what a layer is given in training; returns what ends that.
+
+    A block that is hybridized calls none of those within it: see :func:`run_as_written`.
+    """
+
+    def hear(_: Block, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], NDArray) and _is_trained(layer):
+            tell(given[0])
+
+    return layer.register_forward_pre_hook(hear).detach
 
 
 def on_output(model: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a model returns; returns what ends that."""
-    return model.register_forward_hook(lambda _, given, made: tell(made)).detach
+    """Have ``tell`` called with what a model returns in training; returns what ends that."""
+
+    def hear(_: Block, given: tuple[Any, ...], made: Any) -> None:
+        first = made[0] if isinstance(made, (list, tuple)) and made else made
+        if isinstance(first, NDArray) and autograd.is_recording():
+            tell(first)
+
+    return model.register_forward_hook(hear).detach
 
 
-def on_step(
-    optimizer: Any, before: Callable[[Callable[[Any], Any]], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step.
+def run_as_written(model: Block) -> Callable[[], None]:
+    """Have hybridized blocks call those within them; returns what ends that: their graphs are kept."""
+    active: list[HybridBlock] = []
 
-    Gluon divides gradients by the batch size in the step; they are told with the factor that does it.
-    """
-    original = optimizer.step
+    def find(block: Block) -> None:
+        if isinstance(block, HybridBlock) and block._active:
+            active.append(block)
 
-    @functools.wraps(original)
-    def step(batch_size: int, *args: Any, **kwargs: Any) -> None:
-        factor = optimizer._scale / batch_size
-        before(lambda source: (source.list_grad()[0], factor))
-        original(batch_size, *args, **kwargs)
-        after()
+    model.apply(find)
+    for block in active:
+        block._active = False
 
     def end() -> None:
-        del optimizer.step
+        for block in active:
+            block._active = True
 
-    optimizer.step = step
+    return end
+
+
+def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
+    """Whether a trainer trains a model.
+
+    Raises:
+        InvalidArgumentError: it is none of Gluon, or has none of the weights.
+    """
+    if not isinstance(optimizer, Trainer):
+        raise InvalidArgumentError(
+            "parity.watch: optimizer: expected a Trainer of Gluon, as the model is, or None, found "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(parameter) for parameter in optimizer._params}
+    if not any(id(weight.source) in known for weight in weights):
+        raise InvalidArgumentError(
+            f"parity.watch: optimizer: this {type(optimizer).__name__} has none of the model's weights; pass "
+            "the one that was made of its collect_params()"
+        )
+
+
+def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
+    """Have each step within ``around``, which is given what returns the gradient of a source.
+
+    Gluon divides gradients by the batch size in the step; they are told with the factor that does it. A
+    program that calls ``update()`` itself has averaged them before.
+    """
+
+    def step(original: Callable[..., Any], batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        factor = optimizer._scale / batch_size
+        with around(lambda source: (source.list_grad()[0], factor)):
+            return original(batch_size, *args, **kwargs)
+
+    ends = [intercept(optimizer, "step", step), intercept(optimizer, "update", step)]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
     return end
 
 
@@ -206,8 +318,8 @@ def rate_of(optimizer: Any) -> float:
     return float(optimizer.learning_rate)
 
 
-def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
-    """What a trainer keeps for a parameter, as arrays: "momentum" and "second moment".
+def kept_of(optimizer: Any, source: Parameter) -> dict[str, tuple[NDArray, float]]:
+    """What a trainer keeps for a parameter: "momentum" and "second moment", each with a factor.
 
     The momentum of SGD is told with its sign changed: in Gluon it is what is added to the weight.
     """
@@ -215,22 +327,26 @@ def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
     state = optimizer._updaters[0].states.get(place) if optimizer._updaters else None
     if state is None:
         return {}
-    arrays = [
-        to_numpy(item)
-        for item in (state if isinstance(state, (list, tuple)) else [state])
-        if item is not None
-    ]
+    arrays = [item for item in (state if isinstance(state, (list, tuple)) else [state]) if item is not None]
     name = type(optimizer.optimizer).__name__.lower()
     if name == "nag" and optimizer.optimizer.wd:
         return {}  # it decays by the weight after the step, which has its effect only in the next one
     if name in ("sgd", "nag"):
-        return {"momentum": -arrays[0]}
+        return {"momentum": (arrays[0], -1.0)}
     kinds = {
         "adam": ("momentum", "second moment"),
         "rmsprop": ("second moment",),
         "adagrad": ("second moment",),
     }
-    return dict(zip(kinds.get(name, ()), arrays, strict=False))
+    return {kind: (array, 1.0) for kind, array in zip(kinds.get(name, ()), arrays, strict=False)}
+
+
+def states_of(optimizer: Any, source: Parameter) -> dict[str, Any]:
+    """What :func:`kept_of` returns, as arrays that have their factors in them."""
+    kept = kept_of(optimizer, source)
+    return {
+        kind: -to_numpy(array) if factor < 0 else to_numpy(array) for kind, (array, factor) in kept.items()
+    }
 
 
 def batch_norm_of(layer: Any) -> tuple[float, bool] | None:

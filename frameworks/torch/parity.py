@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,11 +10,13 @@ import numpy as np
 import torch
 
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.interception import Stepping, intercept
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "check_optimizer",
     "kept_of",
     "load_file",
     "on_input",
@@ -112,34 +113,61 @@ def _weight(name: str, role: str, tensor: Tensor, layer: torch.nn.Module | None)
     )
 
 
+def _is_trained(layer: torch.nn.Module) -> bool:
+    """Whether a pass is one of training, not of an evaluation between two steps."""
+    return torch.is_grad_enabled() or (
+        layer.training and not any(weight.requires_grad for weight in layer.parameters())
+    )
+
+
 def on_input(layer: torch.nn.Module, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given; returns what ends that."""
-    return layer.register_forward_pre_hook(lambda _, given: tell(given[0])).remove
+    """Have ``tell`` called with what a layer is given in training; returns what ends that."""
+
+    def hear(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if _is_trained(layer):
+            tell(given[0] if given else next(iter(named.values()), None))
+
+    return layer.register_forward_pre_hook(hear, with_kwargs=True).remove
 
 
 def on_output(model: torch.nn.Module, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a model returns; returns what ends that."""
-    return model.register_forward_hook(lambda _, given, made: tell(made)).remove
+    """Have ``tell`` called with what a model returns in training; returns what ends that."""
+
+    def hear(_: Any, given: tuple[Any, ...], made: Any) -> None:
+        if _is_trained(model):
+            tell(made)
+
+    return model.register_forward_hook(hear).remove
 
 
-def on_step(
-    optimizer: Any, before: Callable[[Callable[[Any], Any]], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step."""
-    original = optimizer.step
+def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
+    """Whether an optimizer trains a model.
 
-    @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        before(lambda source: source.grad)
-        result = original(*args, **kwargs)
-        after()
-        return result
+    Raises:
+        InvalidArgumentError: it is none of PyTorch, or has none of the weights.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if not groups or not callable(getattr(optimizer, "step", None)):
+        raise InvalidArgumentError(
+            "parity.watch: optimizer: expected one of PyTorch, as the model is, or None, found "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(tensor) for group in groups for tensor in group["params"]}
+    if not any(id(weight.source) in known for weight in weights):
+        raise InvalidArgumentError(
+            f"parity.watch: optimizer: this {type(optimizer).__name__} has none of the model's weights; pass "
+            "the one that was made of its parameters()"
+        )
 
-    def end() -> None:
-        optimizer.step = original
 
-    optimizer.step = step
-    return end
+def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
+    """Have each step within ``around``, which is given what returns the gradient of a source."""
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with around(lambda source: source.grad):
+            return original(*args, **kwargs)
+
+    return intercept(optimizer, "step", step)
 
 
 def rate_of(optimizer: Any) -> float:

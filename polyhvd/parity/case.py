@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity.layers import Layer
+from polyhvd.parity.models import framework_of
 
 __all__ = [
     "LOSSES",
@@ -23,6 +24,7 @@ __all__ = [
     "Case",
     "Optimizer",
     "from_file",
+    "told",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -34,8 +36,50 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 SCHEDULES = ("constant", "warmup", "cosine", "halve")
 
 
+#: What people call frameworks, and of which the models are of those that have none of their own.
+_NAMES = {"torch": "PyTorch", "mxnet": "Gluon", "tensorflow": "Keras", "numpy": "NumPy"}
+_MODELS_OF = {"tensorflow": "keras", "numpy": ""}
+_PLAIN = (bool, int, float, str)
+#: Characters of a value in a message.
+_SHOWN_MAX = 80
+
+
 class BadCaseError(ValueError):
     """A case cannot be used; the message says what is wrong with it."""
+
+
+def told(error: BaseException) -> str:
+    """An error in a message, of one line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _kind_of(value: Any) -> str:
+    """What a value is, in a message."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}, of which an instance is needed"
+    return f"{type(value).__name__}: {_shown(value)}" if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _is_one_of(value: Any, known: Sequence[str]) -> bool:
+    return isinstance(value, str) and value in known
+
+
+def _is_above_0(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
+
+
+def _refused(what: str, value: Any, expected: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"Optimizer: {what}={_shown(value)}: expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, of one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 @dataclass(frozen=True)
@@ -73,24 +117,25 @@ class Optimizer:
             ("name", self.name, OPTIMIZERS),
             ("schedule", self.schedule, SCHEDULES),
         ):
-            if value not in known:
-                raise InvalidArgumentError(f"Optimizer: {what}={value!r}: expected one of {', '.join(known)}")
+            if not _is_one_of(value, known):
+                raise _refused(what, value, f"one of {', '.join(known)}")
         for what, number in (("rate", self.rate), ("epsilon", self.epsilon), ("clip_norm", self.clip_norm)):
-            if number is not None and not 0 < number < math.inf:
-                raise InvalidArgumentError(f"Optimizer: {what}={number}: expected a number above 0")
-        if len(self.betas) != 2:
-            raise InvalidArgumentError(f"Optimizer: betas={self.betas}: expected two numbers")
+            is_left_out = number is None and what == "clip_norm"
+            if not is_left_out and not _is_above_0(number):
+                raise _refused(what, number, "a number above 0")
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise _refused("betas", self.betas, "two numbers")
         for what, share in (
             ("momentum", self.momentum),
             ("rho", self.rho),
             *(("betas", beta) for beta in self.betas),
         ):
-            if not 0 <= share < 1:
-                raise InvalidArgumentError(f"Optimizer: {what}={share}: expected a number from 0 to below 1")
-        if self.accumulate < 1:
-            raise InvalidArgumentError(f"Optimizer: accumulate={self.accumulate}: expected 1 or more")
-        if not 0 <= self.weight_decay < math.inf:
-            raise InvalidArgumentError(f"Optimizer: weight_decay={self.weight_decay}: expected 0 or more")
+            if not (_is_number(share) and 0 <= share < 1):
+                raise _refused(what, share, "a number from 0 to below 1")
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise _refused("accumulate", self.accumulate, "a whole number, 1 or more")
+        if not (_is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf):
+            raise _refused("weight_decay", self.weight_decay, "a number, 0 or more")
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step.
@@ -167,23 +212,27 @@ class Case:
         """What ``build`` makes: a list of layers, a model, or None.
 
         Raises:
-            BadCaseError: build raises, or returns a list of something else.
+            BadCaseError: build raises, or returns something else.
         """
         try:
             made = self.build(framework)
         except (Exception, SystemExit) as error:
-            raise BadCaseError(
-                f"{self.name}: build({framework!r}) has raised {type(error).__name__}: {error}"
-            ) from error
+            raise BadCaseError(f"{self.name}: build({framework!r}) has raised {told(error)}") from error
         if isinstance(made, (list, tuple)):
             wrong = next((item for item in made if not isinstance(item, Layer)), None)
             if wrong is not None or not made:
                 raise BadCaseError(
                     f"{self.name}: build({framework!r}) has to return a list of layers of "
-                    f"polyhvd.parity.layers, or a model of {framework}; found "
+                    f"polyhvd.parity.layers, or a model of {_NAMES.get(framework, framework)}; found "
                     f"{'an empty list' if not made else f'a list with {type(wrong).__name__} in it'}"
                 )
             return list(made)
+        if made is not None and framework_of(made) != _MODELS_OF.get(framework, framework):
+            model = "" if framework == "numpy" else f", a model of {_NAMES[framework]}"
+            raise BadCaseError(
+                f"{self.name}: build({framework!r}) has to return a list of layers of "
+                f"polyhvd.parity.layers{model}, or None where there is none; found {_kind_of(made)}"
+            )
         return made
 
     def data(self, framework: str, step: int) -> tuple[Array, Array]:
@@ -196,7 +245,7 @@ class Case:
             made = self.batch(framework, step)
         except (Exception, SystemExit) as error:
             raise BadCaseError(
-                f"{self.name}: batch({framework!r}, {step}) has raised {type(error).__name__}: {error}"
+                f"{self.name}: batch({framework!r}, {step}) has raised {told(error)}"
             ) from error
         if not isinstance(made, (tuple, list)) or len(made) != 2:
             raise BadCaseError(
@@ -256,7 +305,8 @@ def from_file(path: Path) -> Case:
         case = from_file(Path("mymodel.py"))
     """
     if not path.is_file():
-        raise BadCaseError(f"{path}: there is no such file; give one, or a name of `polyhvd parity --list`")
+        found = "that is a folder" if path.is_dir() else "there is no such file"
+        raise BadCaseError(f"{path}: {found}; give a file, or a name of `polyhvd parity --list`")
     spec = importlib.util.spec_from_file_location(f"polyhvd_case_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise BadCaseError(f"{path}: is no file of Python; its name has to end in .py")
@@ -264,7 +314,7 @@ def from_file(path: Path) -> Case:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whose status would be taken for that of the comparison
-        raise BadCaseError(f"{path}: cannot be run: {type(error).__name__}: {error}") from error
+        raise BadCaseError(f"{path}: cannot be run: {told(error)}") from error
     known = vars(module)
     for name, called in (("build", "build(framework)"), ("batch", "batch(framework, step)")):
         if not callable(known.get(name)):
@@ -272,19 +322,38 @@ def from_file(path: Path) -> Case:
                 f"{path}: has no function {called}; docs/parity.md has an example of a whole case"
             )
     given = {name: known[name] for name in _OPTIONAL if name in known}
-    try:
-        if isinstance(given.get("optimizer"), dict):
+    _check_options(path, given)
+    if isinstance(given.get("optimizer"), dict):
+        try:
             given["optimizer"] = Optimizer(**given["optimizer"])
-        case = Case(path.stem, known["build"], known["batch"], **given)
-    except (TypeError, ValueError) as error:
-        raise BadCaseError(f"{path}: optimizer: {error}") from error
-    if case.loss not in LOSSES:
-        raise BadCaseError(f"{path}: loss={case.loss!r}: expected one of {', '.join(LOSSES)}")
-    if case.precision not in PRECISIONS:
-        raise BadCaseError(f"{path}: precision={case.precision!r}: expected one of {', '.join(PRECISIONS)}")
-    if not isinstance(case.optimizer, Optimizer):
+        except ValueError as error:
+            raise BadCaseError(f"{path}: optimizer: {str(error).removeprefix('Optimizer: ')}") from error
+    return Case(path.stem, known["build"], known["batch"], **given)
+
+
+def _check_options(path: Path, given: Mapping[str, Any]) -> None:
+    """Whether what a file says besides its functions can be used.
+
+    Raises:
+        BadCaseError: something cannot.
+    """
+
+    def refuse(name: str, expected: str) -> None:
+        raise BadCaseError(f"{path}: {name}={_shown(given[name])}: expected {expected}")
+
+    for name, known in (("loss", LOSSES), ("precision", PRECISIONS)):
+        if name in given and not _is_one_of(given[name], known):
+            refuse(name, f"one of {', '.join(known)}")
+    for name, kind, expected in (("same_on_ranks", bool, "True or False"), ("about", str, "a text")):
+        if name in given and not isinstance(given[name], kind):
+            refuse(name, expected)
+    channels = given.get("channels_last", ())
+    if not isinstance(channels, (tuple, list)) or not set(map(str, channels)) <= _NAMES.keys():
+        refuse("channels_last", f"a tuple of names of frameworks, of {', '.join(_NAMES)}")
+    optimizer, names = given.get("optimizer", Optimizer()), [item.name for item in fields(Optimizer)]
+    if not isinstance(optimizer, (Optimizer, dict)):
+        refuse("optimizer", f"an Optimizer or a dict of its arguments ({', '.join(names)})")
+    if isinstance(optimizer, dict) and (unknown := [name for name in optimizer if name not in names]):
         raise BadCaseError(
-            f"{path}: optimizer: expected an Optimizer or a dict of its arguments "
-            f"({', '.join(item.name for item in fields(Optimizer))}), found {type(case.optimizer).__name__}"
+            f"{path}: optimizer: there is no {_shown(unknown[0])}; expected of {', '.join(names)}"
         )
-    return case

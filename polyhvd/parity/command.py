@@ -44,6 +44,14 @@ _INTERRUPTED_STATUS = 130
 _VARIABLES = ("OMP_NUM_THREADS=1", "TF_CPP_MIN_LOG_LEVEL=3", "TF_ENABLE_ONEDNN_OPTS=0")
 
 
+#: Options that mean nothing to programs of a user's own.
+_OF_CASES = (
+    *("frameworks", "steps", "seed", "precision", "optimizer"),
+    *("rate", "momentum", "epsilon", "weight_decay", "clip_norm", "accumulate", "schedule"),
+)
+_RANKS, _STEPS = 2, 20
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(STATUSES["usage"], f"polyhvd parity: {message}; see polyhvd parity --help\n")
@@ -89,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help=f"of {', '.join(FRAMEWORKS)}; default: all that are installed",
     )
-    add("--steps", type=_positive, default=20, metavar="N", help="of training; default: 20")
+    add("--steps", type=_positive, metavar="N", help="of training; default: 20")
     add("--np", type=_positive, metavar="N", help="ranks of each framework; default: 2; of each script: 1")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and data; default: 0")
+    add("--seed", type=int, metavar="N", help="of weights and data; default: 0")
     add("--optimizer", choices=OPTIMIZERS, help="instead of the case's")
     add("--rate", type=float, metavar="X", help="learning rate, instead of the case's")
     add("--momentum", type=float, metavar="X", help="of momentum and nesterov")
@@ -130,13 +138,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     parser = _parser()
     options = parser.parse_args(words)
-    if options.seed < 0:
+    if options.seed is not None and options.seed < 0:
         parser.error(f"--seed {options.seed}: expected 0 or more")
     if options.list:
         print("\n".join(_listed()))
         return 0
     if (options.case is None) == (options.scripts is None):
         parser.error("give a CASE or --scripts, one of them")
+    if options.scripts is not None and (given := [n for n in _OF_CASES if getattr(options, n) is not None]):
+        parser.error(
+            f"--{given[0].replace('_', '-')} is for a CASE; programs of --scripts say that themselves"
+        )
     if options.scripts is not None and len(options.scripts) * (options.np or 1) == 1:
         parser.error("--scripts: one program on one rank has nobody to compare with; name another, or --np 2")
     for name in ("json", "junit", "html"):
@@ -155,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.scripts is not None:
                 found = scripts.run(options.scripts, options.np or 1, options.timeout, work)
             else:
-                options.np = options.np or 2
+                options.np = options.np or _RANKS
+                options.steps, options.seed = options.steps or _STEPS, options.seed or 0
                 found = _run_case(options, work)
             if found.outcome in ("rank-died", "bad-case") and is_full(work.path):
                 raise OSError(errno.ENOSPC, "what a rank wrote")
@@ -257,7 +270,8 @@ def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
                 f"{case.name} in {case.precision}: {cannot[0]}: {why[cannot[0]]}; "
                 + (f"take --frameworks {','.join(frameworks)}" if frameworks else "take another case"),
             )
-        report = replace(report, frameworks=frameworks, left_out=cannot)
+        reasons = {name: why[name] for name in cannot}
+        report = replace(report, frameworks=frameworks, left_out=cannot, cannot_compute=reasons)
     (folder / "order.json").write_text(json.dumps(asdict(order)))
     return _conclude(report, case, *_run_jobs(order, frameworks, options.timeout, work))
 

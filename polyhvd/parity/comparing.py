@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,14 +120,18 @@ def array_of(tensor: Any, layout: Layout | str | None = None) -> tuple[str, Arra
         InvalidArgumentError: it is no tensor, or the layout does not fit.
     """
     framework = framework_of(tensor)
-    if framework is None:
-        if not isinstance(tensor, (bool, int, float)):
-            raise InvalidArgumentError(
-                "parity.compare: expected a tensor of a framework, or a number, found "
-                f"{type(tensor).__name__}"
-            )
+    if framework is None and isinstance(tensor, (bool, int, float)):
         return "python", np.asarray(tensor)
+    if framework is None or isinstance(tensor, type) or not hasattr(tensor, "shape"):
+        raise InvalidArgumentError(
+            f"parity.compare: expected a tensor of a framework, or a number, found {type(tensor).__name__}"
+        )
     array = importlib.import_module(module_of(tensor)).to_numpy(tensor)
+    if array.dtype.kind in "cOSUMm":
+        raise InvalidArgumentError(
+            f"parity.compare: expected a tensor of numbers or bools, found {array.dtype}; of complex ones, "
+            "compare the real and the imaginary parts"
+        )
     return framework, np.ascontiguousarray(layout_of(layout, tuple(array.shape)).array_to_common(array))
 
 
@@ -173,9 +178,13 @@ def compare(
         parity.compare("logits", logits, terms=512)
         parity.compare("features", features, layout="NHWC")  # in Keras; a rank of PyTorch leaves it out
     """
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(f"parity.compare: name={name!r}: expected a text, such as 'logits'")
     for what, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not value >= 0:
-            raise InvalidArgumentError(f"parity.compare {name!r}: {what}={value}: expected 0 or more")
+        if value is not None and not (isinstance(value, numbers.Real) and value >= 0):
+            raise InvalidArgumentError(f"parity.compare {name!r}: {what}={value!r}: expected 0 or more")
+    if terms is not None and not (isinstance(terms, numbers.Integral) and terms >= 1):
+        raise InvalidArgumentError(f"parity.compare {name!r}: terms={terms!r}: expected 1 or more")
     framework, array = array_of(tensor, layout)
     mine = (framework, Fingerprint.of(array), (rtol, atol, terms))
     named = _exchanged(str(name), mine, process_set)

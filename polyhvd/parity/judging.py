@@ -60,9 +60,10 @@ class Finding:
         name = self.names[0] if self.names[0] == self.names[1] else " / ".join(self.names)
         detail = f" ({self.detail})" if self.detail else ""
         layer = "" if self.layer is None else f", layer {self.layer}"
+        verb, whose = ("differ", "their") if self.kind == "data" else ("differs", "its")  # "the inputs ..."
         return (
-            f"step {self.step}{layer}, {self.kind}{detail}: {name} differs by {self.relative:.2g} of "
-            f"its norm, where {self.limit:.2g} may be rounding"
+            f"step {self.step}{layer}, {self.kind}{detail}: {name} {verb} by {self.relative:.2g} of "
+            f"{whose} norm, where {self.limit:.2g} may be rounding"
         )
 
     @property

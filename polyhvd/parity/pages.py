@@ -23,6 +23,8 @@ __all__ = ["Page", "Pages", "Plan"]
 Array = np.ndarray[Any, Any]
 #: Descriptions that are kept, of ranks and of batches of other sizes; then all ranks forget all of them.
 _KNOWN_MAX = 256
+#: Numbers of the first row that are for the exchange itself.
+_HEAD = 3
 #: Far more than what the order of a sum can change in float64, and far less than any limit.
 _MARGIN = 1e-9
 
@@ -40,6 +42,11 @@ class Page:
     digest: int
     facts: tuple[Facts, ...]
     rows: Array
+
+    @property
+    def told(self) -> Array:
+        """What that rank has told besides, and zeros."""
+        return self.rows[0, _HEAD:]
 
     @property
     def traces(self) -> dict[Key, Trace]:
@@ -63,16 +70,18 @@ class Pages:
         #: Tells apart what ranks know: the same digests, but where one has begun later than the others.
         self._knowledge = 0
 
-    def exchange(self, mine: Page) -> list[Page]:
+    def exchange(self, mine: Page, told: Array) -> list[Page]:
         """Those of all ranks, in their order.
 
         Args:
             mine: of this rank; its first row is overwritten.
+            told: a few numbers besides.
 
         Raises:
             HorovodInternalError: a rank was lost.
         """
-        mine.rows[0, :3] = len(mine.facts), mine.digest, self._knowledge
+        mine.rows[0, :_HEAD] = len(mine.facts), mine.digest, self._knowledge
+        mine.told[: len(told)] = told
         world = self._process_set.world or current.world()
         handle = world.engine.submit(
             OpKind.ALLGATHER,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from polyhvd.parity.pages import Page
 from polyhvd.parity.traces import Facts, Key, Trace, common_input
 from polyhvd.training.mapping import Weight
 
-__all__ = ["Recorder", "layers_of"]
+__all__ = ["Recorder", "layers_of", "view_of"]
 
 Array = np.ndarray[Any, Any]
 #: Dtype and shape, as the core has found them.
@@ -37,9 +38,16 @@ def layers_of(weights: Sequence[Weight]) -> list[Weight]:
     return found
 
 
-def _is_open(tensor: Any) -> bool:
-    """Whether the core reads tensors of this type where they lie, on a CPU and without gaps."""
-    return hasattr(type(tensor), "__dlpack_c_exchange_api__")
+def view_of(tensor: Any) -> Any:
+    """A tensor, if the core reads those of this type where they lie, on a CPU and without gaps."""
+    return tensor if hasattr(type(tensor), "__dlpack_c_exchange_api__") else None
+
+
+def _first(given: Any) -> Any:
+    """The tensor itself, or the first one of several; None: there is none."""
+    while not hasattr(type(given), "shape") and isinstance(given, (list, tuple, Mapping)):
+        given = next(iter(given.values() if isinstance(given, Mapping) else given), None)
+    return given if hasattr(type(given), "shape") else None
 
 
 def _dense(array: Array) -> Array:
@@ -75,6 +83,8 @@ class Recorder:
         part: of the batch: which of how many.
         keeps_all: whether a step's passes have parts of one batch; else the last pass counts.
         joined: over how many ranks batch normalization is.
+        view_of: a tensor, or the source of a weight: what the core reads of it where it lies, once its values
+            are there; None: that has to be copied.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class Recorder:
         part: tuple[int, int] = (0, 1),
         keeps_all: bool = True,
         joined: int = 1,
+        view_of: Callable[[Any], Any] = view_of,
     ) -> None:
         self.weights = list(weights)
         self.layers = layers_of(self.weights)
@@ -95,6 +106,7 @@ class Recorder:
         self._part = part
         self._keeps_all = keeps_all
         self._joined = joined
+        self._view_of = view_of
         # Sketches of the step, each in the row that its key has got once for all; the first is the page's.
         self._rows = np.zeros((1 + 6 * len(self.weights) + 4, _core.SKETCH_NUMBERS))
         self._scratch = np.zeros((1, _core.SKETCH_NUMBERS))
@@ -102,6 +114,7 @@ class Recorder:
         self._facts: list[Facts] = []  # by row, from the second on
         self._forms: list[Form | None] = []  # likewise
         self._filled: set[int] = set()
+        self._open_rows: dict[str, tuple[list[int], list[int]]] = {}  # places of weights and rows, by kind
         self._paged: tuple[list[int], int, tuple[Facts, ...]] | None = None  # None: facts have changed
         self._heard: dict[Key, _Heard] = {}
         self._before: list[Any] = [None] * len(self.weights)
@@ -118,15 +131,18 @@ class Recorder:
             for place, weight in enumerate(self.weights)
             if weight.role in ("mean", "variance")
         }
+        self._knows_running = True
         #: Running variances, as they were with those of the batches themselves.
         self._variances = {
             place: array.astype(np.float64)
             for place, array in self._running.items()
             if self.weights[place].role == "variance"
         }
+        self._is_deaf = False
         self._passes: Counter[int] = Counter()  # how often a layer was given something, by number
         self._open = [
-            weight.is_whole and weight.layout.is_common and _is_open(weight.source) for weight in self.weights
+            weight.is_whole and weight.layout.is_common and view_of(weight.source) is not None
+            for weight in self.weights
         ]
         #: For copies of weights that are read where they lie.
         self._buffers = {
@@ -150,6 +166,8 @@ class Recorder:
         return found
 
     def _row_of_weight(self, kind: str, place: int, detail: str = "") -> int:
+        if (found := self._places.get((kind, place))) is not None:
+            return found
         return self._row(kind, place, self._layer_of[place], self.weights[place].name, detail)
 
     def _fill(self, rows: list[int], tensors: list[Any], dtype: str = "", **options: Any) -> list[int]:
@@ -208,19 +226,28 @@ class Recorder:
         is_plain = not weight.channels_last and weight.layout.view is None
 
         def tell(tensor: Any) -> None:
+            tensor = _first(tensor)
+            if tensor is None or self._is_deaf:
+                return
+            if getattr(weight.layer, "training", True):  # PyTorch says so; else statistics stay
+                self._passes[number] += 1
             is_common = is_plain and (inputs is None or tensor.shape[-1] == inputs)
-            if not (is_common and _is_open(tensor) and self._keep(key, row, tensor)):
+            view = self._view_of(tensor) if is_common else None
+            if view is None or not self._keep(key, row, view, tensor.shape):
                 self._keep_array(key, row, common_input(array_of(tensor)[1], weight))
 
         return tell
 
     def hears_output(self, tensor: Any) -> None:
-        """Is to be told of the output of the model."""
+        """Is to be told of the output of the model; of several, or of some by name, the first one counts."""
         last, number = self.layers[-1], len(self.layers)
         key = ("activation", number)
         row = self._row(*key, number - 1, last.name)
-        tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-        if _is_open(tensor) and not last.channels_last and self._keep(key, row, tensor):
+        tensor = _first(tensor)
+        if tensor is None or self._is_deaf:
+            return
+        view = None if last.channels_last else self._view_of(tensor)
+        if view is not None and self._keep(key, row, view, tensor.shape):
             return
         array = array_of(tensor)[1]
         if last.channels_last and array.ndim > 3:
@@ -230,20 +257,18 @@ class Recorder:
     def _keep_array(self, key: Key, row: int, array: Array) -> None:
         if array.dtype.kind in "iub":
             array = array.astype(_WHOLE)
-        if not self._keep(key, row, _dense(array)):
-            self._keep(key, row, _dense(array.astype(np.float64)), array.dtype.name)
+        if not self._keep(key, row, _dense(array), array.shape):
+            self._keep(key, row, _dense(array.astype(np.float64)), array.shape, array.dtype.name)
 
-    def _keep(self, key: Key, row: int, tensor: Any, dtype: str = "") -> bool:
+    def _keep(self, key: Key, row: int, tensor: Any, shape: Sequence[int], dtype: str = "") -> bool:
         """Sketch what a layer was given; False: it does not lie open, or is of whole numbers."""
         heard = self._heard.get(key) if self._keeps_all else None
         number, of = self._part
         part = (0 if heard is None else heard.count) * of + number
-        begin = part * math.prod(tensor.shape) if part else 0
+        begin = part * math.prod(shape) if part else 0
         (form,) = _core.sketch([tensor], self._scratch, [0], begins=[begin])
         if form is None or form[0].startswith(("int", "uint", "bool")):
             return False
-        if key[0] != "data":
-            self._passes[key[1]] += 1
         if heard is None:
             self._heard[key] = _Heard(1, form[1])
             self._rows[row] = self._scratch[0]
@@ -259,15 +284,40 @@ class Recorder:
         self._describe(row, form, dtype)
         return True
 
+    @contextlib.contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Within this, what layers are given and make does not count: it is no part of training."""
+        was, self._is_deaf = self._is_deaf, True
+        try:
+            yield
+        finally:
+            self._is_deaf = was
+
     # A step ---------------------------------------------------------------------
 
+    def begin_anew(self) -> None:
+        """Forget running statistics: another rank's have replaced them, before a forward pass or since.
+
+        What they were before the step that begins is not known, and not told.
+        """
+        self._passes.clear()
+        self._knows_running = False
+        for place in self._running:
+            self._running[place] = self.weights[place].read()
+        for place in self._variances:
+            self._variances[place] = self._running[place].astype(np.float64)
+
     def begin(self) -> None:
-        """What the weights are before the step."""
+        """What the weights are before the step. What is left of one that has failed is forgotten."""
+        if len(self._filled) > len(self._heard):
+            self._filled.intersection_update(self._places[key] for key in self._heard)
         for place in self._sketch_open("weights", copies=True):
             weight = self.weights[place]
             array = self._running[place] if place in self._running else weight.read()
             if place in self._running:
                 self._before[place] = array
+            if place in self._running and not self._knows_running:
+                continue
             if weight.role == "variance":  # which frameworks define in two ways; see statistics
                 continue
             common = _dense(weight.layout.array_to_common(array))
@@ -292,10 +342,14 @@ class Recorder:
                 if self.weights[place].trainable and self._before[place] is buffer
             ]
             beside = {"less": [self._buffers[place] for place in places]}
-        rows = [
-            self._row_of_weight(kind, place, self.weights[place].role if copies else "") for place in places
-        ]
-        closed = self._fill(rows, [self.weights[place].source for place in places], **beside)
+        known = self._open_rows.get(kind)
+        if known is None or known[0] != places:
+            details = [self.weights[place].role if copies else "" for place in places]
+            found = [self._row_of_weight(kind, *each) for each in zip(places, details, strict=True)]
+            known = self._open_rows[kind] = places, found
+        rows = known[1]
+        views = [self._view_of(self.weights[place].source) for place in places]
+        closed = self._fill(rows, views, **beside)
         done = set(places) - {places[index] for index in closed}
         if copies:
             self._before = [self._buffers.get(place) for place in range(len(self.weights))]
@@ -341,13 +395,15 @@ class Recorder:
                 self._fill_array(self._row_of_weight("update", place), common, less=self._before[place])
             elif place in self._running:
                 after = weight.read()
-                self._note_statistics(place, after)
+                if self._knows_running:
+                    self._note_statistics(place, after)
                 self._running[place] = after
         trained = [
             (place, states_of(weight)) for place, weight in enumerate(self.weights) if weight.trainable
         ]
         self._sketch_beside(trained, _WHOLE)
         self._passes.clear()
+        self._knows_running = True
 
     def _sketch_beside(self, found: Sequence[tuple[int, dict[str, Any]]], dtype: str = "") -> None:
         """Sketch tensors that lie as weights do.
@@ -356,19 +412,21 @@ class Recorder:
             found: of weights, by their places, tensors by kind, or with a factor each.
             dtype: as which they are told; empty: as what they are.
         """
-        rows, tensors, factors, of = [], [], [], []
+        rows: list[int] = []
+        views: list[Any] = []
+        parts: list[tuple[str, int, Any, float]] = []
         for place, kept in found:
             for kind, value in kept.items():
                 tensor, factor = value if isinstance(value, tuple) else (value, 1.0)
-                if self._open[place] and _is_open(tensor):
-                    rows.append(self._row_of_weight(kind, place))
-                    tensors.append(tensor)
-                    factors.append(factor)
-                    of.append((kind, place))
-                else:
+                view = self._view_of(tensor) if self._open[place] else None
+                if view is None:
                     self._note_part(kind, place, tensor, factor, dtype)
-        for index in self._fill(rows, tensors, dtype, factors=factors):
-            self._note_part(*of[index], tensors[index], factors[index], dtype)
+                else:
+                    rows.append(self._row_of_weight(kind, place))
+                    views.append(view)
+                    parts.append((kind, place, tensor, factor))
+        for index in self._fill(rows, views, dtype, factors=[factor for *_, factor in parts]):
+            self._note_part(*parts[index], dtype)
 
     def passes(self) -> None:
         """What layers were given and made since the last step."""
@@ -400,6 +458,8 @@ class Recorder:
         factor = count / (count - 1) if known[1] and count > 1 else 1.0
         last = self._variances[place]
         new = keep * last + (after - keep * before.astype(np.float64)) / factor
+        if np.array_equal(after, before):  # of a layer that is frozen
+            new = last
         self._variances[place] = new
         self._note_weight("statistics", place, (new - last).astype(np.float32), "variance")
 

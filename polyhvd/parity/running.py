@@ -5,19 +5,19 @@ A program: ``python -m polyhvd.parity.running ORDER FRAMEWORK``, for :mod:`polyh
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from polyhvd.config import Launched
-from polyhvd.errors import InvalidArgumentError
-from polyhvd.parity.case import BadCaseError, Case
+from polyhvd.parity.case import BadCaseError, Case, told
 from polyhvd.parity.recording import Recorder
 from polyhvd.parity.runs import FRAMEWORKS, Order, Run, Step
 from polyhvd.parity.session import Session, begin
@@ -49,13 +49,11 @@ def train(
         BadCaseError: the case cannot be used.
     """
     case = session.case
-    try:
+    with _blamed(case, run, "its weights or its optimizer"):
         weights = session.weights()
-    except InvalidArgumentError as error:
-        raise BadCaseError(f"{case.name}: build({run.framework!r}): {error}") from None
-    run.weights = [(w.name, w.role, *w.form[1:]) for w in weights]
-    begin(weights, seed)
-    session.prepare()
+        run.weights = [(w.name, w.role, *w.form[1:]) for w in weights]
+        begin(weights, seed)
+        session.prepare()
     joined = part[1] if session.synchronized else 1
     recorder = Recorder(weights, session.batch_norm_of, part=part, joined=joined)
     for place, layer in enumerate(recorder.layers):
@@ -91,11 +89,10 @@ def train(
             except Exception as error:
                 if run.mode != "plain":  # it may be about another rank
                     raise
-                first = (str(error).splitlines() or [""])[0]
                 raise BadCaseError(
                     f"{case.name}: in step {step} {run.framework} cannot compute the model and its loss of "
                     f"inputs {list(mine[0].shape)} and targets {list(mine[1].shape)}: "
-                    f"{type(error).__name__}: {first}"
+                    f"{told(error)}"
                 ) from error
             losses.append(loss)
         recorder.gradients("gradient", session.local_gradient_of)
@@ -105,6 +102,25 @@ def train(
         recorder.update(session.rate(), session.states_of)
         run.steps.append(Step(float(np.mean(losses)), rows, recorder.take(), recorder.terms))
         tell()
+
+
+@contextlib.contextmanager
+def _blamed(case: Case, run: Run, what: str) -> Iterator[None]:
+    """What fails within this, in a run of one process alone, is a fault of the case.
+
+    Raises:
+        BadCaseError: it has failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_told = isinstance(error, BadCaseError) or (isinstance(error, LookupError) and not error.args)
+        if is_told or run.mode != "plain":  # it may be about another rank
+            raise
+        raise BadCaseError(
+            f"{case.name}: {run.framework} cannot make the model that build({run.framework!r}) has returned, "
+            f"{what}: {told(error)}"
+        ) from error
 
 
 def session_of(framework: str, case: Case, process_set: Any, *, synchronized: bool) -> Session:
@@ -143,7 +159,9 @@ def run_mode(
 
     made = Run(framework, mode)
     try:
-        session = session_of(framework, order.load(), process_set, synchronized=mode == "all")
+        case = order.load()
+        with _blamed(case, made, "its layers"):
+            session = session_of(framework, case, process_set, synchronized=mode == "all")
         train(session, made, order.steps, part, tell, order.seed)
     except BadCaseError as error:
         made.problem = f"bad case: {error}"

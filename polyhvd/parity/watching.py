@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,10 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity import log
 from polyhvd.parity.models import framework_of, module_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
-from polyhvd.parity.recording import Recorder
-from polyhvd.parity.traces import FADING, KINDS, Bounds, differences, in_order, told
+from polyhvd.parity.recording import Recorder, view_of
+from polyhvd.parity.traces import FADING, KINDS, Bounds, Key, Trace, differences, in_order, told
 from polyhvd.runtime import current
+from polyhvd.runtime.world import World
 
 __all__ = ["Divergence", "Watch", "watch"]
 
@@ -71,6 +75,19 @@ class Divergence:
         )
 
 
+class _Step(contextlib.AbstractContextManager[None]):
+    """Calls a function at its end, unless that is an error. Quicker than a generator: each step has one."""
+
+    __slots__ = ("_after",)
+
+    def __init__(self, after: Callable[[], None]) -> None:
+        self._after = after
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._after()
+
+
 class Watch:
     """What :func:`watch` returns. A context manager that ends the watch."""
 
@@ -83,25 +100,49 @@ class Watch:
         self._prefix = prefix
         self._limit = limit
         self._process_set = process_set
-        framework = importlib.import_module(module_of(model))
-        if not hasattr(framework, "on_input"):
+        framework = _framework_of(model)
+        if not isinstance(prefix, str) or not prefix:
+            raise InvalidArgumentError(f"parity.watch: prefix={prefix!r}: expected a name, such as 'net'")
+        if limit is not None and not (isinstance(limit, numbers.Real) and 0 < limit < float("inf")):
             raise InvalidArgumentError(
-                f"parity.watch: expected a model of PyTorch, Gluon or Keras, found {framework_of(model)}"
+                f"parity.watch: limit={limit!r}: expected a fraction of a norm above 0, such as 1e-3, or None"
             )
+        if optimizer is not None:
+            framework.check_optimizer(optimizer, weights_of(model))
         self._framework, self._optimizer = framework, optimizer
         #: What an optimizer keeps, as tensors with factors; else as copies of them.
         self._states_of = getattr(framework, "kept_of", framework.states_of)
         self._pages = Pages(prefix, process_set)
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._largest = np.zeros(len(KINDS))
-        self._recorder = Recorder(weights_of(model), framework.batch_norm_of, keeps_all=False)
+        #: Steps, and what was largest in them.
+        self._known = np.zeros(1 + len(KINDS))
+        self._recorder = Recorder(
+            weights_of(model),
+            framework.batch_norm_of,
+            keeps_all=False,
+            view_of=getattr(framework, "view_of", view_of),
+        )
         self._ends: list[Callable[[], None]] = []
+        self._generation = self._world().placement.generation
+        try:
+            self._hook(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hook(self, model: Any) -> None:
+        framework = self._framework
+        if hasattr(framework, "run_as_written"):
+            self._ends.append(framework.run_as_written(model))
         for number, weight in enumerate(self._recorder.layers):
             if (tell := self._recorder.hears(number)) is not None:
                 self._ends.append(framework.on_input(weight.layer, tell))
         self._ends.append(framework.on_output(model, self._recorder.hears_output))
-        if optimizer is not None:
-            self._ends.append(framework.on_step(optimizer, self._before_step, self._after_step))
+        if hasattr(framework, "on_evaluation"):  # outermost, around what layers within are given
+            self._ends.append(framework.on_evaluation(model, self._recorder.deaf))
+        if self._optimizer is not None:
+            self._ends.append(framework.on_step(self._optimizer, self._stepping))
 
     def __enter__(self) -> Watch:
         return self
@@ -126,9 +167,14 @@ class Watch:
 
     # Recording ------------------------------------------------------------------
 
-    def _before_step(self, gradient_of: Callable[[Any], Any]) -> None:
+    def _stepping(self, gradient_of: Callable[[Any], Any]) -> _Step:
+        generation = self._world().placement.generation
+        if generation != self._generation:  # weights are those of another rank, perhaps
+            self._generation = generation
+            self._recorder.begin_anew()
         self._recorder.begin()
         self._recorder.gradients("gradient", lambda weight: gradient_of(weight.source))
+        return _Step(self._after_step)
 
     def _after_step(self) -> None:
         self._recorder.update(
@@ -136,6 +182,9 @@ class Watch:
             lambda weight: self._states_of(self._optimizer, weight.source),
         )
         self.step()
+
+    def _world(self) -> World:
+        return self._process_set.world or current.world()
 
     # Comparing ------------------------------------------------------------------
 
@@ -149,12 +198,17 @@ class Watch:
             HorovodInternalError: a rank was lost.
         """
         self._recorder.passes()
-        pages = self._pages.exchange(self._recorder.page())
+        # A rank that has begun later, in a world that has changed, goes on from what the others know.
+        pages = self._pages.exchange(self._recorder.page(), self._known)
+        told = [page.told for page in pages]
+        known = functools.reduce(np.fmax, told[1:], told[0])[: len(self._known)]
+        self.steps, self._largest = int(known[0]), known[1:]
         ranks = tuple(self._process_set.ranks or range(len(pages)))
         found = None if self._agree(pages) else self._first_of(pages, ranks)
         if current.world().settings.parity_log:
             log.note(self._entry(found), ranks[0])
         self.steps += 1
+        self._known[0], self._known[1:] = self.steps, self._largest
         if found is not None:
             self.divergences.append(found)
         return found
@@ -181,7 +235,7 @@ class Watch:
         }
 
     def _first_of(self, pages: Sequence[Page], ranks: Sequence[int]) -> Divergence | None:
-        sides = [page.traces for page in pages]
+        sides = _with_zeros([page.traces for page in pages])
         largest = {kind: float(self._largest[KINDS.index(kind)]) for kind in FADING}
         bounds = Bounds(self.steps, largest=largest)  # what is between the layers of a model is not known
         found = [
@@ -201,6 +255,34 @@ class Watch:
         return None
 
 
+def _framework_of(model: Any) -> Any:
+    """The module that hooks models like this one.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    name = framework_of(model)
+    framework = None if name is None else importlib.import_module(module_of(model))
+    if name is None or not hasattr(framework, "on_input") or isinstance(model, (list, tuple, Mapping)):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise InvalidArgumentError(
+            f"parity.watch: expected a model of PyTorch, Gluon or Keras, built, found {found}"
+        )
+    return framework
+
+
+def _with_zeros(sides: list[dict[Key, Trace]]) -> list[dict[Key, Trace]]:
+    """The same, with zeros for gradients that others have: of layers that a rank has not used."""
+    keys = {key for side in sides for key in side if key[0] == "gradient"}
+    for side in sides:
+        for key in keys - side.keys():
+            if (weight := side.get(("weights", key[1]))) is not None:
+                model = next(other[key] for other in sides if key in other)
+                zeros = np.zeros_like(model.sketch)
+                side[key] = replace(model, name=weight.name, norm=0.0, sketch=zeros, not_finite=0)
+    return sides
+
+
 def watch(
     model: Any,
     optimizer: Any = None,
@@ -216,11 +298,12 @@ def watch(
     of weights before these are averaged, the learning rate, what the optimizer keeps for each weight and what
     it has made of it, and running statistics; by sketches, so that little is sent.
 
-    Models run as they are written: Gluon's not hybridized, Keras' compiled with ``run_eagerly=True``.
+    Models run as they are written: Keras' compiled with ``run_eagerly=True``; what is hybridized in
+    Gluon runs layer by layer while it is watched. Passes of an evaluation do not count.
 
     In each step a watch reads each weight twice, and each gradient, activation and state of the optimizer
-    once, and gathers 528 bytes for each of these tensors in one collective. With PyTorch that takes less than
-    the step itself; docs/parity.md has figures.
+    once, and gathers 528 bytes for each of these tensors in one collective. That takes about as long as the
+    step itself at most; docs/parity.md has figures.
 
     Args:
         model: of PyTorch, Gluon or Keras, built.
@@ -234,7 +317,8 @@ def watch(
         A :class:`Watch`: ``first`` is the first divergence, and as text it says where that is.
 
     Raises:
-        InvalidArgumentError: no such model, or weights are not made yet.
+        InvalidArgumentError: no such model or optimizer, weights are not made yet, or the optimizer has none
+            of them; an argument that cannot be.
 
     Example::
 

@@ -223,3 +223,119 @@ def test_a_weight_that_becomes_nan_is_told(rank: int) -> None:
                 model[0].bias.data[3] = float("nan")
     assert watched.first is not None
     assert (watched.first.step, watched.first.kind, watched.first.layer) == (2, "weights", 0)
+
+
+def small(seed: int = 0) -> Trained:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def rows_of(number: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.ranks(2)
+def test_a_schedule_that_is_made_while_watched_outlives_the_watch() -> None:
+    model, optimizer = small()
+    with parity.watch(model, optimizer) as watched:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for number in range(2):
+            step(model, optimizer, rows_of(number))
+            schedule.step()
+    step(model, optimizer, rows_of(2))
+    schedule.step()
+    assert watched.steps == 2
+    assert watched.first is None, watched
+    assert schedule.get_last_lr() == [0.0125]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", ["no gradients", "eval() alone"])
+def test_an_evaluation_before_the_step_of_a_pass_is_no_divergence(rank: int, mode: str) -> None:
+    model, optimizer = small()
+    with parity.watch(model, optimizer) as watched:
+        for number in range(3):
+            if rank == 1:
+                model.eval()
+                with torch.set_grad_enabled(mode != "no gradients"):
+                    model(rows_of(9))
+                model.train()
+            optimizer.zero_grad()
+            model(rows_of(number)).square().mean().backward()
+            if rank == 1 and mode == "no gradients":
+                with torch.no_grad():
+                    model.eval()(rows_of(9))
+                model.train()
+            optimizer.step()
+    assert watched.first is None, watched
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_accumulated_are_watched(rank: int) -> None:
+    model, optimizer = small()
+    with parity.watch(model, optimizer) as watched:
+        for number in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                scale = 2.0 if (rank, number, part) == (1, 2, 0) else 1.0
+                (model(rows_of(2 * number + part)).square().mean() * scale).backward()
+            optimizer.step()
+    first = watched.first
+    assert first is not None
+    assert (first.step, first.kind, first.rank) == (2, "gradient", 1), watched
+
+
+class Branches(nn.Module):
+    """Layers that are called by name, with what is no tensor, and perhaps not at all; outputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.other, self.head = nn.Linear(6, 6), Chooser(), nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor, *, uses_other: bool = True) -> dict[str, torch.Tensor]:
+        made = self.body(input=rows)
+        made = made + self.other(None, made) if uses_other else made
+        return {"scores": self.head(made), "made": made}
+
+
+class Chooser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, mask: None, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.scale
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_layer_that_one_rank_does_not_use_is_seen_by_the_next_one(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with parity.watch(model, optimizer) as watched:
+        for number in range(3):
+            optimizer.zero_grad()
+            made = model(rows_of(number), uses_other=(rank, number) != (1, 2))
+            made["scores"].square().mean().backward()
+            optimizer.step()
+    first = watched.first
+    assert first is not None
+    assert (first.step, first.rank) == (2, 1), watched
+    assert first.kind == "activation", watched
+
+
+@pytest.mark.ranks(2)
+def test_a_weight_without_a_gradient_on_one_rank_differs_by_its_gradient(rank: int) -> None:
+    model, optimizer = small()
+    with parity.watch(model, optimizer) as watched:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(rows_of(number)).square().mean().backward()
+            if (rank, number) == (1, 2):
+                model[3].bias.grad = None
+            optimizer.step()
+    first = watched.first
+    assert first is not None
+    assert (first.step, first.kind, first.layer, first.rank) == (2, "gradient", 2, 1), watched
+    assert "3.bias" in str(watched)

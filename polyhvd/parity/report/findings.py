@@ -53,6 +53,7 @@ class Report:
         steps, ranks: that were asked for.
         optimizer: in numbers.
         precision: in which layers have computed.
+        cannot_compute: of those left out, why some cannot compute the case in its precision.
         checks: in the order in which they were made.
         losses: by framework and mode.
         layers: names of layers, by framework.
@@ -75,6 +76,7 @@ class Report:
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
     precision: str = "float32"
+    cannot_compute: dict[str, str] = field(default_factory=dict)
 
     @property
     def differing(self) -> list[Check]:

@@ -92,10 +92,11 @@ def _details(report: Report) -> list[str]:
         lines += [f"{check.name}:", f"  {check.text}"]
         if advice := check.first.get("advice"):
             lines.append(f"  {advice}")
-    if report.left_out:
-        named = ", ".join(report.left_out)
-        half = "" if report.precision == "float32" else f", or cannot be computed in {report.precision}"
-        lines.append(f"The case has no model for {named}{half}, which was left out.")
+    without = [name for name in report.left_out if name not in report.cannot_compute]
+    if without:
+        lines.append(f"The case has no model for {', '.join(without)}, which was left out.")
+    for name, why in report.cannot_compute.items():
+        lines.append(f"{name} was left out, as it cannot compute the case in {report.precision}: {why}.")
     return [*lines, report.message]
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from polyhvd.errors import InvalidArgumentError, UnsupportedError
+from polyhvd.training.interception import Stepping, intercept
 from polyhvd.training.keras.layouts import Rows, is_a, layout_of
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "check_optimizer",
+    "on_evaluation",
     "on_input",
     "on_output",
     "on_step",
@@ -169,50 +172,66 @@ def _is_channels_last(layer: Any) -> bool:
 
 def on_input(layer: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
     """Have ``tell`` called with what a layer is given; returns what ends that."""
-    return _around(layer, "call", lambda given, _: tell(given))
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tell(args[0] if args else next(iter(kwargs.values()), None))
+        return original(*args, **kwargs)
+
+    return intercept(layer, "call", call)
 
 
 def on_output(model: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
     """Have ``tell`` called with what a model returns; returns what ends that."""
-    return _around(model, "call", lambda _, made: tell(made), is_after=True)
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        tell(made)
+        return made
+
+    return intercept(model, "call", call)
 
 
-def _around(
-    owner: Any, name: str, tell: Callable[[Any, Any], None], *, is_after: bool = False
-) -> Callable[[], None]:
-    original = getattr(owner, name)
+def on_evaluation(model: Any, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Have what a model does in validation and prediction within ``around``; returns what ends that."""
 
-    @functools.wraps(original)
-    def method(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_after:
-            tell(first, None)
-        result = original(first, *args, **kwargs)
-        if is_after:
-            tell(first, result)
-        return result
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        training = kwargs.get("training", args[1] if len(args) > 1 else None)
+        with nullcontext() if training is None or training else around():
+            return original(*args, **kwargs)
 
-    object.__setattr__(owner, name, method)  # Keras keeps track of attributes of its own
-    return lambda: object.__delattr__(owner, name)
+    return intercept(model, "call", call)
 
 
-def on_step(
-    optimizer: Any, before: Callable[[Callable[[Any], Any]], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Have ``before`` called with what returns the gradient of a source, and ``after``, around each step."""
-    original = optimizer.apply
+def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
+    """Whether an optimizer trains a model. One that is not built has no weights yet, and will be given them.
 
-    @functools.wraps(original)
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+    Raises:
+        InvalidArgumentError: it is none of Keras 3, or has none of the weights.
+    """
+    if not callable(getattr(optimizer, "apply", None)) or not hasattr(optimizer, "_trainable_variables"):
+        raise InvalidArgumentError(
+            "parity.watch: optimizer: expected one of Keras 3, as the model is, or None, found "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(variable) for variable in optimizer._trainable_variables}
+    if known and not any(id(weight.source) in known for weight in weights):
+        raise InvalidArgumentError(
+            f"parity.watch: optimizer: this {type(optimizer).__name__} has none of the model's weights; pass "
+            "the one that the model was compiled with"
+        )
+
+
+def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
+    """Have each step within ``around``, which is given what returns the gradient of a source."""
+
+    def apply(original: Callable[..., Any], grads: Any, trainable_variables: Any = None) -> Any:
         given = list(grads)
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
         by_source = {id(variable): gradient for variable, gradient in zip(variables, given, strict=True)}
-        before(lambda source: by_source.get(id(source)))
-        result = original(given, trainable_variables)
-        after()
-        return result
+        with around(lambda source: by_source.get(id(source))):
+            return original(given, trainable_variables)
 
-    object.__setattr__(optimizer, "apply", apply)
-    return lambda: object.__delattr__(optimizer, "apply")
+    return intercept(optimizer, "apply", apply)
 
 
 def rate_of(optimizer: Any) -> float:

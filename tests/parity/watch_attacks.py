@@ -1,0 +1,233 @@
+"""What programs do around a watched model besides training it, on ranks of different frameworks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import drivers
+import mixed_training
+from mixed_training import Net, batch_of
+
+import polyhvd
+from polyhvd import parity
+from polyhvd.training.interception import intercept
+
+__all__ = ["begins_late", "ends_in_any_order", "evaluates", "fails_once", "freezes", "misuses", "shares"]
+
+#: Of an optimizer, what takes a step.
+_STEPS = {"torch": "step", "mxnet": "step", "tensorflow": "apply"}
+
+
+def _net(name: str, *, frozen: bool = False) -> tuple[drivers.Driver, Net]:
+    driver = drivers.get(name)
+    net = mixed_training.net_of(driver.framework)
+    net.runs_eagerly = True
+    if frozen:
+        net.freeze_first()
+    parity.load(net.model, from_=0)
+    net.prepare(None)
+    return driver, net
+
+
+def _told(watched: parity.Watch) -> tuple[int, Any]:
+    first = watched.first
+    return watched.steps, first and (first.step, first.kind, first.layer, first.rank, first.relative)
+
+
+def evaluates(name: str) -> tuple[int, Any]:
+    """Rank 1 alone evaluates between steps."""
+    driver, net = _net(name)
+    with parity.watch(net.model, net.optimizer) as watched:
+        for step in range(3):
+            if driver.hvd.rank() == 1:
+                net.scores(batch_of([7], step)[0])
+                if driver.framework == "torch":
+                    net.model.train()
+            net.step(*batch_of([0], step))
+    assert watched.first is None, watched
+    return _told(watched)
+
+
+def freezes(name: str) -> tuple[int, Any]:
+    """The first layer is not trained; after two steps rank 1 has other weights in it."""
+    driver, net = _net(name, frozen=True)
+    with parity.watch(net.model, net.optimizer) as watched:
+        for step in range(4):
+            if step == 2 and driver.hvd.rank() == 1:
+                weight = parity.models.weights_of(net.model)[0]
+                weight.write(weight.read() * 1.5)
+            net.step(*batch_of([0], step))
+    return _told(watched)
+
+
+def fails_once(name: str) -> tuple[int, Any]:
+    """An optimizer raises in one step on every rank, and the step is taken again."""
+    driver, net = _net(name)
+    failing = [1]
+
+    def step(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(watched.divergences) == 0 and watched.steps == 1 and failing:
+            failing.pop()
+            raise ZeroDivisionError
+        return original(*args, **kwargs)
+
+    end = intercept(net.optimizer, _STEPS[driver.framework], step)
+    with parity.watch(net.model, net.optimizer) as watched:
+        for number in range(3):
+            try:
+                net.step(*batch_of([0], number))
+            except ZeroDivisionError:
+                net.step(*batch_of([0], number))
+    end()
+    assert not failing
+    assert watched.first is None, watched
+    return _told(watched)
+
+
+def ends_in_any_order(name: str) -> None:
+    """Of two watches each hears what happens until it ends, and the last one leaves nothing behind."""
+    driver, net = _net(name)
+    method = _STEPS[driver.framework]
+    for order in ((0, 1), (1, 0)):
+        both = [parity.watch(net.model, net.optimizer, prefix=f"watch.{number}") for number in range(2)]
+        net.step(*batch_of([0], 0))
+        both[order[0]].close()
+        net.step(*batch_of([0], 1))
+        both[order[1]].close()
+        if driver.hvd.rank() == 0:  # alone: nothing is exchanged
+            net.step(*batch_of([0], 2))
+        assert [both[number].steps for number in order] == [1, 2]
+        assert all(watched.first is None for watched in both), [str(watched) for watched in both]
+        parity.load(net.model, from_=0)  # the other ranks have not taken the last step
+        net.prepare(None)
+    parity.watch(net.model, net.optimizer).close()
+    assert method not in vars(net.optimizer)
+
+
+def begins_late(name: str) -> list[tuple[int, Any]]:
+    """The world changes while models are watched; the last rank begins its watch anew, the others go on."""
+    driver, net = _net(name)
+    hvd = driver.hvd
+    watched = parity.watch(net.model, net.optimizer)
+    for step in range(2):
+        net.step(*batch_of([0], step))
+    hvd.shutdown()
+    hvd.init()
+    is_new = hvd.rank() == hvd.size() - 1
+    if is_new:
+        watched.close()
+        watched = parity.watch(net.model, net.optimizer)
+    parity.load(net.model, from_=0)
+    for step in range(2, 4):
+        net.step(*batch_of([0], step))
+    told = [_told(watched)]
+    if is_new:
+        net.step(*batch_of([5], 4))
+    else:
+        net.step(*batch_of([0], 4))
+    watched.close()
+    return [*told, _told(watched)]
+
+
+def shares(name: str) -> tuple[int, Any]:
+    """A layer that runs twice in a pass, whose weights are one thing; rank 1 has another rate in step 2."""
+    driver = drivers.get(name)
+    model, optimizer, step = _TWICE[driver.framework]()
+    parity.load(model, from_=0)
+    with parity.watch(model, optimizer) as watched:
+        for number in range(4):
+            rows = batch_of([0 if number < 3 or driver.hvd.rank() == 0 else 1], number)[0]
+            step(rows.reshape(len(rows), -1)[:, :6])
+    return _told(watched)
+
+
+def _twice_in_torch() -> Any:
+    import torch
+
+    shared = torch.nn.Linear(6, 6)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), shared, torch.nn.Tanh(), shared)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(rows: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor(rows)).square().mean().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def _twice_in_gluon() -> Any:
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    shared, model = nn.Dense(6, in_units=6), nn.HybridSequential()
+    model.add(nn.Dense(6, in_units=6), shared, nn.Activation("tanh"), shared)
+    model.initialize()
+    model.hybridize()
+    optimizer = mx.gluon.Trainer(model.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=None)
+
+    def step(rows: Any) -> None:
+        with mx.autograd.record():
+            loss = model(mx.nd.array(rows)).square().mean()
+        loss.backward()
+        optimizer.step(1)
+
+    return model, optimizer, step
+
+
+def _twice_in_keras() -> Any:
+    import keras
+    import numpy as np
+
+    shared, inputs = keras.layers.Dense(6), keras.layers.Input((6,))
+    made = keras.layers.Dense(6)(inputs)
+    model = keras.Model(inputs, shared(keras.ops.tanh(shared(made))))
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+
+    def step(rows: Any) -> None:
+        model.train_on_batch(rows, np.zeros_like(rows))
+
+    return model, model.optimizer, step
+
+
+_TWICE = {"torch": _twice_in_torch, "mxnet": _twice_in_gluon, "tensorflow": _twice_in_keras}
+
+
+def misuses(name: str) -> list[str]:
+    """What calls that cannot be say, on this rank."""
+    _, net = _net(name)
+    _, other = _net(name)
+    other.step(*batch_of([0], 0))
+    calls = [
+        lambda: parity.watch(7, net.optimizer),
+        lambda: parity.watch(type(net.model), net.optimizer),
+        lambda: parity.watch(None),
+        lambda: parity.watch(net.model, 7),
+        lambda: parity.watch(net.model, net.model),
+        lambda: parity.watch(net.model, other.optimizer),
+        lambda: parity.watch(net.model, net.optimizer, prefix=""),
+        lambda: parity.watch(net.model, net.optimizer, prefix=7),
+        lambda: parity.watch(net.model, net.optimizer, limit=-1.0),
+        lambda: parity.watch(net.model, net.optimizer, limit="small"),
+        lambda: parity.watch(net.model, net.optimizer, limit=float("nan")),
+        lambda: parity.compare("", 1.0),
+        lambda: parity.compare(7, 1.0),
+        lambda: parity.compare("x", 1.0, rtol="tight"),
+        lambda: parity.compare("x", 1.0, atol=-1),
+        lambda: parity.compare("x", 1.0, terms=0),
+        lambda: parity.compare("x", 1.0, terms="many"),
+        lambda: parity.compare("x", "a text"),
+        lambda: parity.compare("x", None),
+        lambda: parity.compare("x", object()),
+        lambda: parity.compare("x", net.model),
+    ]
+    said = []
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except polyhvd.InvalidArgumentError as error:
+            said.append(str(error))
+        else:
+            raise AssertionError(f"call {number} was accepted")
+    net.step(*batch_of([0], 0))  # none has left a hook behind, or ranks would wait for each other
+    return said

@@ -1,0 +1,170 @@
+"""What ``polyhvd parity`` says of cases and command lines that it cannot use: one line each, and a status."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polyhvd.parity import command, layers
+from polyhvd.parity.case import BadCaseError, Case, from_file
+from polyhvd.parity.statuses import STATUSES
+
+CASE = """
+import numpy as np
+from polyhvd.parity import layers
+
+def build(framework):
+    return [layers.dense(4, 6), layers.activation("tanh"), layers.dense(6, 3)]
+
+def batch(framework, step):
+    inputs = np.random.default_rng(step).standard_normal((12, 4))
+    return inputs, inputs[:, :3].argmax(axis=1)
+"""
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def batch(framework, step): ...", r"has no function build\(framework\)"),
+        ("def build(framework): ...", r"has no function batch\(framework, step\)"),
+        ("build = ", "cannot be run: SyntaxError"),
+        ("import nowhere_at_all", "cannot be run: ModuleNotFoundError"),
+        ("raise SystemExit(0)", "cannot be run: SystemExit"),
+        (CASE + "\nloss = 'hinge'", "loss='hinge': expected one of cross_entropy"),
+        (CASE + "\noptimizer = {'name': 'lion'}", "name='lion': expected one of sgd"),
+        (CASE + "\noptimizer = {'speed': 3}", "optimizer: .*speed"),
+        (CASE + "\noptimizer = {'momentum': 1.5}", "momentum=1.5: expected a number from 0 to below 1"),
+        (CASE + "\noptimizer = {'rho': -0.1}", "rho=-0.1: expected a number from 0 to below 1"),
+        (CASE + "\noptimizer = {'betas': (0.9, 2)}", "betas=2: expected a number from 0 to below 1"),
+        (CASE + "\noptimizer = {'betas': (0.9,)}", "expected two numbers"),
+        (CASE + "\noptimizer = 'adam'", "expected an Optimizer or a dict"),
+        (CASE + "\noptimizer = {'rate': 'fast'}", "optimizer: rate='fast': expected a number above 0$"),
+        (CASE + "\noptimizer = {'rate': None}", "rate=None: expected a number above 0$"),
+        (CASE + "\noptimizer = {'rate': True}", "rate=True: expected a number above 0$"),
+        (CASE + "\noptimizer = {'clip_norm': [1]}", r"clip_norm=\[1\]: expected a number above 0$"),
+        (CASE + "\noptimizer = {'betas': 0.9}", "betas=0.9: expected two numbers$"),
+        (CASE + "\noptimizer = {'betas': ('a', 'b')}", "betas='a': expected a number from 0 to below 1$"),
+        (CASE + "\noptimizer = {'accumulate': 2.5}", "accumulate=2.5: expected a whole number, 1 or more$"),
+        (CASE + "\noptimizer = {'weight_decay': 'x'}", "weight_decay='x': expected a number, 0 or more$"),
+        (CASE + "\noptimizer = {'name': ['adam']}", r"name=\['adam'\]: expected one of sgd"),
+        (CASE + "\noptimizer = {'schedule': np.ones(2)}", r"schedule=array\(\[1., 1.\]\): expected one of"),
+        (CASE + "\noptimizer = {3: 4}", "optimizer: there is no 3; expected of name, rate"),
+        (CASE + "\nloss = None", "loss=None: expected one of cross_entropy, squared_error$"),
+        (CASE + "\nloss = np.ones(3)", r"loss=array\(\[1"),
+        (CASE + "\nsame_on_ranks = 'no'", "same_on_ranks='no': expected True or False$"),
+        (CASE + "\nabout = 3", "about=3: expected a text$"),
+        (
+            CASE + "\nchannels_last = 'torch'",
+            "channels_last='torch': expected a tuple of names of frameworks",
+        ),
+        (CASE + "\nchannels_last = ('keras',)", "channels_last=.*expected a tuple of names of frameworks"),
+        (CASE + "\nprecision = 16", "precision=16: expected one of float32"),
+        (CASE + "\nbuild = 7", r"has no function build\(framework\)"),
+        ("import sys\nsys.exit(3)", "cannot be run: SystemExit: 3"),
+        ("'\\ud800'.encode()", "cannot be run: UnicodeEncodeError"),
+        ("raise ValueError('one\\ntwo')", "cannot be run: ValueError: one$"),
+    ],
+)
+def test_a_file_that_is_no_case_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    case = write(tmp_path, "bad.py", text)
+    assert command.main([case, "--frameworks", "numpy"]) == STATUSES["bad-case"]
+    said = capsys.readouterr().err
+    assert re.search(told, said.rstrip("\n")), said
+    assert len(said.splitlines()) == 1
+    assert said.startswith(f"polyhvd parity: {case}: ")
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ("7", r"or None where there is none; found int: 7$"),
+        ("'dense'", "found str: 'dense'$"),
+        ("dict", "found the class dict, of which an instance is needed$"),
+        ("np.ones(3)", "found ndarray$"),
+        ("[]", "found an empty list$"),
+        ("[layers.dense(4, 3), 7]", "found a list with int in it$"),
+        ("layers.dense", "found function$"),
+        ("1 / 0", "has raised ZeroDivisionError: division by zero$"),
+        ("layers.activation('swish')", "has raised InvalidArgumentError: activation.*expected one of relu"),
+    ],
+)
+def test_a_build_that_returns_something_else_is_a_bad_case(made: str, told: str) -> None:
+    case = Case("mine", lambda _: eval(made, {"np": np, "layers": layers}), lambda f, s: (f, s))
+    for framework in ("numpy", "torch", "mxnet", "tensorflow"):
+        with pytest.raises(BadCaseError, match=told) as caught:
+            case.of(framework)
+        assert str(caught.value).startswith(f"mine: build({framework!r}) has "), caught.value
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_folder_is_no_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([str(tmp_path), "--frameworks", "numpy"]) == STATUSES["bad-case"]
+    assert f"{tmp_path}: that is a folder; give a file, or a name of" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadCaseError, match="there is no such file"):
+        from_file(Path("nowhere.py"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["mlp", "--scripts", "a.py"],
+        ["--scripts", "a.py"],
+        ["mlp", "--frameworks", "jax"],
+        ["mlp", "--np", "0"],
+        ["mlp", "--rate", "-1"],
+        ["mlp", "--momentum", "nan"],
+        ["mlp", "--json", "-", "--html", "-"],
+        ["mlp", "--seed", "-1"],
+        ["mlp", "--timeout", "inf"],
+        ["mlp", "--html", "no/such/folder/report.html"],
+        ["mlp", "--frameworks", ""],
+        ["mlp", "--steps", "-3"],
+        ["mlp", "--steps", "1e3"],
+        ["mlp", "--rate", "fast"],
+        ["mlp", "--accumulate", "0"],
+        ["mlp", "--precision", "float8"],
+        ["--scripts"],
+        ["--scripts", "a.py", "--frameworks", "torch"],
+        ["--scripts", "a.py", "--rate", "0.1"],
+        ["--scripts", "a.py", "--seed", "0"],
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(words)
+    assert caught.value.code == STATUSES["usage"]
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert said.startswith("polyhvd parity: ")
+
+
+def test_a_framework_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "is_installed", lambda package: package != "mxnet")
+    assert command.main(["mlp", "--frameworks", "numpy,mxnet"]) == STATUSES["not-installed"]
+    assert "mxnet needs mxnet, which is not installed" in capsys.readouterr().err
+
+
+def test_keras_2_is_named_as_what_the_catalogue_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "is_installed", lambda package: True)
+    monkeypatch.setattr(command.metadata, "version", lambda package: "2.13.1")
+    assert command.main(["mlp", "--frameworks", "numpy,tensorflow"]) == STATUSES["not-installed"]
+    assert "tensorflow needs Keras 3 (there is 2.13.1), which is not installed" in capsys.readouterr().err
