@@ -82,6 +82,7 @@ class Question:
     wired: bool = False  #: whether it was connected in it
     progressed: bool = False  #: whether it has committed in it
     failure: str = ""  #: what a collective has failed with; empty: none has
+    call: int = 0  #: of an elastic function, from 1, that it is in or was in last; 0: there was none yet
     #: The process sets of that world, each as the members that are in it.
     sets: list[list[int]] = field(default_factory=list)
 
@@ -95,7 +96,7 @@ class Question:
         said = json.loads(data)
         sets = [[int(member) for member in members] for members in said["sets"]]
         flags = bool(said["wired"]), bool(said["progressed"]), str(said["failure"])
-        return cls(int(said["after"]), *flags, sets)
+        return cls(int(said["after"]), *flags, int(said["call"]), sets)
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Answer:
     #: Process sets of the former world, each as the ranks of its members that are left.
     sets: list[list[int]] = field(default_factory=list)
     leaves: str = ""  #: with generation 0: this process leaves with notice, "one" of its world or "all"
+    call: int = 0  #: of an elastic function, the last that a member of this world has come to
     rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
 
     def encoded(self) -> bytes:

@@ -354,6 +354,7 @@ class Driver:
         oldest = next((self._questions[m] for m in members if self._questions[m].after), Question())
         ranks = {member: rank for rank, member in enumerate(members)}
         sets = [sorted(ranks[m] for m in those if m in ranks) for those in oldest.sets]
+        call = max(self._questions[member].call for member in members)
         numbers = {self._numbers[host] for host in action.hosts}
         for former in (generation - 2, generation - 1):
             self._job.rendezvous.drop(f"init/{former}/")
@@ -361,7 +362,7 @@ class Driver:
                 self._job.rendezvous.drop(scope, waiters=True)
         for member, host in zip(members, action.hosts, strict=True):
             endpoint = self._job.endpoint(self._numbers[host], numbers)
-            answer = Answer(generation, members, hosts, sets, rendezvous=endpoint).encoded()
+            answer = Answer(generation, members, hosts, sets, call=call, rendezvous=endpoint).encoded()
             self._job.rendezvous.post(place_scope(member, self._questions[member].after), 0, answer)
         self._slow.begin(action, self._job)
         size = len(members)
