@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,22 +40,8 @@ class Hosts:
 @contextlib.contextmanager
 def hosts() -> Iterator[Hosts]:
     """Make three; raises CannotStart where that cannot be done."""
-    with namespaces(HOSTS) as (made, options), _named(made):
+    with namespaces(HOSTS) as (made, options):
         yield Hosts(made, options)
-
-
-@contextlib.contextmanager
-def _named(places: Sequence[Any]) -> Iterator[None]:
-    """Have the name that they share be each one's own address there, since some look theirs up by it."""
-    folders = [Path("/etc/netns") / place.name for place in places]
-    try:
-        for folder, place in zip(folders, places, strict=True):
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{place.address} {socket.gethostname()}\n")
-        yield
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Cluster:
