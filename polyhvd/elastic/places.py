@@ -104,7 +104,8 @@ class Answer:
     """A place in the next world."""
 
     generation: int  #: 0: the job is over, or does not need this process any more
-    members: list[int] = field(default_factory=list)  #: by rank
+    #: By rank. With generation 0: of the world that is left, as far as they live.
+    members: list[int] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)  #: of each, as the launcher numbers them
     #: Process sets of the former world, each as the ranks of its members that are left.
     sets: list[list[int]] = field(default_factory=list)

@@ -61,9 +61,10 @@ class Process:
         except SystemExit:
             if (timeline := self.take_timeline()) is not None:
                 timeline.file.close()
-            if (told := self.seat.answer.leaves) and former.generation:
-                place = former.placement(self.seat.member)
-                leaving.take_leave(leaving.Leave(place.rank, place.size, everyone=told == "all"))
+            told = self.seat.answer
+            if told.leaves and former.generation and self.seat.member in told.members:
+                rank, size = told.members.index(self.seat.member), len(told.members)
+                leaving.take_leave(leaving.Leave(rank, size, everyone=told.leaves == "all"))
             raise
         self._wired, self._progressed, self._failure = False, False, ""
         return answer

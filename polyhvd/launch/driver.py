@@ -381,7 +381,8 @@ class Driver:
         if question is not None:
             scope = place_scope(member, question.after)
             leaves = self._membership.leaves_by(member)
-            self._job.rendezvous.post(scope, 0, Answer(0, leaves=leaves).encoded())
+            answer = Answer(0, self._membership.world_left_by(member), leaves=leaves)
+            self._job.rendezvous.post(scope, 0, answer.encoded())
 
     def _end(self, action: End) -> None:
         assert self._job is not None

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import Launcher
+from launching import Launcher, wait_until
 
 from polyhvd.launch.driven import RESUME_STATUS
 from polyhvd.testing.stand_ins import is_installed
@@ -124,6 +124,35 @@ def test_frameworks_go_on_with_the_same_bits_after_kills_and_from_disk(
     assert [name for name, _ in told] == 3 * ["end"] + 3 * ["resumed"], said
     assert len({text for _, text in told}) == 1, said
     assert told[0][1].endswith("counts [2.0] steps 18 size 3")
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "numpy",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow", "keras", "mxnet")),
+    ],
+)
+def test_who_is_left_writes_when_all_are_told_to_leave_and_rank_0_has_just_died(
+    launcher: Launcher, framework: str
+) -> None:
+    if not is_installed(framework):
+        pytest.skip(f"{framework} is not installed")
+    folder, kill = launcher._folder, "before:0:6"
+    command = [sys.executable, JOB, framework, str(folder)]
+    # There is no other process in its place: the world does not go on.
+    options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:])
+    launcher.start(*options, argv=[*command, kill], env={"TRAIN": "checkpoint"})
+    wait_until((folder / f"killed {kill}").exists, "rank 0's death", DEADLINE_S)
+    launcher.signal(signal.SIGTERM)
+    status, out, err = launcher.finish(DEADLINE_S)
+    assert status == 128 + signal.SIGTERM, f"{out}\n{err}"
+    assert checkpoints(launcher) == ["checkpoint-000000000006.npz"], f"{out}\n{err}"
+    status, ends, said = run(launcher, "-np", "3", how="checkpoint", framework=framework)
+    assert status == 0, said
+    assert len(ends) == 3, said
+    assert len(set(ends)) == 1, said
+    assert ends[0].endswith("counts [2.0] steps 18 size 3"), said
 
 
 def ranks_of(argument: str) -> list[int]:
