@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from polyhvd.rendezvous.client import Client
-from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
+from polyhvd.rendezvous.client import Client, ConnectedStore
+from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 from polyhvd.runtime.placement import Placement, placements
 
 __all__ = [
@@ -137,7 +137,7 @@ class Seat:
         member: the number of this process.
     """
 
-    def __init__(self, store: Store, member: int) -> None:
+    def __init__(self, store: ConnectedStore, member: int) -> None:
         self.member = member
         #: The last answer.
         self.answer = Answer(0)
@@ -176,6 +176,8 @@ class Seat:
                     wait_s = _WAIT_S
             self._store.forget(asks_scope(question.after), self.member)
             self.answer = Answer.decoded(data)
+            if self._notice:  # of the world before
+                self._store.abandon(self._notice)
             self._notice = 0
             if self.answer.generation == 0:
                 raise SystemExit(0)

@@ -52,6 +52,7 @@ __all__ = ["Driver"]
 
 #: From a failure that ends the job to the end of the others: their own last words may explain it.
 _SETTLE_S = 0.1
+_STRANGERS_MAX = 16  # whose answers are kept for them
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -75,6 +76,7 @@ class Driver:
         self._questions: dict[int, Question] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
         self._resumable = False
+        self._strangers: deque[int] = deque()  # who has asked though it was given up
         #: What the job's loop waits on: something was told.
         self.wake, self._alarm = os.pipe()
         for descriptor in (self.wake, self._alarm):
@@ -144,6 +146,7 @@ class Driver:
         while self._told:
             scope, member, value = self._told.popleft()
             if scope == LEAVES:
+                self._job.rendezvous.drop(LEAVES)  # each says so once
                 self._leave({member}, now)
                 continue
             if scope == STEPS:
@@ -154,10 +157,11 @@ class Driver:
                 former = self._questions.get(member, question)
                 if former.after != question.after:  # it has read the answer to that
                     self._job.rendezvous.drop(place_scope(member, former.after))
-                self._questions[member] = question
                 # One that was given up may be heard of again, when its host's network is whole.
                 if not self._membership.has(member):
-                    self._dismiss(member)
+                    self._turn_away(member, question)
+                    continue
+                self._questions[member] = question
                 if self._stopped or self.over:
                     continue
                 self._do(
@@ -374,6 +378,14 @@ class Driver:
         for member in list(self._questions):
             self._dismiss(member)
         self._questions.clear()
+
+    def _turn_away(self, member: int, question: Question) -> None:
+        """Answer one that is no member; some of these have ended, and read no answer."""
+        assert self._job is not None
+        self._job.rendezvous.post(place_scope(member, question.after), 0, Answer(0).encoded())
+        if len(self._strangers) == _STRANGERS_MAX:
+            self._job.rendezvous.drop(places_scope(self._strangers.popleft()))
+        self._strangers.append(member)
 
     def _dismiss(self, member: int) -> None:
         assert self._job is not None
