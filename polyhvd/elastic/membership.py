@@ -483,10 +483,11 @@ class Membership:
             )
             return self._end(reason, cause=self._lost_now)
         self.formed += 1
-        leaving = [] if world is None else [number for number in world.members if number not in chosen]
-        for number in leaving if world is not None else ():
+        former = () if world is None else tuple(world.members)
+        leaving = [number for number in former if number not in chosen]
+        for number in leaving:
             self._members[number].dismissed = True
-            self._members[number].left = tuple(world.members)
+            self._members[number].left = former
         for number in chosen:
             self._members[number].generation = self.formed
             self._members[number].asks = False
@@ -498,11 +499,12 @@ class Membership:
     def _let_go(self, world: _World | None) -> list[Action]:
         """Dismiss who leaves, though the others are too few for a world of their own."""
         actions: list[Action] = []
-        for number in world.members if world is not None else ():
+        members = [] if world is None else world.members
+        for number in members:
             item = self._members[number]
-            if world is not None and item.leaving and not item.dismissed:
+            if item.leaving and not item.dismissed:
                 item.dismissed = True
-                item.left = tuple(world.members)
+                item.left = tuple(members)
                 actions.append(Dismiss(number))
         return actions
 
