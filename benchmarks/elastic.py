@@ -213,7 +213,7 @@ def main(folder: Path, *, quick: bool = False, parts: Sequence[str] = PARTS) -> 
         add(f"{framework}: pause of the others for a newcomer", shrunk.pauses)
         add(
             f"{framework}: pause of the others when one leaves with notice",
-            leaves(framework, 102, kills // 2),
+            leaves(framework, 102, 2 * kills // 5),
         )
     for name, values in commits(kills).items() if "own" in parts else ():
         what = "commit of 205 MB (ResNet-50 and momentum)" if name == "commit" else "a copy of as many bytes"

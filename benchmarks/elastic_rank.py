@@ -24,7 +24,7 @@ from benchmarks.workloads import MB, resnet50_elements
 
 COMMIT_EVERY = 10
 #: From the last change of the world to the next kill, and from the moment when a spare is there.
-QUIET_S = 4.0
+QUIET_S = 2.0
 LEAVE_AFTER_S = 1.0
 
 

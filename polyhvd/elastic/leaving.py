@@ -23,8 +23,8 @@ _REPEAT_S = 1.0
 class Leave:
     """That this process leaves its job, between two steps."""
 
-    rank: int  #: of this process in the world that it has left
-    size: int  #: of that world
+    rank: int  #: of this process in the world that it has left; those that were lost there do not count
+    size: int  #: of that world, likewise
     everyone: bool  #: whether no rank of it stays, so that what is not saved now is lost
 
 
@@ -41,8 +41,9 @@ def on_leave(callback: Callable[[Leave], object]) -> Callable[[Leave], object]:
     Where all ranks were told, that is the time to write a checkpoint, as long as ``--term-grace-s`` allows.
 
     Args:
-        callback: takes a value with ``rank`` and ``size`` in the world that was left, and ``everyone``,
-            which is False when other ranks go on with the state. Called in the order of registration.
+        callback: takes a value with ``rank`` and ``size`` in the world that was left, in which ranks that
+            were lost do not count, so that one is always 0, and ``everyone``, which is False when other ranks
+            go on with the state. Called in the order of registration.
 
     Returns:
         The function, so that this serves as a decorator.

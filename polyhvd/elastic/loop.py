@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from polyhvd.collectives.objects import allgather_object
 from polyhvd.elastic import process
 from polyhvd.elastic.state import State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
@@ -115,6 +114,8 @@ def looped(
     def outermost(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         must_reset = skip_sync = False
         number = next(_numbers)
+        if (member := process.find()) is not None:
+            member.call = number  # also where it is skipped: those before it are done
         while True:
             try:
                 if must_reset:
@@ -161,24 +162,23 @@ def _way_back() -> Callable[[], None] | None:
 
 
 def _is_behind(number: int) -> bool:
-    """Whether other ranks have done already what this call is to do; else all ranks are in the same call.
+    """Whether other ranks have done already what this call is to do; else all come to this very call.
+
+    The launcher has said which call the others of this world were in when they asked for it. No rank passes
+    the first exchange of a call before all have come to it.
 
     Args:
         number: of the call, from 1: programs are the same on all ranks, and so are numbers.
     """
-    if process.find() is None:
+    member = process.find()
+    if member is None or number >= (newest := member.seat.answer.call):
         return False
-    while True:
-        told = allgather_object(number, name="elastic.run.call")
-        if number < max(told):
-            _LOG.warning(
-                "elastic: other ranks are in call %d of elastic functions: call %d is skipped; what it has "
-                "made counts as far as the state of call %d keeps it",
-                *(max(told), number, max(told)),
-            )
-            return True
-        if min(told) == number:
-            return False  # else who is behind comes up, call by call
+    _LOG.warning(
+        "elastic: other ranks are in call %d of elastic functions: call %d is skipped; what it has "
+        "made counts as far as the state of call %d keeps it",
+        *(newest, number, newest),
+    )
+    return True
 
 
 def _leave() -> None:

@@ -52,6 +52,7 @@ class _Member:
     ready_at: float = 0.0  # when it has asked for its first
     dismissed: bool = False
     leaving: bool = False  # with notice: it is in no further world
+    left: tuple[int, ...] = ()  # who was in the last world, by rank, when it was dismissed of that
 
 
 @dataclass
@@ -170,15 +171,19 @@ class Membership:
             if found.generation == 0 and not found.dismissed:
                 found.dismissed = True
                 actions.append(Dismiss(number))
+        return actions + self._dismiss_where_all_leave() + self._settle(now)
+
+    def _dismiss_where_all_leave(self) -> list[Action]:
+        """Where nobody stays who has the state, who waits for a place waits in vain."""
         world = self._world
         if world is not None and world.members and not self._finishing:
             self._leaving |= all(self._members[number].leaving for number in world.members)
-        if self._leaving:  # nobody will have the state, so who waits for a place waits in vain
-            for number, item in self._members.items():
-                if item.generation == 0 and not item.dismissed:
-                    item.dismissed = True
-                    actions.append(Dismiss(number))
-        return actions + self._settle(now)
+        actions: list[Action] = []
+        for number, item in self._members.items():
+            if self._leaving and item.generation == 0 and not item.dismissed:
+                item.dismissed = True
+                actions.append(Dismiss(number))
+        return actions
 
     def host_leaves(self, host: str, now: float) -> list[Action]:
         """A host has given notice: it is used no more, unless it comes back after it was not listed."""
@@ -229,6 +234,10 @@ class Membership:
         """Whether a member leaves with notice: "one" of its world, or "all" of it; empty: it does not."""
         found = self._members.get(member)
         return "" if found is None or not found.leaving else "all" if self._leaving else "one"
+
+    def world_left_by(self, member: int) -> list[int]:
+        """The members of the world that one has left with notice, by rank, without those that were lost."""
+        return list(self._members[member].left) if member in self._members else []
 
     @property
     def ranks(self) -> list[int]:
@@ -313,6 +322,7 @@ class Membership:
                 self._forgive(world)
             self._quiet_until = now + _QUIET_S
             actions.append(Lose(world.generation, member))
+            actions += self._dismiss_where_all_leave()  # it may have been the only one to stay
         return actions + self._settle(now)
 
     def time_is(self, now: float) -> list[Action]:
@@ -473,9 +483,11 @@ class Membership:
             )
             return self._end(reason, cause=self._lost_now)
         self.formed += 1
-        leaving = [] if world is None else [number for number in world.members if number not in chosen]
+        former = () if world is None else tuple(world.members)
+        leaving = [number for number in former if number not in chosen]
         for number in leaving:
             self._members[number].dismissed = True
+            self._members[number].left = former
         for number in chosen:
             self._members[number].generation = self.formed
             self._members[number].asks = False
@@ -487,10 +499,12 @@ class Membership:
     def _let_go(self, world: _World | None) -> list[Action]:
         """Dismiss who leaves, though the others are too few for a world of their own."""
         actions: list[Action] = []
-        for number in world.members if world is not None else ():
+        members = [] if world is None else world.members
+        for number in members:
             item = self._members[number]
             if item.leaving and not item.dismissed:
                 item.dismissed = True
+                item.left = tuple(members)
                 actions.append(Dismiss(number))
         return actions
 

@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from polyhvd.rendezvous.client import Client
-from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError
+from polyhvd.rendezvous.client import Client, ConnectedStore
+from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 from polyhvd.runtime.placement import Placement, placements
 
 __all__ = [
@@ -82,6 +82,7 @@ class Question:
     wired: bool = False  #: whether it was connected in it
     progressed: bool = False  #: whether it has committed in it
     failure: str = ""  #: what a collective has failed with; empty: none has
+    call: int = 0  #: of an elastic function, from 1, that it is in or was in last; 0: there was none yet
     #: The process sets of that world, each as the members that are in it.
     sets: list[list[int]] = field(default_factory=list)
 
@@ -95,7 +96,7 @@ class Question:
         said = json.loads(data)
         sets = [[int(member) for member in members] for members in said["sets"]]
         flags = bool(said["wired"]), bool(said["progressed"]), str(said["failure"])
-        return cls(int(said["after"]), *flags, sets)
+        return cls(int(said["after"]), *flags, int(said["call"]), sets)
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,13 @@ class Answer:
     """A place in the next world."""
 
     generation: int  #: 0: the job is over, or does not need this process any more
-    members: list[int] = field(default_factory=list)  #: by rank
+    #: By rank. With generation 0: of the world that is left, as far as they live.
+    members: list[int] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)  #: of each, as the launcher numbers them
     #: Process sets of the former world, each as the ranks of its members that are left.
     sets: list[list[int]] = field(default_factory=list)
     leaves: str = ""  #: with generation 0: this process leaves with notice, "one" of its world or "all"
+    call: int = 0  #: of an elastic function, the last that a member of this world has come to
     rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
 
     def encoded(self) -> bytes:
@@ -134,7 +137,7 @@ class Seat:
         member: the number of this process.
     """
 
-    def __init__(self, store: Store, member: int) -> None:
+    def __init__(self, store: ConnectedStore, member: int) -> None:
         self.member = member
         #: The last answer.
         self.answer = Answer(0)
@@ -173,6 +176,8 @@ class Seat:
                     wait_s = _WAIT_S
             self._store.forget(asks_scope(question.after), self.member)
             self.answer = Answer.decoded(data)
+            if self._notice:  # of the world before
+                self._store.abandon(self._notice)
             self._notice = 0
             if self.answer.generation == 0:
                 raise SystemExit(0)

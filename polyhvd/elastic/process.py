@@ -46,6 +46,8 @@ class Process:
         self._objects: list[tuple[Member, int]] = []  # of the last world, and which of these each was
         #: What this process has counted in former worlds.
         self.counted: dict[str, int] = {}
+        #: The last outermost call of an elastic function, from 1.
+        self.call = 0
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         current.on_leave(self._remember)
 
@@ -53,15 +55,16 @@ class Process:
         """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
         flags = self._wired, self._progressed, self._failure
         former = self.seat.answer
-        question = Question(former.generation, *flags, self._sets)
+        question = Question(former.generation, *flags, self.call, self._sets)
         try:
             answer = self.seat.next_place(question, current.prepare)
         except SystemExit:
             if (timeline := self.take_timeline()) is not None:
                 timeline.file.close()
-            if (told := self.seat.answer.leaves) and former.generation:
-                place = former.placement(self.seat.member)
-                leaving.take_leave(leaving.Leave(place.rank, place.size, everyone=told == "all"))
+            told = self.seat.answer
+            if told.leaves and former.generation and self.seat.member in told.members:
+                rank, size = told.members.index(self.seat.member), len(told.members)
+                leaving.take_leave(leaving.Leave(rank, size, everyone=told.leaves == "all"))
             raise
         self._wired, self._progressed, self._failure = False, False, ""
         return answer

@@ -364,7 +364,7 @@ class Training(ObjectState):
         self.parts.keep()
 
     def write_leaving(self, leave: Leave) -> None:
-        """This process leaves with notice; where nobody stays, rank 0 writes what no other has any more.
+        """This process leaves with notice; where nobody stays, the first that is left writes the state.
 
         Args:
             leave: who leaves.

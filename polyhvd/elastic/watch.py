@@ -50,7 +50,7 @@ class Watch:
         self.slow: tuple[int, tuple[SlowRank, ...]] = (0, ())
         #: Who is slow, the last one in the world that is followed. Answers to others may be on their way, and
         #: are to be taken, too.
-        self._slow_requests: deque[int] = deque(maxlen=_SLOW_REQUESTS_MAX)
+        self._slow_requests: deque[int] = deque()
         self._slow_world: weakref.ref[World] | None = None
         self._slow_number = 0
         self._thread = threading.Thread(target=self._run, name="polyhvd-watch", daemon=True)
@@ -97,7 +97,9 @@ class Watch:
                 self._store.forget(scope, self._member)
         while self._worlds:
             follower = self._worlds.popleft()
-            self._requests = {number: ref for number, ref in self._requests.items() if ref() is not None}
+            for request in [number for number, ref in self._requests.items() if ref() is None]:
+                del self._requests[request]
+                self._store.abandon(request)
             if (world := follower()) is not None:
                 request = self._store.post_gather(lost_scope(world.placement.generation), 1, _WAIT_S)
                 self._requests[request] = follower
@@ -119,6 +121,8 @@ class Watch:
     def _ask_who_is_slow(self, world: World) -> None:
         self._slow_number += 1
         scope = slow_scope(world.placement.generation, self._slow_number)
+        if len(self._slow_requests) == _SLOW_REQUESTS_MAX:
+            self._store.abandon(self._slow_requests.popleft())
         self._slow_requests.append(self._store.post_gather(scope, 1, _WAIT_S))
 
     def _hear_who_is_slow(self, data: bytes) -> None:

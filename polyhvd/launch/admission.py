@@ -60,6 +60,13 @@ class Admission:
         """Whether the host of this agent could not take part."""
         return process in self._refused
 
+    def forget(self, process: HostAgent) -> None:
+        """An agent that is not awaited has ended."""
+        self._refused.discard(process)
+        self._numbers.pop(process, None)
+        if self._made is not None:
+            self._made.forget(process)
+
     def look(self, process: HostAgent) -> None:
         """Ask a host whose agent has answered, unless it was asked."""
         if self._spec.check_hosts and process in self._waiting:

@@ -40,7 +40,6 @@ class AgentStreams:
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._at_end = False  # nothing more will be read
-        self._ends = 0  # of ranks, that receive() has returned
         # A persistent master of ssh may hold the far end for ever; and one that is stopped takes nothing.
         for stream in (stdin, stdout, stderr):
             os.set_blocking(stream.fileno(), False)
@@ -75,7 +74,9 @@ class AgentStreams:
         if not self.ready and not self._greeted():
             return []
         frames = agent.split_frames(self._inbox)
-        self._ends += sum(kind in _ENDS for kind, _, _ in frames)
+        ended = {rank for kind, rank, _ in frames if kind in _ENDS}
+        if ended:
+            self.ranks = [rank for rank in self.ranks if rank not in ended]
         return frames
 
     def is_done(self) -> bool:
@@ -83,7 +84,7 @@ class AgentStreams:
         if not self._at_end:
             return False
         unread = agent.split_frames(bytearray(self._inbox))
-        return self._ends + sum(kind in _ENDS for kind, _, _ in unread) >= len(self.ranks)
+        return {rank for kind, rank, _ in unread if kind in _ENDS} >= set(self.ranks)
 
     def complain(self) -> bool:
         """Read what is there of the agent's standard error; False when nothing is."""

@@ -52,6 +52,7 @@ __all__ = ["Driver"]
 
 #: From a failure that ends the job to the end of the others: their own last words may explain it.
 _SETTLE_S = 0.1
+_STRANGERS_MAX = 16  # whose answers are kept for them
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -75,6 +76,7 @@ class Driver:
         self._questions: dict[int, Question] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
         self._resumable = False
+        self._strangers: deque[int] = deque()  # who has asked though it was given up
         #: What the job's loop waits on: something was told.
         self.wake, self._alarm = os.pipe()
         for descriptor in (self.wake, self._alarm):
@@ -144,6 +146,7 @@ class Driver:
         while self._told:
             scope, member, value = self._told.popleft()
             if scope == LEAVES:
+                self._job.rendezvous.drop(LEAVES)  # each says so once
                 self._leave({member}, now)
                 continue
             if scope == STEPS:
@@ -154,10 +157,11 @@ class Driver:
                 former = self._questions.get(member, question)
                 if former.after != question.after:  # it has read the answer to that
                     self._job.rendezvous.drop(place_scope(member, former.after))
-                self._questions[member] = question
                 # One that was given up may be heard of again, when its host's network is whole.
                 if not self._membership.has(member):
-                    self._dismiss(member)
+                    self._turn_away(member, question)
+                    continue
+                self._questions[member] = question
                 if self._stopped or self.over:
                     continue
                 self._do(
@@ -354,6 +358,7 @@ class Driver:
         oldest = next((self._questions[m] for m in members if self._questions[m].after), Question())
         ranks = {member: rank for rank, member in enumerate(members)}
         sets = [sorted(ranks[m] for m in those if m in ranks) for those in oldest.sets]
+        call = max(self._questions[member].call for member in members)
         numbers = {self._numbers[host] for host in action.hosts}
         for former in (generation - 2, generation - 1):
             self._job.rendezvous.drop(f"init/{former}/")
@@ -361,7 +366,7 @@ class Driver:
                 self._job.rendezvous.drop(scope, waiters=True)
         for member, host in zip(members, action.hosts, strict=True):
             endpoint = self._job.endpoint(self._numbers[host], numbers)
-            answer = Answer(generation, members, hosts, sets, rendezvous=endpoint).encoded()
+            answer = Answer(generation, members, hosts, sets, call=call, rendezvous=endpoint).encoded()
             self._job.rendezvous.post(place_scope(member, self._questions[member].after), 0, answer)
         self._slow.begin(action, self._job)
         size = len(members)
@@ -374,13 +379,22 @@ class Driver:
             self._dismiss(member)
         self._questions.clear()
 
+    def _turn_away(self, member: int, question: Question) -> None:
+        """Answer one that is no member; some of these have ended, and read no answer."""
+        assert self._job is not None
+        self._job.rendezvous.post(place_scope(member, question.after), 0, Answer(0).encoded())
+        if len(self._strangers) == _STRANGERS_MAX:
+            self._job.rendezvous.drop(places_scope(self._strangers.popleft()))
+        self._strangers.append(member)
+
     def _dismiss(self, member: int) -> None:
         assert self._job is not None
         question = self._questions.get(member)
         if question is not None:
             scope = place_scope(member, question.after)
             leaves = self._membership.leaves_by(member)
-            self._job.rendezvous.post(scope, 0, Answer(0, leaves=leaves).encoded())
+            answer = Answer(0, self._membership.world_left_by(member), leaves=leaves)
+            self._job.rendezvous.post(scope, 0, answer.encoded())
 
     def _end(self, action: End) -> None:
         assert self._job is not None

@@ -257,6 +257,10 @@ class HostChecks:
         request["version"] = self._version
         self._hosts[process] = _Host(process, request)
 
+    def forget(self, process: HostAgent) -> None:
+        """Its agent has ended, and what it has said is of no use any more."""
+        self._hosts.pop(process, None)
+
     def look(self, process: HostAgent) -> None:
         """Ask a host whose agent has answered, unless it was asked."""
         host = self._hosts[process]

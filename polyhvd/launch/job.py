@@ -25,6 +25,7 @@ from polyhvd.launch.blame import (
     traceback_lines,
     trim,
 )
+from polyhvd.launch.crew import Crew
 from polyhvd.launch.driven import RESUME_STATUS, driver_of
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.job_spec import JobSpec, address_of
@@ -75,12 +76,9 @@ class Job:
         self.endpoint = self._admission.endpoint
         self._selector = selectors.DefaultSelector()
         self._outboxes = Outboxes(self._selector)
-        self._agents: list[HostAgent] = []
-        self._numbers: dict[HostAgent, int] = {}  # of their hosts
-        self._start_by: dict[HostAgent, float] = {}
+        self._agents = Crew()
         self._unstarted: list[tuple[HostAgent, list[Placement], Host]] = []
         self._checks: HostChecks | Admission | None = None  # until all hosts have passed
-        self._gone: set[HostAgent] = set()
         self._awaiting = False  # somebody who reads our output
         self._holding = False  # ranks must write no more
         self._unfinished: list[int] = []  # ranks that have ended meanwhile
@@ -151,9 +149,7 @@ class Job:
 
     def _start_agent(self, number: int) -> HostAgent:
         process = self._provider(number).agent(self._hosts[number])
-        self._agents.append(process)
-        self._numbers[process] = number
-        self._start_by[process] = time.monotonic() + self._spec.start_timeout_s
+        self._agents.add(process, number, time.monotonic() + self._spec.start_timeout_s)
         self._selector.register(process.stdout, selectors.EVENT_READ, (process, process.receive))
         self._selector.register(process.stderr, selectors.EVENT_READ, (process, process.complain))
         return process
@@ -210,7 +206,7 @@ class Job:
         told = {
             "POLYHVD_RENDEZVOUS": endpoint,
             "POLYHVD_SECRET": self.secret,
-            "POLYHVD_HOST_ID": str(self._numbers[process]),
+            "POLYHVD_HOST_ID": str(self._agents.number_of(process)),
         }
         order = self._spec.order(ranks, process.environment, told)
         return {**order, "heartbeat_timeout_s": self._pulses.silence_s, "ignored": self._ignored}
@@ -237,7 +233,7 @@ class Job:
         self._hosts[number] = host
         for process in self._agents:
             refused = process.ended or self._admission.refuses(process)
-            if self._numbers[process] == number and not refused:
+            if self._agents.number_of(process) == number and not refused:
                 return process
         process = self._start_agent(number)
         if self._spec.agents is None and not self._local[number]:
@@ -247,7 +243,7 @@ class Job:
     def _admit(self, driver: Driver) -> None:
         """Start members on hosts that have proved fit, and refuse the others."""
         for process, problems in self._admission.settle():
-            members = driver.refuse(self._numbers[process], problems, time.monotonic())
+            members = driver.refuse(self._agents.number_of(process), problems, time.monotonic())
             self._running -= members
             for member in members:
                 self._output.retire(member)
@@ -283,7 +279,7 @@ class Job:
         ]
         self._outboxes.watch(self._agents)
         self._catch_up()
-        deadlines = [self._start_by[process] for process in starting]
+        deadlines = [self._agents.start_by(process) for process in starting]
         if self._driver is not None and not self._stopping:
             deadlines.append(self._driver.next_at(time.monotonic()))
         for key, _ in self._selector.select(self._timer_s(*deadlines)):
@@ -300,14 +296,18 @@ class Job:
                 self._take(process)
         now = time.monotonic()
         for process in starting:
-            if now >= self._start_by[process] and not process.ready and not process.ended:
+            if now >= self._agents.start_by(process) and not process.ready and not process.ended:
                 process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
                 process.kill()
         if self._driver is not None:
             if not self._stopping:
-                self._admission.give_up(item for item in starting if now >= self._start_by[item])
+                self._admission.give_up(item for item in starting if now >= self._agents.start_by(item))
                 self._admit(self._driver)
             self._driver.turn(now)
+            for process in self._agents.take_gone(now, self._judges):
+                process.close()
+                self._pulses.forget(process)
+                self._admission.forget(process)
         self._take_steps(now)
         for process in self._pulses.exchange(self._agents, now, self._judges):
             self._give_up(process)
@@ -439,25 +439,24 @@ class Job:
             elif kind == agent.FACTS and self._checks is not None:
                 self._checks.take(process, rank, payload)
             elif kind == agent.NOTICE and rank == signal.SIGTERM and self._driver is not None:
-                self._driver.host_leaves(self._numbers[process], time.monotonic())
+                self._driver.host_leaves(self._agents.number_of(process), time.monotonic())
             elif kind == agent.SIGNALLED:
                 self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
         if process.ended:
             self._agent_ended(process)
 
     def _agent_ended(self, process: HostAgent, reason: str = "") -> None:
-        if process in self._gone:
+        if not self._agents.has_ended(process, time.monotonic()):
             return
-        self._gone.add(process)
         self._selector.unregister(process.stdout)
         self._outboxes.forget(process)
-        lost = [rank for rank in process.ranks if rank in self._running]
-        if not lost and not self._judges(process):
-            return
         with contextlib.suppress(KeyError):  # read to the end already
             self._selector.unregister(process.stderr)
             while process.complain():
                 pass
+        lost = [rank for rank in process.ranks if rank in self._running]
+        if not lost and not self._judges(process):
+            return
         what = "was lost" if process.ready else "was not started"
         status = process.close()
         if self._checks is not None and self._checks.awaits(process):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import IO
 
 from polyhvd.launch import agent
@@ -29,8 +29,12 @@ class Pulses:
         if process in self._beats:
             self._beats[process].heard(time.monotonic())
 
+    def forget(self, process: HostAgent) -> None:
+        """An agent has ended."""
+        self._beats.pop(process, None)
+
     def exchange(
-        self, agents: Sequence[HostAgent], now: float, spared: Callable[[HostAgent], bool]
+        self, agents: Iterable[HostAgent], now: float, spared: Callable[[HostAgent], bool]
     ) -> list[HostAgent]:
         """Give the agents ours, and say which have given none for too long.
 
@@ -61,7 +65,7 @@ class Outboxes:
         self._selector = selector
         self._full: list[IO[bytes]] = []  # inputs of agents that take nothing for now
 
-    def watch(self, agents: Sequence[HostAgent]) -> None:
+    def watch(self, agents: Iterable[HostAgent]) -> None:
         """Wake up when an agent takes more of what it is to be told."""
         for process in agents:
             if process.ended:

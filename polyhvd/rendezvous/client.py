@@ -7,6 +7,7 @@ import itertools
 import math
 import socket
 import time
+from collections import deque
 
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, AuthError, Greeting, SessionKeys, prove
@@ -22,6 +23,8 @@ _PATIENCE_EACH_S = 3.0  # where there are several addresses
 #: leaves out a message on its way is noticed by the next one, in either direction.
 _BEAT_S = 0.5
 _BEAT_S_MAX = 30.0
+#: So many requests that nobody waits for any more are remembered until their replies come, if ever.
+_ABANDONED_MAX = 64
 
 
 class ConnectedStore(Store):
@@ -42,6 +45,7 @@ class ConnectedStore(Store):
         self._signed = SignedStream(keys)
         self._inbox = FrameReader()
         self._replies: dict[int, tuple[Header, bytes]] = {}
+        self._abandoned: deque[int] = deque(maxlen=_ABANDONED_MAX)
         self._next = 0
         self._beat_s = _BEAT_S
         self._beat_at = 0.0  # by time.monotonic(); 0: nothing was asked for yet
@@ -122,6 +126,11 @@ class ConnectedStore(Store):
             begin += size
         return values
 
+    def abandon(self, request: int) -> None:
+        """Nobody will take the values of this request any more. Raises nothing."""
+        if self._replies.pop(request, None) is None:
+            self._abandoned.append(request)
+
     def _beat(self) -> None:
         """Say something, and hear something, when neither side has for a while; ever more rarely."""
         now = time.monotonic()
@@ -161,8 +170,10 @@ class ConnectedStore(Store):
         while frame := self._inbox.take():
             if REFUSED in frame[0]:
                 self._lost = str(frame[0][REFUSED])
+            elif BEAT not in frame[0] and (number := int(frame[0]["id"])) in self._abandoned:
+                self._abandoned.remove(number)
             elif BEAT not in frame[0]:
-                self._replies[int(frame[0]["id"])] = frame
+                self._replies[number] = frame
 
     def _lose(self, reason: str) -> None:
         self._lost = self._lost or f"{self._server} is gone: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -134,8 +135,6 @@ def cluster(made: tuple[list[netns.Namespace], list[str]], tmp_path: Path) -> It
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> float:
-    import os
-
     moment = time.time()
     os.kill(pid, number)
     return moment
@@ -144,6 +143,18 @@ def kill(pid: int, number: int = signal.SIGKILL) -> float:
 def agent_of(pid: int) -> int:
     """The process that has started this one."""
     return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def busy(pid: int) -> float:
+    """The part of the next second in which a process computes."""
+
+    def spent_s() -> float:
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+    before, began = spent_s(), time.monotonic()
+    time.sleep(1.0)
+    return (spent_s() - before) / (time.monotonic() - began)
 
 
 def test_rank_and_agent_of_other_hosts_are_killed(cluster: Cluster) -> None:
@@ -186,6 +197,7 @@ def test_host_whose_agent_gets_sigterm_or_that_a_user_names_leaves_without_a_los
     assert done.returncode == 0, done.stderr
     assert_gone([pids[2]])
     before = cluster.launcher.out.count(b"world")
+    assert busy(cluster.launcher.process.pid) < 0.2  # for those that are left it has nothing to do
     cluster.are("localhost:1")
     cluster.is_heard()
     cluster.are("localhost:1", f"{b}:1")  # listed anew: it has come back

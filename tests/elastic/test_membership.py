@@ -554,6 +554,7 @@ def test_member_that_leaves_is_in_no_further_world_and_its_slot_stays_empty() ->
     assert membership.leaves([0], 1.0) == []
     actions = ask_all(membership, (0, 1, 2), 1, 2.0)
     assert actions == [Form(2, (1, 2), ("a", "a")), Dismiss(0)]
+    assert membership.world_left_by(0) == [0, 1, 2]
     assert membership.ended(0, Fate.WELL, 3.0) == []
     assert membership.next_at(3.0) == float("inf")
 
@@ -589,6 +590,18 @@ def test_job_that_everybody_leaves_can_be_resumed() -> None:
     membership.leaves([1], 1.0)
     assert membership.all_are_leaving
     assert ask_all(membership, (0, 1), 1, 2.0) == [Dismiss(0), Dismiss(1)]
+
+
+def test_where_the_only_one_to_stay_is_lost_all_leave() -> None:
+    membership = running(Limits(3, 1, 3), {"a": 3})
+    membership.asks(3, 0, 1.0)
+    membership.leaves([1, 2], 1.0)
+    assert not membership.all_are_leaving
+    membership.ended(0, Fate.KILLED, 2.0)
+    assert membership.all_are_leaving
+    assert ask_all(membership, (1, 2), 1, 3.0) == [Dismiss(1), Dismiss(2)]
+    assert membership.world_left_by(2) == [1, 2]
+    assert [membership.leaves_by(member) for member in (1, 2)] == ["all", "all"]
 
 
 def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:

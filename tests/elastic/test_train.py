@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import Launcher
+from launching import Launcher, wait_until
 
 from polyhvd.launch.driven import RESUME_STATUS
 from polyhvd.testing.stand_ins import is_installed
@@ -30,11 +30,12 @@ def run(
     *options: str,
     kills: tuple[str, ...] = (),
     how: str = "once",
+    framework: str = "numpy",
 ) -> tuple[int, list[str], str]:
     """The status, what ranks have told, and what the job has printed."""
     folder = launcher._folder
     launcher.out = launcher.err = b""
-    command = [sys.executable, JOB, "numpy", str(folder), *kills]
+    command = [sys.executable, JOB, framework, str(folder), *kills]
     launcher.start(*options, argv=command, env={"TRAIN": how})
     status, out, err = launcher.finish(DEADLINE_S)
     for kill in kills:
@@ -107,6 +108,35 @@ def test_job_of_another_size_resumes_from_the_former_checkpoint_where_the_last_i
     assert re.fullmatch(r"end \w+ counts \[2\.0\] steps 19 size 2", ends[0])  # 11 rows were left: 8 and 3
     assert "checkpoint-000000000018.npz' cannot be read" in said
     assert "checkpoint-000000000018.torn" in checkpoints(launcher)
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "numpy",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow", "keras", "mxnet")),
+    ],
+)
+def test_who_is_left_writes_when_all_are_told_to_leave_and_rank_0_has_just_died(
+    launcher: Launcher, framework: str
+) -> None:
+    if not is_installed(framework):
+        pytest.skip(f"{framework} is not installed")
+    folder, kill = launcher._folder, "before:0:6"
+    command = [sys.executable, JOB, framework, str(folder)]
+    # There is no other process in its place: the world does not go on.
+    options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:])
+    launcher.start(*options, argv=[*command, kill], env={"TRAIN": "checkpoint"})
+    wait_until((folder / f"killed {kill}").exists, "rank 0's death", DEADLINE_S)
+    launcher.signal(signal.SIGTERM)
+    status, out, err = launcher.finish(DEADLINE_S)
+    assert status == 128 + signal.SIGTERM, f"{out}\n{err}"
+    assert checkpoints(launcher) == ["checkpoint-000000000006.npz"], f"{out}\n{err}"
+    status, ends, said = run(launcher, "-np", "3", how="checkpoint", framework=framework)
+    assert status == 0, said
+    assert len(ends) == 3, said
+    assert len(set(ends)) == 1, said
+    assert ends[0].endswith("counts [2.0] steps 18 size 3"), said
 
 
 def ranks_of(argument: str) -> list[int]:

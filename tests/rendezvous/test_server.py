@@ -57,6 +57,19 @@ def test_gather_waits_again_for_a_rank_that_died_and_came_back(server: Server) -
             wait_until(lambda: waiting.take(request) == [b"zero", b"new"], "both")
 
 
+def test_answers_to_requests_that_were_abandoned_are_kept_nowhere(server: Server) -> None:
+    with client(server) as waiting, client(server, 1) as other:
+        late, early = (waiting.post_gather(scope, 1, 60) for scope in ("late", "early"))
+        other.put("early", 0, b"")
+        wait_until(lambda: (waiting._receive(), early in waiting._replies)[1], "an answer")
+        waiting.abandon(early)
+        waiting.abandon(late)
+        other.put("late", 0, b"")
+        wait_until(lambda: (waiting._receive(), not waiting._abandoned)[1], "the other answer")
+        assert not waiting._replies
+        assert waiting.gather("late", 1, 10) == [b""]
+
+
 def test_waiters_of_a_lost_client_are_forgotten(server: Server) -> None:
     with client(server) as c:
         c.post_gather("never", 1, 1000)

@@ -23,7 +23,7 @@ class HostAgent(Protocol):
     program: str
     #: The host, as users name it.
     host: str
-    #: The ranks that it was told to start.
+    #: The ranks that it was told to start and whose ends :meth:`receive` has not returned.
     ranks: list[int]
     #: Whether it has answered.
     ready: bool

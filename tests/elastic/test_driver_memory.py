@@ -1,0 +1,151 @@
+"""The launcher of an elastic job of months: what it keeps does not grow with its losses."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Set
+
+import pytest
+from launching import wait_until
+
+from polyhvd.elastic.membership import Limits
+from polyhvd.elastic.places import LEAVES, Question, asks_scope
+from polyhvd.launch.blame import Ending
+from polyhvd.launch.driven import Elastic
+from polyhvd.launch.driver import Driver
+from polyhvd.launch.hosts import Host
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.client import Client
+from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.placement import Placement
+
+SECRET = parse_secret(new_secret())
+HOSTS = [Host("here", 3)]
+
+
+class Job:
+    """Processes that are started in name alone, and speak to a real rendezvous."""
+
+    def __init__(self) -> None:
+        limits = Limits(3, 1, 3, cooldown_s=(0.0, 0.0))
+        self.driver = Driver(Elastic(limits, HOSTS), HOSTS)
+        self.rendezvous = Server(SECRET, observe=self.driver.observe)
+        self.living: dict[int, Client] = {}
+        self.now = 0.0
+        self.driver.begin(self, self.now)
+
+    def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
+        deadline = time.monotonic() + 30
+        self.living[member] = Client(
+            self.rendezvous.endpoint, SECRET, rank=member, generation=0, deadline=deadline
+        )
+
+    def endpoint(self, number: int, numbers: Set[int]) -> str:
+        return ""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def end(self, reason: str, cause: Ending | None, status: int) -> None:
+        pytest.fail(f"the job ends: {reason}")
+
+    def finish(self) -> None:
+        pytest.fail("the job has finished")
+
+    def close(self) -> None:
+        for client in self.living.values():
+            client.close()
+        self.rendezvous.close()
+        self.driver.close()
+
+    @property
+    def formed(self) -> int:
+        return self.driver._membership.formed
+
+    def ask(self, members: Set[int] | list[int]) -> None:
+        """Have processes ask for the next place, as one does that has committed."""
+        for member in members:
+            after = self.formed if member in self.driver._membership.ranks else 0
+            question = Question(after, wired=True, progressed=True)
+            self.tell(member, asks_scope(after), question.encoded(), own=True)
+
+    def tell(self, member: int, scope: str, value: bytes, *, own: bool = False) -> None:
+        heard = len(self.driver._told)
+        self.living[member].put(scope, member, value, own=own)
+        wait_until(lambda: len(self.driver._told) > heard, "what was told")
+        if own:
+            self.living[member].forget(scope, member)
+        self.turn()
+
+    def turn(self) -> None:
+        self.now += 1.0
+        self.driver.turn(self.now)
+
+    def lose(self, member: int) -> None:
+        """A process is killed while it asks."""
+        client = self.living.pop(member)
+        question = Question(self.formed, wired=True, progressed=True)
+        client.put(asks_scope(self.formed), member, question.encoded(), own=True)
+        wait_until(lambda: bool(self.driver._told), "its question")
+        client.close()
+        ending = Ending(member, "here", -signal.SIGKILL, [], "", [], "process")
+        self.driver.on_ending(ending, frozenset(self.living), self.now)
+        self.turn()
+
+    def cycle(self) -> None:
+        """One is killed, another leaves with notice, and two come in their place."""
+        first, second, *_ = self.driver._membership.ranks
+        self.lose(first)
+        self.ask([member for member in self.driver._membership.ranks])
+        self.come()
+        self.tell(second, LEAVES, b"")
+        self.ask(self.driver._membership.ranks)
+        self.living.pop(second).close()
+        ending = Ending(second, "here", 0, [], "", [], "process")
+        self.driver.on_ending(ending, frozenset(self.living), self.now)
+        self.driver._membership.hosts_are({}, self.now)  # the slot is listed anew
+        self.driver._do(self.driver._membership.hosts_are({"here": 3}, self.now))
+        self.come()
+
+    def come(self) -> None:
+        """Whoever was started asks for a place, and then the others do."""
+        self.turn()
+        self.ask(set(self.living) - set(self.driver._membership.ranks))
+        self.ask(self.driver._membership.ranks)
+        assert len(self.driver._membership.ranks) == 3
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.close()
+
+
+def things(value: object, seen: set[int]) -> int:
+    """How many objects hang on one, of polyhvd's and in containers."""
+    if id(value) in seen or isinstance(value, (Job, Client)):
+        return 0
+    seen.add(id(value))
+    if isinstance(value, dict):
+        inner: list[object] = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+        inner = list(value)  # type: ignore[call-overload]
+    elif type(value).__module__.startswith("polyhvd"):
+        inner = list(getattr(value, "__dict__", {}).values())
+    else:
+        return 1
+    return 1 + sum(things(item, seen) for item in inner)
+
+
+def test_launcher_keeps_no_more_after_many_losses_than_after_some(job: Job) -> None:
+    job.come()
+    counts = []
+    for _ in range(2):
+        for _ in range(20):
+            job.cycle()
+        wait_until(lambda: not job.rendezvous._told, "what the server is to forget on its thread")
+        counts.append(things(job.driver, set()) + things(job.rendezvous._values, set()))
+    assert job.formed > 80
+    assert counts[1] <= counts[0] + 8, counts
