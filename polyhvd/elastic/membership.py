@@ -52,6 +52,7 @@ class _Member:
     ready_at: float = 0.0  # when it has asked for its first
     dismissed: bool = False
     leaving: bool = False  # with notice: it is in no further world
+    dying: bool = False  # others of its world have seen it dead; what it has died of is yet to be told
 
 
 @dataclass
@@ -256,8 +257,12 @@ class Membership:
         wired: bool = False,
         progressed: bool = False,
         failed: bool = False,
+        dead: Collection[int] = (),
     ) -> list[Action]:
         """A member asks for a place in a generation after this one.
+
+        The next world does not wait for the end of those that it has seen dead, where that could decide
+        nothing but that the whole job ends: a process is long in ending that has much memory.
 
         Args:
             member: which.
@@ -266,21 +271,27 @@ class Membership:
             wired: whether it has been connected in that one.
             progressed: whether it has committed in it.
             failed: whether a collective has failed there.
+            dead: the members of it that are dead, as far as this one has seen.
         """
         found = self._members.get(member)
         if self._over or found is None or after < found.generation:
             return []
+        world = self._world
+        if found.dying and world is not None:
+            found.dying = False  # it lives, but others may have gone on without it
+            found.dismissed |= found.generation < world.generation
         if found.dismissed:
             return [Dismiss(member)]
         if not found.asks:
             found.asks = True
             found.ready_at = now
             self._rests.pop(found.host, None)
-        world = self._world
         if world is not None and found.generation == world.generation:
             world.wired |= wired
             world.progressed |= progressed
             world.failed |= failed
+            for number in set(dead).intersection(world.members):
+                self._members[number].dying = not self._members[number].asks
             self._forgive(world)
         return self._settle(now)
 
@@ -296,13 +307,18 @@ class Membership:
             world.members.remove(member)
         if fate is Fate.WELL or found.dismissed:
             slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
-            self._finishing |= placed and fate is Fate.WELL and not found.dismissed
+            in_world = placed or found.dying
+            self._finishing |= in_world and fate is Fate.WELL and not found.dismissed
             return self._settle(now)
         if fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
             return self._end("", cause=member)
         self._fail_slot(slot, found, now)
         self.replaced += found.generation > 0
         actions: list[Action] = []
+        if found.dying and not placed:  # the others have gone on, and so that world had got on
+            self._quiet_until = now + _QUIET_S
+            if fate is Fate.KILLED:
+                self._pardon(slot, now)
         if placed and world is not None:
             if not world.lost:
                 self._lost_now = member
@@ -374,12 +390,16 @@ class Membership:
         The slots have shown that they work, so that resting could only keep the job waiting. What the user
         says of rests holds for all failures alike.
         """
-        if not world.progressed or self.limits.cooldown_s is not None:
+        if not world.progressed:
             return
         for slot, killed_at in world.struck:
+            self._pardon(slot, killed_at)
+        world.struck = []
+
+    def _pardon(self, slot: _Slot, killed_at: float) -> None:
+        if self.limits.cooldown_s is None:
             slot.failures = 1
             slot.free_at = killed_at + self.limits.cooldown_after(1)
-        world.struck = []
 
     def _has_slot(self, member: _Member) -> bool:
         return member.slot < self._capacity(member.host)
@@ -439,9 +459,10 @@ class Membership:
         room = dict(self._hosts)
         chosen: list[int] = []
         for number in (*staying, *self._waiting()):
-            if self._members[number].leaving or self._leaving:
+            item = self._members[number]
+            if item.leaving or item.dying or self._leaving:
                 continue
-            host = self._members[number].host
+            host = item.host
             if len(chosen) < target and room.get(host, 0) > 0:
                 chosen.append(number)
                 room[host] -= 1
@@ -453,7 +474,15 @@ class Membership:
             starting = any(not item.asks for item in self._members.values() if not item.dismissed)
             chosen = len(self._next_world())
             return chosen >= self.limits.size or (not starting and chosen >= self._least())
-        return all(self._members[number].asks for number in self._world.members)
+        late = [number for number in self._world.members if not self._members[number].asks]
+        return not late or (len(late) < len(self._world.members) and self._may_pass_over(late, self._world))
+
+    def _may_pass_over(self, late: list[int], world: _World) -> bool:
+        """Whether nothing of the next world depends on how these members end."""
+        if not all(self._members[number].dying for number in late) or not world.progressed:
+            return False
+        limit = self.limits.reset_limit
+        return len(self._next_world()) >= self._least() and (limit is None or self.formed <= limit)
 
     def _least(self) -> int:
         """How many make a world; when others are done already, those that are left finish without them."""
@@ -473,7 +502,8 @@ class Membership:
             )
             return self._end(reason, cause=self._lost_now)
         self.formed += 1
-        leaving = [] if world is None else [number for number in world.members if number not in chosen]
+        staying = () if world is None else (n for n in world.members if not self._members[n].dying)
+        leaving = [number for number in staying if number not in chosen]
         for number in leaving:
             self._members[number].dismissed = True
         for number in chosen:

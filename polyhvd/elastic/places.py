@@ -84,6 +84,8 @@ class Question:
     failure: str = ""  #: what a collective has failed with; empty: none has
     #: The process sets of that world, each as the members that are in it.
     sets: list[list[int]] = field(default_factory=list)
+    #: Members of that world whose processes it has seen dead, on its host.
+    dead: list[int] = field(default_factory=list)
 
     def encoded(self) -> bytes:
         """As bytes for the store."""
@@ -95,7 +97,7 @@ class Question:
         said = json.loads(data)
         sets = [[int(member) for member in members] for members in said["sets"]]
         flags = bool(said["wired"]), bool(said["progressed"]), str(said["failure"])
-        return cls(int(said["after"]), *flags, sets)
+        return cls(int(said["after"]), *flags, sets, [int(member) for member in said["dead"]])
 
 
 @dataclass(frozen=True)
