@@ -157,8 +157,10 @@ World::World(Connections connections, Parking& parking, bool data_checksums)
     ::close(connections_.segment_fd);
     parking_.set_sleep_flag(&segment_->sleep_flag(local_));
     peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, local_peers(), local_, lost);
-    death_watch_ =
-        std::make_unique<shm::DeathWatch>(*segment_, local_, [this] { parking_.wake(); });
+    if (connections_.watches_deaths) {
+      const auto wake = [this] { parking_.wake(); };
+      death_watch_ = std::make_unique<shm::DeathWatch>(*segment_, local_, wake);
+    }
   }
   if (connections_.domains.size() > 1) {
     const auto name = [this](int rank) { return described(rank); };
@@ -196,7 +198,7 @@ Error World::error_of_loss(int rank) const {
 std::optional<Error> World::abort_reason() const {
   if (!segment_) return std::nullopt;
   if (auto reason = segment_->abort_reason()) return reason;
-  const int dead = death_watch_->found();
+  const int dead = death_watch_ ? death_watch_->found() : -1;
   if (dead < 0) return std::nullopt;
   return error_of_loss(here()[static_cast<std::size_t>(dead)]);
 }

@@ -27,7 +27,9 @@ namespace polyhvd::shm {
 // tell; and a world ends with its first death. So it is one thread for a rank and one wake-up for
 // a death, whatever the number of ranks, and nothing on the way of an operation.
 //
-// Where the kernel refuses the list, the word stays free, and a death is known by its sockets.
+// Where the kernel refuses the list, the word stays free, and a death is known by its sockets. So
+// it is without this object, in jobs that end with their first death: the launcher is to see the
+// cause end before those that it makes fail.
 class DeathWatch {
  public:
   // `on_death` runs on the watch's thread, once at most, after found() has changed.

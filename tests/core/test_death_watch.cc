@@ -281,6 +281,19 @@ TEST_CASE("a death ends all waits though no connection has closed, and names the
   }
 }
 
+TEST_CASE("where nobody watches, ranks hold no word") {
+  ThreadWorld world(one_host(2), {}, {}, [](Connections& c) { c.watches_deaths = false; });
+  world.run([&](int rank, Engine& engine) {
+    std::vector<float> v(10, static_cast<float>(rank));
+    engine.wait(engine.submit(allreduce("sum", v)));
+    CHECK(v[0] == 1);
+    CHECK(engine.dead_here().empty());
+  });
+  CHECK(world.life(0) == 0);
+  CHECK(world.life(1) == 0);
+  world.shutdown();
+}
+
 TEST_CASE("a death is known to who has nothing pending") {
   ThreadWorld world(one_host(3));
   world.mark_dead(2);

@@ -128,6 +128,11 @@ class ThreadWorld {
     }
     ends_of_victim_.clear();
   }
+  // On the first host, whose ranks are in a row.
+  std::uint32_t life(int rank) const {
+    const auto& [ranks, segment] = segments_.front();
+    return segment->life(rank - ranks.front()).load();
+  }
   // Has a rank's word say what the kernel writes when its process dies; nothing is closed.
   void mark_dead(int rank) {
     for (const auto& [ranks, segment] : segments_) {
