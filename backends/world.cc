@@ -13,6 +13,7 @@
 #include "mpi/mpi_backend.h"
 #include "nccl/nccl_backend.h"
 #include "observe/lock_order.h"
+#include "shm/death_watch.h"
 #include "shm/local_peers.h"
 #include "shm/segment.h"
 #include "shm/shm_channel.h"
@@ -70,9 +71,8 @@ class World final : public Liveness {
   }
   std::shared_ptr<Devices> devices() const { return devices_; }
 
-  std::optional<Error> abort_reason() const override {
-    return segment_ ? segment_->abort_reason() : std::nullopt;
-  }
+  std::optional<Error> abort_reason() const override;
+  std::vector<int> dead_here() const override;
   void spread_abort(const Error& error) noexcept override;
   void leave() noexcept override;
   void move_along(bool pending) override {
@@ -101,10 +101,15 @@ class World final : public Liveness {
   }
   std::vector<int> subtree_of(int domain) const;
   std::vector<shm::LocalPeer> local_peers() const;
+  std::vector<int> ranks_of(std::vector<int> locals) const {
+    for (int& item : locals) item = here()[static_cast<std::size_t>(item)];
+    return locals;
+  }
   std::string described(int rank) const {
     return "rank " + std::to_string(rank) + " (" + name_of(rank) + ")";
   }
   [[noreturn]] void on_lost(int rank) const;
+  Error error_of_loss(int rank) const;
 
   Connections connections_;
   Parking& parking_;
@@ -112,6 +117,8 @@ class World final : public Liveness {
   int local_ = 0;
   std::unique_ptr<shm::Segment> segment_;
   std::unique_ptr<shm::LocalPeers> peers_;
+  std::unique_ptr<shm::DeathWatch> death_watch_;  // reset under transport_mutex_, as transport_ is
+  std::vector<int> dead_here_;                    // at its end; guarded by that mutex
   std::vector<int> descriptors_;
   host::Resources resources_;
   std::shared_ptr<gpu::Devices> devices_;
@@ -120,7 +127,7 @@ class World final : public Liveness {
   std::unique_ptr<nccl::Resources> nccl_;                      // null unless NCCL may; never reset
   Backend* staged_ = nullptr;                                  // the engine's
   Backend* between_hosts_ = nullptr;                           // likewise
-  mutable OrderedMutex<LockRank::transport> transport_mutex_;  // for add_counters
+  mutable OrderedMutex<LockRank::transport> transport_mutex_;  // for whoever asks while it closes
   std::unique_ptr<tcp::TcpTransport> transport_;               // reset under transport_mutex_
 };
 
@@ -150,6 +157,10 @@ World::World(Connections connections, Parking& parking, bool data_checksums)
     ::close(connections_.segment_fd);
     parking_.set_sleep_flag(&segment_->sleep_flag(local_));
     peers_ = std::make_unique<shm::LocalPeers>(*segment_, parking_, local_peers(), local_, lost);
+    if (connections_.watches_deaths) {
+      const auto wake = [this] { parking_.wake(); };
+      death_watch_ = std::make_unique<shm::DeathWatch>(*segment_, local_, wake);
+    }
   }
   if (connections_.domains.size() > 1) {
     const auto name = [this](int rank) { return described(rank); };
@@ -176,11 +187,25 @@ int World::rank_on_host() const {
 }
 
 // One that has failed closes its connections, too: why is what counts.
-void World::on_lost(int rank) const {
-  if (const auto reason = abort_reason()) throw Failure(*reason);
-  throw Failure(ErrorCode::kPeerLost, described(rank) + " was lost to rank " +
-                                          std::to_string(connections_.rank) +
-                                          ": it ended or was cut off without shutdown()");
+void World::on_lost(int rank) const { throw Failure(abort_reason().value_or(error_of_loss(rank))); }
+
+Error World::error_of_loss(int rank) const {
+  return {ErrorCode::kPeerLost, described(rank) + " was lost to rank " +
+                                    std::to_string(connections_.rank) +
+                                    ": it ended or was cut off without shutdown()"};
+}
+
+std::optional<Error> World::abort_reason() const {
+  if (!segment_) return std::nullopt;
+  if (auto reason = segment_->abort_reason()) return reason;
+  const int dead = death_watch_ ? death_watch_->found() : -1;
+  if (dead < 0) return std::nullopt;
+  return error_of_loss(here()[static_cast<std::size_t>(dead)]);
+}
+
+std::vector<int> World::dead_here() const {
+  std::lock_guard lock(transport_mutex_);
+  return death_watch_ ? ranks_of(death_watch_->dead()) : dead_here_;
 }
 
 std::vector<shm::LocalPeer> World::local_peers() const {
@@ -300,9 +325,11 @@ void World::tell_removals(std::uint64_t count) noexcept {
 
 void World::close() noexcept {
   parking_.set_sleep_flag(nullptr);
+  std::lock_guard lock(transport_mutex_);
+  if (death_watch_) dead_here_ = ranks_of(death_watch_->dead());
+  death_watch_.reset();
   peers_.reset();
   segment_.reset();
-  std::lock_guard lock(transport_mutex_);
   transport_.reset();
   mpi_.reset();
   connections_.mpi.reset();
@@ -320,6 +347,7 @@ void World::add_counters(std::map<std::string, std::uint64_t>& counters) const {
   counters["nccl_bytes"] = nccl_ ? nccl_->bytes() : 0;
   counters["shm_bytes"] = resources_.shm_bytes.load(std::memory_order_relaxed);
   counters["cma_bytes"] = resources_.cma_bytes.load(std::memory_order_relaxed);
+  counters["deaths_marked"] = dead_here().size();
   std::lock_guard lock(transport_mutex_);
   counters["tcp_bytes_sent"] = transport_ ? transport_->bytes_sent() : 0;
   counters["tcp_bytes_received"] = transport_ ? transport_->bytes_received() : 0;

@@ -38,6 +38,7 @@ struct Connections {
   std::vector<std::string> nccl_libraries;  // where NCCL may be, the likeliest first
   bool shares_gpus = false;                 // NCCL_MULTI_RANK_GPU_ENABLE is set
   bool hierarchical = false;                // NCCL reduces within hosts, CPUs between them
+  bool watches_deaths = true;               // see shm::DeathWatch; alike on all ranks
 };
 
 // Parent of a domain in the control tree; -1 for domain 0. As tree_parent() of connections.py.

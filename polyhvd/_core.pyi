@@ -261,6 +261,8 @@ class Engine:
         """On rank 0: a number for the program of every rank, in the total order; they count up."""
     #: For how many seconds this rank has waited for others, and how many operations were agreed on.
     waits: tuple[float, int]
+    #: Other ranks of this host whose processes have died while it was connected to them, without leaving.
+    dead_here: list[int]
     notice: int  # the last that precedes the operation of all ranks which has ended last here
     def shutdown(self) -> None: ...
     def abort(self, reason: str) -> None: ...

@@ -27,6 +27,7 @@ struct Header {
 struct alignas(kCacheLine) RankWords {
   alignas(kCacheLine) std::atomic<std::uint32_t> sleep;
   alignas(kCacheLine) std::atomic<std::uint32_t> departed;
+  alignas(kCacheLine) std::atomic<std::uint32_t> life;
   alignas(kCacheLine) std::atomic<std::uint64_t> removals;
 };
 
@@ -90,6 +91,10 @@ std::atomic<std::uint32_t>& Segment::sleep_flag(int local) const noexcept {
 
 std::atomic<std::uint32_t>& Segment::departed_flag(int local) const noexcept {
   return reinterpret_cast<RankWords*>(base_ + words_offset())[local].departed;
+}
+
+std::atomic<std::uint32_t>& Segment::life(int local) const noexcept {
+  return reinterpret_cast<RankWords*>(base_ + words_offset())[local].life;
 }
 
 std::atomic<std::uint64_t>& Segment::removals(int local) const noexcept {

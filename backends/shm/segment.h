@@ -1,6 +1,6 @@
 // The memory that the ranks of one host share: liveness words, control rings
 // and staging areas. A sealed memfd: nothing is left after a kill -9.
-// No lock lives here, so a rank that dies in the middle blocks nobody.
+// Nobody waits for a lock here, so a rank that dies in the middle blocks nobody.
 #pragma once
 
 #include <atomic>
@@ -80,6 +80,9 @@ class Segment {
   std::atomic<std::uint32_t>& sleep_flag(int local) const noexcept;
   // Set before a rank closes its sockets in good order.
   std::atomic<std::uint32_t>& departed_flag(int local) const noexcept;
+
+  // Held by the rank as long as its process lives; see DeathWatch.
+  std::atomic<std::uint32_t>& life(int local) const noexcept;
 
   // Of process sets, that the rank has executed.
   std::atomic<std::uint64_t>& removals(int local) const noexcept;

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 
 from polyhvd.elastic.actions import Action, Dismiss, End, Fate, Finish, Form, Lose, Notify, Start
 from polyhvd.elastic.limits import Limits
+from polyhvd.elastic.members import Member, Rest, Slot, World
 
 __all__ = [
     "Action",
@@ -42,51 +42,6 @@ _GATHER_S = 5.0
 _QUIET_S = 0.5
 
 
-@dataclass
-class _Member:
-    host: str
-    slot: int
-    since: float
-    generation: int = 0  # of the last world that it was given a place in
-    asks: bool = False  # for a place in a later one
-    ready_at: float = 0.0  # when it has asked for its first
-    dismissed: bool = False
-    leaving: bool = False  # with notice: it is in no further world
-    left: tuple[int, ...] = ()  # who was in the last world, by rank, when it was dismissed of that
-
-
-@dataclass
-class _Slot:
-    failures: int = 0
-    free_at: float = 0.0
-    done: bool = False  # its process has ended in good order: there is no more to do
-    left: bool = False  # with notice: free only where fewer than wanted would be left
-
-
-@dataclass
-class _Rest:
-    """Of a host that could not take part."""
-
-    refusals: int = 0  # in a row
-    until: float = 0.0
-
-
-@dataclass
-class _World:
-    """The last generation that was formed."""
-
-    generation: int
-    members: list[int]  # those that live, by rank
-    lost: list[int] = field(default_factory=list)
-    notified: bool = False
-    wired: bool = False  # somebody has seen all of it connected
-    progressed: bool = False  # somebody has committed in it
-    failed: bool = False  # a collective has failed in it, though no member may be lost
-    killed: bool = False  # a member was killed from outside
-    struck: list[tuple[_Slot, float]] = field(default_factory=list)  # slots of those, and when
-    judged: bool = False  # whether its failure was counted
-
-
 class Membership:
     """See the module. Every method takes what has happened, and returns what is to be done, in order.
 
@@ -103,11 +58,11 @@ class Membership:
         self.replaced = 0  #: how many members the job has lost and gone on
         self.formed = 0  #: the last generation
         self._hosts: dict[str, int] = {}
-        self._slots: dict[tuple[str, int], _Slot] = {}
-        self._rests: dict[str, _Rest] = {}
-        self._members: dict[int, _Member] = {}  # those that live
+        self._slots: dict[tuple[str, int], Slot] = {}
+        self._rests: dict[str, Rest] = {}
+        self._members: dict[int, Member] = {}  # those that live
         self._next = 0
-        self._world: _World | None = None
+        self._world: World | None = None
         self._left: set[str] = set()  # hosts that have given notice, for as long as they are listed
         self._finishing = False  # a member of a world has ended well
         self._leaving = False  # all members leave with notice
@@ -146,7 +101,7 @@ class Membership:
             return []
         for number in self.unready_on(host):
             del self._members[number]
-        rest = self._rests.setdefault(host, _Rest())
+        rest = self._rests.setdefault(host, Rest())
         rest.refusals += 1
         rest.until = now + self.limits.rest_after(rest.refusals)
         fit = sum(slots for name, slots in self._hosts.items() if not self._rests_at(name, now))
@@ -265,8 +220,12 @@ class Membership:
         wired: bool = False,
         progressed: bool = False,
         failed: bool = False,
+        dead: Collection[int] = (),
     ) -> list[Action]:
         """A member asks for a place in a generation after this one.
+
+        The next world does not wait for the end of those that it has seen dead, where that could decide
+        nothing but that the whole job ends: a process is long in ending that has much memory.
 
         Args:
             member: which.
@@ -275,21 +234,27 @@ class Membership:
             wired: whether it has been connected in that one.
             progressed: whether it has committed in it.
             failed: whether a collective has failed there.
+            dead: the members of it that are dead, as far as this one has seen.
         """
         found = self._members.get(member)
         if self._over or found is None or after < found.generation:
             return []
+        world = self._world
+        if found.dying and world is not None:
+            found.dying = False  # it lives, but others may have gone on without it
+            found.dismissed |= found.generation < world.generation
         if found.dismissed:
             return [Dismiss(member)]
         if not found.asks:
             found.asks = True
             found.ready_at = now
             self._rests.pop(found.host, None)
-        world = self._world
         if world is not None and found.generation == world.generation:
             world.wired |= wired
             world.progressed |= progressed
             world.failed |= failed
+            for number in set(dead).intersection(world.members):
+                self._members[number].dying = not self._members[number].asks
             self._forgive(world)
         return self._settle(now)
 
@@ -305,13 +270,18 @@ class Membership:
             world.members.remove(member)
         if fate is Fate.WELL or found.dismissed:
             slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
-            self._finishing |= placed and fate is Fate.WELL and not found.dismissed
+            in_world = placed or found.dying
+            self._finishing |= in_world and fate is Fate.WELL and not found.dismissed
             return self._settle(now)
         if fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
             return self._end("", cause=member)
         self._fail_slot(slot, found, now)
         self.replaced += found.generation > 0
         actions: list[Action] = []
+        if found.dying and not placed:  # the others have gone on, and so that world had got on
+            self._quiet_until = now + _QUIET_S
+            if fate is Fate.KILLED:
+                self._pardon(slot, now)
         if placed and world is not None:
             if not world.lost:
                 self._lost_now = member
@@ -374,24 +344,28 @@ class Membership:
             return self._finishing and not self._world.members
         return not self._members and any(slot.done for slot in self._slots.values())
 
-    def _fail_slot(self, slot: _Slot, member: _Member, now: float) -> None:
+    def _fail_slot(self, slot: Slot, member: Member, now: float) -> None:
         slot.failures = 1 if now - member.since >= _FORGIVEN_AFTER_S else slot.failures + 1
         slot.free_at = now + self.limits.cooldown_after(slot.failures)
 
-    def _forgive(self, world: _World) -> None:
+    def _forgive(self, world: World) -> None:
         """Take kills from outside in a world that has got on for the first failures of their slots.
 
         The slots have shown that they work, so that resting could only keep the job waiting. What the user
         says of rests holds for all failures alike.
         """
-        if not world.progressed or self.limits.cooldown_s is not None:
+        if not world.progressed:
             return
         for slot, killed_at in world.struck:
-            slot.failures = 1
-            slot.free_at = killed_at + self.limits.cooldown_after(1)
+            self._pardon(slot, killed_at)
         world.struck = []
 
-    def _has_slot(self, member: _Member) -> bool:
+    def _pardon(self, slot: Slot, killed_at: float) -> None:
+        if self.limits.cooldown_s is None:
+            slot.failures = 1
+            slot.free_at = killed_at + self.limits.cooldown_after(1)
+
+    def _has_slot(self, member: Member) -> bool:
         return member.slot < self._capacity(member.host)
 
     def _capacity(self, host: str) -> int:
@@ -422,14 +396,14 @@ class Membership:
             return actions
         for host in self._hosts:
             for number in range(0 if self._rests_at(host, now) else self._capacity(host)):
-                slot = self._slots.setdefault((host, number), _Slot())
+                slot = self._slots.setdefault((host, number), Slot())
                 living = sum(not item.dismissed and not item.leaving for item in self._members.values())
                 if living >= wanted or self._finishing or self._leaving:
                     return actions
                 is_free = slot.free_at <= now and (not slot.left or living < self.limits.min_size)
                 if is_free and self._is_vacant((host, number)):
                     slot.left = False
-                    self._members[self._next] = _Member(host, number, now)
+                    self._members[self._next] = Member(host, number, now)
                     actions.append(Start(self._next, host, number))
                     self._next += 1
         return actions
@@ -439,7 +413,7 @@ class Membership:
         return [n for n, item in self._members.items() if self._is_ready(item)]
 
     @staticmethod
-    def _is_ready(item: _Member) -> bool:
+    def _is_ready(item: Member) -> bool:
         return item.asks and item.generation == 0 and not item.dismissed and not item.leaving
 
     def _next_world(self) -> list[int]:
@@ -449,9 +423,10 @@ class Membership:
         room = dict(self._hosts)
         chosen: list[int] = []
         for number in (*staying, *self._waiting()):
-            if self._members[number].leaving or self._leaving:
+            item = self._members[number]
+            if item.leaving or item.dying or self._leaving:
                 continue
-            host = self._members[number].host
+            host = item.host
             if len(chosen) < target and room.get(host, 0) > 0:
                 chosen.append(number)
                 room[host] -= 1
@@ -463,7 +438,15 @@ class Membership:
             starting = any(not item.asks for item in self._members.values() if not item.dismissed)
             chosen = len(self._next_world())
             return chosen >= self.limits.size or (not starting and chosen >= self._least())
-        return all(self._members[number].asks for number in self._world.members)
+        late = [number for number in self._world.members if not self._members[number].asks]
+        return not late or (len(late) < len(self._world.members) and self._may_pass_over(late, self._world))
+
+    def _may_pass_over(self, late: list[int], world: World) -> bool:
+        """Whether nothing of the next world depends on how these members end."""
+        if not all(self._members[number].dying for number in late) or not world.progressed:
+            return False
+        limit = self.limits.reset_limit
+        return len(self._next_world()) >= self._least() and (limit is None or self.formed <= limit)
 
     def _least(self) -> int:
         """How many make a world; when others are done already, those that are left finish without them."""
@@ -483,7 +466,7 @@ class Membership:
             )
             return self._end(reason, cause=self._lost_now)
         self.formed += 1
-        former = () if world is None else tuple(world.members)
+        former = () if world is None else self._left_of(world)
         leaving = [number for number in former if number not in chosen]
         for number in leaving:
             self._members[number].dismissed = True
@@ -491,24 +474,28 @@ class Membership:
         for number in chosen:
             self._members[number].generation = self.formed
             self._members[number].asks = False
-        self._world = _World(self.formed, chosen)
+        self._world = World(self.formed, chosen)
         self._lost_now = None
         hosts = tuple(self._members[number].host for number in chosen)
         return [Form(self.formed, tuple(chosen), hosts), *map(Dismiss, leaving)]
 
-    def _let_go(self, world: _World | None) -> list[Action]:
+    def _left_of(self, world: World) -> tuple[int, ...]:
+        """Who of a world lives, as far as is known, by rank."""
+        return tuple(number for number in world.members if not self._members[number].dying)
+
+    def _let_go(self, world: World | None) -> list[Action]:
         """Dismiss who leaves, though the others are too few for a world of their own."""
         actions: list[Action] = []
-        members = [] if world is None else world.members
+        members = () if world is None else self._left_of(world)
         for number in members:
             item = self._members[number]
             if item.leaving and not item.dismissed:
                 item.dismissed = True
-                item.left = tuple(members)
+                item.left = members
                 actions.append(Dismiss(number))
         return actions
 
-    def _recurs(self, world: _World) -> str | None:
+    def _recurs(self, world: World) -> str | None:
         """Why it would be in vain to go on; each world is counted once."""
         if world.judged:
             return None
@@ -525,7 +512,7 @@ class Membership:
             return None
         return f"{self._barren} worlds in a row have failed before anybody had committed"
 
-    def _may_join(self, item: _Member) -> bool:
+    def _may_join(self, item: Member) -> bool:
         return self._is_ready(item) and self._world is not None and not self._world.notified
 
     def _notify(self, now: float) -> list[Action]:

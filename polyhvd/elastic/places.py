@@ -85,6 +85,8 @@ class Question:
     call: int = 0  #: of an elastic function, from 1, that it is in or was in last; 0: there was none yet
     #: The process sets of that world, each as the members that are in it.
     sets: list[list[int]] = field(default_factory=list)
+    #: Members of that world whose processes it has seen dead, on its host.
+    dead: list[int] = field(default_factory=list)
 
     def encoded(self) -> bytes:
         """As bytes for the store."""
@@ -96,7 +98,8 @@ class Question:
         said = json.loads(data)
         sets = [[int(member) for member in members] for members in said["sets"]]
         flags = bool(said["wired"]), bool(said["progressed"]), str(said["failure"])
-        return cls(int(said["after"]), *flags, int(said["call"]), sets)
+        dead = [int(member) for member in said["dead"]]
+        return cls(int(said["after"]), *flags, int(said["call"]), sets, dead)
 
 
 @dataclass(frozen=True)

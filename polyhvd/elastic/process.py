@@ -40,6 +40,7 @@ class Process:
         self._wired = False
         self._progressed = False
         self._failure = ""
+        self._dead: list[int] = []  # members of the last world whose processes are dead
         self._pace: Pace | None = None  # in the present world, if there are others
         self._sets: list[list[int]] = []  # of the present world or the last: members of each, some of none
         self._numbers: list[int | None] = []  # of each in the present world
@@ -55,7 +56,7 @@ class Process:
         """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
         flags = self._wired, self._progressed, self._failure
         former = self.seat.answer
-        question = Question(former.generation, *flags, self.call, self._sets)
+        question = Question(former.generation, *flags, self.call, self._sets, self._dead)
         try:
             answer = self.seat.next_place(question, current.prepare)
         except SystemExit:
@@ -66,7 +67,7 @@ class Process:
                 rank, size = told.members.index(self.seat.member), len(told.members)
                 leaving.take_leave(leaving.Leave(rank, size, everyone=told.leaves == "all"))
             raise
-        self._wired, self._progressed, self._failure = False, False, ""
+        self._wired, self._progressed, self._failure, self._dead = False, False, "", []
         return answer
 
     def take_timeline(self) -> tracing.Carried | None:
@@ -153,8 +154,9 @@ class Process:
         self._objects = []
 
     def _remember(self, world: World) -> None:
-        """Before a world ends: which process sets it has had, as members rather than ranks."""
+        """Before a world ends: its dead and which process sets it has had, as members rather than ranks."""
         members = self.seat.answer.members
+        self._dead = [members[rank] for rank in world.engine.dead_here]
         sets = dict(world.engine.process_sets())
         for place, number in enumerate(self._numbers):
             if number is not None and number not in sets:  # it was removed

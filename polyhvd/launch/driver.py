@@ -172,6 +172,7 @@ class Driver:
                         wired=question.wired,
                         progressed=question.progressed,
                         failed=bool(question.failure),
+                        dead=question.dead,
                     )
                 )
         while self._requests:

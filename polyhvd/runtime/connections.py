@@ -49,5 +49,8 @@ class Connections:
     data_keys: dict[int, SessionKeys] = field(default_factory=dict)
     #: Of this world alone; all its ranks have it, and sign with it what concerns more than two of them.
     world_key: bytes = field(default=b"", repr=False)
+    #: Whether a rank that dies is given up before its process has ended: where others go on without it. Where
+    #: its end is the end of the job, the launcher is to see it before the ends that follow from it.
+    watches_deaths: bool = False
     #: Sorted world ranks of the static process sets 1, 2, ...
     process_sets: list[list[int]] = field(default_factory=list)

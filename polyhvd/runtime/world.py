@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from polyhvd import _core
-from polyhvd.config import Settings
+from polyhvd.config import Launched, Settings
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime import bootstrap, current, gpu, mpi
@@ -129,6 +129,7 @@ class World:
         settings.engine_core(placement.local_rank, placement.local_size)  # may raise
         listed = [list(ranks) for ranks in process_sets]
         connections = bootstrap.connect(settings, placement, store, listed)
+        connections.watches_deaths = Launched.from_environment().member is not None
         job = f"process-{os.getpid()}" if store is None else store.job
         return cls(settings, placement, connections, job=job, met_by_mpi=met_by_mpi)
 

@@ -2,8 +2,10 @@
 // here instead of by the bootstrap; "TCP" connections are socket pairs.
 #pragma once
 
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -86,6 +88,8 @@ class ThreadWorld {
       }
       for (const int r : layout[h])
         all_connections[static_cast<std::size_t>(r)].segment_fd = dup(fd);
+      segments_.push_back(
+          {layout[h], std::make_unique<shm::Segment>(fd, static_cast<int>(layout[h].size()))});
       close(fd);
     }
     for (int a = 0; a < size_; ++a) {
@@ -124,6 +128,24 @@ class ThreadWorld {
     }
     ends_of_victim_.clear();
   }
+  // On the first host, whose ranks are in a row.
+  std::uint32_t life(int rank) const {
+    const auto& [ranks, segment] = segments_.front();
+    return segment->life(rank - ranks.front()).load();
+  }
+  // Has a rank's word say what the kernel writes when its process dies; nothing is closed.
+  void mark_dead(int rank) {
+    for (const auto& [ranks, segment] : segments_) {
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        if (ranks[i] != rank) continue;
+        std::atomic<std::uint32_t>& word = segment->life(static_cast<int>(i));
+        // Its thread may be about to take it.
+        while (word.load() == 0) std::this_thread::yield();
+        word.store(FUTEX_WAITERS | FUTEX_OWNER_DIED);
+        syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+      }
+    }
+  }
   ~ThreadWorld() { cut(); }
   ThreadWorld(const ThreadWorld&) = delete;
   ThreadWorld& operator=(const ThreadWorld&) = delete;
@@ -155,6 +177,7 @@ class ThreadWorld {
  private:
   int size_ = 0;
   std::vector<int> ends_of_victim_;
+  std::vector<std::pair<std::vector<int>, std::unique_ptr<shm::Segment>>> segments_;
   std::vector<std::unique_ptr<Engine>> engines_;
 };
 

@@ -270,6 +270,74 @@ def test_world_that_was_never_whole_does_not_count() -> None:
     assert formed(membership.asks(1, 3, 301.0)) == [(0, 1)]
 
 
+def test_world_that_got_on_does_not_wait_for_the_end_of_who_was_seen_dead() -> None:
+    membership = Membership(Limits(3, 2, 3, spares=1))
+    membership.hosts_are({"a": 3}, 0.0)
+    for number in range(4):
+        membership.asks(number, 0, 0.0)
+    assert membership.asks(0, 1, 10.0, progressed=True, dead=[2]) == []
+    assert membership.asks(1, 1, 10.0) == [Form(2, (0, 1, 3), ("a", "a", "a"))]
+    assert membership.staying == {0, 1, 2, 3}, "its slot is not free before it has ended"
+    assert membership.ended(2, Fate.KILLED, 10.1) == []
+    assert membership.replaced == 1
+    assert membership.time_is(10.5) == [], "the others have the machine to themselves"
+    assert membership.time_is(10.6) == [Start(4, "a", 2)]
+
+
+def test_member_that_was_seen_dead_may_have_failed_of_its_own() -> None:
+    membership = running(Limits(3, 2, 3), {"a": 3})
+    membership.asks(0, 1, 10.0, progressed=True, dead=[2])
+    assert formed(membership.asks(1, 1, 10.0, dead=[2])) == [(0, 1)]
+    assert membership.ended(2, Fate.FAILED, 10.1) == [End("", 2)]
+
+
+def test_member_that_was_seen_dead_may_be_done() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    assert formed(membership.asks(0, 1, 10.0, progressed=True, dead=[1])) == [(0,)]
+    assert membership.ended(1, Fate.WELL, 10.1) == []
+    assert membership.time_is(99.0) == [], "nobody takes its place"
+    assert membership.ended(0, Fate.WELL, 100.0) == [Finish()]
+
+
+@pytest.mark.parametrize(
+    ("limits", "progressed"),
+    [
+        (Limits(3, 2, 3), False),  # whether it would recur depends on what it has died of
+        (Limits(3, 3, 3), True),  # too few are left
+        (Limits(3, 2, 3, reset_limit=0), True),  # and the job is to end of that
+    ],
+)
+def test_end_of_who_was_seen_dead_is_waited_for_where_it_decides(limits: Limits, progressed: bool) -> None:
+    membership = running(limits, {"a": 3})
+    membership.asks(0, 1, 10.0, progressed=progressed, dead=[2])
+    assert membership.asks(1, 1, 10.0, progressed=progressed, dead=[2]) == []
+    actions = membership.ended(2, Fate.LOST, 10.1)
+    assert actions[0] == Lose(1, 2)
+    assert [type(action) for action in actions[1:]] in ([Form], [Start], [End])
+
+
+def test_nobody_goes_on_for_survivors_who_are_lost_as_well() -> None:
+    membership = Membership(Limits(3, 1, 3, spares=1))
+    membership.hosts_are({"a": 3}, 0.0)
+    for number in range(4):
+        membership.asks(number, 0, 0.0)
+    assert membership.asks(0, 1, 10.0, progressed=True, dead=[1]) == []
+    assert formed(membership.ended(0, Fate.KILLED, 10.1)) == []
+    assert formed(membership.ended(2, Fate.KILLED, 10.1)) == [], "nobody is left who has seen it"
+    assert formed(membership.ended(1, Fate.KILLED, 10.1)) == [(3,)], "the spare begins anew"
+
+
+def test_member_that_others_took_for_dead_is_dismissed_if_they_have_gone_on() -> None:
+    membership = running(Limits(3, 2, 3), {"a": 3})
+    membership.asks(0, 1, 10.0, progressed=True, dead=[2])
+    assert membership.asks(2, 1, 10.0) == [], "they have not"
+    assert formed(membership.asks(1, 1, 10.0)) == [(0, 1, 2)]
+    membership.asks(0, 2, 20.0, progressed=True, dead=[2])
+    assert formed(membership.asks(1, 2, 20.0)) == [(0, 1)]
+    assert membership.asks(2, 2, 20.1) == [Dismiss(2)]
+    assert membership.ended(2, Fate.WELL, 20.2) == [Start(3, "a", 2)]
+
+
 def test_reset_limit_ends_the_job() -> None:
     membership = running(Limits(3, 1, 3, reset_limit=1), {"a": 3})
     membership.ended(2, Fate.LOST, 1.0)
@@ -347,6 +415,7 @@ class Course:
     finishing: bool = False  # a member of a world is done: the others finish without it
     ended: bool = False
     leaving: set[int] = field(default_factory=set)
+    seen_dead: set[int] = field(default_factory=set)  # rightly or not
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.limits)
@@ -390,7 +459,9 @@ class Course:
         before = [member for member in self.world if member in action.members]
         assert list(action.members[: len(before)]) == before, "ranks stay with the oldest"
         for member in self.world:
-            assert member not in self.living or member in self.asking, "a world waits for all that live"
+            is_heard = member in self.asking or member in self.seen_dead
+            assert member not in self.living or is_heard, "a world waits for all that live"
+        assert not set(action.members) & self.seen_dead
         self.generation, self.world = action.generation, action.members
         for member in action.members:
             self.place[member] = action.generation
@@ -420,7 +491,13 @@ class Course:
             if kind == "ask":
                 self.asking.add(member)
                 flags = {"wired": data.draw(st.booleans()), "progressed": data.draw(st.booleans())}
-                self.do(self.membership.asks(member, self.place[member], self.now, **flags))
+                dead: set[int] = set()
+                self.seen_dead.discard(member)
+                if member in self.world and self.place[member] == self.generation:
+                    others = sorted(set(self.world) - {member})
+                    dead = data.draw(st.sets(st.sampled_from(others)), label="dead") if others else dead
+                    self.seen_dead |= (dead & self.living.keys()) - self.asking
+                self.do(self.membership.asks(member, self.place[member], self.now, **flags, dead=dead))
             elif kind == "leave":
                 self.leaving.add(member)
                 self.do(self.membership.leaves([member], self.now))
@@ -465,6 +542,7 @@ class Course:
                 behind = self.place[member] < self.generation or self.place[member] == 0
                 if behind or self.is_broken() or self.leaving & set(self.world):
                     self.asking.add(member)
+                    self.seen_dead.discard(member)
                     self.do(
                         self.membership.asks(
                             member, self.place[member], self.now, wired=True, progressed=True

@@ -119,6 +119,9 @@ class Engine {
     std::uint64_t agreed = 0;
   };
   Waits waits() const noexcept;
+  // Other ranks of this host whose processes are known to have died, as far as this engine has run.
+  // Any thread.
+  std::vector<int> dead_here() const { return parts_.liveness->dead_here(); }
 
   // On world rank 0: what all ranks work with from their next operations on. The
   // samples of the speed begin anew with it.

@@ -19,7 +19,7 @@ struct ProcessState {
 class Liveness {
  public:
   virtual ~Liveness() = default;
-  // Why the job ended, if another rank of this host has said so. Cheap.
+  // Why the job ended, if another rank of this host has said so, or has died. Cheap.
   virtual std::optional<Error> abort_reason() const = 0;
   // Tells the ranks of this host that the job has ended, and wakes them.
   virtual void spread_abort(const Error& error) noexcept = 0;
@@ -42,6 +42,9 @@ class Liveness {
   virtual std::optional<ProcessState> look_at(int rank) const = 0;
   // The same, of any rank of this host, whoever leads it.
   virtual std::optional<ProcessState> look_beside(int rank) const = 0;
+  // Ranks of this host whose process is known to have died: its threads have ended, though its
+  // memory may still be on its way back. Also after close(), as of then. Any thread.
+  virtual std::vector<int> dead_here() const = 0;
   // Statistics of the data path. Any thread.
   virtual void add_counters(std::map<std::string, std::uint64_t>& counters) const = 0;
 };

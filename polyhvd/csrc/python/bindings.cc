@@ -265,6 +265,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     const Engine::Waits waits = engine_->waits();
     return {waits.seconds, waits.agreed};
   }
+  std::vector<int> dead_here() const { return engine_->dead_here(); }
   // For a native library that was built with `version` of c_api.h.
   std::uintptr_t native_api(std::uint32_t version) const {
     if (version == POLYHVD_C_API_VERSION)
@@ -545,6 +546,7 @@ PYBIND11_MODULE(_core, m) {
       .def("notify", &PyEngine::notify, py::arg("notice"))
       .def_property_readonly("notice", &PyEngine::notice)
       .def_property_readonly("waits", &PyEngine::waits)
+      .def_property_readonly("dead_here", &PyEngine::dead_here)
       .def_property_readonly("generation", &PyEngine::generation);
 }
 

@@ -48,6 +48,7 @@ Connections read_connections(const py::object& object, const py::object& setting
   connections.data_fds = object.attr("data_fds").cast<std::map<int, int>>();
   connections.control_keys = read_keys(object.attr("control_keys"));
   connections.data_keys = read_keys(object.attr("data_keys"));
+  connections.watches_deaths = object.attr("watches_deaths").cast<bool>();
   connections.process_sets = object.attr("process_sets").cast<std::vector<std::vector<int>>>();
   connections.backends = settings.attr("backends").cast<std::vector<std::string>>();
   connections.shares_gpus = settings.attr("shares_gpus").cast<bool>();

@@ -1,0 +1,57 @@
+"""What :class:`polyhvd.elastic.membership.Membership` knows of processes, slots, hosts and worlds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Member", "Rest", "Slot", "World"]
+
+
+@dataclass
+class Member:
+    """A process. See :mod:`polyhvd.elastic.membership`."""
+
+    host: str
+    slot: int
+    since: float
+    generation: int = 0  # of the last world that it was given a place in
+    asks: bool = False  # for a place in a later one
+    ready_at: float = 0.0  # when it has asked for its first
+    dismissed: bool = False
+    leaving: bool = False  # with notice: it is in no further world
+    left: tuple[int, ...] = ()  # who was in the last world, by rank, when it was dismissed of that
+    dying: bool = False  # others of its world have seen it dead; what it has died of is yet to be told
+
+
+@dataclass
+class Slot:
+    """A place for a process on a host."""
+
+    failures: int = 0
+    free_at: float = 0.0
+    done: bool = False  # its process has ended in good order: there is no more to do
+    left: bool = False  # with notice: free only where fewer than wanted would be left
+
+
+@dataclass
+class Rest:
+    """Of a host that could not take part."""
+
+    refusals: int = 0  # in a row
+    until: float = 0.0
+
+
+@dataclass
+class World:
+    """The last generation that was formed."""
+
+    generation: int
+    members: list[int]  # those that live, by rank
+    lost: list[int] = field(default_factory=list)
+    notified: bool = False
+    wired: bool = False  # somebody has seen all of it connected
+    progressed: bool = False  # somebody has committed in it
+    failed: bool = False  # a collective has failed in it, though no member may be lost
+    killed: bool = False  # a member was killed from outside
+    struck: list[tuple[Slot, float]] = field(default_factory=list)  # slots of those, and when
+    judged: bool = False  # whether its failure was counted

@@ -1,0 +1,124 @@
+"""A rank whose process dies is known to be dead at once; one whose process lives is never taken for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+from launching import Launcher
+
+JOB = str(Path(__file__).with_name("large_job.py"))
+MEGABYTES = 300
+#: The kernel takes longer to free the memory than others to hear of the death, but on a busy machine all may
+#: be late.
+ATTEMPTS = 5
+
+
+def one_loss(folder: Path) -> tuple[list[float], float]:
+    """Lose a rank of three: when each survivor has heard of it, and when its files were closed."""
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    closed: list[float] = []
+
+    def read_to_the_end() -> None:
+        with (folder / "pipe").open("rb") as pipe:
+            pipe.read()
+        closed.append(time.monotonic())
+
+    reader = threading.Thread(target=read_to_the_end)
+    reader.start()
+    argv = [sys.executable, JOB, str(folder), str(MEGABYTES)]
+    status, out, err = Launcher(folder).run("-np", "3", "--min-np", "2", argv=argv)
+    reader.join()
+    assert status == 0, err
+    heard = re.findall(r"heard (\S+) marked (\d+) by (.*)", out)
+    assert len(heard) == 2, out
+    for _, marked, error in heard:
+        assert marked == "1", "the kernel has marked its word, whatever else was seen first"
+        assert re.search(r"rank 1 \(pid \d+ on \S+\) was lost to rank [02]", error)
+    assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
+    return [float(at) for at, _, _ in heard], closed[0]
+
+
+def test_survivors_hear_of_a_death_before_the_memory_is_free(tmp_path: Path) -> None:
+    found = []
+    for attempt in range(ATTEMPTS):
+        heard, closed = one_loss(tmp_path / str(attempt))
+        found.append(max(heard) - closed)
+        if found[-1] < 0:
+            return
+    raise AssertionError(f"heard so many seconds after its files were closed: {found}")
+
+
+def test_rank_that_exits_without_leave_ends_the_job_though_others_have_gone_on(launcher: Launcher) -> None:
+    source = (
+        "import os\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    while state.step < 100000:\n"
+        "        if hvd.rank() == 1 and state.step == 3: os._exit(7)\n"
+        "        hvd.allreduce(np.ones(5), name='x')\n"
+        "        state.step += 1\n"
+        "        state.commit()\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    status, _, err = launcher.run("-np", "3", "--min-np", "1", source=source)
+    assert status == 7
+    assert "polyhvdrun: process 1 on localhost exited with status 7" in err
+    assert "goes on" not in err
+
+
+def test_what_a_process_does_without_ending_is_no_death(launcher: Launcher) -> None:
+    source = (
+        "import os, signal, subprocess, sys, threading\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "def fork():\n"
+        "    child = os.fork()\n"
+        "    if child == 0: os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "def thread():\n"
+        "    started = threading.Thread(target=lambda: hvd.allreduce(np.ones(3), name='thread'))\n"
+        "    started.start()\n"
+        "    started.join()\n"
+        "def stop():\n"
+        "    code = f'import os; os.kill({os.getpid()}, 19); os.kill({os.getpid()}, 18)'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
+        "hvd.init()\n"
+        "for number, happens in enumerate((fork, thread, stop)):\n"
+        "    if hvd.rank() == number or happens is thread: happens()\n"
+        "    total = hvd.allreduce(np.ones(3), op=hvd.Sum, name='sum')\n"
+        "    assert total.tolist() == 3 * [hvd.size()]\n"
+        "    assert hvd.counters()['deaths_marked'] == 0\n"
+        "print('well', flush=True)\n"
+    )
+    status, out, err = launcher.run("-np", "3", "--min-np", "3", source=source)
+    assert (status, out.count("well")) == (0, 3), err
+
+
+def test_worlds_after_each_other_leave_no_thread_and_no_death(launcher: Launcher) -> None:
+    source = (
+        "import os, time\n"
+        "import numpy as np\n"
+        "import polyhvd.numpy as hvd\n"
+        "threads = lambda: len(os.listdir('/proc/self/task'))\n"
+        "for number in range(50):\n"
+        "    hvd.init()\n"
+        "    before = before if number else threads()\n"
+        "    hvd.allreduce(np.ones(3), name='sum')\n"
+        "    assert hvd.counters()['deaths_marked'] == 0\n"
+        "    hvd.shutdown()\n"
+        "until = time.monotonic() + 30\n"
+        "while threads() > before:\n"  # one that was joined is listed for a moment longer
+        "    assert time.monotonic() < until, threads()\n"
+        "print('well', flush=True)\n"
+    )
+    status, out, err = launcher.run("-np", "2", "--min-np", "2", source=source)
+    assert (status, out.count("well")) == (0, 2), err
