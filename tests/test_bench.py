@@ -389,6 +389,7 @@ def test_watching_is_measured_on_the_catalogue_s_network_too() -> None:
     dense = [layer.options for layer in CASES["mlp"].build("torch") if layer.kind == "dense"]
     sizes = tuple([*(options["inputs"] for options in dense), dense[-1]["units"]])
     assert parity.NETWORKS["-".join(map(str, sizes))] == sizes
-    found = {"framework": "tensorflow", "network": "n", "batch": 32}
+    assert [model.name for model in parity.MODELS["tensorflow"]] == ["Keras"]
+    found = {"framework": "Keras", "network": "n", "batch": 32}
     found["ms"] = {"alone": 2.0, "hooks": 2.1, "watch": 3.0}
     assert parity.line(found) == "| Keras | n | 32 | 2.000 | 2.100 | 3.000 | 1.50 |"

@@ -441,7 +441,8 @@ class Course:
                 self.dismissed.add(action.member)
             else:
                 self.ended = True
-        living = [member for member in self.living if member not in self.dismissed]
+        # Who leaves is there until the end of its step, while who is to take the place starts.
+        living = [member for member in self.living if member not in self.dismissed | self.leaving]
         most = self.limits.max_size + self.limits.spares * 3
         assert len(living) <= most
 
