@@ -7,28 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_parity_command import CASE, write
 
 from polyhvd.parity import command, layers
 from polyhvd.parity.case import BadCaseError, Case, from_file
 from polyhvd.parity.statuses import STATUSES
-
-CASE = """
-import numpy as np
-from polyhvd.parity import layers
-
-def build(framework):
-    return [layers.dense(4, 6), layers.activation("tanh"), layers.dense(6, 3)]
-
-def batch(framework, step):
-    inputs = np.random.default_rng(step).standard_normal((12, 4))
-    return inputs, inputs[:, :3].argmax(axis=1)
-"""
-
-
-def write(folder: Path, name: str, text: str) -> str:
-    path = folder / name
-    path.write_text(text)
-    return str(path)
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,15 @@ nothing has happened to, which the job makes itself, afterwards.
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
+import test_train
 from launching import Launcher
 
 from polyhvd.launch.driven import RESUME_STATUS
 from polyhvd.testing.stand_ins import is_installed
 
-JOB = str(Path(__file__).with_name("train_job.py"))
-DEADLINE_S = 150.0  # for liveness only: frameworks take long to start on a busy machine
-#: Lost ranks are replaced before anybody goes on, so that the worlds are all of one size.
-REPLACED = ("-np", "3", "--min-np", "3", "--spares", "1")
-#: They are not.
-REST = ("--blacklist-cooldown-range", "600", "600")
+REST = ("--blacklist-cooldown-range", "600", "600")  # lost ranks are not replaced
 
 OTHERS = ("torch", "tensorflow", "keras", "mxnet")  # in which the jobs are slow to start
 FRAMEWORKS = ["numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
@@ -34,14 +28,7 @@ def run(
     """The status, what ranks have told at the end of trainings, and what the job has printed."""
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
-    folder = launcher._folder
-    launcher.out = launcher.err = b""
-    command = [sys.executable, JOB, framework, str(folder), *kills]
-    launcher.start(*options, argv=command, env={"TRAIN": how})
-    status, out, err = launcher.finish(DEADLINE_S)
-    for kill in kills:
-        assert (folder / f"killed {kill}").exists(), f"nobody was at {kill}:\n{out}\n{err}"
-    return status, re.findall(r"end (.*)", out), f"{out}\n{err}"
+    return test_train.run(launcher, *options, kills=kills, how=how, framework=framework)
 
 
 @in_every_framework
@@ -56,7 +43,7 @@ def test_losses_at_every_point_leave_the_bits_of_a_training_without(
         "sync:1:6",  # while the state is told: within the recovery from that
         "after:0:9",  # rank 0, when its weights are new and others may not be
     )
-    status, ends, said = run(launcher, framework, "twice", *REPLACED, kills=kills)
+    status, ends, said = run(launcher, framework, "twice", *test_train.REPLACED, kills=kills)
     assert (status, ends) == (0, 6 * ends[:1]), said
     assert ends[0].endswith("counts [2.0] steps 18 size 3")
     assert f"after the loss of {len(kills)} processes" in said
