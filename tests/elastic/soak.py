@@ -42,8 +42,8 @@ PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is do
 MEMBERS_MAX = 1 << 14
 KILLS_MAX = 100  # in a job
 ROWS = 600
-#: The others make steps while a newcomer starts, which takes seconds where TensorFlow is imported.
-STEPS_PER_KILL = {"numpy": 30, "tensorflow": 150, "keras": 150}
+#: The others make steps while a newcomer starts, which takes seconds where a framework is imported.
+STEPS_PER_KILL = {"numpy": 30, "torch": 60, "mxnet": 60, "tensorflow": 150, "keras": 150}
 HANG_S = 120.0
 END_S = 300.0
 #: Kills in a row that wait for no recovery: the job ends at ten worlds in which nobody has got anywhere.
