@@ -132,7 +132,7 @@ def mxnet_job(
             super().__init__()
             with self.name_scope():
                 for number, size in enumerate(sizes):
-                    setattr(self, f"p{number}", self.params.get(f"p{number}", shape=(size,), init="ones"))
+                    setattr(self, f"p{number}", self.params.get(f"p{number}", shape=(size,)))
 
     net = Net()
     net.initialize(mx.init.Constant(beginning()))
