@@ -221,7 +221,8 @@ def test_a_model_without_shapes_is_a_bad_case(tmp_path: Path) -> None:
         pytest.skip("torch is not installed")
     done = parity(write(tmp_path, "block.py", BLOCK), "--frameworks", "torch", "--steps", "1")
     assert done.returncode == STATUSES["bad-case"], done.stderr
-    assert "block: build('torch'): 2.weight has no shape yet" in done.stderr
+    assert "block: torch cannot make the model that build('torch') has returned" in done.stderr
+    assert "2.weight has no shape yet; run the model once" in done.stderr
 
 
 SCRIPT = """
