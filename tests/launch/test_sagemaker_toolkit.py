@@ -35,8 +35,10 @@ TORCH_DISTRIBUTED = {"sagemaker_torch_distributed_enabled": "true"}
 
 # Scripts of Horovod's users, in which nothing but the import is another one. Rank r of 4 has the input r + 1,
 # so that each of two steps multiplies the weight by 1 - 2 * 0.01 * (1 + 4 + 9 + 16) / 4 = 0.85; of 2 by 0.95.
+# Three jobs import their frameworks at once here, so that a rank may come much later than another.
 START = """
 import argparse, os
+os.environ["POLYHVD_START_TIMEOUT"] = "180"
 parser = argparse.ArgumentParser()
 parser.add_argument("--learning-rate", type=float)
 lr = parser.parse_args().learning_rate
