@@ -136,10 +136,10 @@ def mxnet_job(
 
     net = Net()
     net.initialize(mx.init.Constant(beginning()))
-    ready()
-    hvd.init()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     state = hvd.elastic.GluonState(net, trainer, step=0, kills=0)
+    ready()
+    hvd.init()
     gradient = mx.nd.ones(1024)
     return hvd, state, lambda: hvd.allreduce(gradient, name="gradient").wait_to_read()
 
