@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import numbers
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -208,11 +209,14 @@ def compare(
 def _exchanged(name: str, mine: Any, process_set: ProcessSet) -> list[tuple[str, Any]]:
     """What every rank compares, and its side.
 
-    All comparisons are one operation, which meets whatever the ranks compare: ranks that compare different
-    things would wait for each other otherwise.
+    All comparisons of the main thread are one operation, which meets whatever the ranks compare: ranks that
+    compare different things would wait for each other otherwise. Those of other threads are under way at the
+    same time, in an order of their own on each rank, and meet by their names.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    operation = "parity.compare" if is_main else f"parity.compare.{name}"
     try:
-        return allgather_object((name, mine), name="parity.compare", process_set=process_set)
+        return allgather_object((name, mine), name=operation, process_set=process_set)
     except HorovodInternalError as error:
         error.args = (f"parity.compare {name!r}: {error}",)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import drivers
@@ -12,7 +13,7 @@ from drivers import Driver
 from polyhvd import parity
 from polyhvd.parity.comparing import Comparison
 
-__all__ = ["by_layout", "equal", "far", "near", "not_finite", "unlike"]
+__all__ = ["by_layout", "equal", "far", "in_threads", "near", "not_finite", "unlike"]
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +38,18 @@ def equal(name: str) -> int:
     before = _bytes(driver)
     assert parity.compare("large", large).agree
     return _bytes(driver) - before
+
+
+def in_threads(name: str) -> None:
+    """Threads compare at the same time, and meet those of other ranks by the names of what they compare."""
+    driver = drivers.get(name)
+
+    def go(thread: int) -> bool:
+        values = _values((3, 4)) + thread
+        return all(parity.compare(f"of {thread}", driver.from_numpy(values)).agree for _ in range(10))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(go, range(2)))
 
 
 def near(name: str) -> None:

@@ -28,6 +28,10 @@ def test_a_difference_is_told_to_all_ranks_with_its_place(ranks: Ranks) -> None:
     ranks.run(mixed_comparing.far)
 
 
+def test_threads_compare_at_the_same_time(ranks: Ranks) -> None:
+    ranks.run(mixed_comparing.in_threads)
+
+
 def test_what_is_not_finite_agrees_with_itself_alone(ranks: Ranks) -> None:
     ranks.run(mixed_comparing.not_finite)
 
