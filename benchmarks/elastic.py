@@ -208,13 +208,11 @@ def main(folder: Path, *, quick: bool = False, parts: Sequence[str] = PARTS) -> 
         add(f"{framework}: the floor: end of file at a killed process's pipe", floor(framework, 102, 5))
         add(f"{framework}: error in the last survivor's script", with_spare.errors)
         add(f"{framework}: from there to the first new step, a spare", with_spare.steps)
-        shrunk = job(framework, 102, max(3, kills // 4), spare=False)
+        shrunk = job(framework, 102, kills, spare=False)
         add(f"{framework}: the same without a spare", shrunk.steps)
         add(f"{framework}: pause of the others for a newcomer", shrunk.pauses)
-        add(
-            f"{framework}: pause of the others when one leaves with notice",
-            leaves(framework, 102, 2 * kills // 5),
-        )
+        left = leaves(framework, 102, kills)
+        add(f"{framework}: pause of the others when one leaves with notice", left)
     for name, values in commits(kills).items() if "own" in parts else ():
         what = "commit of 205 MB (ResNet-50 and momentum)" if name == "commit" else "a copy of as many bytes"
         add(f"torch: {what}", values)

@@ -148,14 +148,11 @@ def rows(rounds: int, megabytes: int = 102) -> Iterator[tuple[str, list[float]]]
     """Lines of the table with milliseconds; raises CannotStart where no hosts can be made."""
     with hosts() as among:
         for framework in FRAMEWORKS:
-            # What follows is alike in all frameworks but for their starts, which are long.
-            number = rounds if framework == FRAMEWORKS[0] else (rounds + 1) // 2
-            (with_spare,) = job(among, framework, megabytes, {"rank": number}, spare=True).values()
+            (with_spare,) = job(among, framework, megabytes, {"rank": rounds}, spare=True).values()
             name = f"{framework}, {HOSTS} hosts"
             yield f"{name}: kill -9 of a rank elsewhere, error", [loss.error for loss in with_spare]
             yield f"{name}: from the kill to the first new step, a spare", [loss.step for loss in with_spare]
-            wanted = dict.fromkeys(KINDS, number)
-            wanted["cable"] = (number + 1) // 2
+            wanted = dict.fromkeys(KINDS, rounds)
             if framework != FRAMEWORKS[0]:
                 del wanted["cable"]  # what it costs is the time until it is noticed, in any framework
             found = job(among, framework, megabytes, wanted)

@@ -12,6 +12,8 @@ from polyhvd.lightning.base import pl
 from polyhvd.torch.elastic import TorchState
 from polyhvd.torch.state import broadcast_parameters
 
+from polyhvd.collectives.objects import broadcast_object
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.data.position import Position
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.slow import slow_ranks
@@ -141,17 +143,17 @@ class LightningState(TorchState):
     def _keep_synced(self, *, kept: bool) -> None:
         super().save()  # not what the trainer has: that was told
 
-    def _sync_from(self, root: int, *, same: bool) -> None:
-        super()._sync_from(root, same=same)
-        if same:
+    def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:
+        super()._sync_from(root, among=among)
+        if among is None:
             return
         likes = [(tuple(tensor.shape), tensor.dtype) for tensor in self._tensors]
-        told = self._bcast_object((self._rest, likes), root_rank=root, name="elastic.state.lightning")
+        told = broadcast_object((self._rest, likes), root, "elastic.state.lightning", among)
         if self._rank() != root:
             self._rest, likes = told
             self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in likes]
         if self._tensors:
-            broadcast_parameters({str(i): tensor for i, tensor in enumerate(self._tensors)}, root)
+            broadcast_parameters({str(i): tensor for i, tensor in enumerate(self._tensors)}, root, among)
 
     def _dumped(self) -> dict[str, Any]:
         """What Lightning writes to files, as a restart after a whole step reads it."""

@@ -21,6 +21,7 @@ from polyhvd.mxnet.state import (
 )
 from polyhvd.mxnet.trainer import DistributedTrainer
 
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.slow import slow_ranks
@@ -88,9 +89,9 @@ class _Parameters(Handler):
         for parameter, array in zip(parameters, value, strict=True):
             parameter.set_data(mx.nd.array(array, dtype=array.dtype))
 
-    def sync_from(self, root: int, *, same: bool) -> None:
-        if not same:
-            broadcast_parameters(self.value.collect_params(), root, prefix="elastic.state.net")
+    def sync_from(self, root: int, *, among: ProcessSet | None) -> None:
+        if among is not None:
+            broadcast_parameters(self.value.collect_params(), root, "elastic.state.net", among)
             mx.nd.waitall()
 
     def keep_synced(self, *, kept: bool) -> None:
@@ -145,9 +146,9 @@ class _Trainer(Handler):
         if scaler is not None and value["scaler"] is not None:
             vars(scaler).update(value["scaler"])
 
-    def sync_from(self, root: int, *, same: bool) -> None:
-        if not same:
-            broadcast_optimizer_state(self.value, root)
+    def sync_from(self, root: int, *, among: ProcessSet | None) -> None:
+        if among is not None:
+            broadcast_optimizer_state(self.value, root, among)
             mx.nd.waitall()
 
     def keep_synced(self, *, kept: bool) -> None:

@@ -13,6 +13,7 @@ from polyhvd.torch.samplers import ElasticSampler
 from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters, load_state
 
 from polyhvd.collectives.objects import broadcast_object
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.slow import slow_ranks
@@ -93,11 +94,11 @@ class _ModelHandler(_TensorsHandler):
     def imported(self, value: Any) -> None:
         self.value.load_state_dict(_unpacked(value))
 
-    def sync_from(self, root: int, *, same: bool) -> None:
+    def sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         state = self.value.state_dict()
         tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
-        if not same and tensors:
-            broadcast_parameters(tensors, root)
+        if among is not None and tensors:
+            broadcast_parameters(tensors, root, among)
         if len(tensors) < len(state):  # a module may keep anything there
             others = {name: value for name, value in state.items() if name not in tensors}
             others = broadcast_object(others, root, name="elastic.state.model")
@@ -116,9 +117,9 @@ class _OptimizerHandler(_TensorsHandler):
     def imported(self, value: Any) -> None:
         load_state(self.value, _unpacked(value))
 
-    def sync_from(self, root: int, *, same: bool) -> None:
-        if not same:
-            broadcast_optimizer_state(self.value, root)
+    def sync_from(self, root: int, *, among: ProcessSet | None) -> None:
+        if among is not None:
+            broadcast_optimizer_state(self.value, root, process_set=among)
 
 
 class _StatefulHandler(StateHandler):
@@ -136,7 +137,7 @@ class _StatefulHandler(StateHandler):
     def imported(self, value: Any) -> None:
         self.value.load_state_dict(_unpacked(value))
 
-    def sync_from(self, root: int, *, same: bool) -> None:
+    def sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         state = self.value.state_dict()
         self.value.load_state_dict(broadcast_object(state, root, name="elastic.state.stateful"))
 

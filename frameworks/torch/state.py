@@ -89,7 +89,10 @@ def _without_shared_storage(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give every rank the root's optimizer state and hyperparameters. Takes no step.
 
@@ -97,6 +100,7 @@ def broadcast_optimizer_state(
         optimizer: of the same parameters on every rank; its state may be empty anywhere.
         root_rank: world rank of the sender.
         model: accepted for compatibility, and not needed.
+        process_set: the ranks that take part.
 
     Raises:
         RankMismatchError: the ranks' parameter groups differ.
@@ -108,14 +112,14 @@ def broadcast_optimizer_state(
             optimizer.load_state_dict(torch.load("optimizer.pt"))
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
-    with current.world().line("broadcast_optimizer_state", process_set_id(global_process_set)):
-        _check_groups(optimizer, root_rank)
-        state = _received_state(optimizer, root_rank)
+    with current.world().line("broadcast_optimizer_state", process_set_id(process_set)):
+        _check_groups(optimizer, root_rank, process_set)
+        state = _received_state(optimizer, root_rank, process_set)
     if current.world().placement.rank != root_rank:
         load_state(optimizer, state)
 
 
-def _received_state(optimizer: torch.optim.Optimizer, root_rank: int) -> Any:
+def _received_state(optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet) -> Any:
     """The root's state, on every rank."""
     is_root = current.world().placement.rank == root_rank
     state: Any = None
@@ -124,18 +128,19 @@ def _received_state(optimizer: torch.optim.Optimizer, root_rank: int) -> Any:
         state, tensors = take_tensors(optimizer.state_dict(), torch.is_tensor)
         tensors = _without_shared_storage(tensors)
     kinds = [(adapter.dtype(t), tuple(t.shape)) for t in tensors]
-    state, kinds = broadcast_object((state, kinds), root_rank, name="optimizer_state")
+    state, kinds = broadcast_object((state, kinds), root_rank, "optimizer_state", process_set)
     if not is_root:
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in kinds]
     named = [(str(i), tensor) for i, tensor in enumerate(tensors)]
-    broadcast_named(collectives, named, root_rank, prefix="optimizer_state")
+    broadcast_named(collectives, named, root_rank, process_set, "optimizer_state")
     return put_tensors(state, tensors)
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet) -> None:
     groups = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
-    every = allgather_object(groups, name="optimizer_state.groups")
-    different = [rank for rank, other in enumerate(every) if other != every[root_rank]]
+    every = allgather_object(groups, "optimizer_state.groups", process_set)
+    by_rank = dict(zip(process_set.ranks or (), every, strict=True))
+    different = [rank for rank, other in by_rank.items() if other != by_rank[root_rank]]
     if different:
         raise RankMismatchError(
             f"broadcast_optimizer_state: ranks {different} have other parameters than root rank {root_rank}, "

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.errors import HorovodInternalError, InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
-__all__ = ["add_process_set", "barrier", "join", "process_set_of", "remove_process_set"]
+__all__ = ["add_process_set", "barrier", "join", "passing_set", "process_set_of", "remove_process_set"]
 
 
 def _run_alone(
@@ -172,3 +173,39 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         _run_alone(world, OpKind.REMOVE_PROCESS_SET, root=number)
     world.unregister(process_set)
     return is_there
+
+
+@contextmanager
+def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
+    """A process set for what is done within; every rank of the world enters, members or not, and leaves.
+
+    Nobody waits for its end, so that a rank that is no member goes on at once. The next world of an elastic
+    job does not have it.
+
+    Args:
+        ranks: world ranks in ascending order, the same on every rank.
+
+    Raises:
+        HorovodInternalError: a rank was lost or has shut down.
+
+    Example::
+
+        with passing_set([0, 3]) as pair:
+            if pair.included():
+                hvd.broadcast(x, root_rank=0, process_set=pair)
+    """
+    world = current.world()
+    members = list(ranks)
+    there = [number for number, known in world.engine.process_sets().items() if known == members]
+    if there:
+        yield world.registered_as(there[0], ProcessSet(members))
+        return
+    number = _run_alone(world, OpKind.ADD_PROCESS_SET, numbers=members)
+    world.passing_sets.add(number)
+    found = world.registered_as(number, ProcessSet(members))
+    try:
+        yield found
+    finally:
+        with suppress(HorovodInternalError):  # the world has failed, and the set with it
+            world.engine.submit(OpKind.REMOVE_PROCESS_SET, None, (), None, root=number)
+        world.unregister(found)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.collectives.objects import broadcast_object
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic.memory import overwrite
 from polyhvd.elastic.state import ObjectState, copied, copied_by_name
 from polyhvd.runtime import current
@@ -22,14 +23,15 @@ class ArraysState(ObjectState):
     """See ``ArrayState`` of a framework.
 
     Args:
-        broadcast: overwrites named arrays with those of a rank, as ``broadcast_parameters`` does.
+        broadcast: overwrites named arrays with those of a rank, in a process set, as ``broadcast_parameters``
+            does.
         is_array: whether it can overwrite a value.
         kwargs: the attributes.
     """
 
     def __init__(
         self,
-        broadcast: Callable[[list[tuple[str, Array]], int], None],
+        broadcast: Callable[[list[tuple[str, Array]], int, ProcessSet], None],
         is_array: Callable[[Any], bool],
         **kwargs: Any,
     ) -> None:
@@ -101,13 +103,14 @@ class ArraysState(ObjectState):
             overwrite(arrays, values)
         return arrays
 
-    def _sync_from(self, root: int, *, same: bool) -> None:
+    def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         rest, arrays = self._taken()
         rest, likes = self._bcast_object((rest, _likes(arrays)), root_rank=root, name="elastic.state.objects")
         if self._rank() != root:
             arrays = self._fitting(arrays, likes)
-        if not same:
-            self._broadcast([(f"elastic.{number}", array) for number, array in enumerate(arrays)], root)
+        if among is not None:
+            named = [(f"elastic.{number}", array) for number, array in enumerate(arrays)]
+            self._broadcast(named, root, among)
         self._put(rest, arrays)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.operation import process_set_id
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.runtime import current
 
 __all__ = ["like", "overwrite", "receive", "send"]
@@ -32,19 +34,21 @@ def overwrite(targets: Sequence[Array], values: Sequence[Array]) -> None:
         np.copyto(targets[number], values[number])
 
 
-def send(arrays: Sequence[Array], name: str) -> None:
-    """Give all other ranks these dense arrays, which are only read; they call :func:`receive`."""
+def send(arrays: Sequence[Array], name: str, among: ProcessSet) -> None:
+    """Give the other ranks of a set these dense arrays, which are only read; they call :func:`receive`."""
     root = current.world().placement.rank
     # By address: they may be read-only.
     tensors = [_core.TensorRef(a.ctypes.data, a.shape, a.dtype.name, a) for a in arrays]
-    _run(tensors, root, name)
+    _run(tensors, root, name, among)
 
 
-def receive(arrays: Sequence[Array], root: int, name: str) -> None:
+def receive(arrays: Sequence[Array], root: int, name: str, among: ProcessSet) -> None:
     """Overwrite dense arrays with those of the rank that calls :func:`send`, of the same forms."""
-    _run(arrays, root, name)
+    _run(arrays, root, name, among)
 
 
-def _run(tensors: Sequence[Any], root: int, name: str) -> None:
-    engine = current.world().engine
-    engine.submit(OpKind.BROADCAST, name, tensors, tensors, root=root, blocking=True).wait()
+def _run(tensors: Sequence[Any], root: int, name: str, among: ProcessSet) -> None:
+    engine, number = current.world().engine, process_set_id(among)
+    engine.submit(
+        OpKind.BROADCAST, name, tensors, tensors, root=root, process_set=number, blocking=True
+    ).wait()

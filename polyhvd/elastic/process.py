@@ -161,7 +161,7 @@ class Process:
         for place, number in enumerate(self._numbers):
             if number is not None and number not in sets:  # it was removed
                 self._sets[place], self._numbers[place] = [], None
-        for number in sorted(sets.keys() - {0, *self._numbers}):
+        for number in sorted(sets.keys() - {0, *self._numbers, *world.passing_sets}):
             self._sets.append([members[rank] for rank in sets[number]])
             self._numbers.append(number)
         places = {number: place for place, number in reversed(list(enumerate(self._numbers))) if number}

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic import process
+from polyhvd.elastic.receivers import UNCOMMITTED, Version, exchange, has_gpus, lacking, newest
 from polyhvd.errors import CheckpointError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.runtime import current
 
 __all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied", "copied_by_name"]
-
-_NEVER = -1
 
 
 class State:
@@ -40,7 +40,7 @@ class State:
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._reset_callbacks: list[Callable[[], Any]] = []
-        self._commits = _NEVER  # number of the last; the same for the same commit on all ranks
+        self._commits = UNCOMMITTED  # number of the last; the same for the same commit on all ranks
         self._is_commit = False  # whether the values are those of the last commit
         self._checks = 0  # since the last commit or sync()
         #: The world that all its ranks have left between two steps, and after which check; None: none.
@@ -261,19 +261,17 @@ class ObjectState(State):
 
             state.sync()
         """
-        mine = (self._commits, self._is_commit, self._boundary, self._kept_names())
-        told = allgather_object(mine, name="elastic.state.commits")
-        commits = [number for number, *_ in told]
-        newest = max(commits)
-        root = commits.index(newest)
-        _require_alike([names for *_, names in told], root)
-        # At one commit, or all on one side of a step after it, nobody has anything new for the others.
-        has_a_place = self._is_commit or self._boundary is not None
-        same = newest != _NEVER and has_a_place and all(item == mine for item in told)
-        kept = self._is_commit and (same or self._rank() == root)
-        self._sync_from(root, same=same)
+        mine = Version(self._commits, self._is_commit, self._boundary)
+        told = allgather_object((mine, self._kept_names(), has_gpus()), name="elastic.state.commits")
+        versions = [version for version, *_ in told]
+        root = newest(versions)
+        _require_alike([names for _, names, _ in told], root)
+        receivers = lacking(versions, root)
+        kept = self._is_commit and self._rank() not in receivers
+        with exchange(root, receivers, gpus=any(gpus for *_, gpus in told)) as among:
+            self._sync_from(root, among=among)
         self._keep_synced(kept=kept)
-        self._commits = max(newest, 0)
+        self._commits = max(versions[root].commits, 0)
         self._is_commit = False
         self._checks, self._boundary = 0, None
 
@@ -336,12 +334,13 @@ class ObjectState(State):
         """
         self.save()
 
-    def _sync_from(self, root: int, *, same: bool) -> None:
-        """Take the values of a rank.
+    def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:
+        """Take the values of a rank. Every rank calls it.
 
         Args:
             root: which.
-            same: whether all ranks are at one commit or step, so that what is equal in each needs no telling.
+            among: that rank and those that lack its commit, who exchange tensors; None: this rank is none of
+                them, and has the tensors.
         """
         if self._names:
             values = {name: getattr(self, name) for name in self._names}
@@ -426,19 +425,22 @@ class Handler:
         """
         raise NotImplementedError
 
-    def sync_from(self, root: int, *, same: bool) -> None:
+    def sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         """Take the value of a rank. Without a method of the subclass it is :meth:`sync`, and rank 0's.
+
+        Every rank calls it.
 
         Args:
             root: which.
-            same: whether all ranks are at one commit or step, so that what is equal in each needs no telling.
+            among: that rank and those that lack its commit, who exchange tensors; None: this rank is none of
+                them, and has the tensors.
 
         Raises:
             HorovodInternalError: a rank was lost or has shut down.
 
         Example::
 
-            handler.sync_from(0, same=False)
+            handler.sync_from(0, among=hvd.global_process_set)
         """
         self.sync()
 
@@ -525,10 +527,10 @@ class HandlersState(ObjectState):
             handler.keep_synced(kept=kept)
         super().save()
 
-    def _sync_from(self, root: int, *, same: bool) -> None:
+    def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         for name in sorted(self._handlers):
-            self._handlers[name].sync_from(root, same=same)
-        super()._sync_from(root, same=same)
+            self._handlers[name].sync_from(root, among=among)
+        super()._sync_from(root, among=among)
 
 
 def _rank() -> int:

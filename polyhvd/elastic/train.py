@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from polyhvd.collectives.objects import allgather_object, broadcast_object
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.data.position import Position
 from polyhvd.elastic.checkpoint import Folder, TornError, pack
 from polyhvd.elastic.leaving import Leave, leaving_with
@@ -339,10 +340,10 @@ class Training(ObjectState):
         self._inner._keep_synced(kept=kept)
         super().save()
 
-    def _sync_from(self, root: int, *, same: bool) -> None:
+    def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         self.data = self.position.state_dict()
-        self._inner._sync_from(root, same=same)
-        super()._sync_from(root, same=same)
+        self._inner._sync_from(root, among=among)
+        super()._sync_from(root, among=among)
         self.position.load_state_dict(self.data)
 
     # Checkpoints

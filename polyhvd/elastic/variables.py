@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd import _core
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic.memory import like, overwrite, receive, send
 from polyhvd.elastic.state import Handler, HandlersState
 from polyhvd.errors import InvalidArgumentError
@@ -101,30 +102,32 @@ class VariablesHandler(Handler):
         for variable, array in zip(variables, value, strict=True):
             variable.assign(array)
 
-    def sync_from(self, root: int, *, same: bool) -> None:
+    def sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         """Take the variables of a rank.
 
         Args:
             root: which.
-            same: whether all ranks have the same ones.
+            among: that rank and those that are to get them; None: this rank is none of them.
 
         Raises:
             HorovodInternalError: a rank was lost or has shut down.
 
         Example::
 
-            handler.sync_from(0, same=False)
+            handler.sync_from(0, among=hvd.global_process_set)
         """
         self._is_spare_new = False
-        values = [] if same else [self._read(variable) for variable in self._variables()]
+        if among is None:
+            return
+        values = [self._read(variable) for variable in self._variables()]
         if not values:
             return
         self._spare = like(values, self._spare)
         if current.world().placement.rank == root:
-            send(values, "elastic.state.variables")
+            send(values, "elastic.state.variables", among)
             overwrite(self._spare, values)  # while others assign what they have received
         else:
-            receive(self._spare, root, "elastic.state.variables")
+            receive(self._spare, root, "elastic.state.variables", among)
             others = _core.different(values, self._spare)
             del values  # of variables that are to get other memory
             variables = self._variables()

@@ -69,6 +69,9 @@ class World:
         self.timeline_is_carried = False
         #: What this process has counted in former worlds of its elastic job.
         self.counted: dict[str, int] = {}
+        #: Process sets that are there for one exchange, and are not for the next world. Written and read by
+        #: the thread that enters and leaves worlds.
+        self.passing_sets: set[int] = set()
         #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
         self.key: bytes = connections.world_key
         self._domains = connections.domains

@@ -81,3 +81,54 @@ def test_newcomer_s_sets_are_those_of_the_others(launcher: Launcher) -> None:
         "sums 2 4 [110, 101] [[0], [1, 2], [0, 2]]",
         "sums 3 4 [] [[0], [1, 2], None]",
     ]
+
+
+#: A rank is lost, and then the newcomer while it gets its arrays, for which there is a process set.
+KILLED_IN_SYNC = """
+import os, time
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd.elastic import arrays
+from polyhvd.runtime import current
+first = hvd.ProcessSet([0, 1])
+hvd.init(process_sets=[first])
+state = hvd.elastic.ArrayState(step=0, w=np.zeros(1000))
+sync = arrays.ArraysState._sync_from
+
+def sync_from(self, root, *, among):
+    world = current.world()
+    if world.placement.generation == 2:
+        assert (among is None) == (hvd.rank() == 1), (hvd.rank(), among)
+        assert sorted(world.engine.process_sets().values()) == [[0], [0, 1, 2], [0, 2]]
+        if hvd.rank() == 2:
+            os.kill(os.getpid(), 9)
+    sync(self, root, among=among)
+
+arrays.ArraysState._sync_from = sync_from
+
+@hvd.elastic.run
+def train(state):
+    generation = current.world().placement.generation
+    while state.step < 40:
+        hvd.barrier()
+        if state.step == 10 and generation == 1 and hvd.rank() == 1:
+            os.kill(os.getpid(), 9)
+        state.w += 1
+        state.step += 1
+        time.sleep(0.02)
+        state.commit()
+    hvd.barrier()
+    hvd.barrier()
+    sets = sorted(current.world().engine.process_sets().values())
+    print("sets", generation, hvd.rank(), sets, set(state.w.tolist()), flush=True)
+
+train(state)
+"""
+
+
+def test_process_set_of_a_sync_that_has_failed_is_not_in_the_next_world(launcher: Launcher) -> None:
+    options = ("-np", "3", "--min-np", "3", "--spares", "2")
+    status, out, err = launcher.run(*options, source=KILLED_IN_SYNC)
+    assert status == 0, err
+    found = sorted(re.findall(r"sets .*", out))
+    assert found == [f"sets 3 {rank} [[0], [0, 1, 2]] {{40.0}}" for rank in range(3)]

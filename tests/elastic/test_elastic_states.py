@@ -11,6 +11,7 @@ import polyhvd.numpy as hvd
 import pytest
 
 from polyhvd.elastic import process
+from polyhvd.runtime import current
 
 pytestmark = pytest.mark.ranks(1, 3, framework="numpy")
 
@@ -129,6 +130,45 @@ def test_who_was_in_another_world_is_told_all_of_the_newest_commit_s_rank() -> N
     state._boundary = (3, 1) if hvd.rank() == newest else None  # a newcomer, or one that has failed
     state.sync()
     assert state.w.tolist() == [100 * newest + i for i in range(4)]
+
+
+@pytest.mark.parametrize("at", ["commit", "boundary"])
+@pytest.mark.ranks(3, 4, framework="numpy")
+def test_arrays_are_sent_to_who_lacks_them_alone(at: str) -> None:
+    newcomers = range(2, hvd.size())
+    state = make()
+    state.sync()
+    if hvd.rank() not in newcomers:
+        state.step = 9
+        state.commit()
+        state.w[:] = 10 + hvd.rank()  # what differs between ranks tells that it was not sent
+        state._is_commit = at == "commit"
+        state._boundary = (3, 1) if at == "boundary" else None
+    sets = current.world().engine.process_sets()
+    state.sync()
+    assert state.step == 9
+    assert state.w.tolist() == 4 * [10 if hvd.rank() in newcomers else 10 + hvd.rank()]
+    hvd.barrier()
+    hvd.barrier()  # what was removed before the first one is gone before the second
+    assert current.world().engine.process_sets() == sets
+    added = hvd.add_process_set([0, *newcomers])  # the ranks that have exchanged them are no set any more
+    assert hvd.remove_process_set(added)
+
+
+@pytest.mark.ranks(3, framework="numpy")
+def test_sync_uses_a_process_set_that_is_there_and_leaves_it() -> None:
+    pair = hvd.add_process_set([0, 2])
+    state = make()
+    state.sync()
+    if hvd.rank() < 2:
+        state.w += 1
+        state.commit()
+        state._is_commit = True
+    state.sync()
+    assert state.w.tolist() == [1, 2, 3, 4]
+    if pair.included():
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=pair).tolist() == [2]
+    assert hvd.remove_process_set(pair)
 
 
 def test_newcomer_gets_arrays_of_other_shapes_than_its_own() -> None:

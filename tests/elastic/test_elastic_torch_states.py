@@ -62,6 +62,7 @@ def test_training_from_a_restored_commit_takes_the_same_course(optimizer: str) -
     assert hvd.allgather_object(values(state)) == hvd.size() * [values(state)]
 
 
+@pytest.mark.ranks(2, 3, framework="torch")
 def test_newcomer_gets_model_optimizer_and_scheduler_of_the_newest_commit() -> None:
     state = make()
     scheduler = torch.optim.lr_scheduler.StepLR(state.optimizer, 1, gamma=0.5)
@@ -74,16 +75,21 @@ def test_newcomer_gets_model_optimizer_and_scheduler_of_the_newest_commit() -> N
     fresh = make()
     scheduler = torch.optim.lr_scheduler.StepLR(fresh.optimizer, 1, gamma=0.5)
     newcomer = hvd.elastic.TorchState(fresh.model, fresh.optimizer, scheduler=scheduler, step=0)
-    if hvd.rank() == 1:
+    if hvd.rank() > 0:
         fresh.model.load_state_dict(state.model.state_dict())
         fresh.optimizer.load_state_dict(state.optimizer.state_dict())
         scheduler.load_state_dict(state.scheduler.state_dict())
         newcomer.step = state.step
         newcomer.commit()
+        newcomer.restore()
     state = newcomer
+    seen = hvd.rank() * fresh.model.seen  # what differs between ranks tells that it was not sent
+    fresh.model.seen.copy_(seen)
     state.sync()
+    assert fresh.model.seen.item() == 3 * max(1, hvd.rank())
+    fresh.model.seen.fill_(3)
     found = hvd.allgather_object([values(state), scheduler.last_epoch])
-    assert found == 2 * found[1:]
+    assert found == hvd.size() * found[1:2]
     assert found[0][0][0] == 3
     assert found[0][0][3] == [0.1 / 8]
     step(state)

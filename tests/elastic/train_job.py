@@ -185,9 +185,9 @@ class KilledTraining(Training):
         KILLS.die_at("commit", hvd.rank(), self.steps)
         super().save()
 
-    def _sync_from(self, root: int, *, same: bool) -> None:
+    def _sync_from(self, root: int, *, among: Any) -> None:
         KILLS.die_at("sync", hvd.rank(), self.steps)
-        super()._sync_from(root, same=same)
+        super()._sync_from(root, among=among)
 
 
 class KilledFolder(checkpoint.Folder):

@@ -54,3 +54,25 @@ def test_what_a_sync_has_told_is_the_commit_on_every_rank() -> None:
         state.restore()
         assert values(net) == told
         state.commit()
+
+
+@pytest.mark.ranks(3, framework="mxnet")
+def test_network_and_trainer_are_sent_to_who_lacks_them_alone() -> None:
+    net, trainer, state = make()
+    state.sync()
+    if hvd.rank() > 0:
+        for _ in range(2):
+            with mx.autograd.record():
+                loss = net(mx.nd.ones((4, 2))).sum()
+            loss.backward()
+            trainer.step(4, ignore_stale_grad=True) if hvd.size() == 1 else trainer.update(4)
+        put(net, 10.0 + hvd.rank())  # what differs between ranks tells that it was not sent
+        state.step = 2
+        state.commit()
+        state.restore()
+    state.sync()
+    assert (state.step, trainer._updaters[0].optimizer.num_update) == (2, 2)
+    assert values(net)[0] == 3 * [2 * [10.0 + max(1, hvd.rank())]]
+    moments = [moment.asnumpy().tolist() for _, moment in sorted(trainer._updaters[0].states.items())]
+    assert len(moments) >= 2
+    assert hvd.allgather_object(moments) == 3 * [moments]

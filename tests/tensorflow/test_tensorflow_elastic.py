@@ -78,6 +78,23 @@ def test_rank_with_the_newest_commit_tells_the_others_and_what_is_not_synchroniz
         state.restore()
 
 
+@pytest.mark.ranks(3, framework="tensorflow")
+def test_variables_are_sent_to_who_lacks_them_alone() -> None:
+    state = make(1.0)
+    state.sync()
+    if hvd.rank() > 0:
+        state.variables[1].assign(tf.fill([2, 3], tf.constant(5.0, tf.float64)))
+        state.variables[0].assign(tf.fill([2, 3], float(hvd.rank())))  # what differs was not sent
+        state.commit()
+        state.restore()
+    state.sync()
+    for _ in range(2):
+        assert state.variables[0].numpy().tolist() == 2 * [3 * [max(1.0, hvd.rank())]]
+        assert state.variables[1].numpy().tolist() == 2 * [3 * [5.0]]
+        state.variables[1].assign_add(tf.ones([2, 3], tf.float64))
+        state.restore()
+
+
 def test_sync_that_fails_half_way_leaves_the_commit_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     state = make(1.0 + hvd.rank())
     state.sync()
@@ -97,9 +114,9 @@ def test_sync_that_fails_half_way_leaves_the_commit_as_it_was(monkeypatch: pytes
     monkeypatch.setattr(kept, "receive", lost)
     handler = state._handlers["variables"]
     if hvd.rank() == 0:
-        handler.sync_from(0, same=False)
+        handler.sync_from(0, among=hvd.global_process_set)
     else:
         with pytest.raises(HorovodInternalError):
-            handler.sync_from(0, same=False)
+            handler.sync_from(0, among=hvd.global_process_set)
     state.restore()
     assert values(state) == expected

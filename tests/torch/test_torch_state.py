@@ -61,3 +61,8 @@ def test_groups_of_parameters_keep_their_own_rates() -> None:
 
 def test_four_threads_may_broadcast_states_at_once() -> None:
     cases.four_threads_broadcast_states()
+
+
+@pytest.mark.ranks(3, framework="torch")
+def test_optimizer_state_is_broadcast_in_a_process_set() -> None:
+    cases.ranks_of_a_process_set_get_the_root_s_state()

@@ -670,7 +670,7 @@ _SIGNATURES = {
     "DistributedOptimizer": "optimizer named_parameters=None compression backward_passes_per_step=1 op=0 "
     "gradient_predivide_factor=1.0 num_groups=0 groups=None sparse_as_dense=False process_set "
     "scale_local_gradients=True mapping=None",
-    "broadcast_optimizer_state": "optimizer root_rank model=None",
+    "broadcast_optimizer_state": "optimizer root_rank model=None process_set",
     "SyncBatchNorm": "num_features eps=1e-05 momentum=0.1 affine=True track_running_stats=True process_set "
     "device=None dtype=None",
     "convert_sync_batchnorm": "module process_set",

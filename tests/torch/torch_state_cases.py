@@ -190,6 +190,19 @@ def other_parameters_are_an_error_on_every_rank() -> None:
     assert_usable()
 
 
+def ranks_of_a_process_set_get_the_root_s_state() -> None:
+    pair = hvd.add_process_set([1, 2])
+    module = model(hvd.rank())
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.001 * (hvd.rank() + 1))
+    _train(module, optimizer, 2 * (hvd.rank() != 1), seed=hvd.rank())
+    mine = _leaves(optimizer.state_dict())
+    expected = hvd.allgather_object(mine)[2 if pair.included() else 0]
+    if pair.included():
+        hvd.broadcast_optimizer_state(optimizer, 2, process_set=pair)
+    assert _leaves(optimizer.state_dict()) == expected
+    assert hvd.remove_process_set(pair)
+
+
 def four_threads_broadcast_states() -> None:
     """Each thread has an optimizer of its own; each gets one of the root's states, as a whole."""
 

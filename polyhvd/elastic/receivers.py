@@ -1,0 +1,78 @@
+"""To whom a sync sends tensors: to the ranks that lack the newest commit, and to no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+from polyhvd.collectives.membership import passing_set
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.runtime import current, gpu
+
+__all__ = ["UNCOMMITTED", "Version", "exchange", "has_gpus", "lacking", "newest"]
+
+#: The number of a commit that there was none of.
+UNCOMMITTED = -1
+
+
+class Version(NamedTuple):
+    """Which values a rank has: those of two ranks are the same if they have the same known version."""
+
+    commits: int  #: number of its last commit
+    is_commit: bool  #: whether its values are those of that commit
+    #: The world that all its ranks have left between two steps, and after which of them since the commit.
+    boundary: tuple[int, int] | None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the values are those after some step, and not of nobody knows when."""
+        return self.commits != UNCOMMITTED and (self.is_commit or self.boundary is not None)
+
+
+def newest(versions: Sequence[Version]) -> int:
+    """The rank whose values count: of those with the newest commit the lowest."""
+    commits = [version.commits for version in versions]
+    return commits.index(max(commits))
+
+
+def lacking(versions: Sequence[Version], root: int) -> list[int]:
+    """The ranks that do not have the values of this one."""
+    known = versions[root].is_known
+    return [
+        rank
+        for rank, version in enumerate(versions)
+        if rank != root and not (known and version == versions[root])
+    ]
+
+
+@contextmanager
+def exchange(root: int, receivers: Sequence[int], *, gpus: bool) -> Iterator[ProcessSet | None]:
+    """The process set of a rank and of those that receive from it; None where this rank is in neither role.
+
+    Every rank calls it, with the same arguments.
+
+    Args:
+        root: who sends.
+        receivers: who lacks what it sends.
+        gpus: whether tensors may be on GPUs. The world exchanges them then: for a process set NCCL would make
+            a communicator of its own, which takes longer than it saves.
+
+    Raises:
+        HorovodInternalError: a rank was lost or has shut down.
+    """
+    place = current.world().placement
+    if not receivers:
+        yield None
+    elif gpus or len(receivers) == place.size - 1:
+        yield global_process_set
+    else:
+        with passing_set(sorted([root, *receivers])) as among:
+            yield among if among.included() else None
+
+
+@cache
+def has_gpus() -> bool:
+    """Whether this process could have tensors on GPUs. Touches none."""
+    return isinstance(gpu.probe_cuda(), gpu.Found)
