@@ -188,11 +188,11 @@ class Launched(_Table):
         "RESTART_COUNT", _count, 0, "How often polyhvdrun --max-restarts has started the job again."
     )
     member: int | None = _row("MEMBER", _count, None, "Which process of an elastic job; set by the launcher.")
+    launcher_timeout_s: float = _row(
+        "LAUNCHER_TIMEOUT_S", _number, 0.0, "Seconds after which a silent launcher is given up; set by it."
+    )
     report: str = _row(
-        "REPORT",
-        str,
-        "",
-        "Number and inode of a pipe on which a rank tells what others have caused; set by the launcher.",
+        "REPORT", str, "", "Number and inode of a pipe on which a rank tells what others have caused."
     )
 
     @property

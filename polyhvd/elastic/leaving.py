@@ -87,11 +87,9 @@ def heed(watch: Watch) -> None:
     def told(*_: object) -> None:
         global _told_at
         now = time.monotonic()
-        if not watch.hears:
-            _die_of_it()
-        elif _told_at is None:
+        if _told_at is None:
             _told_at = now
-            watch.tell(LEAVES, b"")
+            watch.tell(LEAVES, b"")  # where the launcher is gone the next operation ends the process
         elif now > _told_at + _REPEAT_S:
             _die_of_it()
 

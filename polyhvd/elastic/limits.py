@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Limits"]
+__all__ = ["RESUME_STATUS", "Limits"]
+
+#: Exit status of a job, and of a process of it, that can go on from the last checkpoint: EX_TEMPFAIL.
+RESUME_STATUS = 75
 
 #: From the second failure of a slot on, unless the user says otherwise.
 _COOLDOWN_S = (1.0, 60.0)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from polyhvd.rendezvous.client import Client, ConnectedStore
+from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 from polyhvd.runtime.placement import Placement, placements
 
@@ -148,11 +148,6 @@ class Seat:
         self._lock = threading.Lock()
         self._notice = 0  # request; 0: there is none
         _seats.add(self)
-
-    @classmethod
-    def connect(cls, rendezvous: str, secret: bytes, member: int, deadline: float) -> Seat:
-        """Connect to the launcher; raises StoreError."""
-        return cls(Client(rendezvous, secret, rank=member, generation=0, deadline=deadline), member)
 
     def next_place(self, question: Question, idle: Callable[[], None] = lambda: None) -> Answer:
         """Ask for a place in the next world, and wait for it: as long as the job lives.

@@ -5,20 +5,24 @@ There is one in a process at most. :mod:`polyhvd.launch.entry` makes it in the f
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from polyhvd.elastic import leaving
+from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.pace import Pace, SlowRank
 from polyhvd.elastic.places import STEPS, Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
+from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime import current
 from polyhvd.runtime.world import Member, World
 
 __all__ = ["Process", "find", "leave_for_next", "take_seat"]
 
+_LOG = logging.getLogger("polyhvd")
 _NOTICE = 1
 
 
@@ -53,11 +57,13 @@ class Process:
         current.on_leave(self._remember)
 
     def next_place(self) -> Answer:
-        """Wait for a place in the next world; raises StoreError, and SystemExit where there is none."""
+        """Wait for a place in the next world; raises SystemExit where there is none."""
         flags = self._wired, self._progressed, self._failure
         former = self.seat.answer
         question = Question(former.generation, *flags, self.call, self._sets, self._dead)
         try:
+            if self.watch.fault:  # the seat would take as long to notice
+                raise StoreError(self.watch.fault)
             answer = self.seat.next_place(question, current.prepare)
         except SystemExit:
             if (timeline := self.take_timeline()) is not None:
@@ -67,6 +73,12 @@ class Process:
                 rank, size = told.members.index(self.seat.member), len(told.members)
                 leaving.take_leave(leaving.Leave(rank, size, everyone=told.leaves == "all"))
             raise
+        except StoreError as error:
+            _LOG.error(
+                "elastic: %s: status %d, run the job again, to resume from its checkpoint",
+                *(error, RESUME_STATUS),
+            )
+            raise SystemExit(RESUME_STATUS) from None
         self._wired, self._progressed, self._failure, self._dead = False, False, "", []
         return answer
 

@@ -29,6 +29,8 @@ _SLOW_REQUESTS_MAX = 8
 class Watch:
     """See the module. A world whose member is lost fails, also where nothing of that is seen by itself.
 
+    So does one whose launcher is gone: there is nobody to form the next one. Its processes end.
+
     A forked child has none.
 
     Args:
@@ -51,16 +53,13 @@ class Watch:
         #: Who is slow, the last one in the world that is followed. Answers to others may be on their way, and
         #: are to be taken, too.
         self._slow_requests: deque[int] = deque()
-        self._slow_world: weakref.ref[World] | None = None
         self._slow_number = 0
+        #: Why the launcher counts as gone; empty: it does not. Written once, before the world fails of it.
+        self.fault = ""
+        self._world: weakref.ref[World] | None = None  # the last that is followed
         self._thread = threading.Thread(target=self._run, name="polyhvd-watch", daemon=True)
         _watches.add(self)
         self._thread.start()
-
-    @property
-    def hears(self) -> bool:
-        """Whether there is a launcher, as far as this process knows."""
-        return self._thread.is_alive()
 
     def follow(self, world: World) -> None:
         """Watch over this world from now on; it is not kept alive."""
@@ -84,8 +83,11 @@ class Watch:
             while True:
                 select.select([self._store.fileno(), self._wake], [], [])
                 self._turn()
-        except (StoreError, OSError, ValueError):
-            self._store.close()  # the launcher is gone, and this process is about to be ended
+        except (StoreError, OSError, ValueError) as error:
+            self.fault = str(error)
+            self._store.close()
+            if (world := self._present()) is not None:
+                world.engine.abort(str(error))
 
     def _turn(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -103,7 +105,7 @@ class Watch:
             if (world := follower()) is not None:
                 request = self._store.post_gather(lost_scope(world.placement.generation), 1, _WAIT_S)
                 self._requests[request] = follower
-                self._slow_world, self._slow_number = follower, 0
+                self._world, self._slow_number = follower, 0
                 self._ask_who_is_slow(world)
         for request in list(self._slow_requests):
             if (said := self._store.take(request)) is not None:
@@ -118,6 +120,9 @@ class Watch:
                 if (world := follower()) is not None:
                     world.engine.abort(said[0].decode("utf-8", "replace"))
 
+    def _present(self) -> World | None:
+        return None if self._world is None else self._world()
+
     def _ask_who_is_slow(self, world: World) -> None:
         self._slow_number += 1
         scope = slow_scope(world.placement.generation, self._slow_number)
@@ -126,8 +131,7 @@ class Watch:
         self._slow_requests.append(self._store.post_gather(scope, 1, _WAIT_S))
 
     def _hear_who_is_slow(self, data: bytes) -> None:
-        world = None if self._slow_world is None else self._slow_world()
-        if world is None:
+        if (world := self._present()) is None:
             return
         ranks = tuple(SlowRank(**item) for item in json.loads(data))
         self.slow = (world.placement.generation, ranks)

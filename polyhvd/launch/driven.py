@@ -6,20 +6,19 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.launch.blame import Ending
 from polyhvd.launch.hosts import Host
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement
 
 if TYPE_CHECKING:
-    from polyhvd.elastic.membership import Limits
+    from polyhvd.elastic.limits import Limits
     from polyhvd.launch.discovery import Discovery
     from polyhvd.launch.driver import Driver
 
 __all__ = ["HEARTBEAT_TIMEOUT_S", "RESUME_STATUS", "DrivenJob", "Elastic", "driver_of"]
 
-#: Exit status of a job that can go on from its last checkpoint: EX_TEMPFAIL.
-RESUME_STATUS = 75
 #: As of :mod:`polyhvd.launch.agent`, where nothing else is said. The others wait for a host that is cut off
 #: until it is given up, which is to be within 5 s; it costs a beat in two thirds of a second. Who is stopped
 #: or starved for three seconds is heard in time.

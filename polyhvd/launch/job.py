@@ -217,7 +217,8 @@ class Job:
         while self._output.size <= member:
             self._output.add_rank()
         process = self._agent_on(host, number)
-        variables = {**rank_environment((), place, host.name), "POLYHVD_MEMBER": str(member)}
+        told = {"POLYHVD_MEMBER": str(member), "POLYHVD_LAUNCHER_TIMEOUT_S": f"{self._pulses.silence_s:g}"}
+        variables = {**rank_environment((), place, host.name), **told}
 
         def start() -> None:
             order = self._order([(member, variables)], process, self.endpoint(number, {number}))

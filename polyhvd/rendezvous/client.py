@@ -67,6 +67,10 @@ class ConnectedStore(Store):
         self._closed = True
         self._socket.close()
 
+    def give_up_after(self, silence_s: float) -> None:
+        """Have a server that falls silent given up after so long rather than 20 seconds; 0: after these."""
+        network.give_up_after(self._socket, silence_s)
+
     def fileno(self) -> int:
         """The connection's descriptor; -1 once it is closed."""
         return self._socket.fileno()

@@ -17,6 +17,7 @@ __all__ = [
     "address_of",
     "address_towards",
     "endpoint_text",
+    "give_up_after",
     "host_identity",
     "interfaces",
     "is_local",
@@ -50,6 +51,16 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(tcp, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
     connection.setsockopt(tcp, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
     connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+def give_up_after(connection: socket.socket, silence_s: float) -> None:
+    """Have a silent peer given up after so long instead, to the second; 0: as :func:`tune` says."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or silence_s <= 0:
+        return
+    tcp, interval_s = socket.IPPROTO_TCP, max(1, int(silence_s / 4))
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, interval_s)
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, interval_s)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(1000 * silence_s)))
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:

@@ -23,16 +23,19 @@ def meet_as_member(launched: Launched, settings: Settings, deadline: float) -> t
     Raises:
         ConfigError: the launcher's variables are not whole.
         HorovodInternalError: the launcher cannot be reached.
-        SystemExit: the job is over, or does not need this process any more.
+        SystemExit: the job is over, or does not need this process any more; or the launcher is gone.
     """
     member, secret = launched.member, given_secret(launched)
     if member is None or not launched.rendezvous or not secret:
         raise ConfigError("POLYHVD_MEMBER needs POLYHVD_RENDEZVOUS and POLYHVD_SECRET; start with polyhvdrun")
     try:
-        process = take_seat(
-            lambda: Seat.connect(launched.rendezvous, secret, member, deadline),
-            lambda: Watch(_connected(launched.rendezvous, secret, member, 0, deadline), member),
-        )
+
+        def connected() -> Client:
+            store = _connected(launched.rendezvous, secret, member, 0, deadline)
+            store.give_up_after(launched.launcher_timeout_s)
+            return store
+
+        process = take_seat(lambda: Seat(connected(), member), lambda: Watch(connected(), member))
         answer = process.next_place()
         placement = answer.placement(member)
         if placement.size == 1:
