@@ -13,6 +13,7 @@ from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.training import passes
 from polyhvd.training.compression import Compressor
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
 from polyhvd.training.options import Options
@@ -99,6 +100,15 @@ class _Passes:
         self._average = options.average_aggregated_gradients
         self._count = 0
         self._sums: dict[int, Tensor] = {}
+        passes.register(self)
+
+    def passes_held(self) -> int:
+        """See :class:`polyhvd.training.passes.CountedPasses`."""
+        return self.number if self._count else 0
+
+    def drop_passes(self) -> None:
+        """Forget the calls since the last step."""
+        self._count, self._sums = 0, {}
 
     def add(self, gradients: Sequence[Any]) -> list[Any] | None:
         """The totals, in the last call of a step."""

@@ -96,7 +96,8 @@ class _Parameters(Handler):
 
     def keep_synced(self, *, kept: bool) -> None:
         if not kept:
-            self._spare = self._copies  # an earlier commit is of no use any more, its memory is
+            if not self._spare:  # an earlier commit is of no use any more, its memory is
+                self._copies, self._spare = [], self._copies
             self.save()
 
 

@@ -9,6 +9,7 @@ import mxnet as mx
 from mxnet.gluon import Parameter
 from mxnet.ndarray import NDArray
 
+from polyhvd.training import passes
 from polyhvd.training.options import Options
 
 __all__ = ["Passes", "Sums", "fill", "scale"]
@@ -78,7 +79,13 @@ class Passes:
         self._count = 0
         self._sums = Sums()
 
-    def begin_anew(self) -> None:
+        passes.register(self)
+
+    def passes_held(self) -> int:
+        """See :class:`polyhvd.training.passes.CountedPasses`."""
+        return self._number if self._count else 0
+
+    def drop_passes(self) -> None:
         """Forget the passes since the last step."""
         self._count = 0
         self._sums = Sums()

@@ -184,7 +184,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
 
     def begin_anew(self) -> None:
         """Forget the step that is under way, and that it has failed: what it has changed is undone."""
-        self._passes.begin_anew()
+        self._passes.drop_passes()
         self._reducer.drop()
         self._exchange.begin_anew()
 

@@ -13,6 +13,7 @@ from polyhvd.tensorflow import sparse
 from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.reducer import reference
 
+from polyhvd.training import passes
 from polyhvd.training.options import Options
 
 __all__ = ["Passes", "only_effects"]
@@ -99,6 +100,19 @@ class Passes:
         self._sparse_as_dense = options.sparse_as_dense
         self._counts: dict[Any, Any] = {}
         self._sums: dict[Any, _Dense | _Sparse] = {}
+        passes.register(self)
+
+    def passes_held(self) -> int:
+        """See :class:`polyhvd.training.passes.CountedPasses`; only where operations run at once."""
+        count = self._counts.get(None)
+        return 0 if self.number == 1 or count is None or int(count) % self.number == 0 else self.number
+
+    def drop_passes(self) -> None:
+        """Forget the passes since the last step; only where operations run at once."""
+        if self.passes_held():
+            self._counts[None].assign(0)
+            for total in self._sums.values():
+                total.clear()
 
     def run(
         self,

@@ -19,6 +19,7 @@ from polyhvd.torch.written import Leftovers, Submitted
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.training import passes
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
@@ -27,6 +28,7 @@ __all__ = ["Gradients"]
 
 Tensor = torch.Tensor
 _PREFIX = "DistributedOptimizer"
+_ON_HOLD_MAX = 100  # passes that are added up until somebody says that it is enough
 
 
 _registry = Registry(_PREFIX)
@@ -114,6 +116,7 @@ class Gradients(Section):
         self._lost = 0  # generation of the world that has ended with gradients of this, until others come
         _registry.seat(self)
         self.adopt(parameters)
+        passes.register(self)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
         """Take over parameters, at the next positions."""
@@ -173,6 +176,16 @@ class Gradients(Section):
     def in_flight(self) -> bool:
         """Whether reductions run: within backward, or after one that has failed."""
         return bool(self._started)
+
+    def passes_held(self) -> int:
+        """See :class:`polyhvd.training.passes.CountedPasses`."""
+        number = self.passes_per_step
+        if self.retired or not (self._fresh or any(count % number for count in self._passes)):
+            return 0
+        return number if number > 1 else _ON_HOLD_MAX
+
+    def drop_passes(self) -> None:
+        """The same: their gradients are the state's to drop, their number goes with the world."""
 
     def begin_anew(self) -> None:
         """Another world is current: what was begun in the last one is not to be waited for."""

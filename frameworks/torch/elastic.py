@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -81,15 +81,29 @@ class _TensorsHandler(StateHandler):
     def _saved(self, tensors: list[Tensor]) -> Any:
         return put_tensors(copy.deepcopy(self._rest), tensors)
 
+    def forget_gradients(self) -> None:
+        """Those of a step that is undone, or was used up, are not to be added to the next one's."""
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _parameters(self) -> Iterable[Tensor]:
+        raise NotImplementedError
+
 
 class _ModelHandler(_TensorsHandler):
+    def _parameters(self) -> Iterable[Tensor]:
+        parameters: Iterable[Tensor] = self.value.parameters()
+        return parameters
+
     def keep_synced(self, *, kept: bool) -> None:
         if not kept or any(not torch.is_tensor(value) for value in self.value.state_dict().values()):
-            self._spare = self._tensors  # an earlier commit is of no use any more, its memory is
+            if not self._spare:  # an earlier commit is of no use any more, its memory is
+                self._tensors, self._spare = [], self._tensors
             self.save()
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved(self._tensors))
+        self.forget_gradients()
 
     def imported(self, value: Any) -> None:
         self.value.load_state_dict(_unpacked(value))
@@ -106,6 +120,9 @@ class _ModelHandler(_TensorsHandler):
 
 
 class _OptimizerHandler(_TensorsHandler):
+    def _parameters(self) -> Iterable[Tensor]:
+        return (parameter for group in self.value.param_groups for parameter in group["params"])
+
     def keep_synced(self, *, kept: bool) -> None:
         if not kept:
             self.save()
@@ -113,6 +130,7 @@ class _OptimizerHandler(_TensorsHandler):
     def restore(self) -> None:
         # It takes tensors over as they are, and changes them in its steps.
         load_state(self.value, self._saved([tensor.clone() for tensor in self._tensors]))
+        self.forget_gradients()
 
     def imported(self, value: Any) -> None:
         load_state(self.value, _unpacked(value))
@@ -130,6 +148,9 @@ class _StatefulHandler(StateHandler):
 
     def restore(self) -> None:
         self.value.load_state_dict(copy.deepcopy(self._saved))
+        stages = getattr(self.value, "_per_optimizer_states", None)  # a GradScaler's: within a step
+        if isinstance(stages, dict):
+            stages.clear()
 
     def exported(self) -> Any:
         return changed(self.value.state_dict(), _packed)
@@ -264,6 +285,17 @@ class TorchState(HandlersState):
         for name, value in given.items():
             if value is None:
                 setattr(self, name, None)
+
+    def reset(self) -> None:
+        """Drop gradients that are left of the former world: a newcomer has none. Raises nothing.
+
+        Example::
+
+            state.reset()
+        """
+        for handler in self._handlers.values():
+            if isinstance(handler, _TensorsHandler):
+                handler.forget_gradients()
 
 
 def _set_rng_state(value: Any) -> None:

@@ -134,5 +134,5 @@ class ArrayLoader(Position):
             self._under_way.append(entry)
             yield Batch(named, indices, weight)
             if self._under_way and self._under_way[0] is entry:
-                self.advance()
+                self._move_on()
         raise RuntimeError("a second iteration over this loader has begun; make one loader for each")

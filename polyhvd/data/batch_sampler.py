@@ -85,6 +85,7 @@ class DistributedBatchSampler(Position):
 
         Raises:
             RuntimeError: no step is under way, or it was cut for another world.
+            InvalidArgumentError: within ``hvd.elastic.train``, which does that itself.
 
         Example::
 
@@ -92,9 +93,13 @@ class DistributedBatchSampler(Position):
             sampler.advance()
             state.commit()
         """
+        super().advance()
+
+    def _move_on(self) -> None:
+        """:meth:`advance`, of who owns the position; raises RuntimeError."""
         if self._under_way:
             self._require(self._under_way[0][1])
-        super().advance()
+        super()._move_on()
 
     def _require(self, place: Any) -> None:
         now = self._place()

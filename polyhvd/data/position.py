@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from polyhvd.data.order import LAST, Indices, Order, Step, at_least
+from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 
 __all__ = ["Place", "Position", "current_place"]
@@ -95,6 +96,7 @@ class Position:
         self._under_way: deque[tuple[Step, Place]] = deque()
         self._iteration = 0  # number of the latest iteration, the only one that may go on
         self._moves = 0  # how often the position was set, which makes what was sampled ahead invalid
+        self._owner = ""  # who alone may move it, if anybody
 
     @property
     def epoch(self) -> int:
@@ -140,6 +142,7 @@ class Position:
 
         Raises:
             RuntimeError: no step is under way.
+            InvalidArgumentError: within ``hvd.elastic.train``, which does that itself.
 
         Example::
 
@@ -147,6 +150,12 @@ class Position:
             loader.advance()
             state.commit()
         """
+        if self._owner:
+            raise InvalidArgumentError(f"advance(): leave it to {self._owner}")
+        self._move_on()
+
+    def _move_on(self) -> None:
+        """:meth:`advance`, of who owns the position; raises RuntimeError."""
         if not self._under_way:
             raise RuntimeError("advance() was called, but no step is under way: each is advanced once")
         step, _ = self._under_way.popleft()

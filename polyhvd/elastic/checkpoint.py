@@ -135,8 +135,10 @@ class Folder:
         Folder("run").write(steps=100, value={"w": np.ones(3)})
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | bytes | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, bytes, os.PathLike)) or not os.fspath(path):
+            raise CheckpointError(f"checkpoint={path!r}: say a folder")
+        self.path = Path(os.fsdecode(path))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

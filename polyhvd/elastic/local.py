@@ -84,13 +84,24 @@ class LocalParts:
             HorovodInternalError: a rank was lost or has shut down.
             CheckpointError: a part is of a kind that cannot be told.
         """
-        self._own = encoded({name: get() for name, (get, _) in self._parts.items()})
+        self._own = self._encoded()
+        self._send(self._own)
+
+    def hand_over(self) -> None:
+        """Have the next rank know what they are now, before all leave the world; raises as :meth:`keep`."""
+        self._send(self._encoded())
+        self.finish()
+
+    def _encoded(self) -> bytes:
+        return encoded({name: get() for name, (get, _) in self._parts.items()})
+
+    def _send(self, own: bytes) -> None:
         world, member = current.world(), process.find()
         rank, size = world.placement.rank, world.placement.size
         if member is None or size == 1:
             return
         self.finish()
-        told = _LENGTH.pack(member.seat.member) + _LENGTH.pack(rank) + self._own
+        told = _LENGTH.pack(member.seat.member) + _LENGTH.pack(rank) + own
         told += bytes(-len(told) % _PADDED_TO)
         splits = [len(told) if other == (rank + 1) % size else 0 for other in range(size)]
         array = np.frombuffer(told, np.uint8)
@@ -153,7 +164,9 @@ class LocalParts:
             self._held.pop(number, None)
             if rank == newcomer:
                 self._own = part
-        self.restore()
+                self.restore()
+        self._own = self._encoded()  # who stays keeps its own, at a commit or not
+        self._send(self._own)
 
 
 def _members() -> list[int]:

@@ -13,6 +13,7 @@ from polyhvd.elastic import process
 from polyhvd.elastic.state import State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
 from polyhvd.runtime import current
+from polyhvd.training.passes import drop_passes
 
 __all__ = ["looped", "run", "run_fn"]
 
@@ -147,6 +148,7 @@ def looped(
                     member.fail(str(error))
                 if not must_reset:  # else the state is restored already
                     _leave()
+                    drop_passes()
                     state.restore()
                     state._boundary = None
                 skip_sync = False

@@ -19,12 +19,14 @@ from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.data.position import Position
 from polyhvd.elastic.checkpoint import Folder, TornError, pack
 from polyhvd.elastic.leaving import Leave, leaving_with
+from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.local import LocalParts, random_states
 from polyhvd.elastic.loop import looped
 from polyhvd.elastic.progress import Progress
 from polyhvd.elastic.state import ObjectState
-from polyhvd.errors import CheckpointError, InvalidArgumentError
+from polyhvd.errors import CheckpointError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.training.passes import passes_held
 
 __all__ = ["Training", "train", "train_told"]
 
@@ -146,7 +148,7 @@ def _train(
         position = training.position
         while position.epoch < epochs:
             _go_through_epoch(step, data, training, on_epoch_end, shown)
-        training.parts.finish()
+        training.end()
         allgather_object(None, name="elastic.train.end")  # nobody leaves while another may need its state
 
     with training.owning(), leaving_with(training.write_leaving):
@@ -169,7 +171,7 @@ def _go_through_epoch(
     ended = False
     for batch in data:
         result = step(batch)
-        position.advance()
+        position._move_on()
         ended = len(position) == 0
         if ended:
             _end_epoch(training, epoch, on_epoch_end)
@@ -248,6 +250,8 @@ class Training(ObjectState):
         self._checkpoint_every = checkpoint_every
         self._commit_every = commit_every
         self._is_due = False  # whether the next commit is written to disk
+        self._commit_is_due = False
+        self._held = 0  # steps in a row with which no update was whole
         self.parts = LocalParts({**random_states(), **inner._local})
         super().__init__(broadcast_object, _rank, steps=0, data=position.state_dict())
         if self._folder is not None:
@@ -257,17 +261,19 @@ class Training(ObjectState):
     def owning(self) -> Iterator[None]:
         """Within, nobody else commits the state that is trained."""
         self._inner._owner = "elastic.train(), which commits it together with the position in the data"
+        self.position._owner = "elastic.train(), which moves the position when the step has returned"
         try:
             yield
         finally:
-            self._inner._owner = ""
+            self._inner._owner = self.position._owner = ""
 
     def begin_again(self) -> None:
-        """Nothing is under way: what was read ahead was for another world."""
+        """Nothing is under way: what was read ahead was for another world. All ranks call it together."""
+        self._is_due, self._commit_is_due, self._held = False, False, 0
         self.position.load_state_dict(self.position.state_dict())
 
     def end_step(self, *, epoch_ended: bool) -> None:
-        """Commit and write what is due after a step.
+        """Commit and write what is due after a step, when gradients of earlier passes wait for no update.
 
         Args:
             epoch_ended: whether it was the last one of its epoch.
@@ -278,8 +284,13 @@ class Training(ObjectState):
         """
         self.steps += 1
         every = self._checkpoint_every
-        self._is_due = epoch_ended or (every is not None and self.steps % every == 0)
-        if self._is_due or self.steps % self._commit_every == 0:
+        self._is_due |= epoch_ended or (every is not None and self.steps % every == 0)
+        self._commit_is_due |= self._is_due or self.steps % self._commit_every == 0
+        self._held += 1
+        if self._held < passes_held():
+            return
+        self._held = 0
+        if self._commit_is_due:
             self.commit()
         else:
             self.check_host_updates()
@@ -288,6 +299,12 @@ class Training(ObjectState):
         """Commit and write after an epoch without a step; raises as :meth:`end_step` does."""
         self._is_due = True
         self.commit()
+
+    def end(self) -> None:
+        """Commit and write what is due, whatever waits for an update; raises as :meth:`end_step` does."""
+        if self._commit_is_due:
+            self.commit()
+        self.parts.finish()
 
     # What the loop calls
 
@@ -304,6 +321,14 @@ class Training(ObjectState):
         self.parts.abandon()
         self.parts.restore()
         self.position.load_state_dict(self.data)
+
+    def check_host_updates(self) -> None:
+        """Where the world is to change, who leaves gives away what is its own."""
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            self.parts.hand_over()
+            raise
 
     def on_reset(self) -> None:
         """What the user has registered with the state."""
@@ -329,6 +354,10 @@ class Training(ObjectState):
         timer.start()
         try:
             yield
+        except SystemExit as error:
+            if error.code == RESUME_STATUS:  # the launcher is gone
+                self._write_waiting()
+            raise
         finally:
             timer.cancel()
             timer.join()
@@ -361,7 +390,7 @@ class Training(ObjectState):
     def _committed(self) -> None:
         if self._is_due and self._folder is not None and self._rank() == 0:
             self._folder.write(self.steps, self.exported())
-        self._is_due = False
+        self._is_due = self._commit_is_due = False
         self.parts.keep()
 
     def write_leaving(self, leave: Leave) -> None:
@@ -410,6 +439,7 @@ class Training(ObjectState):
             if error and not is_torn:
                 raise CheckpointError(error)
             if not error:
+                self.on_reset()  # it may be that of another number of ranks
                 return
             torn.append(error)
         if torn:

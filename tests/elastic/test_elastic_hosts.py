@@ -229,6 +229,76 @@ def test_cable_that_is_cut_costs_the_heartbeat_s_time_and_the_host_comes_back(cl
     assert "ended the job" not in err
 
 
+#: Trains, and says with which status each process ends.
+RESUMABLE = """
+import os, pathlib, sys, time
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd.data import ArrayLoader
+
+folder = pathlib.Path(sys.argv[1])
+state = hvd.elastic.ArrayState(w=np.zeros(3), rows=0)
+
+def step(batch):
+    (x,) = batch
+    state.w += hvd.allreduce(np.full(3, x.sum()), op=hvd.Sum, name="gradient")
+    state.rows += int(hvd.allreduce(np.full(1, len(x)), op=hvd.Sum, name="rows")[0])
+    time.sleep(0.01)
+    if state.rows == 600:
+        print("train", flush=True)
+    if (folder / "ends").exists() and state.rows > int((folder / "ends").read_text()):
+        print("end", state.rows, state.w.tolist() == 3 * [float(sum(range(state.rows)))], flush=True)
+        raise SystemExit(0)
+
+try:
+    hvd.init()
+    loader = ArrayLoader([np.arange(1000000.0)], batch_size=4, shuffle=False)
+    hvd.elastic.train(step, state, loader, epochs=1, checkpoint=folder / "run", progress=False)
+except SystemExit as end:
+    with (folder / "statuses").open("a") as file:
+        print(time.time(), end.code, os.environ["POLYHVD_MEMBER"], state.rows, file=file)
+    raise
+"""
+
+
+def statuses(folder: Path) -> list[list[str]]:
+    path = folder / "statuses"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_ranks_whose_launcher_s_host_is_cut_off_write_a_checkpoint_and_end_to_be_resumed(
+    cluster: Cluster,
+) -> None:
+    b, c = (host.address for host in cluster.hosts[1:])
+    cluster.program = cluster.launcher.script(RESUMABLE)
+    hosts = ["-H", f"localhost:1,{b}:1,{c}:1", "-np", "3", "--min-np", "3"]
+    cluster.start(*hosts, "--term-grace-s", "5")
+    cluster.launcher.wait_for("train", 3)
+    cut = time.time()
+    cluster.hosts[0].link("down")
+    try:
+        wait_until(lambda: len(statuses(cluster.folder)) >= 2, "the end of two ranks")
+        ended = statuses(cluster.folder)
+    finally:
+        cluster.hosts[0].link("up")
+    assert [(status, member) for _, status, member, _ in sorted(ended, key=lambda row: row[2])] == [
+        ("75", "1"),
+        ("75", "2"),
+    ]
+    print(f"a launcher's host: {max(float(row[0]) for row in ended) - cut:.3f} s")
+    assert max(float(row[0]) for row in ended) - cut < 15  # where nothing else runs it is less than 6
+    assert cluster.launcher.process is not None
+    cluster.launcher.process.kill()
+    cluster.launcher.process.communicate()
+    rows = max(int(row[3]) for row in ended)
+    assert rows >= 600
+    assert (cluster.folder / "run" / f"checkpoint-{rows // 12:012}.npz").exists()
+    (cluster.folder / "ends").write_text(str(rows))
+    cluster.start(*hosts)
+    status, out, err = cluster.launcher.finish()
+    assert (status, out.count(f"end {rows + 12} True\n")) == (0, 3), f"{out}\n{err}"
+
+
 def test_host_that_is_unfit_is_refused_and_the_job_goes_on(cluster: Cluster) -> None:
     b, c = (host.address for host in cluster.hosts[1:])
     cluster.are("localhost:1")

@@ -177,3 +177,27 @@ def test_commit_keeps_tensors_of_every_kind_and_layout() -> None:
         assert list(kept) == list(expected)
         for name, tensor in expected.items():
             assert torch.equal(kept[name], tensor), name
+
+
+def test_gradients_of_what_is_undone_or_used_up_are_dropped() -> None:
+    state = make()
+    state.sync()
+    for drop in (state.restore, state.on_reset):
+        step(state)
+        assert all(parameter.grad is not None for parameter in state.model.parameters())
+        drop()
+        assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def test_scaler_is_restored_out_of_the_middle_of_a_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = hvd.elastic.TorchState(optimizer=optimizer, scaler=scaler, parameter=parameter)
+    state.commit()
+    for _ in range(2):
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        state.restore()
+    assert scaler.get_scale() == 4.0

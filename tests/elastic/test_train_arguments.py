@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,24 @@ def test_training_that_has_ended_makes_no_step_when_it_is_started_again(tmp_path
     second = state(count=0)
     hvd.elastic.train(pytest.fail, second, loader(), epochs=2, checkpoint=tmp_path, progress=False)
     assert second.count == 10
+
+
+def test_step_that_moves_the_position_itself_is_refused() -> None:
+    data = loader()
+    with pytest.raises(hvd.InvalidArgumentError, match=r"advance\(\): leave it to elastic\.train\(\)"):
+        hvd.elastic.train(lambda batch: data.advance(), state(), data, epochs=1, progress=False)
+    next(iter(data))
+    data.advance()
+    assert data.cursor == 2
+
+
+@pytest.mark.parametrize("folder", ["", b"", 3])
+def test_folder_that_is_none_is_refused(folder: Any) -> None:
+    with pytest.raises(hvd.elastic.CheckpointError, match=r"checkpoint=.*: say a folder"):
+        hvd.elastic.train(pytest.fail, state(), loader(), epochs=1, checkpoint=folder)
+
+
+def test_folder_may_be_of_bytes(tmp_path: Path) -> None:
+    folder = bytes(tmp_path / "run") + b"\xff"
+    hvd.elastic.train(lambda batch: None, state(), loader(), epochs=1, checkpoint=folder, progress=False)
+    assert [name for name in os.listdir(folder) if name.endswith(b".npz")] == [b"checkpoint-000000000005.npz"]
