@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from polyhvd.numpy.functions import functions
 
+from polyhvd._core import DTYPES
 from polyhvd.elastic.arrays import ArraysState
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
@@ -34,8 +35,8 @@ class ArrayState(ArraysState):
     """Arrays and other attributes, by name. Arrays keep their memory over all changes of the world.
 
     Args:
-        kwargs: the attributes with their first values. Arrays, and those in dicts, lists and tuples, are told
-            to other ranks in place; all else is pickled.
+        kwargs: the attributes with their first values. Arrays of dtypes that collectives have, and those in
+            dicts, lists and tuples, are told to other ranks in place; all else is pickled.
 
     Raises nothing.
 
@@ -55,7 +56,7 @@ class ArrayState(ArraysState):
 
 
 def _is_array(value: Any) -> bool:
-    return type(value) is np.ndarray and value.dtype.names is None and not value.dtype.hasobject
+    return type(value) is np.ndarray and value.dtype.isnative and value.dtype.name in DTYPES
 
 
 def __dir__() -> list[str]:

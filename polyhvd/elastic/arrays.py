@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,15 @@ from polyhvd.runtime import current
 from polyhvd.training.state import put_tensors, take_tensors
 
 __all__ = ["ArraysState"]
+
+if TYPE_CHECKING:
+
+    def byte_bounds(array: Array) -> tuple[int, int]: ...
+
+elif hasattr(np, "byte_bounds"):  # of NumPy 1
+    byte_bounds = np.byte_bounds
+else:
+    from numpy.lib.array_utils import byte_bounds
 
 Array = np.ndarray[Any, Any]
 
@@ -81,7 +90,8 @@ class ArraysState(ObjectState):
             rest, _ = self._taken()
             self._saved = copied_by_name(rest)
             return
-        self._spare = self._copies  # an earlier commit is of no use any more, its memory is
+        if not self._spare:  # an earlier commit is of no use any more, its memory is
+            self._copies, self._spare = [], self._copies
         self.save()
 
     def _taken(self) -> tuple[dict[str, Any], list[Array]]:
@@ -110,12 +120,23 @@ class ArraysState(ObjectState):
             arrays = self._fitting(arrays, likes)
         if among is not None:
             named = [(f"elastic.{number}", array) for number, array in enumerate(arrays)]
-            self._broadcast(named, root, among)
+            for some in [named] if _are_apart(arrays) else [[item] for item in named]:
+                self._broadcast(some, root, among)
         self._put(rest, arrays)
 
 
 def _likes(arrays: list[Array]) -> list[tuple[Any, ...]]:
     return [(array.shape, array.dtype) for array in arrays]
+
+
+def _are_apart(arrays: list[Array]) -> bool:
+    """Whether no two share memory, so that all may be in flight together."""
+    end = 0
+    for low, high in sorted(byte_bounds(array) for array in arrays if array.size):
+        if low < end:
+            return False
+        end = high
+    return True
 
 
 def _rank() -> int:

@@ -30,6 +30,14 @@ class Version(NamedTuple):
         """Whether the values are those after some step, and not of nobody knows when."""
         return self.commits != UNCOMMITTED and (self.is_commit or self.boundary is not None)
 
+    @property
+    def told(self) -> int:
+        """The number of the commit that these values are once they have been told to others.
+
+        Where it is another commit it has another number: somebody may fail who has not been told yet.
+        """
+        return self.commits if self.is_commit and self.commits != UNCOMMITTED else self.commits + 1
+
 
 def newest(versions: Sequence[Version]) -> int:
     """The rank whose values count: of those with the newest commit the lowest."""

@@ -50,6 +50,9 @@ class State:
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
         """Have functions called after each change of the world, before the state is told to newcomers.
 
+        They are called where ranks have stayed, and where a checkpoint was loaded, but not on newcomers: so
+        they may not call collectives.
+
         Args:
             callbacks: without arguments, in their order; to adapt a learning rate to ``hvd.size()``, say.
 
@@ -271,7 +274,7 @@ class ObjectState(State):
         with exchange(root, receivers, gpus=any(gpus for *_, gpus in told)) as among:
             self._sync_from(root, among=among)
         self._keep_synced(kept=kept)
-        self._commits = max(versions[root].commits, 0)
+        self._commits = versions[root].told
         self._is_commit = False
         self._checks, self._boundary = 0, None
 

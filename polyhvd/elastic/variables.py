@@ -149,7 +149,8 @@ class VariablesHandler(Handler):
             self._copies, self._spare = self._spare, self._copies
             self._is_spare_new = False
         elif not kept:
-            self._spare = self._copies  # an earlier commit is of no use any more, its memory is
+            if not self._spare:  # an earlier commit is of no use any more, its memory is
+                self._copies, self._spare = [], self._copies
             self.save()
 
 

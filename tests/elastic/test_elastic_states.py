@@ -267,3 +267,60 @@ def test_ranks_that_left_at_different_steps_or_lost_that_step_get_one_rank_s_val
         state.w[:] = hvd.rank()
         state.sync()
         assert state.w.tolist() == [0, 0, 0, 0]
+
+
+def test_arrays_of_every_dtype_are_kept_and_told() -> None:
+    kinds = {
+        "complex": np.full(3, 1j),
+        "time": np.array(["2026-01-01"], "datetime64[s]"),
+        "text": np.array(["a", "bc"]),
+        "long": np.full(2, 1, np.longdouble),
+        "swapped": np.arange(3, dtype=">f4"),
+        "records": np.zeros(2, [("a", "i4")]),
+    }
+    expected = {name: array.copy() for name, array in kinds.items()}
+    if hvd.rank() > 0:
+        kinds = {name: np.zeros_like(array) for name, array in kinds.items()}
+    state = hvd.elastic.ArrayState(**kinds)
+    state.sync()
+    for name in kinds:
+        setattr(state, name, None)
+    state.restore()
+    for name, array in expected.items():
+        found = getattr(state, name)
+        assert (found.dtype, found.tolist()) == (array.dtype, array.tolist()), name
+
+
+def test_arrays_that_share_memory_are_told() -> None:
+    whole = np.arange(6.0) + hvd.rank()
+    state = hvd.elastic.ArrayState(whole=whole, same=whole, part=whole[2:4], every=whole[::2])
+    state.sync()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    whole += 1
+    state.commit()
+    whole[:] = -1
+    state.restore()
+    assert whole.tolist() == [1, 2, 3, 4, 5, 6]
+    assert state.part.tolist() == [3, 4]
+
+
+def test_copies_of_a_commit_are_never_what_the_next_one_overwrites() -> None:
+    state = make()
+    for generation in (3, 4):
+        leave_a_world_between_two_commits(state, generation)
+        for _ in range(3):
+            assert not any(np.shares_memory(a, b) for a in state._copies for b in state._spare)
+            state.commit()
+
+
+def test_what_is_told_between_two_commits_is_another_commit() -> None:
+    """One that fails before the others' values have come has the old values, under the old number."""
+    state = make()
+    state.sync()
+    state.commit()
+    before = state._commits
+    leave_a_world_between_two_commits(state, 3)
+    assert state._commits == before + 3  # there is a sync and a commit before
+    state.restore()
+    state.sync()
+    assert state._commits == before + 3

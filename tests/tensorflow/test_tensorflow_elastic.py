@@ -95,9 +95,16 @@ def test_variables_are_sent_to_who_lacks_them_alone() -> None:
         state.restore()
 
 
-def test_sync_that_fails_half_way_leaves_the_commit_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_sync_that_fails_half_way_leaves_the_commit_as_it_was(
+    left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = make(1.0 + hvd.rank())
     state.sync()
+    if left:  # a world between two commits
+        state.commit()
+        state._boundary = (1, 1)
+        state.sync()
     for variable in state.variables:
         variable.assign(tf.cast(tf.fill(variable.shape, 2.0), variable.dtype))
     state.commit()
