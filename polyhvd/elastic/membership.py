@@ -386,8 +386,12 @@ class Membership:
 
     def _start_missing(self, now: float) -> list[Action]:
         """Start what is missing: as many as the world may have, and the spares of each host."""
-        wanted = self._target() + self.limits.spares * len(self._hosts)
-        wanted -= sum(slot.done or slot.left for slot in self._slots.values())
+        left = sum(
+            slot.left and not slot.done and host in self._hosts for (host, _), slot in self._slots.items()
+        )
+        wanted = min(self.limits.max_size, sum(self._hosts.values()) - left)
+        wanted += self.limits.spares * len(self._hosts)
+        wanted -= sum(slot.done for slot in self._slots.values())
         staying = sum(not item.dismissed and not item.leaving for item in self._members.values())
         if staying < self.limits.min_size:
             wanted = max(wanted, self.limits.min_size)

@@ -696,3 +696,24 @@ def test_worlds_that_are_left_of_one_s_own_accord_do_not_count() -> None:
     for generation in range(1, 6):
         membership.asks(0, generation, 1.0, wired=True)
         assert formed(membership.asks(1, generation, 1.0, wired=True)) == [(0, 1)]
+
+
+def test_slot_that_was_left_is_made_up_for_where_others_are_free() -> None:
+    membership = running(Limits(3, 1, 3), {"a": 3})
+    membership.leaves([1], 1.0)
+    assert started(membership.hosts_are({"a": 3, "b": 4}, 2.0)) == [3]
+    assert started(membership.hosts_are({"a": 3, "b": 5}, 3.0)) == []
+
+
+def test_host_that_leaves_is_made_up_for_where_others_have_slots() -> None:
+    membership = running(Limits(3, 1, 3, spares=0), {"a": 2, "b": 1, "c": 2})
+    assert membership.host_of(2) == "b"
+    assert started(membership.host_leaves("b", 1.0)) == [3]
+    assert membership.host_of(3) == "c"
+
+
+def test_slot_that_was_left_stays_empty_where_no_other_is_free() -> None:
+    membership = running(Limits(3, 1, 3), {"a": 3})
+    membership.leaves([1], 1.0)
+    assert started(membership.hosts_are({"a": 3}, 2.0)) == []
+    assert started(membership.time_is(60.0)) == []
