@@ -195,6 +195,14 @@ class Seat:
                 self._notice = 0
                 return False
 
+    def is_silent(self, silence_s: float) -> bool:
+        """Whether nothing was heard of the launcher on this connection, either; from any thread."""
+        return self._store.is_silent(silence_s)
+
+    def hang_up(self) -> None:
+        """Have whoever waits for a place hear that the launcher is gone; from any thread."""
+        self._store.hang_up()
+
     def close(self) -> None:
         """Close the connection; idempotent."""
         self._store.close()

@@ -62,7 +62,7 @@ class Process:
         former = self.seat.answer
         question = Question(former.generation, *flags, self.call, self._sets, self._dead)
         try:
-            if self.watch.fault:  # the seat would take as long to notice
+            if self.watch.fault:
                 raise StoreError(self.watch.fault)
             answer = self.seat.next_place(question, current.prepare)
         except SystemExit:
@@ -196,10 +196,11 @@ def leave_for_next() -> None:
         _process.leave()
 
 
-def take_seat(make: Callable[[], Seat], make_watch: Callable[[], Watch]) -> Process:
+def take_seat(make: Callable[[], Seat], make_watch: Callable[[Seat], Watch]) -> Process:
     """This process as a member, which is made by the first call; raises what the functions do."""
     global _process
     if _process is None:
-        _process = Process(make(), make_watch())
+        seat = make()
+        _process = Process(seat, make_watch(seat))
         leaving.heed(_process.watch)
     return _process

@@ -10,11 +10,12 @@ import json
 import os
 import select
 import threading
+import time
 import weakref
 from collections import deque
 
 from polyhvd.elastic.pace import SlowRank
-from polyhvd.elastic.places import lost_scope, slow_scope
+from polyhvd.elastic.places import Seat, lost_scope, slow_scope
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime.world import World
@@ -24,6 +25,7 @@ __all__ = ["Watch"]
 #: Of one request to the store: as long as a world lives.
 _WAIT_S = 1e6
 _SLOW_REQUESTS_MAX = 8
+_MOMENT_S = 1.0
 
 
 class Watch:
@@ -35,12 +37,14 @@ class Watch:
 
     Args:
         store: a connection that this object now owns.
-        member: the number of this process.
+        seat: of this process, with a connection of its own. The launcher is gone when both have lost it.
+        silence_s: after how long a silent launcher is given up.
     """
 
-    def __init__(self, store: ConnectedStore, member: int) -> None:
+    def __init__(self, store: ConnectedStore, seat: Seat, silence_s: float = 0.0) -> None:
         self._store = store
-        self._member = member
+        self._seat, self._silence_s = seat, silence_s
+        self._member = seat.member
         self._wake, self._alarm = os.pipe()
         os.set_blocking(self._alarm, False)
         os.set_blocking(self._wake, False)
@@ -84,8 +88,11 @@ class Watch:
                 select.select([self._store.fileno(), self._wake], [], [])
                 self._turn()
         except (StoreError, OSError, ValueError) as error:
-            self.fault = str(error)
             self._store.close()
+            if not self._is_gone():
+                return  # and this process does without a watch from now on
+            self.fault = str(error)
+            self._seat.hang_up()
             if (world := self._present()) is not None:
                 world.engine.abort(str(error))
 
@@ -119,6 +126,13 @@ class Watch:
                 del self._requests[request]
                 if (world := follower()) is not None:
                     world.engine.abort(said[0].decode("utf-8", "replace"))
+
+    def _is_gone(self) -> bool:
+        """Whether the launcher is, whose end may take a moment to be seen on the other connection, too."""
+        until = time.monotonic() + _MOMENT_S
+        while not (is_silent := self._seat.is_silent(self._silence_s)) and time.monotonic() < until:
+            time.sleep(_MOMENT_S / 20)
+        return is_silent
 
     def _present(self) -> World | None:
         return None if self._world is None else self._world()

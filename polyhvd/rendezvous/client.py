@@ -71,6 +71,19 @@ class ConnectedStore(Store):
         """Have a server that falls silent given up after so long rather than 20 seconds; 0: after these."""
         network.give_up_after(self._socket, silence_s)
 
+    def probe(self, silence_s: float) -> None:
+        """Have a silent server asked often enough for :meth:`is_silent`; it is given up as before."""
+        network.probe(self._socket, silence_s)
+
+    def is_silent(self, silence_s: float) -> bool:
+        """Whether the server has not answered :meth:`probe` of late; from any thread."""
+        return self._closed or network.is_silent(self._socket, silence_s)
+
+    def hang_up(self) -> None:
+        """Have whoever waits for the server hear that it is gone; from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def fileno(self) -> int:
         """The connection's descriptor; -1 once it is closed."""
         return self._socket.fileno()

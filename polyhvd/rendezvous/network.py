@@ -22,17 +22,21 @@ __all__ = [
     "interfaces",
     "is_local",
     "is_loopback",
+    "is_silent",
     "loopback",
     "nearest_first",
     "own_addresses",
     "parse_endpoint",
     "parse_endpoints",
+    "probe",
     "resolve",
     "tune",
 ]
 
 _SIOCGIFADDR = 0x8915
 _IFA_F_UNUSABLE = 0x40 | 0x08  # tentative, or somebody else has it; see linux/if_addr.h
+_TCP_ESTABLISHED = 1
+_TCP_INFO_LAST_ACK = 56  # offset of tcpi_last_ack_recv, in ms; see linux/tcp.h
 _KEEPALIVE_IDLE_S = 5
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_COUNT = 3
@@ -53,14 +57,40 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
-def give_up_after(connection: socket.socket, silence_s: float) -> None:
-    """Have a silent peer given up after so long instead, to the second; 0: as :func:`tune` says."""
+def probe(connection: socket.socket, silence_s: float) -> None:
+    """Have a peer that says nothing asked four times in so long, so that :func:`is_silent` can tell."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or silence_s <= 0:
         return
-    tcp, interval_s = socket.IPPROTO_TCP, max(1, int(silence_s / 4))
+    tcp, interval_s = socket.IPPROTO_TCP, _probe_interval_s(silence_s)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, interval_s)
     connection.setsockopt(tcp, socket.TCP_KEEPINTVL, interval_s)
-    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(1000 * silence_s)))
+
+
+def give_up_after(connection: socket.socket, silence_s: float) -> None:
+    """Have a silent peer given up after so long instead, to the second; 0: as :func:`tune` says."""
+    probe(connection, silence_s)
+    if connection.family in (socket.AF_INET, socket.AF_INET6) and silence_s > 0:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * silence_s)))
+
+
+def is_silent(connection: socket.socket, silence_s: float) -> bool:
+    """Whether a peer that :func:`probe` has asked would be given up as well: it has not answered of late.
+
+    Probes get lost: of two connections to a host that is there one may be given up, but hardly both.
+    """
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or silence_s <= 0:
+        return True
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+    except OSError:
+        return True
+    (last_ms,) = struct.unpack_from("I", info, _TCP_INFO_LAST_ACK)
+    least_s = silence_s - 1.5 * _probe_interval_s(silence_s)
+    return info[0] != _TCP_ESTABLISHED or bool(last_ms >= 1000 * least_s)
+
+
+def _probe_interval_s(silence_s: float) -> int:
+    return max(1, int(silence_s / 4))
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:

@@ -30,12 +30,17 @@ def meet_as_member(launched: Launched, settings: Settings, deadline: float) -> t
         raise ConfigError("POLYHVD_MEMBER needs POLYHVD_RENDEZVOUS and POLYHVD_SECRET; start with polyhvdrun")
     try:
 
-        def connected() -> Client:
+        def seated() -> Seat:
+            store = _connected(launched.rendezvous, secret, member, 0, deadline)
+            store.probe(launched.launcher_timeout_s)
+            return Seat(store, member)
+
+        def watch(seat: Seat) -> Watch:
             store = _connected(launched.rendezvous, secret, member, 0, deadline)
             store.give_up_after(launched.launcher_timeout_s)
-            return store
+            return Watch(store, seat, launched.launcher_timeout_s)
 
-        process = take_seat(lambda: Seat(connected(), member), lambda: Watch(connected(), member))
+        process = take_seat(seated, watch)
         answer = process.next_place()
         placement = answer.placement(member)
         if placement.size == 1:
