@@ -179,8 +179,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
     """A process set for what is done within; every rank of the world enters, members or not, and leaves.
 
-    Nobody waits for its end, so that a rank that is no member goes on at once. The next world of an elastic
-    job does not have it.
+    Who leaves waits until all have done so: a rank that went on could shut down, which fails what others are
+    still doing. The next world of an elastic job does not have the set.
 
     Args:
         ranks: world ranks in ascending order, the same on every rank.
@@ -205,7 +205,11 @@ def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
     found = world.registered_as(number, ProcessSet(members))
     try:
         yield found
-    finally:
+    except BaseException:
         with suppress(HorovodInternalError):  # the world has failed, and the set with it
             world.engine.submit(OpKind.REMOVE_PROCESS_SET, None, (), None, root=number)
+        raise
+    else:
+        _run_alone(world, OpKind.REMOVE_PROCESS_SET, root=number)
+    finally:
         world.unregister(found)

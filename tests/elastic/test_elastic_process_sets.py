@@ -132,3 +132,25 @@ def test_process_set_of_a_sync_that_has_failed_is_not_in_the_next_world(launcher
     assert status == 0, err
     found = sorted(re.findall(r"sets .*", out))
     assert found == [f"sets 3 {rank} [[0], [0, 1, 2]] {{40.0}}" for rank in range(3)]
+
+
+#: Rank 1 has what rank 2 lacks, and nothing to do but to end.
+LEAVES_AFTER_SYNC = """
+import numpy as np
+import polyhvd.numpy as hvd
+hvd.init()
+state = hvd.elastic.ArrayState(w=np.zeros(1000), step=0)
+state.sync()
+if hvd.rank() < 2:
+    state.step = 5
+    state.commit()
+    state.restore()
+state.sync()
+print("told", hvd.rank(), state.step, flush=True)
+"""
+
+
+def test_rank_that_ends_after_a_sync_does_not_fail_those_who_still_receive(launcher: Launcher) -> None:
+    status, out, err = launcher.run("-np", "3", source=LEAVES_AFTER_SYNC)
+    assert status == 0, err
+    assert sorted(re.findall(r"told .*", out)) == [f"told {rank} 5" for rank in range(3)]
