@@ -210,6 +210,7 @@ def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
             world.engine.submit(OpKind.REMOVE_PROCESS_SET, None, (), None, root=number)
         raise
     else:
-        _run_alone(world, OpKind.REMOVE_PROCESS_SET, root=number)
+        with suppress(HorovodInternalError):  # what was done within is done, whoever is lost meanwhile
+            _run_alone(world, OpKind.REMOVE_PROCESS_SET, root=number)
     finally:
         world.unregister(found)
