@@ -85,7 +85,7 @@ class Kill:
 
 @dataclass
 class Use:
-    """What a process has in use, with the size of its world."""
+    """What a process has in use, with the size of its world; of the launcher, with how many it has."""
 
     size: int
     memory: int
@@ -110,7 +110,7 @@ def use_of(pid: int, size: int) -> Use | None:
 
 
 def growth(uses: list[Use]) -> Use | None:
-    """By how much the second half is above the first, in worlds of one size; None: too few to say."""
+    """By how much the second half is above the first, beside the same size; None: too few to say."""
     size, _ = Counter(use.size for use in uses).most_common(1)[0] if uses else (0, 0)
     same = [use for use in uses[2:] if use.size == size]
     if len(same) < 8:
@@ -320,8 +320,8 @@ class Job:
         for m in world:
             if (use := use_of(int(members[m][0]), len(world))) is not None:
                 self.uses[m].append(use)
-        if (use := use_of(self.process.pid, len(world))) is not None:
-            self.launcher_uses.append(use)
+        if (use := use_of(self.process.pid, len(members))) is not None:
+            self.launcher_uses.append(use)  # a connection and pipes for each that lives, newcomers as well
 
     def _state(self) -> str:
         """Where everybody is, and their stacks."""
@@ -343,20 +343,32 @@ class Job:
     # Judging
 
     def history(self) -> dict[int, dict[int, list[Any]]]:
-        """By step: what each rank has noted of it in the last generation that has begun it."""
-        last: dict[int, dict[int, list[Any]]] = {}
-        generations: dict[int, int] = {}
-        self.begun: dict[int, float] = {}
+        """By step: what each rank has noted of it in the last generation that has begun it.
+
+        A generation undoes the steps from its first one on. With a survivor it undoes what was under way
+        alone; where nobody survived, the steps since the last checkpoint.
+        """
+        notes: dict[int, list[list[Any]]] = defaultdict(list)
+        members: dict[int, set[str]] = defaultdict(set)
         for path in self.folder.glob("steps-*"):
             for line in path.read_text().splitlines():
                 if not line.endswith("]"):
                     continue  # its process was killed while it wrote
-                generation, rank, size, step, epoch, moment, rows = json.loads(line)
-                self.begun[generation] = min(moment, self.begun.get(generation, moment))
-                if generation > generations.get(step, 0):
-                    generations[step], last[step] = generation, {}
-                if generation == generations[step]:
-                    last[step][rank] = [size, epoch, rows]
+                generation, *what = json.loads(line)
+                notes[generation].append(what)
+                members[generation].add(path.name)
+        self.begun = {generation: min(note[4] for note in noted) for generation, noted in notes.items()}
+        last: dict[int, dict[int, list[Any]]] = {}
+        seen: set[str] = set()
+        for generation in sorted(notes):
+            first = min(note[2] for note in notes[generation])
+            under_way = max(last, default=0)
+            if first < under_way - 1 and members[generation] & seen:
+                raise SoakError(f"generation {generation} has undone the steps {first} to {under_way}")
+            seen |= members[generation]
+            last = {step: noted for step, noted in last.items() if step < first}
+            for rank, size, step, epoch, _, rows in notes[generation]:
+                last.setdefault(step, {})[rank] = [size, epoch, rows]
         return last
 
     def _judge(self) -> None:
@@ -415,9 +427,7 @@ class Job:
 
     def _judge_growth(self) -> None:
         self.growths = [grown for uses in self.uses.values() if (grown := growth(uses)) is not None]
-        self.launcher_growth = growth(
-            [Use(0, u.memory, u.threads, u.descriptors) for u in self.launcher_uses]
-        )
+        self.launcher_growth = growth(self.launcher_uses)
         for who, grown in [("the launcher", self.launcher_growth), *(("a rank", g) for g in self.growths)]:
             if grown is None:
                 continue
