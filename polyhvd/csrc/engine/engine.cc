@@ -370,6 +370,7 @@ void Engine::fail(const Error& error) noexcept {
   // A farewell concerns whoever hears it: others may still run what was agreed.
   const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
   if (heard) {
+    queue_.expect_close(error);
     left_behind_.store(true);  // with what closes the queue: see submit()
   } else {
     told_failure_ = true;

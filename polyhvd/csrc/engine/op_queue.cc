@@ -358,9 +358,14 @@ std::vector<OperationPtr> OpQueue::close(Error error) {
   return pending;
 }
 
+void OpQueue::expect_close(const Error& error) {
+  std::lock_guard lock(mutex_);
+  if (!expected_) expected_ = error;
+}
+
 Error OpQueue::closed_by() const {
   std::lock_guard lock(mutex_);
-  return closed_.value_or(Error{ErrorCode::kPeerDeparted, "a rank that coordinates others left"});
+  return closed_ ? *closed_ : expected_.value();
 }
 
 ProcessSetId OpQueue::add_process_set(std::vector<int> ranks) {

@@ -80,7 +80,9 @@ class OpQueue {
   // Every later submit fails with `error`. Returns what was pending.
   std::vector<OperationPtr> close(Error error);
 
-  // Why every later submit fails; close() has been called, or is about to be.
+  // close() is about to be called with this error: closed_by() has it from now on.
+  void expect_close(const Error& error);
+  // Why every later submit fails; close() or expect_close() has been called.
   Error closed_by() const;
 
   // Whether operations are pending that other ranks have been told about.
@@ -136,7 +138,7 @@ class OpQueue {
   std::vector<OperationPtr> unannounced_;
   std::map<std::pair<ProcessSetId, OpKind>, Turn> turns_;  // the last that was counted
   MemoryInFlight memory_;
-  std::optional<Error> closed_;
+  std::optional<Error> closed_, expected_;
 
   std::atomic<int> news_{0};                 // size of unannounced_, for has_news
   std::atomic<int> pending_{0};              // size of in_flight_
