@@ -241,6 +241,9 @@ class GluonState(HandlersState):
             mx.nd.waitall()
         super().restore()
 
+    def _end_background(self) -> None:
+        mx.nd.waitall()
+
 
 def __dir__() -> list[str]:
     return __all__

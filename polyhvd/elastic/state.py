@@ -109,11 +109,18 @@ class State:
         member = process.find()
         if member is None:
             return
+        self._end_background()
         member.step()
         self._checks += 1
         if member.is_awaited():
             self._boundary = member.seat.answer.generation, self._checks
             raise HostsUpdatedInterrupt
+
+    def _end_background(self) -> None:
+        """Wait for collectives that the framework runs on threads of its own.
+
+        Whether the world is to change is known with their ends: else, on some ranks before others.
+        """
 
     def waiting(self) -> AbstractContextManager[None]:
         """What holds while this process waits for its place in the next world. Raises nothing.

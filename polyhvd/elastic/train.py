@@ -327,8 +327,14 @@ class Training(ObjectState):
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
-            self.parts.hand_over()
+            if self._is_commit:
+                self.parts.finish()  # they are on their way
+            else:
+                self.parts.hand_over()
             raise
+
+    def _end_background(self) -> None:
+        self._inner._end_background()
 
     def on_reset(self) -> None:
         """What the user has registered with the state."""

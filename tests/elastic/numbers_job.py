@@ -3,7 +3,8 @@
 ``torch zero-at-end``: gradients are set to zero after the step; ``two-passes``: a step makes one of two;
 ``held-back``: of three, two of them on hold; ``scaler``: with a collective between its step and its update.
 ``numpy own N``: what a rank counts and draws itself, with a commit after N steps;
-``numpy rate FOLDER EPOCHS``: a rate that follows the number of ranks.
+``numpy rate FOLDER EPOCHS``: a rate that follows the number of ranks;
+``numpy look EPOCHS``: ranks leave again and again, and one of those that stay looks late for a change.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from polyhvd.data import ArrayLoader
+from polyhvd.elastic.process import Process
+from polyhvd.runtime import current
 
 FOLDER, STRUCK, FRAMEWORK, HOW, *REST = Path(sys.argv[1]), *sys.argv[2:]
 hvd = importlib.import_module(f"polyhvd.{FRAMEWORK}")
@@ -164,9 +167,30 @@ def rate() -> None:
     print(f"end rate {state.rate}", flush=True)
 
 
+def look() -> None:
+    hvd.init()
+    member = int(os.environ["POLYHVD_MEMBER"])
+    if member == 1:
+        in_time = Process.is_awaited
+        Process.is_awaited = lambda self: time.sleep(0.01) or in_time(self)
+    state, calls = hvd.elastic.ArrayState(n=0), []
+
+    def step(batch: Any) -> None:
+        calls.append(state.n)
+        hvd.allreduce(np.ones(1), name="x")
+        state.n += 1
+        if member > 1 and len(calls) == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hvd.elastic.train(step, state, ArrayLoader([rows], batch_size=2), epochs=int(REST[0]), progress=False)
+    if member < 2:
+        undone = len(calls) - len(set(calls))
+        print(f"end generation {current.world().placement.generation} undone {undone}", flush=True)
+
+
 def main() -> None:
     if FRAMEWORK == "numpy":
-        {"own": own, "rate": rate}[HOW]()
+        {"own": own, "rate": rate, "look": look}[HOW]()
         return
     state, step, weights = {"torch": torch_job, "keras": keras_job, "mxnet": mxnet_job}[FRAMEWORK]()
     hvd.elastic.train(step, state, ArrayLoader([rows, classes], batch_size=4), epochs=1, progress=False)

@@ -45,6 +45,22 @@ def test_notice_that_has_come_is_not_seen_before_the_next_operation() -> None:
 
 
 @everywhere
+def test_notice_is_not_seen_before_it_is_waited_for() -> None:
+    """What runs in the background ends on some ranks before others have looked."""
+    engine = current.world().engine
+    before = engine.notice
+    if hvd.rank() == 0:
+        engine.notify(before + 1)
+    for number in range(3):
+        handle = hvd.allreduce_async(np.ones(3), name=f"background {number}")
+        while not hvd.poll(handle):
+            time.sleep(0.001)
+    assert engine.notice == before
+    hvd.synchronize(handle)
+    assert engine.notice == before + 1
+
+
+@everywhere
 def test_later_tuning_takes_no_notice_back() -> None:
     engine = current.world().engine
     before = engine.notice

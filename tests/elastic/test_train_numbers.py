@@ -68,3 +68,13 @@ def test_job_that_is_resumed_by_another_number_of_ranks_adapts_to_it(
     assert run(launcher, tmp_path / "second", f"numpy rate {folder} 2", "-np", "2", *options) == 2 * [
         "end rate 2.0"
     ]
+
+
+def test_change_of_the_world_is_seen_by_all_ranks_after_the_same_step(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Also where what is sent in the background has ended on one rank before others look."""
+    slots = ("-H", "localhost:16", "-np", "3", "--min-np", "2", "--max-np", "3")
+    told = run(launcher, tmp_path / "left", "numpy look 30", *slots)
+    assert [re.sub(r"generation \d+", "", text) for text in told] == 2 * ["end  undone 0"]
+    assert all(int(re.findall(r"generation (\d+)", text)[0]) > 5 for text in told), told

@@ -134,6 +134,7 @@ class Operation {
   // Written by the driver before `finished`.
   std::optional<Error> error;
   std::int64_t number = -1;  // join: the last rank; add_process_set: the new set
+  std::uint32_t notice = 0;  // the last that precedes it in the total order; 0: not of all ranks
   std::vector<std::shared_ptr<OwnedBuffer>> buffers;
   DeviceEventPtr arrived;  // where the outputs are complete, on a device; null: they are
 

@@ -176,6 +176,7 @@ void Engine::wait(const OperationPtr& operation, const std::function<bool()>& in
     }
   }
   if (operation->error) throw Failure(*operation->error);
+  tuner_.show_notice(operation->notice);
 }
 
 // Negotiates and executes until `until` holds. Throws Failure(kInterrupted) only.
@@ -298,7 +299,6 @@ void Engine::execute(Work& work) {
     }
     executing_ = false;
     if (tuner_.measures()) tuner_.measure(work);
-    if (work.process_set == kWorld) tuner_.pass_notice();
   }
   for (const OperationPtr& operation : work.operations) complete(operation, work.error);
 }
@@ -323,6 +323,10 @@ void Engine::complete(const OperationPtr& operation, std::optional<Error> error)
   if (error) report(*error);
   if (!operation->stands_in) queue_.retire(operation);
   if (!error) stall_watch_->note_ran(operation->submission);
+  if (!error && operation->submission.process_set == kWorld) {
+    operation->notice = tuner_.told_notice();
+    if (operation->submission.done || operation->stands_in) tuner_.show_notice(operation->notice);
+  }
   operation->error = std::move(error);
   // Moved out first: once finished, the caller may drop the operation.
   const auto done = std::move(operation->submission.done);

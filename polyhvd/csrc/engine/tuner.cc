@@ -41,8 +41,11 @@ void Tuner::adopt(const Tuning& tuning) {
   tuning_ = tuning;
 }
 
-void Tuner::pass_notice() noexcept {
-  passed_notice_.store(told_notice_, std::memory_order_relaxed);
+void Tuner::show_notice(std::uint32_t notice) noexcept {
+  std::uint32_t shown = shown_notice_.load(std::memory_order_relaxed);
+  while (shown < notice &&
+         !shown_notice_.compare_exchange_weak(shown, notice, std::memory_order_relaxed)) {
+  }
 }
 
 void Tuner::measure(const Work& work) {

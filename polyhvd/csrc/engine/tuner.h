@@ -43,24 +43,26 @@ class Tuner {
   // The driver's, all of them. Costs nothing.
   bool has_wish() const noexcept { return has_wish_.load(std::memory_order_relaxed); }
   std::optional<Tuning> take_wish();
-  // An operation of all ranks follows what was agreed: its end shows them the same notice.
-  void pass_notice() noexcept;
-  // Any thread, after the end of an operation of all ranks: the last notice that precedes it in
-  // the total order, and so the same on all ranks until the next one is submitted.
-  std::uint32_t notice() const noexcept { return passed_notice_.load(std::memory_order_relaxed); }
+  // The last notice that was agreed: an operation that ends now follows it on all ranks.
+  std::uint32_t told_notice() const noexcept { return told_notice_; }
   // Agreed; samples of the speed begin anew.
   void adopt(const Tuning& tuning);
   bool measures() const noexcept { return meter_.on(); }
   void measure(const Work& work);
 
+  // Any thread: the program has waited for an operation that follows this notice.
+  void show_notice(std::uint32_t notice) noexcept;
+  // Any thread: the last notice that was shown. It is the same on all ranks that have waited for
+  // the same operations, whatever else is under way or has ended on some of them alone.
+  std::uint32_t notice() const noexcept { return shown_notice_.load(std::memory_order_relaxed); }
+
  private:
   const std::shared_ptr<Mailbox> mailbox_;
-  StepMeter meter_;                     // the driver's
-  std::atomic<std::int64_t> cycle_ns_;  // the engine's thread reads it without the role
-  std::atomic<bool> has_wish_{false};   // whether to look, without the lock
-  std::uint32_t told_notice_ = 0;       // the driver's
-  // Written before the operation's end is told, which orders it for whoever has waited for that.
-  std::atomic<std::uint32_t> passed_notice_{0};
+  StepMeter meter_;                             // the driver's
+  std::atomic<std::int64_t> cycle_ns_;          // the engine's thread reads it without the role
+  std::atomic<bool> has_wish_{false};           // whether to look, without the lock
+  std::uint32_t told_notice_ = 0;               // the driver's
+  std::atomic<std::uint32_t> shown_notice_{0};  // a thread that has waited reads its own or a later
   mutable OrderedMutex<LockRank::tuning> mutex_;
   Tuning tuning_;               // guarded by mutex_
   std::optional<Tuning> wish_;  // likewise
