@@ -263,7 +263,8 @@ class Engine:
     waits: tuple[float, int]
     #: Other ranks of this host whose processes have died while it was connected to them, without leaving.
     dead_here: list[int]
-    notice: int  # the last that precedes the operation of all ranks which has ended last here
+    notice: int  # the last that precedes an operation of all ranks for which the program has waited
+    has_shown_failure: bool  # an operation has raised that ranks were lost or have left
     def shutdown(self) -> None: ...
     def abort(self, reason: str) -> None: ...
     def abandon(self) -> None:

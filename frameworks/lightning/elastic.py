@@ -173,8 +173,10 @@ class _Commits(pl.Callback):  # type: ignore[misc]
 
     def __init__(self, state: LightningState) -> None:
         self._state = weakref.proxy(state)
+        self._updates = 0  # of the optimizer, as of the last commit
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._updates = trainer.global_step
         if self._state.ckpt_path is None:  # a failure of the first step is one of a whole state
             self._state.save()
 
@@ -183,7 +185,10 @@ class _Commits(pl.Callback):  # type: ignore[misc]
         if sampler is None:
             return
         sampler.advance()
-        if len(sampler):  # else the end of the epoch commits
+        # Gradients that wait for an update are not part of the state, whose next fit() begins without them.
+        is_whole = trainer.global_step != self._updates or not module.automatic_optimization
+        if len(sampler) and is_whole:  # the end of the epoch commits its last batch
+            self._updates = trainer.global_step
             self._state.commit()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:

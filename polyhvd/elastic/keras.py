@@ -13,6 +13,8 @@ __all__ = ["CommitState", "UpdateBatchState", "UpdateEpochState"]
 class CommitState:
     """Commits the state after batches, and after each epoch. Put it after callbacks that change the state.
 
+    The last batch of an epoch is committed with the end of the epoch.
+
     Args:
         state: of the job.
         batches_per_commit: how many batches lie between two commits; 0: commit at the end of epochs alone.
@@ -42,6 +44,8 @@ class CommitState:
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit, if it is time."""
         self._batches += 1
+        if batch + 1 == (getattr(self, "params", None) or {}).get("steps"):
+            return  # a commit that has all batches of an epoch, but not its end, would begin with a whole one
         if self.batches_per_commit and self._batches >= self.batches_per_commit:
             self._batches = 0
             self.state.commit()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ Part = tuple[Callable[[], Any], Callable[[Any], None]]
 
 _LENGTH = struct.Struct("<q")
 _PADDED_TO = 1024  # sizes that stay the same are agreed on faster
-_HAND_OVER_S = 20.0  # others may be writing a checkpoint
 
 
 def random_states() -> dict[str, Part]:
@@ -90,18 +88,8 @@ class LocalParts:
         self._send(self._own)
 
     def hand_over(self) -> None:
-        """Have the next rank know what they are now, before all leave the world; raises as :meth:`keep`.
-
-        Where others have gone on, since their program has waited for other collectives than this one, it is
-        given up after a while: they fail when this rank has left, and go back to their commit.
-        """
+        """Have the next rank know what they are now, before all leave the world; raises as :meth:`keep`."""
         self._send(self._encoded())
-        until = time.monotonic() + _HAND_OVER_S
-        while self._handle is not None and not self._handle.done():
-            if time.monotonic() > until:
-                self._handle = None
-                return
-            time.sleep(0.0002)
         self.finish()
 
     def _encoded(self) -> bytes:

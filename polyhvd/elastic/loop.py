@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from polyhvd.elastic import process
@@ -130,7 +131,9 @@ def looped(
                     state.sync()
                 skip_sync = state._is_commit = False
                 state._boundary = None
-                return func(state, *args, **kwargs)
+                result = func(state, *args, **kwargs)
+                _end_together()
+                return result
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             except Exception as raised:
@@ -181,6 +184,13 @@ def _is_behind(number: int) -> bool:
         *(newest, number, newest),
     )
     return True
+
+
+def _end_together() -> None:
+    """A rank that ended its program would fail what others are still doing in this call without it."""
+    if (member := process.find()) is not None:
+        with suppress(HorovodInternalError):  # its own part is done, whoever is lost meanwhile
+            member.meet("elastic.end")
 
 
 def _leave() -> None:

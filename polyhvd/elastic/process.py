@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from polyhvd.collectives.adapter import OpKind
 from polyhvd.elastic import leaving
 from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.pace import Pace, SlowRank
@@ -24,6 +25,8 @@ __all__ = ["Process", "find", "leave_for_next", "take_seat"]
 
 _LOG = logging.getLogger("polyhvd")
 _NOTICE = 1
+_MEETING_S = 20.0  # others may be writing a checkpoint
+_LOOK_S = 0.0001
 
 
 class Process:
@@ -126,6 +129,33 @@ class Process:
         if world.placement.rank == 0 and self.seat.has_notice():
             world.engine.notify(_NOTICE)
         return world.engine.notice >= _NOTICE
+
+    def meet(self, where: str) -> bool:
+        """Wait until all ranks of the present world have come here, as a rank that leaves fails the others.
+
+        A rank may have gone on, or have left for good, where the program is not the same on all ranks: it is
+        not waited for longer than a while.
+
+        Args:
+            where: what this place is called; the same on all ranks.
+
+        Returns:
+            Whether all have come.
+
+        Raises:
+            HorovodInternalError: a rank was lost or has shut down.
+        """
+        world = current.find()
+        if world is None or world.placement.size == 1:
+            return True
+        handle = world.engine.submit(OpKind.BARRIER, where, (), None)
+        until = time.monotonic() + _MEETING_S
+        while not handle.done():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK_S)
+        handle.wait()
+        return True
 
     # Process sets
 

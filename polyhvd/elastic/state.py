@@ -13,7 +13,12 @@ from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic import process
 from polyhvd.elastic.receivers import UNCOMMITTED, Version, exchange, has_gpus, lacking, newest
-from polyhvd.errors import CheckpointError, HostsUpdatedInterrupt, InvalidArgumentError
+from polyhvd.errors import (
+    CheckpointError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    InvalidArgumentError,
+)
 from polyhvd.runtime import current
 
 __all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied", "copied_by_name"]
@@ -81,6 +86,7 @@ class State:
         """
         if self._owner:
             raise InvalidArgumentError(f"state.commit(): leave it to {self._owner}")
+        _require_whole_step()
         self.save()
         self._commits += 1
         self._checks = 0
@@ -109,12 +115,18 @@ class State:
         member = process.find()
         if member is None:
             return
+        _require_whole_step()
         self._end_background()
         member.step()
         self._checks += 1
         if member.is_awaited():
             self._boundary = member.seat.answer.generation, self._checks
+            if member.meet("elastic.boundary"):
+                self._at_boundary()
             raise HostsUpdatedInterrupt
+
+    def _at_boundary(self) -> None:
+        """All ranks have come to the same place in their programs, where they leave the world."""
 
     def _end_background(self) -> None:
         """Wait for collectives that the framework runs on threads of its own.
@@ -541,6 +553,17 @@ class HandlersState(ObjectState):
         for name in sorted(self._handlers):
             self._handlers[name].sync_from(root, among=among)
         super()._sync_from(root, among=among)
+
+
+def _require_whole_step() -> None:
+    """A program that catches the loss of a rank and goes on has nothing to commit."""
+    world = current.find()
+    if process.find() is not None and world is not None and world.engine.has_shown_failure:
+        raise HorovodInternalError(
+            f"rank {world.placement.rank}: state.commit() or check_host_updates() after a collective of this "
+            "world has failed: the step is not whole, and the state goes back to the last commit; where the "
+            "program catches errors of a step, have it raise HorovodInternalError again"
+        )
 
 
 def _rank() -> int:

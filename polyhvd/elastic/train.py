@@ -24,7 +24,7 @@ from polyhvd.elastic.local import LocalParts, random_states
 from polyhvd.elastic.loop import looped
 from polyhvd.elastic.progress import Progress
 from polyhvd.elastic.state import ObjectState
-from polyhvd.errors import CheckpointError, HostsUpdatedInterrupt, InvalidArgumentError
+from polyhvd.errors import CheckpointError, InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.passes import passes_held
 
@@ -322,16 +322,12 @@ class Training(ObjectState):
         self.parts.restore()
         self.position.load_state_dict(self.data)
 
-    def check_host_updates(self) -> None:
-        """Where the world is to change, who leaves gives away what is its own."""
-        try:
-            super().check_host_updates()
-        except HostsUpdatedInterrupt:
-            if self._is_commit:
-                self.parts.finish()  # they are on their way
-            else:
-                self.parts.hand_over()
-            raise
+    def _at_boundary(self) -> None:
+        """Who leaves gives away what is its own."""
+        if self._is_commit:
+            self.parts.finish()  # they are on their way
+        else:
+            self.parts.hand_over()
 
     def _end_background(self) -> None:
         self._inner._end_background()

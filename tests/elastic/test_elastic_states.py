@@ -232,6 +232,9 @@ class Awaited:
     def is_awaited(self) -> bool:
         return True
 
+    def meet(self, where: str) -> bool:
+        return True
+
 
 def leave_world(state: Any, checks: int = 1) -> None:
     with pytest.MonkeyPatch.context() as patch:

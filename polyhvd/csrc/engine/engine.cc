@@ -120,10 +120,15 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
     take_from_device(submission);
   }
   backend_for(submission);
-  if (left_behind_.load(std::memory_order_acquire)) {
-    throw Failure(error_for(submission, queue_.closed_by()));
+  OperationPtr operation;
+  try {
+    if (left_behind_.load(std::memory_order_acquire)) {
+      throw Failure(error_for(submission, queue_.closed_by()));
+    }
+    operation = queue_.submit(std::move(submission), where);
+  } catch (const Failure& failure) {
+    throw Failure(shown(failure.error()));
   }
-  OperationPtr operation = queue_.submit(std::move(submission), where);
   operations_.fetch_add(1, std::memory_order_relaxed);
   if (!blocking) parking_->wake_if_asleep();
   return operation;
@@ -175,8 +180,13 @@ void Engine::wait(const OperationPtr& operation, const std::function<bool()>& in
       }
     }
   }
-  if (operation->error) throw Failure(*operation->error);
+  if (operation->error) throw Failure(shown(*operation->error));
   tuner_.show_notice(operation->notice);
+}
+
+const Error& Engine::shown(const Error& error) noexcept {
+  if (kind_of(error.code).is_consequence) has_shown_failure_.store(true);
+  return error;
 }
 
 // Negotiates and executes until `until` holds. Throws Failure(kInterrupted) only.
@@ -333,7 +343,7 @@ void Engine::complete(const OperationPtr& operation, std::optional<Error> error)
   const std::optional<Error> told = operation->error;
   operation->finish();
   role_.notify();
-  if (done) done(told ? &*told : nullptr);
+  if (done) done(told ? &shown(*told) : nullptr);
 }
 
 // Tells the launcher what this rank suffers from another one. How a framework words the

@@ -131,8 +131,10 @@ class Engine {
   // On rank 0: a number for the program of every rank, as an entry in the total order. Numbers
   // count up.
   void notify(std::uint32_t notice);
-  // The last such number that precedes the operation of all ranks which has ended last here.
+  // The last such number that precedes an operation of all ranks for which the program has waited.
   std::uint32_t notice() const noexcept;
+  // Whether the program was told that the world, or a part of it, has failed. Any thread.
+  bool has_shown_failure() const noexcept { return has_shown_failure_.load(); }
 
   // Both for any thread, in any state of the engine.
   Timeline& timeline() noexcept { return timeline_; }
@@ -168,6 +170,8 @@ class Engine {
   void bind_to_core() const;
   void gather() const;
   void nudge_others();
+  // The error, of which the program hears now.
+  const Error& shown(const Error& error) noexcept;
   void adopt(const Tuning& tuning);
   bool idle_for_long();
   void doze();
@@ -201,12 +205,13 @@ class Engine {
   Lending lending_;  // likewise
   Tuner tuner_;      // likewise
 
-  std::atomic<bool> aborting_{false};     // somebody has said why, or is about to
-  std::atomic<bool> abort_said_{false};   // so that whoever has the role gives up
-  std::string abort_reason_;              // written once, before abort_said_
-  std::atomic<bool> left_behind_{false};  // the parent has left, and so this engine ended
-  std::atomic<bool> stopping_{false};     // by shutdown(): the engine's thread ends
-  std::atomic<bool> abandoned_{false};    // in a forked child, where that thread does not exist
+  std::atomic<bool> aborting_{false};           // somebody has said why, or is about to
+  std::atomic<bool> abort_said_{false};         // so that whoever has the role gives up
+  std::string abort_reason_;                    // written once, before abort_said_
+  std::atomic<bool> left_behind_{false};        // the parent has left, and so this engine ended
+  std::atomic<bool> has_shown_failure_{false};  // any thread that was told of one
+  std::atomic<bool> stopping_{false};           // by shutdown(): the engine's thread ends
+  std::atomic<bool> abandoned_{false};  // in a forked child, where that thread does not exist
   OrderedMutex<LockRank::shutdown>
       shutdown_mutex_;      // for one shutdown at a time, from begin to end
   bool shut_down_ = false;  // guarded by shutdown_mutex_
