@@ -120,9 +120,9 @@ class State:
         member.step()
         self._checks += 1
         if member.is_awaited():
-            self._boundary = member.seat.answer.generation, self._checks
             if member.meet("elastic.boundary"):
                 self._at_boundary()
+                self._boundary = member.seat.answer.generation, self._checks
             raise HostsUpdatedInterrupt
 
     def _at_boundary(self) -> None:
