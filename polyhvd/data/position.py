@@ -239,6 +239,14 @@ class Position:
         """Rows of a full step of all ranks."""
         return self._global_batch_size if self._batch_size is None else self._batch_size * place.size
 
+    def _require_rows_for(self, size: int) -> None:
+        """Raise InvalidArgumentError where a world of so many ranks would have too few rows in a step."""
+        if self._batch_size is None and self._global_batch_size < size:
+            raise InvalidArgumentError(
+                f"global_batch_size={self._global_batch_size} is too few for the {size} ranks that --max-np "
+                f"allows: a rank would have no row; use at least {size}, or batch_size, the rows of each rank"
+            )
+
     def _next(self, cursor: int, place: Place) -> Step | None:
         return self._order.step(cursor, self._rows(place), place.size, self._last)
 

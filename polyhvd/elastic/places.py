@@ -115,6 +115,7 @@ class Answer:
     leaves: str = ""  #: with generation 0: this process leaves with notice, "one" of its world or "all"
     call: int = 0  #: of an elastic function, the last that a member of this world has come to
     rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
+    max_size: int = 0  #: ranks of the largest world that there may be
 
     def encoded(self) -> bytes:
         """As bytes for the store."""

@@ -17,6 +17,7 @@ from typing import Any
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.data.position import Position
+from polyhvd.elastic import process
 from polyhvd.elastic.checkpoint import Folder, TornError, pack
 from polyhvd.elastic.leaving import Leave, leaving_with
 from polyhvd.elastic.limits import RESUME_STATUS
@@ -141,6 +142,8 @@ def _train(
             "what is trained"
         )
     training = Training(state, position_of(data), **options)
+    if (member := process.find()) is not None:
+        training.position._require_rows_for(member.seat.answer.max_size)
     shown = Progress(epochs, enabled=progress)
 
     def go_on(training: Training) -> None:

@@ -367,8 +367,17 @@ class Driver:
                 self._job.rendezvous.drop(scope, waiters=True)
         for member, host in zip(members, action.hosts, strict=True):
             endpoint = self._job.endpoint(self._numbers[host], numbers)
-            answer = Answer(generation, members, hosts, sets, call=call, rendezvous=endpoint).encoded()
-            self._job.rendezvous.post(place_scope(member, self._questions[member].after), 0, answer)
+            answer = Answer(
+                generation,
+                members,
+                hosts,
+                sets,
+                call=call,
+                rendezvous=endpoint,
+                max_size=self._limits.max_size,
+            )
+            scope = place_scope(member, self._questions[member].after)
+            self._job.rendezvous.post(scope, 0, answer.encoded())
         self._slow.begin(action, self._job)
         size = len(members)
         if generation > 1 or size < self._limits.size:

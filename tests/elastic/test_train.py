@@ -178,3 +178,22 @@ def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher, frame
     assert "goes on" in err
     (accuracy,) = re.findall(r"test accuracy ([\d.]+)", out)
     assert float(accuracy) > 0.85
+
+
+@pytest.mark.parametrize(("most", "status"), [("3", 1), ("2", 0)])
+def test_global_batch_of_fewer_rows_than_max_np_is_refused_before_the_first_step(
+    launcher: Launcher, most: str, status: int
+) -> None:
+    program = (
+        "import numpy as np, polyhvd.numpy as hvd\n"
+        "from polyhvd.data import ArrayLoader\n"
+        "hvd.init()\n"
+        "state = hvd.elastic.ArrayState(w=np.zeros(2))\n"
+        "loader = ArrayLoader([np.zeros(8)], global_batch_size=2)\n"
+        "hvd.elastic.train(lambda batch: print('step'), state, loader, epochs=1)\n"
+    )
+    options = ("-np", "2", "--min-np", "1", "--max-np", most)
+    found, out, err = launcher.run(*options, argv=[sys.executable, "-c", program])
+    assert found == status, err
+    said = "global_batch_size=2 is too few for the 3 ranks that --max-np allows: a rank would have no row"
+    assert (said in err) == (status == 1) == ("step" not in out)
