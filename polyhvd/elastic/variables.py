@@ -17,6 +17,8 @@ from polyhvd.runtime import current
 __all__ = ["KerasModelState", "VariablesHandler"]
 
 Array = np.ndarray[Any, Any]
+#: Until memory that variables had before is used again for others, rather than given back to the system.
+_REHEARSALS = 3
 
 
 class VariablesHandler(Handler):
@@ -62,7 +64,9 @@ class VariablesHandler(Handler):
     def _rehearse(self) -> None:
         """Touch memory that a newcomer will need, and assign once, while no other rank waits for that."""
         self._spare = [copy.copy() for copy in self._copies]
-        self.restore()
+        for _ in range(_REHEARSALS):
+            for variable, value in zip(self._variables(), self._copies, strict=True):
+                variable.assign(value)
 
     def restore(self) -> None:
         """Go back to the copy; variables that have come since then stay. Raises nothing.
@@ -71,8 +75,24 @@ class VariablesHandler(Handler):
 
             handler.restore()
         """
-        for variable, value in zip(self._variables(), self._copies, strict=False):
-            variable.assign(value)
+        values = [self._read(variable) for variable in self._variables()]
+        del values[len(self._copies) :]
+        self._assign(self._copies[: len(values)], values)
+
+    def _assign(self, copies: list[Array], values: list[Array]) -> None:
+        """Give the first variables these values; to compare costs less than to assign what they have.
+
+        They have it where a collective of gradients has failed, which comes before the update.
+
+        Args:
+            copies: the values.
+            values: those that they have. It is cleared: they are to get other memory.
+        """
+        others = _core.different(values, copies)
+        values.clear()
+        variables = self._variables()
+        for number in others:
+            variables[number].assign(copies[number])
 
     def exported(self) -> Any:
         """The values for a checkpoint. Raises nothing.
@@ -128,11 +148,7 @@ class VariablesHandler(Handler):
             overwrite(self._spare, values)  # while others assign what they have received
         else:
             receive(self._spare, root, "elastic.state.variables", among)
-            others = _core.different(values, self._spare)
-            del values  # of variables that are to get other memory
-            variables = self._variables()
-            for number in others:
-                variables[number].assign(self._spare[number])
+            self._assign(self._spare, values)
         self._is_spare_new = True
 
     def keep_synced(self, *, kept: bool) -> None:

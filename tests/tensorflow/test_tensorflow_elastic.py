@@ -43,6 +43,26 @@ def test_restore_goes_back_to_the_last_of_three_commits() -> None:
         assert values(state) == expected
 
 
+def test_restore_assigns_to_variables_that_have_other_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make(1.0)
+    state.commit()
+    expected = values(state)
+    state.variables.append(tf.Variable(7.0))  # no commit has it
+    for number in (0, 1):
+        state.variables[number].assign_add(tf.ones_like(state.variables[number]))
+    names = []
+    assign = type(state.variables[0]).assign
+
+    def noted(variable: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(next(i for i, other in enumerate(state.variables) if other is variable))
+        return assign(variable, *arguments, **options)
+
+    monkeypatch.setattr(type(state.variables[0]), "assign", noted)
+    state.restore()
+    assert {0, 1} <= set(names) <= {0, 1, 3}  # NumPy has no bfloat16 that could be compared in memory
+    assert values(state) == [*expected, 7.0]
+
+
 def test_first_sync_gives_all_ranks_the_values_of_rank_0_which_are_their_commit() -> None:
     state = make(1.0 + hvd.rank())
     state.sync()
