@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from polyhvd.lightning.base import pl
-from polyhvd.torch.elastic import TorchState
+from polyhvd.torch.adapter import copy_all
+from polyhvd.torch.elastic import TorchState, blank
 from polyhvd.torch.state import broadcast_parameters
 
 from polyhvd.collectives.objects import broadcast_object
@@ -104,10 +105,8 @@ class LightningState(TorchState):
         rest, tensors = take_tensors(self._dumped(), torch.is_tensor)
         spare = self._spare
         if [(t.shape, t.dtype) for t in spare] != [(t.shape, t.dtype) for t in tensors]:
-            spare = [torch.empty_like(tensor, device="cpu", requires_grad=False) for tensor in tensors]
-        with torch.no_grad():
-            for kept, tensor in zip(spare, tensors, strict=True):
-                kept.copy_(tensor)
+            spare = blank(tensors)
+        copy_all(spare, tensors)
         saved = copy.deepcopy(rest)
         self._rest, self._tensors, self._spare, self._first = saved, spare, self._tensors, None
 

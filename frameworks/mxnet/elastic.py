@@ -24,6 +24,7 @@ from polyhvd.mxnet.trainer import DistributedTrainer
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.memory import like
 from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
 from polyhvd.elastic.train import train
@@ -57,13 +58,10 @@ class _Parameters(Handler):
         return [parameter.list_data()[0] for parameter in self.value.collect_params().values()]
 
     def save(self) -> None:
-        spare = self._spare
         arrays = self._arrays()
-        if [(a.shape, a.dtype) for a in spare] != [(a.shape, np.dtype(a.dtype)) for a in arrays]:
-            spare = [array.asnumpy() for array in arrays]
-        else:
-            for kept, array in zip(spare, arrays, strict=True):
-                _copy_to(kept, array)
+        spare = like(arrays, self._spare)
+        for kept, array in zip(spare, arrays, strict=True):
+            _copy_to(kept, array)
         self._copies, self._spare = spare, self._copies
 
     def restore(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic.leaving import on_leave
 from polyhvd.elastic.loop import run, run_fn
+from polyhvd.elastic.memory import pieces
 from polyhvd.elastic.slow import slow_ranks
 from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
 from polyhvd.elastic.train import train
@@ -58,6 +59,27 @@ class StateHandler(Handler):
     """
 
 
+def blank(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What ``empty_like`` makes of each on the CPU, but those that are strided side by side."""
+    devices = ["meta" if _is_strided(tensor) else "cpu" for tensor in tensors]
+    made = [
+        torch.empty_like(tensor, requires_grad=False, device=device)
+        for tensor, device in zip(tensors, devices, strict=True)
+    ]
+    parts = pieces([form.untyped_storage().nbytes() if form.is_meta else 0 for form in made])
+    return [
+        torch.from_numpy(part).view(form.dtype).as_strided(form.shape, form.stride())
+        if form.is_meta
+        else form
+        for part, form in zip(parts, made, strict=True)
+    ]
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    return is_plain and tensor.layout is torch.strided
+
+
 class _TensorsHandler(StateHandler):
     """Copies of the tensors of a state dict, in memory of the host that is used again."""
 
@@ -70,7 +92,7 @@ class _TensorsHandler(StateHandler):
         rest, tensors = take_tensors(self.value.state_dict(), torch.is_tensor)
         spare = self._spare
         if _likes(spare) != _likes(tensors):
-            spare = [torch.empty_like(tensor, requires_grad=False, device="cpu") for tensor in tensors]
+            spare = blank(tensors)
         copy_all(spare, tensors)
         saved = copy.deepcopy(rest)
         self._rest, self._tensors, self._spare = saved, spare, self._tensors

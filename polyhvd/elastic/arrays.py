@@ -9,7 +9,7 @@ import numpy as np
 
 from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.elastic.memory import overwrite
+from polyhvd.elastic.memory import like, overwrite
 from polyhvd.elastic.state import ObjectState, copied, copied_by_name
 from polyhvd.runtime import current
 from polyhvd.training.state import put_tensors, take_tensors
@@ -61,7 +61,7 @@ class ArraysState(ObjectState):
             state.save()
         """
         rest, arrays = self._taken()
-        spare = self._spare if _likes(self._spare) == _likes(arrays) else [np.empty_like(a) for a in arrays]
+        spare = like(arrays, self._spare)
         overwrite(spare, arrays)
         saved = copied_by_name(rest)
         self._saved, self._copies, self._spare = saved, spare, self._copies

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +15,43 @@ from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.runtime import current
 
-__all__ = ["like", "overwrite", "receive", "send"]
+__all__ = ["like", "overwrite", "pieces", "receive", "send"]
 
 Array = np.ndarray[Any, Any]
+_LINE = 64  # bytes of a cache line, with which tensors begin
 
 
-def like(arrays: Sequence[Array], there: Sequence[Array]) -> list[Array]:
+def like(arrays: Sequence[Any], there: Sequence[Array]) -> list[Array]:
     """Dense arrays of the same shapes and dtypes, of which those that are there already are used again."""
-    found = []
-    for number, array in enumerate(arrays):
-        known = there[number] if number < len(there) else None
-        fits = known is not None and (known.shape, known.dtype) == (array.shape, array.dtype)
-        found.append(known if known is not None and fits else np.empty(array.shape, array.dtype))
-    return found
+    known = dict(enumerate(there))
+    fits = [
+        number in known and (known[number].shape, known[number].dtype) == (array.shape, array.dtype)
+        for number, array in enumerate(arrays)
+    ]
+    lacking = [array for array, fit in zip(arrays, fits, strict=True) if not fit]
+    parts = pieces([math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in lacking])
+    made = (
+        part.view(array.dtype).reshape(array.shape, order="F" if _is_by_columns(array) else "C")
+        for part, array in zip(parts, lacking, strict=True)
+    )
+    return [known[number] if fit else next(made) for number, fit in enumerate(fits)]
+
+
+def _is_by_columns(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and np.isfortran(array)
+
+
+def pieces(sizes: Sequence[int]) -> list[Array]:
+    """Arrays of so many bytes each, side by side.
+
+    NumPy asks the system for huge pages for what is large, as it does not for many small arrays: these are
+    had in a fifth of the time, and written faster.
+    """
+    ends = list(itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes))
+    block = np.empty((ends[-1] if ends else 0) + _LINE, np.uint8)
+    first = -block.ctypes.data % _LINE
+    starts = [first + end for end in (0, *ends)]
+    return [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def overwrite(targets: Sequence[Array], values: Sequence[Array]) -> None:

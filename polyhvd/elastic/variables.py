@@ -63,7 +63,8 @@ class VariablesHandler(Handler):
 
     def _rehearse(self) -> None:
         """Touch memory that a newcomer will need, and assign once, while no other rank waits for that."""
-        self._spare = [copy.copy() for copy in self._copies]
+        self._spare = like(self._copies, [])
+        overwrite(self._spare, self._copies)
         for _ in range(_REHEARSALS):
             for variable, value in zip(self._variables(), self._copies, strict=True):
                 variable.assign(value)

@@ -98,3 +98,29 @@ def test_memory_that_fits_is_used_again() -> None:
     found = like([np.ones(3), np.ones(4, np.float32), np.ones(2)], there)
     assert found[0] is there[0]
     assert [(array.shape, array.dtype.name) for array in found[1:]] == [((4,), "float32"), ((2,), "float64")]
+
+
+def test_memory_that_is_new_lies_side_by_side_and_has_the_forms_asked_for() -> None:
+    forms = [
+        np.ones((2, 3), np.float32),
+        np.ones((5, 7), order="F"),
+        np.ones(1, bool),
+        np.ones(()),
+        np.ones((0, 4)),
+        np.ones((4, 6), np.int16)[:, ::2],
+        np.ones(3, np.complex64),
+    ]
+    made = like(forms, [])
+    for array, form in zip(made, forms, strict=True):
+        assert (array.shape, array.dtype) == (form.shape, form.dtype)
+        assert array.flags.writeable
+        assert array.size == 0 or array.ctypes.data % 64 == 0
+        assert np.isfortran(array) == np.isfortran(form)
+        array[...] = form
+    assert all(np.array_equal(array, form) for array, form in zip(made, forms, strict=True)), "apart"
+    assert len({id(_block(array)) for array in made}) == 1
+    assert like([], []) == []
+
+
+def _block(array: Any) -> Any:
+    return array if array.base is None else _block(array.base)

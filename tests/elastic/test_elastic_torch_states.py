@@ -7,6 +7,7 @@ from typing import Any
 import polyhvd.torch as hvd
 import pytest
 import torch
+from polyhvd.torch.elastic import blank
 
 pytestmark = pytest.mark.ranks(2, framework="torch")
 
@@ -177,6 +178,29 @@ def test_commit_keeps_tensors_of_every_kind_and_layout() -> None:
         assert list(kept) == list(expected)
         for name, tensor in expected.items():
             assert torch.equal(kept[name], tensor), name
+
+
+def test_copies_have_the_forms_of_empty_like_and_lie_side_by_side() -> None:
+    names = ("float64", "bfloat16", "bool", "complex64", "float8_e4m3fn")
+    dtypes = [getattr(torch, name) for name in names if hasattr(torch, name)]
+    tensors = [torch.ones(2, 3).to(dtype) for dtype in dtypes]
+    tensors += [torch.ones(()), torch.empty(0, 4), torch.ones(4, 5).t(), torch.ones(4, 6)[:, ::2]]
+    tensors += [
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.nn.Parameter(torch.ones(3)),
+    ]
+    made = blank(tensors)
+    for copied, tensor in zip(made, tensors, strict=True):
+        like = torch.empty_like(tensor)
+        assert (copied.shape, copied.dtype, copied.stride()) == (like.shape, like.dtype, like.stride())
+        assert not copied.requires_grad
+        with torch.no_grad():
+            copied.copy_(tensor)
+    for copied, tensor in zip(made, tensors, strict=True):
+        assert torch.equal(copied, tensor), "copies lie apart"
+    (sparse,) = blank([torch.eye(3).to_sparse()])  # which has no memory of its own form
+    assert sparse.is_sparse
+    assert blank([]) == []
 
 
 def test_gradients_of_what_is_undone_or_used_up_are_dropped() -> None:
