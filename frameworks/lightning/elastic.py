@@ -146,11 +146,13 @@ class LightningState(TorchState):
         super()._sync_from(root, among=among)
         if among is None:
             return
-        likes = [(tuple(tensor.shape), tensor.dtype) for tensor in self._tensors]
+        likes = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in self._tensors]
         told = broadcast_object((self._rest, likes), root, "elastic.state.lightning", among)
         if self._rank() != root:
             self._rest, likes = told
-            self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in likes]
+            self._tensors = [
+                torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in likes
+            ]
         if self._tensors:
             broadcast_parameters({str(i): tensor for i, tensor in enumerate(self._tensors)}, root, among)
 

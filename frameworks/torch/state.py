@@ -149,7 +149,11 @@ def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int, process_set:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Load what ``state_dict()`` has returned, tensors of their own dtypes included."""
+    """Load what ``state_dict()`` has returned, tensors of their own dtypes included.
+
+    Tensors of a parameter's shape get its strides, as those have that the optimizer makes: fused kernels
+    pair elements as they lie in memory, whatever the strides are.
+    """
     optimizer.load_state_dict(state)
     # torch casts state to the dtype of its parameter; the root has it as it is.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -157,5 +161,14 @@ def load_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
         own = optimizer.state.get(parameter, {})
         for key, value in state["state"].get(number, {}).items():
             loaded = own.get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                own[key] = value
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+                own[key] = _laid_out(loaded if loaded.dtype == value.dtype else value, parameter)
+
+
+def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor of the parameter's shape with the parameter's strides; any other as it is."""
+    is_strided = value.layout is parameter.layout is torch.strided
+    if not is_strided or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    with torch.no_grad():
+        return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

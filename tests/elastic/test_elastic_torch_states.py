@@ -9,6 +9,8 @@ import pytest
 import torch
 from polyhvd.torch.elastic import blank
 
+from polyhvd.elastic.checkpoint import pack, unpack
+
 pytestmark = pytest.mark.ranks(2, framework="torch")
 
 
@@ -201,6 +203,45 @@ def test_copies_have_the_forms_of_empty_like_and_lie_side_by_side() -> None:
     (sparse,) = blank([torch.eye(3).to_sparse()])  # which has no memory of its own form
     assert sparse.is_sparse
     assert blank([]) == []
+
+
+@pytest.mark.ranks(2, 3, framework="torch")
+@pytest.mark.parametrize("how", ["told", "restored", "imported"])
+def test_moments_lie_as_their_parameters_do_for_fused_kernels(how: str) -> None:
+    def make() -> Any:
+        torch.manual_seed(1)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        values = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(number))
+        (model(values) ** 2).mean().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    state = hvd.elastic.TorchState(model, optimizer)
+    for number in range(3):
+        step(model, optimizer, number)
+    state.commit()
+    if how == "imported" or (how == "told" and hvd.rank() > 0):
+        model, optimizer = make()
+        other = hvd.elastic.TorchState(model, optimizer)
+        if how == "imported":
+            tree, arrays = pack(state.exported())
+            other.imported(unpack(tree, arrays.__getitem__))
+        state = other
+    if how == "restored":
+        state.restore()
+    state.sync()
+    for parameter in model.parameters():
+        assert {t.stride() for t in optimizer.state[parameter].values() if t.ndim} == {parameter.stride()}
+    step(model, optimizer, 3)
+    expected, first = make()
+    for number in range(4):
+        step(expected, first, number)
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_gradients_of_what_is_undone_or_used_up_are_dropped() -> None:
