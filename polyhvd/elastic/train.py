@@ -464,6 +464,7 @@ class Training(ObjectState):
             return False, str(error)
         try:
             self.imported(values)
+            self.save()  # a loss before others have it leads back here
         except Exception as error:
             file = str(folder.file(number))
             return False, (
