@@ -18,6 +18,7 @@ from polyhvd.mxnet.state import (
     broadcast_parameters,
     optimizer_attributes,
     optimizer_of,
+    update_attributes,
 )
 from polyhvd.mxnet.trainer import DistributedTrainer
 
@@ -118,7 +119,7 @@ class _Trainer(Handler):
         attributes, scale = copy.deepcopy(rest)
         updater.states = pickle.loads(states)
         updater.states_synced = dict.fromkeys(updater.states, False)
-        vars(optimizer).update(attributes)
+        update_attributes(optimizer, attributes)
         scaler = getattr(self.value, "_amp_loss_scaler", None)
         if scaler is not None and scale is not None:
             vars(scaler).update(scale)
@@ -126,9 +127,12 @@ class _Trainer(Handler):
     def exported(self) -> Any:
         updater, optimizer = optimizer_of(self.value)
         scaler = getattr(self.value, "_amp_loss_scaler", None)
+        attributes = optimizer_attributes(optimizer)
+        scheduler = attributes.pop("lr_scheduler", None)
         return {
             "states": changed(updater.states, lambda v: v.asnumpy() if isinstance(v, mx.nd.NDArray) else v),
-            "attributes": optimizer_attributes(optimizer),
+            "attributes": attributes,
+            "scheduler": None if scheduler is None else dict(vars(scheduler)),
             "scaler": None if scaler is None else dict(vars(scaler)),
         }
 
@@ -141,6 +145,9 @@ class _Trainer(Handler):
         updater.states = changed(value["states"], array)
         updater.states_synced = dict.fromkeys(updater.states, False)
         vars(optimizer).update(value["attributes"])
+        scheduler = getattr(optimizer, "lr_scheduler", None)
+        if scheduler is not None and value.get("scheduler") is not None:
+            vars(scheduler).update(value["scheduler"])
         scaler = getattr(self.value, "_amp_loss_scaler", None)
         if scaler is not None and value["scaler"] is not None:
             vars(scaler).update(value["scaler"])

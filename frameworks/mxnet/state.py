@@ -24,6 +24,7 @@ __all__ = [
     "broadcast_parameters",
     "optimizer_attributes",
     "optimizer_of",
+    "update_attributes",
 ]
 
 
@@ -126,7 +127,7 @@ def broadcast_optimizer_state(
     number_of = dict(enumerate(parameters))
     updater.states = _renumbered(states, number_of)
     updater.states_synced = dict.fromkeys(updater.states, False)
-    vars(optimizer).update(_numbered(attributes, number_of))
+    update_attributes(optimizer, _numbered(attributes, number_of))
     if scaler is not None and scale is not None:
         vars(scaler).update(scale)
 
@@ -157,6 +158,18 @@ def optimizer_of(trainer: Trainer | mx.optimizer.Updater) -> tuple[mx.optimizer.
 def optimizer_attributes(optimizer: Any) -> dict[str, Any]:
     """What training changes in an optimizer: its counters, its learning rate and the like."""
     return _attributes(optimizer, {})
+
+
+def update_attributes(optimizer: Any, attributes: dict[str, Any]) -> None:
+    """Give an optimizer what :func:`optimizer_attributes` has returned, maybe of another rank.
+
+    A scheduler stays the object that the program knows, and may go on to change.
+    """
+    own, told = getattr(optimizer, "lr_scheduler", None), attributes.get("lr_scheduler")
+    if own is not None and type(own) is type(told):
+        vars(own).update(vars(told))
+        attributes = {**attributes, "lr_scheduler": own}
+    vars(optimizer).update(attributes)
 
 
 def _updater_of(trainer: Any) -> tuple[mx.optimizer.Updater, dict[Any, Any]]:

@@ -9,6 +9,8 @@ import polyhvd.mxnet as hvd
 import pytest
 from mxnet import gluon
 
+from polyhvd.elastic.checkpoint import pack, unpack
+
 pytestmark = pytest.mark.ranks(2, framework="mxnet")
 
 
@@ -76,3 +78,27 @@ def test_network_and_trainer_are_sent_to_who_lacks_them_alone() -> None:
     moments = [moment.asnumpy().tolist() for _, moment in sorted(trainer._updaters[0].states.items())]
     assert len(moments) >= 2
     assert hvd.allgather_object(moments) == 3 * [moments]
+
+
+def test_scheduler_stays_the_object_that_the_program_knows() -> None:
+    net = gluon.nn.Dense(2, in_units=2)
+    net.initialize()
+    scheduler = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.8)
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"lr_scheduler": scheduler})
+    state = hvd.elastic.GluonState(net, trainer)
+    state.sync()
+    scheduler.base_lr = 0.4 if hvd.rank() == 0 else 0.3
+    state.commit()
+    tree, arrays = pack(state.exported())
+    kept = unpack(tree, arrays.__getitem__)
+    state.sync()
+    assert trainer.learning_rate == 0.4, "rank 0's, which the others were told"
+    scheduler.base_lr = 0.1
+    assert trainer.learning_rate == 0.1
+    state.restore()
+    assert trainer.learning_rate == 0.4
+    scheduler.base_lr = 0.1
+    assert trainer.learning_rate == 0.1
+    state.imported(kept)
+    assert trainer.learning_rate == (0.4 if hvd.rank() == 0 else 0.3)
+    assert trainer._optimizer.lr_scheduler is scheduler
