@@ -13,12 +13,7 @@ from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic import process
 from polyhvd.elastic.receivers import UNCOMMITTED, Version, exchange, has_gpus, lacking, newest
-from polyhvd.errors import (
-    CheckpointError,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    InvalidArgumentError,
-)
+from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.runtime import current
 
 __all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied", "copied_by_name"]
@@ -393,6 +388,10 @@ class Handler:
         """
         self.value = value
 
+    def form(self) -> str:
+        """What of it has to be the same on all ranks, in words."""
+        return ""
+
     def save(self) -> None:
         """Keep a copy. Raises NotImplementedError where the subclass does not say how.
 
@@ -542,7 +541,7 @@ class HandlersState(ObjectState):
         super().imported(values)
 
     def _kept_names(self) -> list[str]:
-        return sorted([*self._names, *self._handlers])
+        return sorted([*self._names, *(name + handler.form() for name, handler in self._handlers.items())])
 
     def _keep_synced(self, *, kept: bool) -> None:
         for handler in self._handlers.values():
@@ -576,7 +575,7 @@ def _require_alike(names: list[list[str]], root: int) -> None:
         if mine != names[root]:
             raise InvalidArgumentError(
                 f"rank {rank}'s state has the attributes {mine}, and rank {root}'s {names[root]}: run the "
-                "same program on every rank"
+                "same program on every rank, and make variables before the state"
             )
 
 

@@ -44,6 +44,15 @@ class VariablesHandler(Handler):
         self._spare: list[Array] = []  # of the commit before: one that is cut short harms neither
         self._is_spare_new = False  # whether the spare has the variables' values
 
+    def form(self) -> str:
+        """How many variables there are. Raises nothing.
+
+        Example::
+
+            handler.form()
+        """
+        return f" of {len(self._variables())} variables"
+
     def save(self) -> None:
         """Keep a copy. Raises nothing.
 

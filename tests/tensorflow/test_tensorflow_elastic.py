@@ -115,6 +115,14 @@ def test_variables_are_sent_to_who_lacks_them_alone() -> None:
         state.restore()
 
 
+def test_rank_that_has_fewer_variables_is_an_error_on_every_rank() -> None:
+    state = hvd.elastic.TensorFlowState([tf.Variable(1.0)] * (2 if hvd.rank() else 1))
+    with pytest.raises(
+        hvd.InvalidArgumentError, match=r"variables of 2 variables.*make variables before the"
+    ):
+        state.sync()
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_sync_that_fails_half_way_leaves_the_commit_as_it_was(
     left: bool, monkeypatch: pytest.MonkeyPatch
