@@ -119,8 +119,9 @@ class ArraysState(ObjectState):
         if self._rank() != root:
             arrays = self._fitting(arrays, likes)
         if among is not None:
-            named = [(f"elastic.{number}", array) for number, array in enumerate(arrays)]
-            for some in [named] if _are_apart(arrays) else [[item] for item in named]:
+            told = [array if array.flags.writeable else array.copy() for array in arrays]  # the root's own
+            named = [(f"elastic.{number}", array) for number, array in enumerate(told)]
+            for some in [named] if _are_apart(told) else [[item] for item in named]:
                 self._broadcast(some, root, among)
         self._put(rest, arrays)
 

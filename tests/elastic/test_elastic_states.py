@@ -307,6 +307,16 @@ def test_arrays_that_share_memory_are_told() -> None:
     assert state.part.tolist() == [3, 4]
 
 
+def test_array_that_is_read_only_is_told() -> None:
+    fixed = np.full(3, hvd.rank() + 1.0)
+    fixed.flags.writeable = False
+    state = hvd.elastic.ArrayState(fixed=fixed, other=np.zeros(2))
+    state.sync()
+    state.restore()
+    assert state.fixed.tolist() == [1, 1, 1]
+    assert fixed.tolist() == 3 * [hvd.rank() + 1.0]
+
+
 def test_copies_of_a_commit_are_never_what_the_next_one_overwrites() -> None:
     state = make()
     for generation in (3, 4):
