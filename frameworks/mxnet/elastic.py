@@ -129,15 +129,20 @@ class _Trainer(Handler):
         scaler = getattr(self.value, "_amp_loss_scaler", None)
         attributes = optimizer_attributes(optimizer)
         scheduler = attributes.pop("lr_scheduler", None)
+        kind = type(scheduler).__qualname__
         return {
             "states": changed(updater.states, lambda v: v.asnumpy() if isinstance(v, mx.nd.NDArray) else v),
             "attributes": attributes,
-            "scheduler": None if scheduler is None else dict(vars(scheduler)),
+            "scheduler": None if scheduler is None else {"class": kind, "attributes": dict(vars(scheduler))},
             "scaler": None if scaler is None else dict(vars(scaler)),
         }
 
     def imported(self, value: Any) -> None:
         updater, optimizer = optimizer_of(self.value)
+        scheduler, told = getattr(optimizer, "lr_scheduler", None), value.get("scheduler")
+        here = None if scheduler is None else type(scheduler).__qualname__
+        if here != (told and told["class"]):
+            raise ValueError(f"it has the lr_scheduler {told and told['class']}, here is {here}")
 
         def array(item: Any) -> Any:
             return mx.nd.array(item, dtype=item.dtype) if isinstance(item, np.ndarray) else item
@@ -145,9 +150,8 @@ class _Trainer(Handler):
         updater.states = changed(value["states"], array)
         updater.states_synced = dict.fromkeys(updater.states, False)
         vars(optimizer).update(value["attributes"])
-        scheduler = getattr(optimizer, "lr_scheduler", None)
-        if scheduler is not None and value.get("scheduler") is not None:
-            vars(scheduler).update(value["scheduler"])
+        if told is not None:
+            vars(scheduler).update(told["attributes"])
         scaler = getattr(self.value, "_amp_loss_scaler", None)
         if scaler is not None and value["scaler"] is not None:
             vars(scaler).update(value["scaler"])

@@ -30,15 +30,17 @@ def like(arrays: Sequence[Any], there: Sequence[Array]) -> list[Array]:
     ]
     lacking = [array for array, fit in zip(arrays, fits, strict=True) if not fit]
     parts = pieces([math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in lacking])
-    made = (
-        part.view(array.dtype).reshape(array.shape, order="F" if _is_by_columns(array) else "C")
-        for part, array in zip(parts, lacking, strict=True)
-    )
+    made = (_formed(part, array) for part, array in zip(parts, lacking, strict=True))
     return [known[number] if fit else next(made) for number, fit in enumerate(fits)]
 
 
-def _is_by_columns(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and np.isfortran(array)
+def _formed(part: Array, array: Any) -> Array:
+    """An array of the same form, in these bytes if it may be: objects may not."""
+    if np.dtype(array.dtype).hasobject:
+        return np.empty(array.shape, array.dtype)
+    by_columns = isinstance(array, np.ndarray) and np.isfortran(array)
+    formed: Array = part.view(array.dtype).reshape(array.shape, order="F" if by_columns else "C")
+    return formed
 
 
 def pieces(sizes: Sequence[int]) -> list[Array]:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from polyhvd.collectives.membership import passing_set
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current, gpu
 
-__all__ = ["UNCOMMITTED", "Version", "exchange", "has_gpus", "lacking", "newest"]
+__all__ = ["UNCOMMITTED", "Version", "exchange", "has_gpus", "lacking", "newest", "require_alike"]
 
 #: The number of a commit that there was none of.
 UNCOMMITTED = -1
@@ -53,6 +54,16 @@ def lacking(versions: Sequence[Version], root: int) -> list[int]:
         for rank, version in enumerate(versions)
         if rank != root and not (known and version == versions[root])
     ]
+
+
+def require_alike(names: dict[int, list[str]], root: int) -> None:
+    """Raise InvalidArgumentError where a rank keeps something that another does not; alike on all ranks."""
+    for rank, mine in names.items():
+        if mine != names[root]:
+            raise InvalidArgumentError(
+                f"rank {rank}'s state has the attributes {mine}, and rank {root}'s {names[root]}: run the "
+                "same program on every rank, and make variables before the state"
+            )
 
 
 @contextmanager

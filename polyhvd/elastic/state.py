@@ -12,7 +12,7 @@ import numpy as np
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.elastic import process
-from polyhvd.elastic.receivers import UNCOMMITTED, Version, exchange, has_gpus, lacking, newest
+from polyhvd.elastic.receivers import UNCOMMITTED, Version, exchange, has_gpus, lacking, newest, require_alike
 from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
 from polyhvd.runtime import current
 
@@ -279,11 +279,13 @@ class ObjectState(State):
             state.sync()
         """
         mine = Version(self._commits, self._is_commit, self._boundary)
-        told = allgather_object((mine, self._kept_names(), has_gpus()), name="elastic.state.commits")
+        kept_by = self._kept_names(), self._kept_forms()
+        told = allgather_object((mine, *kept_by, has_gpus()), name="elastic.state.commits")
         versions = [version for version, *_ in told]
         root = newest(versions)
-        _require_alike([names for _, names, _ in told], root)
+        require_alike({rank: names for rank, (_, names, *_) in enumerate(told)}, root)
         receivers = lacking(versions, root)
+        require_alike({rank: told[rank][2] for rank in (root, *receivers)}, root)
         kept = self._is_commit and self._rank() not in receivers
         with exchange(root, receivers, gpus=any(gpus for *_, gpus in told)) as among:
             self._sync_from(root, among=among)
@@ -342,6 +344,10 @@ class ObjectState(State):
     def _kept_names(self) -> list[str]:
         """What it keeps, which is to be the same on every rank."""
         return sorted(self._names)
+
+    def _kept_forms(self) -> list[str]:
+        """What is to be the same where tensors are told and received."""
+        return []
 
     def _keep_synced(self, *, kept: bool) -> None:
         """Have what was told as the last commit.
@@ -541,7 +547,10 @@ class HandlersState(ObjectState):
         super().imported(values)
 
     def _kept_names(self) -> list[str]:
-        return sorted([*self._names, *(name + handler.form() for name, handler in self._handlers.items())])
+        return sorted([*self._names, *self._handlers])
+
+    def _kept_forms(self) -> list[str]:
+        return [f"{name}{self._handlers[name].form()}" for name in sorted(self._handlers)]
 
     def _keep_synced(self, *, kept: bool) -> None:
         for handler in self._handlers.values():
@@ -567,16 +576,6 @@ def _require_whole_step() -> None:
 
 def _rank() -> int:
     return current.world().placement.rank
-
-
-def _require_alike(names: list[list[str]], root: int) -> None:
-    """Raise InvalidArgumentError where a rank keeps something that another does not; alike on all ranks."""
-    for rank, mine in enumerate(names):
-        if mine != names[root]:
-            raise InvalidArgumentError(
-                f"rank {rank}'s state has the attributes {mine}, and rank {root}'s {names[root]}: run the "
-                "same program on every rank, and make variables before the state"
-            )
 
 
 def copied(value: Any) -> Any:

@@ -370,6 +370,9 @@ class Training(ObjectState):
     def _kept_names(self) -> list[str]:
         return sorted([*super()._kept_names(), *self._inner._kept_names()])
 
+    def _kept_forms(self) -> list[str]:
+        return self._inner._kept_forms()
+
     def _keep_synced(self, *, kept: bool) -> None:
         self._inner._keep_synced(kept=kept)
         super().save()

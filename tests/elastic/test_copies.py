@@ -120,6 +120,8 @@ def test_memory_that_is_new_lies_side_by_side_and_has_the_forms_asked_for() -> N
     assert all(np.array_equal(array, form) for array, form in zip(made, forms, strict=True)), "apart"
     assert len({id(_block(array)) for array in made}) == 1
     assert like([], []) == []
+    (objects,) = like([np.array(["a", None], object)], [])
+    assert objects.tolist() == [None, None], "no bytes of whatever was there"
 
 
 def _block(array: Any) -> Any:

@@ -95,11 +95,14 @@ def test_job_that_has_too_few_ranks_says_resume_me_and_resumes_where_it_was(
     assert (status, ends) == (0, 3 * [end]), said
 
 
-def test_loss_while_a_checkpoint_is_taken_up_leads_back_to_it(launcher: Launcher, end: str) -> None:
+@pytest.mark.parametrize("kill", ["sync:2:0", "sync:0:7"], ids=["receives", "has_read_it"])
+def test_loss_while_a_checkpoint_is_taken_up_leads_back_to_it(
+    launcher: Launcher, end: str, kill: str
+) -> None:
     options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:], "--elastic-timeout", "4")
     status, ends, said = run(launcher, *options, kills=("before:1:7",), how="checkpoint")
     assert (status, ends) == (RESUME_STATUS, []), said
-    status, ends, said = run(launcher, *REPLACED, kills=("sync:2:0",), how="checkpoint")
+    status, ends, said = run(launcher, *REPLACED, kills=(kill,), how="checkpoint")
     assert (status, ends) == (0, 3 * [end]), said
 
 

@@ -102,3 +102,6 @@ def test_scheduler_stays_the_object_that_the_program_knows() -> None:
     state.imported(kept)
     assert trainer.learning_rate == (0.4 if hvd.rank() == 0 else 0.3)
     assert trainer._optimizer.lr_scheduler is scheduler
+    other = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    with pytest.raises(ValueError, match="it has the lr_scheduler FactorScheduler, here is None"):
+        hvd.elastic.GluonState(net, other).imported(kept)

@@ -123,6 +123,16 @@ def test_rank_that_has_fewer_variables_is_an_error_on_every_rank() -> None:
         state.sync()
 
 
+def test_ranks_that_need_nothing_may_have_made_more_variables() -> None:
+    state = hvd.elastic.TensorFlowState([tf.Variable(hvd.rank() + 1.0)])
+    state.sync()
+    if hvd.rank() == 0:
+        state.variables.append(tf.Variable(7.0))  # in a step that failed before the others had come so far
+    state.restore()
+    state.sync()
+    assert values(state) == ([1.0, 7.0] if hvd.rank() == 0 else [1.0])
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_sync_that_fails_half_way_leaves_the_commit_as_it_was(
     left: bool, monkeypatch: pytest.MonkeyPatch
