@@ -9,7 +9,7 @@ import numpy as np
 
 from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.elastic.memory import like, overwrite
+from polyhvd.elastic.memory import form, like, overwrite
 from polyhvd.elastic.state import ObjectState, copied, copied_by_name
 from polyhvd.runtime import current
 from polyhvd.training.state import put_tensors, take_tensors
@@ -76,14 +76,14 @@ class ArraysState(ObjectState):
             state.restore()
         """
         _, arrays = self._taken()
-        self._put(self._saved, self._fitting(arrays, _likes(self._copies), self._copies))
+        self._put(self._saved, self._fitting(arrays, [*map(form, self._copies)], self._copies))
         self._is_commit = True
 
     def imported(self, values: dict[str, Any]) -> None:
         """See :meth:`ObjectState.imported`; arrays of the same shape keep their memory."""
         rest, told = take_tensors({name: values[name] for name in self._names}, self._is_array)
         _, arrays = self._taken()
-        self._put(rest, self._fitting(arrays, _likes(told), told))
+        self._put(rest, self._fitting(arrays, [*map(form, told)], told))
 
     def _keep_synced(self, *, kept: bool) -> None:
         if kept:
@@ -106,16 +106,18 @@ class ArraysState(ObjectState):
     def _fitting(
         arrays: list[Array], likes: list[tuple[Any, ...]], values: list[Array] | None = None
     ) -> list[Array]:
-        """Arrays of these shapes and dtypes, those that are there if they fit, with these values if any."""
-        if _likes(arrays) != likes or not all(array.flags.writeable for array in arrays):
-            arrays = [np.empty(shape, dtype) for shape, dtype in likes]
+        """Arrays of these forms, those that are there if they fit, with these values if any."""
+        if [*map(form, arrays)] != likes or not all(array.flags.writeable for array in arrays):
+            arrays = [np.empty(shape, dtype, order) for shape, dtype, order in likes]
         if values is not None:
             overwrite(arrays, values)
         return arrays
 
     def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         rest, arrays = self._taken()
-        rest, likes = self._bcast_object((rest, _likes(arrays)), root_rank=root, name="elastic.state.objects")
+        rest, likes = self._bcast_object(
+            (rest, [*map(form, arrays)]), root_rank=root, name="elastic.state.objects"
+        )
         if self._rank() != root:
             arrays = self._fitting(arrays, likes)
         if among is not None:
@@ -124,10 +126,6 @@ class ArraysState(ObjectState):
             for some in [named] if _are_apart(told) else [[item] for item in named]:
                 self._broadcast(some, root, among)
         self._put(rest, arrays)
-
-
-def _likes(arrays: list[Array]) -> list[tuple[Any, ...]]:
-    return [(array.shape, array.dtype) for array in arrays]
 
 
 def _are_apart(arrays: list[Array]) -> bool:

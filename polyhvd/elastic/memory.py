@@ -15,31 +15,34 @@ from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.runtime import current
 
-__all__ = ["like", "overwrite", "pieces", "receive", "send"]
+__all__ = ["form", "like", "overwrite", "pieces", "receive", "send"]
 
 Array = np.ndarray[Any, Any]
 _LINE = 64  # bytes of a cache line, with which tensors begin
 
 
 def like(arrays: Sequence[Any], there: Sequence[Array]) -> list[Array]:
-    """Dense arrays of the same shapes and dtypes, of which those that are there already are used again."""
+    """Dense arrays of the same forms, of which those that are there already are used again."""
     known = dict(enumerate(there))
-    fits = [
-        number in known and (known[number].shape, known[number].dtype) == (array.shape, array.dtype)
-        for number, array in enumerate(arrays)
-    ]
+    fits = [number in known and form(known[number]) == form(array) for number, array in enumerate(arrays)]
     lacking = [array for array, fit in zip(arrays, fits, strict=True) if not fit]
     parts = pieces([math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in lacking])
     made = (_formed(part, array) for part, array in zip(parts, lacking, strict=True))
     return [known[number] if fit else next(made) for number, fit in enumerate(fits)]
 
 
+def form(array: Any) -> tuple[Any, ...]:
+    """Shape, dtype and order: NumPy adds up elements as they lie in memory, and so to other last bits."""
+    by_columns = isinstance(array, np.ndarray) and np.isfortran(array)
+    return array.shape, np.dtype(array.dtype), "F" if by_columns else "C"
+
+
 def _formed(part: Array, array: Any) -> Array:
     """An array of the same form, in these bytes if it may be: objects may not."""
-    if np.dtype(array.dtype).hasobject:
-        return np.empty(array.shape, array.dtype)
-    by_columns = isinstance(array, np.ndarray) and np.isfortran(array)
-    formed: Array = part.view(array.dtype).reshape(array.shape, order="F" if by_columns else "C")
+    shape, dtype, order = form(array)
+    if dtype.hasobject:
+        return np.empty(shape, dtype, order)
+    formed: Array = part.view(dtype).reshape(shape, order=order)
     return formed
 
 

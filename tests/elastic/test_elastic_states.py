@@ -307,6 +307,22 @@ def test_arrays_that_share_memory_are_told() -> None:
     assert state.part.tolist() == [3, 4]
 
 
+def test_arrays_are_told_in_the_order_of_their_memory() -> None:
+    """Sums of the same elements in another order are others, by their last bits."""
+    values = np.random.default_rng(1).normal(size=(50, 70)).astype(np.float32)
+    state = hvd.elastic.ArrayState(w=np.zeros((50, 70), np.float32), own=np.zeros((70, 50)).T)
+    if hvd.rank() == 0:
+        state.w = np.asfortranarray(values)
+    state.sync()
+    assert np.array_equal(state.w, values)
+    assert hvd.allgather_object(float(state.w.sum())) == hvd.size() * [float(state.w.sum())]
+    for _ in range(2):
+        assert np.isfortran(state.w)
+        assert np.isfortran(state.own)
+        state.w = np.ascontiguousarray(state.w)
+        state.restore()
+
+
 def test_array_that_is_read_only_is_told() -> None:
     fixed = np.full(3, hvd.rank() + 1.0)
     fixed.flags.writeable = False
