@@ -23,8 +23,10 @@ _REPEAT_S = 1.0
 class Leave:
     """That this process leaves its job, between two steps."""
 
-    rank: int  #: of this process in the world that it has left; those that were lost there do not count
-    size: int  #: of that world, likewise
+    #: Of this process in the world that it has left, not counting ranks that were lost. If no rank stays,
+    #: ranks with the newest commit come first, so that rank 0 has the newest one.
+    rank: int
+    size: int  #: of that world, not counting ranks that were lost
     everyone: bool  #: whether no rank of it stays, so that what is not saved now is lost
 
 
@@ -43,7 +45,8 @@ def on_leave(callback: Callable[[Leave], object]) -> Callable[[Leave], object]:
     Args:
         callback: takes a value with ``rank`` and ``size`` in the world that was left, in which ranks that
             were lost do not count, so that one is always 0, and ``everyone``, which is False when other ranks
-            go on with the state. Called in the order of registration.
+            go on with the state. If ``everyone`` is True, rank 0 has the newest commit. Called in the order
+            of registration.
 
     Returns:
         The function, so that this serves as a decorator.

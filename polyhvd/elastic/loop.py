@@ -121,6 +121,8 @@ def looped(
         while True:
             try:
                 if must_reset:
+                    if (member := process.find()) is not None:
+                        member.commits = state._commits
                     with state.waiting():
                         (reset or _rejoin)()
                     state.on_reset()

@@ -19,7 +19,8 @@ class Member:
     ready_at: float = 0.0  # when it has asked for its first
     dismissed: bool = False
     leaving: bool = False  # with notice: it is in no further world
-    left: tuple[int, ...] = ()  # who was in the last world, by rank, when it was dismissed of that
+    left: tuple[int, ...] = ()  # see Membership.world_left_by; set when it is dismissed from that world
+    commit: tuple[int, int] = (0, -1)  # its last one: number of the call, and of the commit in that call
     dying: bool = False  # others of its world have seen it dead; what it has died of is yet to be told
 
 

@@ -191,7 +191,11 @@ class Membership:
         return "" if found is None or not found.leaving else "all" if self._leaving else "one"
 
     def world_left_by(self, member: int) -> list[int]:
-        """The members of the world that one has left with notice, by rank, without those that were lost."""
+        """The members of the world that one has left with notice, without those that were lost.
+
+        They are in the order of their ranks. If all leave, members with the newest commit come first: the
+        first one saves the state, and a loss can leave survivors with commits that are a step apart.
+        """
         return list(self._members[member].left) if member in self._members else []
 
     @property
@@ -221,6 +225,7 @@ class Membership:
         progressed: bool = False,
         failed: bool = False,
         dead: Collection[int] = (),
+        commit: tuple[int, int] = (0, -1),
     ) -> list[Action]:
         """A member asks for a place in a generation after this one.
 
@@ -235,6 +240,8 @@ class Membership:
             progressed: whether it has committed in it.
             failed: whether a collective has failed there.
             dead: the members of it that are dead, as far as this one has seen.
+            commit: its last one, as the number of the call of an elastic function and of the commit in that
+                call, from 0. A greater one is newer.
         """
         found = self._members.get(member)
         if self._over or found is None or after < found.generation:
@@ -245,6 +252,7 @@ class Membership:
             found.dismissed |= found.generation < world.generation
         if found.dismissed:
             return [Dismiss(member)]
+        found.commit = commit
         if not found.asks:
             found.asks = True
             found.ready_at = now
@@ -490,10 +498,14 @@ class Membership:
     def _let_go(self, world: World | None) -> list[Action]:
         """Dismiss who leaves, though the others are too few for a world of their own."""
         actions: list[Action] = []
-        members = () if world is None else self._left_of(world)
+        # Those that were dismissed before have left already, and save nothing any more.
+        living = () if world is None else self._left_of(world)
+        members = tuple(number for number in living if not self._members[number].dismissed)
+        if self._leaving:
+            members = tuple(sorted(members, key=lambda number: self._members[number].commit, reverse=True))
         for number in members:
             item = self._members[number]
-            if item.leaving and not item.dismissed:
+            if item.leaving:
                 item.dismissed = True
                 item.left = members
                 actions.append(Dismiss(number))

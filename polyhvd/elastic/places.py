@@ -87,6 +87,7 @@ class Question:
     sets: list[list[int]] = field(default_factory=list)
     #: Members of that world whose processes it has seen dead, on its host.
     dead: list[int] = field(default_factory=list)
+    commits: int = -1  #: number of the last commit of that call's state; -1: there is none
 
     def encoded(self) -> bytes:
         """As bytes for the store."""
@@ -99,7 +100,7 @@ class Question:
         sets = [[int(member) for member in members] for members in said["sets"]]
         flags = bool(said["wired"]), bool(said["progressed"]), str(said["failure"])
         dead = [int(member) for member in said["dead"]]
-        return cls(int(said["after"]), *flags, int(said["call"]), sets, dead)
+        return cls(int(said["after"]), *flags, int(said["call"]), sets, dead, int(said["commits"]))
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Answer:
     """A place in the next world."""
 
     generation: int  #: 0: the job is over, or does not need this process any more
-    #: By rank. With generation 0: of the world that is left, as far as they live.
+    #: By rank. With generation 0: the living members of the world that is left, in the order of
+    #: ``Membership.world_left_by``.
     members: list[int] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)  #: of each, as the launcher numbers them
     #: Process sets of the former world, each as the ranks of its members that are left.

@@ -56,6 +56,9 @@ class Process:
         self.counted: dict[str, int] = {}
         #: The last outermost call of an elastic function, from 1.
         self.call = 0
+        #: The number of the last commit of that call's state, set before this process asks for its next
+        #: place; -1: there is none.
+        self.commits = -1
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         current.on_leave(self._remember)
 
@@ -63,7 +66,7 @@ class Process:
         """Wait for a place in the next world; raises SystemExit where there is none."""
         flags = self._wired, self._progressed, self._failure
         former = self.seat.answer
-        question = Question(former.generation, *flags, self.call, self._sets, self._dead)
+        question = Question(former.generation, *flags, self.call, self._sets, self._dead, self.commits)
         try:
             if self.watch.fault:
                 raise StoreError(self.watch.fault)

@@ -402,7 +402,7 @@ class Training(ObjectState):
         self.parts.keep()
 
     def write_leaving(self, leave: Leave) -> None:
-        """This process leaves with notice; where nobody stays, the first that is left writes the state.
+        """Write the state if every rank leaves with notice and this one has the newest commit.
 
         Args:
             leave: who leaves.

@@ -173,6 +173,7 @@ class Driver:
                         progressed=question.progressed,
                         failed=bool(question.failure),
                         dead=question.dead,
+                        commit=(question.call, question.commits),
                     )
                 )
         while self._requests:

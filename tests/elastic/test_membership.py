@@ -683,6 +683,43 @@ def test_where_the_only_one_to_stay_is_lost_all_leave() -> None:
     assert [membership.leaves_by(member) for member in (1, 2)] == ["all", "all"]
 
 
+def survivors_of_rank_0(*commits: tuple[int, int]) -> Membership:
+    """Rank 0 of a world is lost, and the others have asked for a place. These are their last commits."""
+    size = 1 + len(commits)
+    membership = running(Limits(size, size, size, cooldown_s=(600.0, 600.0)), {"a": size})
+    membership.ended(0, Fate.KILLED, 1.0)
+    for member, commit in enumerate(commits, 1):
+        asked = membership.asks(member, 1, 2.0, wired=True, progressed=True, failed=True, commit=commit)
+        assert asked == []
+    return membership
+
+
+@pytest.mark.parametrize(
+    ("commits", "left"),
+    [
+        (((1, 5), (1, 5), (1, 5)), [1, 2, 3]),
+        (((1, 6), (1, 5), (1, 6)), [1, 3, 2]),
+        (((1, 5), (1, 6), (1, 6)), [2, 3, 1]),
+        (((1, 9), (2, -1), (2, 0)), [3, 2, 1]),  # a later call
+    ],
+)
+def test_members_with_the_newest_commit_come_first_where_all_leave(
+    commits: tuple[tuple[int, int], ...], left: list[int]
+) -> None:
+    membership = survivors_of_rank_0(*commits)
+    actions = membership.all_leave(3.0)
+    assert sorted(action.member for action in actions if isinstance(action, Dismiss)) == [1, 2, 3]
+    assert [membership.world_left_by(member) for member in (1, 2, 3)] == 3 * [left]
+
+
+def test_last_member_to_be_told_to_leave_does_not_count_those_that_have_left() -> None:
+    membership = survivors_of_rank_0((1, 6), (1, 6))
+    assert membership.leaves([1], 3.0) == [Dismiss(1)]
+    assert (membership.leaves_by(1), membership.world_left_by(1)) == ("one", [1, 2])
+    assert membership.leaves([2], 4.0) == [Dismiss(2)]  # the process of the first one has not ended yet
+    assert (membership.leaves_by(2), membership.world_left_by(2)) == ("all", [2])
+
+
 def test_worlds_in_a_row_that_fail_without_a_loss_end_the_job_as_well() -> None:
     membership = running(Limits(2, 1, 2), {"a": 2})
     for generation in (1, 2):

@@ -23,6 +23,8 @@ DEADLINE_S = 120.0  # for liveness only: frameworks take long to start on a busy
 REPLACED = ("-np", "3", "--min-np", "3", "--spares", "1")
 #: They are not.
 SLOTS_REST = ("-np", "3", "--min-np", "2", "--blacklist-cooldown-range", "600", "600")
+#: Rank 0 commits a step and dies. These of ranks 1 and 2 do not commit that step, because it fails there.
+LATE: list[tuple[int, ...]] = [(), (1,), (2,), (1, 2)]
 
 
 def run(
@@ -41,6 +43,12 @@ def run(
     for kill in kills:
         assert (folder / f"killed {kill}").exists(), f"nobody was at {kill}:\n{out}\n{err}"
     return status, re.findall(r"end .*", out), f"{out}\n{err}"
+
+
+def last_commit(folder: Path, rank: int) -> int:
+    """The number of steps in the last commit of a rank of the first world."""
+    files = folder.glob(f"commit of generation 1 rank {rank} steps *")
+    return max(int(file.name.split()[-1]) for file in files)
 
 
 def checkpoints(launcher: Launcher) -> list[str]:
@@ -86,10 +94,9 @@ def test_job_that_has_too_few_ranks_says_resume_me_and_resumes_where_it_was(
     launcher: Launcher, end: str
 ) -> None:
     options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:], "--elastic-timeout", "6")
-    status, ends, said = run(launcher, *options, kills=("before:1:7",), how="checkpoint")
+    status, ends, said = run(launcher, *options, kills=("committed:1:7",), how="checkpoint")
     assert (status, ends) == (RESUME_STATUS, []), said
     assert "run the job again, to resume from its checkpoint" in said
-    # Of those that were left, who may be one step apart; the newest counts.
     assert checkpoints(launcher)[-1] == "checkpoint-000000000007.npz"
     status, ends, said = run(launcher, "-np", "3", how="checkpoint")
     assert (status, ends) == (0, 3 * [end]), said
@@ -100,7 +107,7 @@ def test_loss_while_a_checkpoint_is_taken_up_leads_back_to_it(
     launcher: Launcher, end: str, kill: str
 ) -> None:
     options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:], "--elastic-timeout", "4")
-    status, ends, said = run(launcher, *options, kills=("before:1:7",), how="checkpoint")
+    status, ends, said = run(launcher, *options, kills=("committed:1:7",), how="checkpoint")
     assert (status, ends) == (RESUME_STATUS, []), said
     status, ends, said = run(launcher, *REPLACED, kills=(kill,), how="checkpoint")
     assert (status, ends) == (0, 3 * [end]), said
@@ -122,32 +129,42 @@ def test_job_of_another_size_resumes_from_the_former_checkpoint_where_the_last_i
 
 
 @pytest.mark.parametrize(
-    "framework",
+    ("framework", "late"),
     [
-        "numpy",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow", "keras", "mxnet")),
+        *(("numpy", late) for late in LATE),
+        *(
+            pytest.param(name, late, marks=pytest.mark.slow)
+            for name in ("torch", "tensorflow", "keras", "mxnet")
+            for late in LATE[:2]
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(("late", *map(str, value))),
 )
-def test_who_is_left_writes_when_all_are_told_to_leave_and_rank_0_has_just_died(
-    launcher: Launcher, framework: str
+def test_newest_commit_is_written_when_all_are_told_to_leave_and_rank_0_has_just_died(
+    launcher: Launcher, end: str, framework: str, late: tuple[int, ...]
 ) -> None:
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
-    folder, kill = launcher._folder, "before:0:6"
+    folder, kill = launcher._folder, "committed:0:6"
+    lates = [f"late:{rank}:5" for rank in late]
     command = [sys.executable, JOB, framework, str(folder)]
     # There is no other process in its place: the world does not go on.
     options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:])
-    launcher.start(*options, argv=[*command, kill], env={"TRAIN": "checkpoint"})
+    launcher.start(*options, argv=[*command, kill, *lates], env={"TRAIN": "checkpoint"})
     wait_until((folder / f"killed {kill}").exists, "rank 0's death", DEADLINE_S)
     launcher.signal(signal.SIGTERM)
     status, out, err = launcher.finish(DEADLINE_S)
     assert status == 128 + signal.SIGTERM, f"{out}\n{err}"
-    assert checkpoints(launcher) == ["checkpoint-000000000006.npz"], f"{out}\n{err}"
+    commits = {rank: last_commit(folder, rank) for rank in (1, 2)}
+    assert commits == {rank: 5 if rank in late else 6 for rank in (1, 2)}, f"{out}\n{err}"
+    # On a slow machine each rank that has waited for three seconds also writes its own commit.
+    assert checkpoints(launcher)[-1] == f"checkpoint-{max(commits.values()):012d}.npz", f"{out}\n{err}"
     status, ends, said = run(launcher, "-np", "3", how="checkpoint", framework=framework)
     assert status == 0, said
     assert len(ends) == 3, said
     assert len(set(ends)) == 1, said
     assert ends[0].endswith("counts [2.0] steps 18 size 3"), said
+    assert framework != "numpy" or ends[0] == end, said
 
 
 def ranks_of(argument: str) -> list[int]:

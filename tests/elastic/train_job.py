@@ -2,12 +2,16 @@
 
 Arguments: the framework, a folder, and places at which a process kills itself, each once in the whole job:
 
-    before:RANK:STEP   in the step, before its collectives
+    before:RANK:STEP   in the step, before its collectives; other ranks may still be in the step before
+    committed:RANK:STEP   the same, but not until the other ranks have committed so many steps
     after:RANK:STEP    in the step, when the weights are updated
     commit:RANK:STEP   within the commit of the step, when half of the state was copied
     write:RANK:STEP    while the checkpoint of that step is written
-    set:RANK:STEP      before a collective of the process set of the first ranks 0 and 1
+    set:RANK:STEP      before a collective of the process set of the first ranks 0 and 1, but not until the
+                       other ranks have committed so many steps
     others:RANK:STEP   in the step: this rank kills all others
+    late:RANK:STEP     this rank does not die: its step fails because another rank dies, as if its last
+                       collective had failed. ``committed`` and ``set`` do not wait for its commit
     sync:RANK:STEP     while the state is told, after so many steps
     join:STAGE, meet:RANK:GENERATION:STAGE   see dying.py
 
@@ -32,6 +36,7 @@ from polyhvd.data import ArrayLoader, DistributedBatchSampler
 from polyhvd.data.arrays import Batch
 from polyhvd.elastic import checkpoint
 from polyhvd.elastic.train import Training
+from polyhvd.runtime import current
 
 FRAMEWORK, FOLDER = sys.argv[1], Path(sys.argv[2])
 KILLS = Kills(FOLDER, sys.argv[3:])
@@ -185,6 +190,11 @@ class KilledTraining(Training):
         KILLS.die_at("commit", hvd.rank(), self.steps)
         super().save()
 
+    def _committed(self) -> None:
+        super()._committed()
+        if KILLS.pending("committed", "set"):
+            commit_file(hvd.rank(), self.steps).touch()
+
     def _sync_from(self, root: int, *, among: Any) -> None:
         KILLS.die_at("sync", hvd.rank(), self.steps)
         super()._sync_from(root, among=among)
@@ -233,10 +243,39 @@ def loader_of() -> tuple[Any, Any]:
     return loader, as_batch
 
 
+def commit_file(rank: int, steps: int) -> Path:
+    """The file that exists once a rank of the present world has committed so many steps."""
+    return FOLDER / f"commit of generation {current.world().placement.generation} rank {rank} steps {steps}"
+
+
+def die_when_others_have_committed(kind: str, number: int) -> None:
+    """Die at this place, but not until every other rank has committed ``number`` steps.
+
+    A collective may return on one rank before it returns on the others. If that rank then dies at once, the
+    same collective can fail on the others, and their last commit is one step older.
+    """
+    if f"{kind}:{hvd.rank()}:{number}" not in KILLS.pending(kind):
+        return
+    others = [rank for rank in range(hvd.size()) if rank != hvd.rank()]
+    while not all(
+        commit_file(rank, number).exists() or KILLS.is_done("late", rank, number - 1) for rank in others
+    ):
+        time.sleep(0.01)
+    KILLS.die_at(kind, hvd.rank(), number)
+
+
+def fail_if_late(number: int) -> None:
+    """Fail the step on this rank: start a collective that no other rank joins, until one of them dies."""
+    place = ("late", hvd.rank(), number)
+    if KILLS.is_wanted(*place) and not KILLS.is_done(*place):
+        KILLS.kill_at([], *place)
+        numpy_hvd.barrier()
+
+
 def use_the_pair(number: int) -> None:
     """A collective of a process set, for as long as one of its ranks is left."""
     if pair is not None and pair.process_set_id is not None and pair.included():
-        KILLS.die_at("set", hvd.rank(), number)
+        die_when_others_have_committed("set", number)
         assert len(hvd.allgather_object(number, process_set=pair)) == len(pair.ranks)
 
 
@@ -257,6 +296,7 @@ def train(epochs: int, in_step: Any = lambda number: None, **options: Any) -> st
         batch = as_batch(items)
         number = made[-1].steps
         KILLS.die_at("before", hvd.rank(), number)
+        die_when_others_have_committed("committed", number)
         in_step(number)
         kill_others(number)
         use_the_pair(number)
@@ -264,6 +304,7 @@ def train(epochs: int, in_step: Any = lambda number: None, **options: Any) -> st
         np.add.at(rows, batch.indices, 1.0 if batch.weight else 0.0)
         state.counts = state.counts + numpy_hvd.allreduce(rows, op=numpy_hvd.Sum, name="rows")
         result = update(batch)
+        fail_if_late(number)
         KILLS.die_at("after", hvd.rank(), number)
         return result
 
