@@ -24,6 +24,7 @@ __all__ = ["Watch"]
 
 #: Of one request to the store: as long as a world lives.
 _WAIT_S = 1e6
+_NO_REQUEST = -1  # which no request has as its number
 _SLOW_REQUESTS_MAX = 8
 _MOMENT_S = 1.0
 
@@ -126,6 +127,9 @@ class Watch:
                 del self._requests[request]
                 if (world := follower()) is not None:
                     world.engine.abort(said[0].decode("utf-8", "replace"))
+        if not self._requests and not self._slow_requests:
+            # Only reading shows that the launcher closed the connection. Until then select returns at once.
+            self._store.take(_NO_REQUEST)
 
     def _is_gone(self) -> bool:
         """Whether the launcher is, whose end may take a moment to be seen on the other connection, too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from polyhvd.rendezvous.server import Server
 from polyhvd.runtime import current
 
 SECRET = parse_secret(new_secret())
+SILENCE_S = 4.0  # after which a launcher is given up
 
 
 class FollowedWorld:
@@ -37,17 +39,38 @@ def connected(server: Server) -> Client:
     return Client(server.endpoint, SECRET, rank=0, generation=0, deadline=time.monotonic() + 10)
 
 
-def member_of(server: Server, silence_s: float = 4.0) -> process.Process:
-    store, watching = connected(server), connected(server)
-    store.probe(silence_s)
-    watching.give_up_after(silence_s)
-    seat = Seat(store, 0)
-    return process.Process(seat, Watch(watching, seat, silence_s))
+def end(watch: Watch) -> None:
+    """End its thread, which is always busy if the launcher is gone while it follows no world."""
+    watch._store.close()
+    watch._ring()
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+
+
+@pytest.fixture
+def member_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Server], process.Process]]:
+    """``member_of(server)`` is a member of a job with this rendezvous."""
+    monkeypatch.setattr(current, "on_leave", lambda function: None)
+    watches: list[Watch] = []
+
+    def member_of(server: Server) -> process.Process:
+        store, watching = connected(server), connected(server)
+        store.probe(SILENCE_S)
+        watching.give_up_after(SILENCE_S)
+        seat = Seat(store, 0)
+        watches.append(Watch(watching, seat, SILENCE_S))
+        return process.Process(seat, watches[-1])
+
+    yield member_of
+    for watch in watches:
+        end(watch)
+
+
+MemberOf = Callable[[Server], process.Process]
 
 
 @pytest.mark.parametrize("followed", ["follow", "nothing"])
-def test_world_fails_and_nobody_waits_for_another(followed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "on_leave", lambda function: None)
+def test_world_fails_and_nobody_waits_for_another(followed: str, member_of: MemberOf) -> None:
     server = Server(SECRET)
     member = member_of(server)
     world = FollowedWorld()
@@ -56,36 +79,44 @@ def test_world_fails_and_nobody_waits_for_another(followed: str, monkeypatch: py
     assert not world.ended.wait(0.2)
     server.close()
     member.watch._thread.join(10)
+    assert not member.watch._thread.is_alive(), "without a world it would read nothing, and wake up for ever"
     assert (world.ended.is_set(), "the launcher is gone" in world.reason) == 2 * (followed == "follow",)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as ended:
         member.next_place()
-    assert end.value.code == RESUME_STATUS
+    assert ended.value.code == RESUME_STATUS
 
 
-def test_process_that_waits_for_a_place_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "on_leave", lambda function: None)
-    server = Server(SECRET)
+def test_process_that_waits_for_a_place_ends(member_of: MemberOf) -> None:
+    asked = threading.Event()
+    server = Server(SECRET, observe=lambda *_: asked.set())
     member = member_of(server)
-    threading.Timer(0.3, server.close).start()
-    with pytest.raises(SystemExit) as end:
+
+    def close() -> None:
+        asked.wait(10)
+        server.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(SystemExit) as ended:
         member.next_place()
-    assert end.value.code == RESUME_STATUS
+    closing.join()
+    assert asked.is_set()
+    assert ended.value.code == RESUME_STATUS
 
 
-def test_launcher_that_one_connection_has_lost_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "on_leave", lambda function: None)
+def test_launcher_that_one_connection_has_lost_is_not_gone(member_of: MemberOf) -> None:
     server = Server(SECRET)
     try:
         member = member_of(server)
         world = FollowedWorld()
         member.watch.follow(world)  # type: ignore[arg-type]
-        time.sleep(4.0)  # so long is not heard what nobody says, but for probes
+        time.sleep(SILENCE_S)  # so long is not heard what nobody says, but for probes
         member.watch._store._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         member.watch._thread.join(10)
         assert not world.ended.is_set()
         assert member.watch.fault == ""
     finally:
         server.close()
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as ended:
         member.next_place()
-    assert end.value.code == RESUME_STATUS
+    assert ended.value.code == RESUME_STATUS
