@@ -252,7 +252,7 @@ class Rank:
         self.work.append([(event, call)])
 
     def _pass_over(self, process_set: int, kind: Any, turn: int) -> None:
-        if turn and self.joined:
+        if turn and self.joined and process_set in self.sets.ids():
             self.turns[process_set, kind] = max(self.turns[process_set, kind], turn)
 
     def _run(self, place: int, batch: list[tuple[int, int]], events: dict[Any, Event]) -> None:

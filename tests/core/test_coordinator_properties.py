@@ -1,7 +1,7 @@
 """Whatever ranks ask for, and in whatever order messages travel, all ranks run the same.
 
 Hypothesis makes up programs and schedules for the ranks of ``simulated_ranks`` and shrinks what
-fails. ``HYPOTHESIS_PROFILE=long`` looks much further than the suite does.
+fails. ``make nightly`` runs more examples than ``make test``, and ``HYPOTHESIS_PROFILE=long`` many more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ OWN_ROWS = (OpKind.ALLGATHER, OpKind.ALLTOALL)
 WORLD = 0
 
 SETTINGS = {
-    "suite": settings(max_examples=300, stateful_step_count=60, derandomize=True),
+    "suite": settings(max_examples=60, stateful_step_count=60, derandomize=True),
+    "nightly": settings(max_examples=300, stateful_step_count=60, print_blob=True),
     "long": settings(max_examples=10_000, stateful_step_count=100, print_blob=True),
 }
 
@@ -373,7 +374,7 @@ def copy_of(request: Any) -> Any:
 
 TestPrograms = Programs.TestCase
 TestPrograms.settings = settings(
-    SETTINGS[os.environ.get("HYPOTHESIS_PROFILE", "suite")],
+    SETTINGS[os.environ.get("HYPOTHESIS_PROFILE") or os.environ.get("TEST_DEPTH") or "suite"],
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -230,6 +230,7 @@ Turn OpQueue::take_turn(ProcessSetId set, OpKind kind) {
 
 void OpQueue::pass_over(const TurnKey& key) {
   std::lock_guard lock(mutex_);
+  if (!sets_.contains(key.process_set)) return;  // removed before this refusal came
   Turn& last = turns_[{key.process_set, key.kind}];
   last = std::max(last, key.turn);
 }
