@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ for _folder in ("harness", "parity", "backends", "gpu"):
     if str(_TESTS / _folder) not in sys.path:
         sys.path.insert(0, str(_TESTS / _folder))
 
+import meter  # noqa: E402
 from fork_servers import ForkServers  # noqa: E402
 from pool import Pools  # noqa: E402
 
@@ -28,6 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    meter.register(config)
     config.addinivalue_line(
         "markers", "sizes(*numbers): run on these numbers of ranks, or what a driver shares"
     )
@@ -38,9 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only_by_mpi: under MPI's launcher only")
     config.addinivalue_line("markers", "drivers(*names): run with these drivers only")
     config.addinivalue_line("markers", "slow: make slow runs it, and make test does not")
+    config.addinivalue_line("markers", "nightly: only make nightly runs it")
+    config.addinivalue_line(
+        "markers", "every_size: a framework's test that keeps all of its numbers of ranks"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one pool follow each other; everything else keeps its place before them."""
 
     def pool_of(item: pytest.Item) -> tuple[object, ...]:
@@ -48,6 +56,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (0,) if world is None else (1, *world.order)
 
     items.sort(key=pool_of)
+    if os.environ.get("TEST_RANKS", "one") == "one":
+        dropped = _other_sizes(items)
+        items[:] = [item for item in items if item not in dropped]
+        config.hook.pytest_deselected(items=list(dropped))
+
+
+def _other_sizes(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items that are dropped so that each case of a framework runs on one of its numbers of ranks.
+
+    A hash of the case's name chooses the number. NumPy's cases, which test the core, keep all numbers. With
+    TEST_RANKS=all in the environment every framework's do.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        case = _case_without_size(item)
+        if case and not item.get_closest_marker("every_size"):
+            cases.setdefault(case, []).append(item)
+    dropped: set[pytest.Item] = set()
+    for case, sizes in cases.items():
+        kept = zlib.crc32(case.encode()) % len(sizes)
+        dropped.update(item for number, item in enumerate(sizes) if number != kept)
+    return dropped
+
+
+def _case_without_size(item: pytest.Item) -> str:
+    """The name of a framework's test without its number of ranks; empty for other tests."""
+    parameters = getattr(item, "callspec", None) and item.callspec.params
+    if not parameters:
+        return ""
+    marked, parity = world_of(item), parameters.get("world")
+    if marked is not None and "polyhvd_np" in parameters and marked.framework != "numpy":
+        return item.nodeid.replace(f"np{parameters['polyhvd_np']}", "np")
+    if parity is not None and getattr(parity, "driver", "numpy") != "numpy" and "+" not in parity.driver:
+        return item.nodeid.replace(str(parity), str(parity).rpartition("-")[0])
+    return ""
 
 
 def pytest_polyhvd_pools(config: pytest.Config) -> Pools:

@@ -6,13 +6,19 @@ Frameworks' tests need processors; most others wait for launchers, deadlines and
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
+
+import costs
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "suite-others.log"
@@ -28,15 +34,25 @@ FRAMEWORKS = (
     "tests/surface",
     "tests/examples",
 )
-#: Only about a version, tf_keras, which has an environment of the matrix.
-OF_THE_MATRIX = "tests/tensorflow/test_tensorflow_keras2.py"
+#: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
+ELSEWHERE = ("tests/tensorflow/test_tensorflow_keras2.py", "tests/test_tidy.py", "tests/test_verbs.py")
 _NOTHING_COLLECTED = 5  # exit status of pytest
+_LAST_LINES = 50
 
 
-def start(arguments: list[str], **options: object) -> subprocess.Popen[str]:
-    """A pytest process."""
+def start(name: str, arguments: list[str], **options: object) -> subprocess.Popen[str]:
+    """A pytest process, which writes what its tests cost."""
     command = [sys.executable, "-m", "pytest", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, text=True, **options)  # type: ignore[call-overload, no-any-return]
+    env = {**os.environ, "COSTS": str(costs.FOLDER / f"{name}.jsonl")}
+    # What a shell starts in the background ignores SIGINT, and so would this, which is ended by it.
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        command,
+        cwd=ROOT,
+        text=True,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **options,
+    )
 
 
 def counts(output: str) -> Counter[str]:
@@ -46,21 +62,34 @@ def counts(output: str) -> Counter[str]:
     return Counter({what: int(number) for number, what in found})
 
 
+def end_together(process: subprocess.Popen[str], other: subprocess.Popen[str]) -> None:
+    """With -x, interrupt the other process when this one has failed."""
+    if process.wait() not in (0, _NOTHING_COLLECTED) and "-x" in sys.argv:
+        with contextlib.suppress(ProcessLookupError):
+            other.send_signal(signal.SIGINT)
+
+
 def main() -> None:
-    """Run both, print the output of the second when the first has ended, and add up their counts."""
+    """Run both, print the second's output when the first has ended, and add up counts and costs."""
     began = time.monotonic()
-    LOG.parent.mkdir(exist_ok=True)
+    shutil.rmtree(costs.FOLDER, ignore_errors=True)
+    costs.FOLDER.mkdir(parents=True)
+    elsewhere = [f"--ignore={name}" for name in ELSEWHERE]
     ignored = [f"--ignore={folder}" for folder in FRAMEWORKS]
     with LOG.open("w") as log:
         # Its cache is its own, since the last to end would overwrite what the other had written.
         others = start(
-            [*ignored, "-o", f"cache_dir={ROOT / 'build' / 'pytest-others'}", *sys.argv[1:]],
+            "others",
+            [*ignored, *elsewhere, "-o", f"cache_dir={ROOT / 'build' / 'pytest-others'}", *sys.argv[1:]],
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    first = start([*sys.argv[1:], *FRAMEWORKS, f"--ignore={OF_THE_MATRIX}"], stdout=subprocess.PIPE)
+    arguments = [*sys.argv[1:], *FRAMEWORKS, *elsewhere]
+    first = start("frameworks", arguments, stdout=subprocess.PIPE)
     both = (first, others)
     signal.signal(signal.SIGTERM, lambda *_: [process.send_signal(signal.SIGINT) for process in both])
+    for process, other in ((first, others), (others, first)):
+        threading.Thread(target=end_together, args=(process, other), daemon=True).start()
     assert first.stdout is not None
     shown = []
     try:
@@ -74,13 +103,16 @@ def main() -> None:
         sys.exit(130)
     said = LOG.read_text(errors="replace")
     print(said, end="")
+    print(costs.table(costs.added(costs.read(costs.FOLDER), costs.folder_of), "folder"))
+    if statuses[0] not in (0, _NOTHING_COLLECTED):  # the end of an output is what is looked at
+        print("".join(shown[-_LAST_LINES:]), end="")
     total = counts("".join(shown)) + counts(said)
     order = ("failed", "error", "errors", "passed")
     names = sorted(total, key=lambda name: order.index(name) if name in order else len(order))
     summary = ", ".join(f"{total[name]} {name}" for name in names) or "no tests ran"
     print(f"{f' total: {summary} in {time.monotonic() - began:.2f}s ':=^100}")
     bad = [status for status in statuses if status not in (0, _NOTHING_COLLECTED)]
-    sys.exit(bad[0] if bad else min(statuses))
+    sys.exit(min(bad, key=lambda status: status != 1) if bad else min(statuses))  # 1: tests have failed
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""tools/suite.py: what two pytest processes count is added up, and a failure of either is one of both."""
+"""tools/suite.py adds up the counts of two pytest processes, and tools/costs.py what their tests cost."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,19 +13,15 @@ from types import ModuleType
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "suite.py"
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
-if not PROGRAM.exists():  # the matrix has the tests alone
+if not TOOLS.exists():  # the matrix has the tests alone
     pytest.skip("tools/ is not here", allow_module_level=True)
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("suite", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    suite = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(suite)
-    return suite
+def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("suite")
 
 
 @pytest.mark.parametrize(
@@ -37,27 +35,33 @@ def load() -> ModuleType:
         ("it took 3 passed in", {}),
     ],
 )
-def test_closing_lines_are_counted(line: str, counted: dict[str, int]) -> None:
-    assert dict(load().counts(f"1 passed in 3 lines\n{line}\n")) == counted
+def test_closing_lines_are_counted(
+    monkeypatch: pytest.MonkeyPatch, line: str, counted: dict[str, int]
+) -> None:
+    assert dict(load(monkeypatch).counts(f"1 passed in 3 lines\n{line}\n")) == counted
+
+
+def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A folder with the tools and two files of tests; the command that runs these."""
+    for name in ("tests/torch/test_a.py", "tests/test_b.py"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("def test_it():\n    pass\n\n\ndef test_more():\n    pass\n")
+    for name in load(monkeypatch).FRAMEWORKS:
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "tools").mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    for name in ("suite.py", "costs.py"):
+        shutil.copy(TOOLS / name, folder / "tools")
+    return [sys.executable, str(folder / "tools" / "suite.py")]
 
 
 @pytest.mark.parametrize("failing", [None, "tests/torch/test_a.py", "tests/test_b.py"])
-def test_both_processes_count(tmp_path: Path, failing: str | None) -> None:
-    for name in ("tests/torch/test_a.py", "tests/test_b.py"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"def test_it():\n    assert {name != failing}\n\n\ndef test_more():\n    pass\n")
-    for folder in load().FRAMEWORKS:
-        (tmp_path / folder).mkdir(exist_ok=True)
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
-    shutil.copy(PROGRAM, tmp_path / "tools")
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "tools" / "suite.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_both_processes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str | None) -> None:
+    command = tree(tmp_path, monkeypatch)
+    if failing:
+        (tmp_path / failing).write_text("def test_it():\n    assert 0\n\n\ndef test_more():\n    pass\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     closing = done.stdout.splitlines()[-1]
     assert closing.startswith("=")
     if failing:
@@ -66,3 +70,61 @@ def test_both_processes_count(tmp_path: Path, failing: str | None) -> None:
     else:
         assert "4 passed in " in closing, done.stdout
         assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("failing", "waiting"),
+    [("tests/torch/test_a.py", "tests/test_b.py"), ("tests/test_b.py", "tests/torch/test_a.py")],
+)
+def test_with_x_a_failure_ends_the_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, waiting: str
+) -> None:
+    command = tree(tmp_path, monkeypatch)
+    begin = f"import pathlib, time\nhere = pathlib.Path({str(tmp_path / 'here')!r})\n\n\ndef test_it():\n"
+    (tmp_path / waiting).write_text(f"{begin}    here.touch()\n    time.sleep(100)\n    here.unlink()\n")
+    (tmp_path / failing).write_text(
+        f"{begin}    while not here.exists():\n        time.sleep(0.01)\n    assert 'the reason' == ''\n"
+    )
+    done = subprocess.run([*command, "-x"], capture_output=True, text=True, check=False)
+    assert (tmp_path / "here").exists(), "the other process was not ended"
+    assert done.returncode == 1, done.stdout
+    assert "the reason" in "".join(done.stdout.splitlines()[-50:]), done.stdout
+
+
+def test_costs_of_a_test_are_those_of_all_its_processes(tmp_path: Path) -> None:
+    child = "import numpy, time\nwhile time.process_time() < 0.5: pass"
+    (tmp_path / "conftest.py").write_text(
+        "import meter\n\n\ndef pytest_configure(config):\n    meter.register(config)\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import subprocess, sys\n\n\ndef test_idle():\n    pass\n\n\ndef test_busy():\n"
+        f"    subprocess.run([sys.executable, '-c', {child!r}], check=True)\n"
+    )
+    rows = tmp_path / "costs.jsonl"
+    env = {**os.environ, "COSTS": str(rows), "PYTHONPATH": str(Path(__file__).parent)}
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", ".", "test_it.py"]
+    done = subprocess.run(pytest_command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["test"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    busy = found["test_it.py::test_busy"]
+    assert 0.4 < busy["cpu_s"] < 5.0, found
+    assert (busy["events"]["p"], busy["events"]["n"]) == (1, 1), found
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_run_of_steps_ends_with_costs_and_counts(tmp_path: Path, failing: bool) -> None:
+    (tmp_path / "tools").mkdir()
+    program = shutil.copy(TOOLS / "costs.py", tmp_path / "tools")
+    said = "echo '=== total: 3 passed, 1 skipped in 2.00s ==='"
+    steps = [("first", f"{said}; exit {int(failing)}"), ("second", said)]
+    for name, command in steps[: 1 if failing else 2]:
+        done = subprocess.run([sys.executable, program, "step", name, "sh", "-c", command], check=False)
+        assert done.returncode == int(failing)
+    done = subprocess.run(
+        [sys.executable, program, "close", str(int(failing))], capture_output=True, text=True, check=True
+    )
+    *_, before, last = done.stdout.splitlines()
+    expected = "3 passed, 1 skipped" if failing else "6 passed, 2 skipped"
+    assert last.startswith(f"==== {expected} in "), done.stdout
+    assert ("first has failed" in done.stdout) == failing, done.stdout
+    assert before.startswith("=== total: 3" if failing else "all "), done.stdout
