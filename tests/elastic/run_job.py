@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from polyhvd.elastic import process
+from polyhvd.elastic.places import notice_scope
+
 FOLDER, STRUCK, FRAMEWORK, HOW = Path(sys.argv[1]), *sys.argv[2:]
 hvd = importlib.import_module(f"polyhvd.{FRAMEWORK}")
 STEPS = 60
@@ -34,7 +37,14 @@ def strike(at: int, step: int) -> None:
     except FileExistsError:
         return
     os.kill(os.getpid(), signal.SIGKILL if STRUCK == "kill" else signal.SIGTERM)
-    time.sleep(0.3)  # until the launcher has told the others
+    wait_for_notice()
+
+
+def wait_for_notice() -> None:
+    """Return when the launcher has given notice of a change to rank 0, which was the first to wait for it."""
+    member = process.find()
+    assert member is not None
+    member.seat._store.gather(notice_scope(member.seat.answer.generation), 1, 60.0)
 
 
 def numpy_job() -> None:

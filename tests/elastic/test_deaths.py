@@ -1,4 +1,8 @@
-"""A rank whose process dies is known to be dead at once; one whose process lives is never taken for it."""
+"""A rank whose process dies is known to be dead at once; one whose process lives is never taken for it.
+
+All ranks are fresh interpreters. The subject is what is seen first of a death, and a fork server's proxy of
+a rank ends later than the rank.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,7 @@ def test_rank_that_exits_without_leave_ends_the_job_though_others_have_gone_on(l
         "        state.commit()\n"
         "train(hvd.elastic.ArrayState(step=0))\n"
     )
-    status, _, err = launcher.run("-np", "3", "--min-np", "1", source=source)
+    status, _, err = launcher.run("-np", "3", "--min-np", "1", source=source, fresh=True)
     assert status == 7
     assert "polyhvdrun: process 1 on localhost exited with status 7" in err
     assert "goes on" not in err
@@ -99,7 +103,7 @@ def test_what_a_process_does_without_ending_is_no_death(launcher: Launcher) -> N
         "    assert hvd.counters()['deaths_marked'] == 0\n"
         "print('well', flush=True)\n"
     )
-    status, out, err = launcher.run("-np", "3", "--min-np", "3", source=source)
+    status, out, err = launcher.run("-np", "3", "--min-np", "3", source=source, fresh=True)
     assert (status, out.count("well")) == (0, 3), err
 
 
@@ -120,5 +124,5 @@ def test_worlds_after_each_other_leave_no_thread_and_no_death(launcher: Launcher
         "    assert time.monotonic() < until, threads()\n"
         "print('well', flush=True)\n"
     )
-    status, out, err = launcher.run("-np", "2", "--min-np", "2", source=source)
+    status, out, err = launcher.run("-np", "2", "--min-np", "2", source=source, fresh=True)
     assert (status, out.count("well")) == (0, 2), err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def test_hosts_of_elastic_jobs_may_be_silent_for_four_seconds_unless_the_user_sa
 
 
 def test_two_seconds_without_a_processor_cost_a_host_nothing(launcher: Launcher) -> None:
-    argv = [sys.executable, JOB, str(launcher._folder)]
+    argv = [*launcher.python(), JOB, str(launcher._folder)]
     launcher.start("-np", "2", "--min-np", "1", argv=argv, env={"STEPS": "150", "STEP_S": "0.02"})
     launcher.wait_for("from 0", 2)
     assert launcher.process is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ WEIGHT = float(sum(range(1, STEPS + 1)))
 def run(launcher: Launcher, *options: str, kills: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
     """The status, the ends that ranks have told, and the launcher's words."""
     folder = launcher._folder
-    status, out, err = launcher.run(*options, argv=[sys.executable, JOB, str(folder), *kills])
+    status, out, err = launcher.run(*options, argv=[*launcher.python(), JOB, str(folder), *kills])
     for kill in kills:
         assert (folder / f"killed {kill}").exists(), f"nobody was at {kill}:\n{out}\n{err}"
     said = "\n".join(line for line in err.splitlines() if line.startswith("polyhvdrun:"))
@@ -282,7 +281,8 @@ WAITING = (
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signal_to_the_launcher_ends_everything(launcher: Launcher, number: int) -> None:
-    launcher.start("-np", "2", "--min-np", "1", "--spares", "1", source=WAITING)
+    # In fresh interpreters, which are the launcher's to end.
+    launcher.start("-np", "2", "--min-np", "1", "--spares", "1", source=WAITING, fresh=True)
     launcher.wait_for("training", 2)
     pids = [int(text) for text in re.findall(rb"pid (\d+)", launcher.wait_for("pid", 3))]
     launcher.signal(number)

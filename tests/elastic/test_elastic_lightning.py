@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ DEADLINE_S = 120.0  # for liveness only
 def test_trainer_goes_on_within_an_epoch_with_the_same_bits(launcher: Launcher, tmp_path: Path) -> None:
     kills = ["0:9", "1:17"]  # at the beginning of an epoch, and in its last step
     options = ("-np", "3", "--min-np", "3", "--spares", "2")
-    launcher.start(*options, argv=[sys.executable, SCRIPT, str(tmp_path), *kills])
+    launcher.start(*options, argv=[*launcher.python("lightning"), SCRIPT, str(tmp_path), *kills])
     status, out, err = launcher.finish(DEADLINE_S)
     assert status == 0, err
     assert all((tmp_path / f"killed {kill}").exists() for kill in kills), out

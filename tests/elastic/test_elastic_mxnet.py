@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("elastic_gluon.py"))
 
 
 def test_gluon_network_and_its_trainer_go_on(launcher: Launcher, tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, str(tmp_path / "killed")]
+    command = [*launcher.python("mxnet"), SCRIPT, str(tmp_path / "killed")]
     status, out, err = launcher.run("-np", "2", "--min-np", "2", "--spares", "1", argv=command)
     assert status == 0, err
     ends = re.findall(r"end .*", out)

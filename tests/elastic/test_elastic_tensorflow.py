@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ FOLDER = Path(__file__).parent
 @pytest.mark.parametrize("script", ["horovod_tensorflow", "horovod_keras"])
 def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path: Path, script: str) -> None:
     options = ("-np", "2", "--min-np", "1", "-x", "CUDA_VISIBLE_DEVICES=-1", "-x", "TF_CPP_MIN_LOG_LEVEL=3")
-    command = [sys.executable, str(FOLDER / f"{script}.py"), str(tmp_path / "killed")]
+    command = [*launcher.python("tensorflow"), str(FOLDER / f"{script}.py"), str(tmp_path / "killed")]
     status, out, err = launcher.run(*options, argv=command)
     assert status == 0, err
     ends = re.findall(r"end .*", out)

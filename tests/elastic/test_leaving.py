@@ -23,7 +23,7 @@ class Job:
     def __init__(self, launcher: Launcher, *options: str, env: dict[str, str] | None = None) -> None:
         self.launcher = launcher
         self.folder = launcher._folder
-        launcher.start(*options, argv=[sys.executable, PROGRAM, str(self.folder)], env=env)
+        launcher.start(*options, argv=[*launcher.python(), PROGRAM, str(self.folder)], env=env)
 
     def world(self, generation: int, size: int) -> list[int]:
         """Wait for a generation of this size; the pids of its ranks."""

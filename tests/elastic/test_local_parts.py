@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ JOB = str(Path(__file__).with_name("local_job.py"))
 
 def test_who_takes_the_place_of_a_lost_rank_gets_what_that_had(launcher: Launcher, tmp_path: Path) -> None:
     options = ("-np", "3", "--min-np", "3", "--spares", "1")
-    status, out, err = launcher.run(*options, argv=[sys.executable, JOB, str(tmp_path / "killed")])
+    status, out, err = launcher.run(*options, argv=[*launcher.python(), JOB, str(tmp_path / "killed")])
     assert status == 0, err
     ends = re.findall(r"end (\w+) (\d+) (\d+) (?:np\.float64\()?([\d.]+)", out)
     owners = sorted((age, int(owner)) for age, owner, *_ in ends)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import polyhvd.numpy as hvd
@@ -83,9 +84,15 @@ def test_only_rank_0_notifies() -> None:
     hvd.barrier()
 
 
-def reduce_for_ever(x: np.ndarray) -> None:
+def reduce_for_ever(x: np.ndarray, reduced: threading.Event) -> None:
     while True:
         hvd.allreduce(x, name="x")
+        reduced.set()
+
+
+def is_in_state(states: str, task: Path) -> bool:
+    """Return whether a thread is in one of these states of /proc: "T" if it is stopped, "S" if it waits."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] in states
 
 
 @pytest.mark.ranks(2, framework="numpy", fresh=True)
@@ -93,19 +100,26 @@ def test_abort_ends_a_transfer_that_does_not_move() -> None:
     """What a rank is told of another one's loss must reach its program in the midst of a transfer, too."""
     pids = hvd.allgather_object(os.getpid())
     x = np.ones(1 << 20)
+    reduced = threading.Event()
     stopped_at: list[float] = []
+    main = Path(f"/proc/self/task/{threading.get_native_id()}")
 
     def stop_the_other() -> None:
+        reduced.wait()
         os.kill(pids[1], signal.SIGSTOP)
-        time.sleep(0.3)  # it may have been about to send
+        tasks = list(Path(f"/proc/{pids[1]}/task").iterdir())
+        while not all(is_in_state("Tt", task) for task in tasks):  # one may be about to send
+            time.sleep(0.001)
+        while not is_in_state("S", main):
+            time.sleep(0.001)
         stopped_at.append(time.monotonic())
         current.world().engine.abort("a test")
 
     if hvd.rank() == 0:
-        threading.Timer(0.3, stop_the_other).start()
+        threading.Thread(target=stop_the_other).start()
     try:
         with pytest.raises(hvd.PeerLostError, match="a test"):
-            reduce_for_ever(x)
+            reduce_for_ever(x, reduced)
         if hvd.rank() == 0:
             assert time.monotonic() < stopped_at[0] + 10
     finally:

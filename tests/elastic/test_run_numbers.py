@@ -4,7 +4,6 @@ same as where none is, and without a step undone where none is lost."""
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ SHRINKS = ("-np", "2", "--min-np", "1")
 
 def run(launcher: Launcher, folder: Path, how: str, strike: str, options: tuple[str, ...]) -> set[str]:
     """What all ranks tell at the end."""
-    launcher.start(*options, argv=[sys.executable, JOB, str(folder), strike, *how.split()])
+    launcher.start(*options, argv=[*launcher.python(how.split()[0]), JOB, str(folder), strike, *how.split()])
     status, out, err = launcher.finish(DEADLINE_S)
     assert status == 0, f"{out}\n{err}"
     assert (folder / "struck").exists(), out
@@ -49,7 +48,8 @@ def test_epoch_of_keras_that_ends_with_a_change_is_not_begun_again(
     assert run(launcher, tmp_path, "keras fit", strike, SHRINKS) == {"end w [-10.0]"}
 
 
-@pytest.mark.parametrize("strike", ["leave", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strike", ["leave", "kill"])
 def test_batches_of_lightning_that_wait_for_an_update_are_made_again(
     launcher: Launcher, tmp_path: Path, strike: str
 ) -> None:

@@ -18,8 +18,11 @@ from polyhvd.testing.stand_ins import is_installed
 REST = ("--blacklist-cooldown-range", "600", "600")  # lost ranks are not replaced
 
 OTHERS = ("torch", "tensorflow", "keras", "mxnet")  # in which the jobs are slow to start
-FRAMEWORKS = ["numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-in_every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS]
+in_every_framework = pytest.mark.parametrize("framework", ["numpy", *SLOW])
+#: Where the other frameworks have no code of their own that another test does not run.
+in_numpy_and_nightly_in_others = pytest.mark.parametrize("framework", ["numpy", *NIGHTLY])
 
 
 def run(
@@ -49,7 +52,7 @@ def test_losses_at_every_point_leave_the_bits_of_a_training_without(
     assert f"after the loss of {len(kills)} processes" in said
 
 
-@in_every_framework
+@in_numpy_and_nightly_in_others
 def test_one_goes_on_when_all_others_are_lost(launcher: Launcher, framework: str) -> None:
     kills = ("others:1:6",)
     status, ends, said = run(launcher, framework, "once", "-np", "3", "--min-np", "1", *REST, kills=kills)
@@ -89,7 +92,7 @@ def test_too_few_ranks_end_the_job_which_resumes_with_the_same_bits(
     assert ends[0].endswith("counts [2.0] steps 28 size 2")
 
 
-@in_every_framework
+@in_numpy_and_nightly_in_others
 @pytest.mark.parametrize(
     ("how", "text"),
     [("fail", "LookupError: .*there is no row 4"), ("disagree", r"RankMismatchError.*uneven")],

@@ -21,7 +21,7 @@ class Job:
     def __init__(self, launcher: Launcher, *options: str, **env: str) -> None:
         self.launcher = launcher
         self.folder = launcher._folder
-        launcher.start(*options, argv=[sys.executable, PROGRAM, str(self.folder)], env=env)
+        launcher.start(*options, argv=[*launcher.python(), PROGRAM, str(self.folder)], env=env)
 
     def wait_for(self, text: str, count: int = 1) -> None:
         self.launcher.wait_for(text, count)

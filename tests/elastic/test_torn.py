@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ DEADLINE_S = 120.0  # for liveness only: frameworks take long to start on a busy
 
 
 def ends(launcher: Launcher, framework: str, *options: str, kill: tuple[int, int], every: int) -> list[str]:
-    argv = [sys.executable, JOB, framework, str(launcher._folder), *map(str, (*kill, every))]
+    argv = [*launcher.python(framework), JOB, framework, str(launcher._folder), *map(str, (*kill, every))]
     launcher.out = launcher.err = b""
     launcher.start(*options, argv=argv)
     status, out, err = launcher.finish(DEADLINE_S)

@@ -7,11 +7,11 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from fork_servers import ForkServers
 from launching import Launcher, wait_until
 
 from polyhvd.launch.driven import RESUME_STATUS
@@ -37,7 +37,7 @@ def run(
     """The status, what ranks have told, and what the job has printed."""
     folder = launcher._folder
     launcher.out = launcher.err = b""
-    command = [sys.executable, JOB, framework, str(folder), *kills]
+    command = [*launcher.python(framework), JOB, framework, str(folder), *kills]
     launcher.start(*options, argv=command, env={"TRAIN": how})
     status, out, err = launcher.finish(DEADLINE_S)
     for kill in kills:
@@ -56,9 +56,9 @@ def checkpoints(launcher: Launcher) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def end(tmp_path_factory: pytest.TempPathFactory) -> str:
+def end(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> str:
     """What three ranks tell that nobody has killed."""
-    launcher = Launcher(tmp_path_factory.mktemp("undisturbed"))
+    launcher = Launcher(tmp_path_factory.mktemp("undisturbed"), fork_servers)
     status, ends, said = run(launcher, "-np", "3")
     assert (status, ends) == (0, 3 * ends[:1]), said
     assert ends[0].endswith("counts [2.0] steps 18 size 3")
@@ -133,7 +133,7 @@ def test_job_of_another_size_resumes_from_the_former_checkpoint_where_the_last_i
     [
         *(("numpy", late) for late in LATE),
         *(
-            pytest.param(name, late, marks=pytest.mark.slow)
+            pytest.param(name, late, marks=pytest.mark.slow if late else pytest.mark.nightly)
             for name in ("torch", "tensorflow", "keras", "mxnet")
             for late in LATE[:2]
         ),
@@ -141,13 +141,13 @@ def test_job_of_another_size_resumes_from_the_former_checkpoint_where_the_last_i
     ids=lambda value: value if isinstance(value, str) else "-".join(("late", *map(str, value))),
 )
 def test_newest_commit_is_written_when_all_are_told_to_leave_and_rank_0_has_just_died(
-    launcher: Launcher, end: str, framework: str, late: tuple[int, ...]
+    launcher: Launcher, request: pytest.FixtureRequest, framework: str, late: tuple[int, ...]
 ) -> None:
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed")
     folder, kill = launcher._folder, "committed:0:6"
     lates = [f"late:{rank}:5" for rank in late]
-    command = [sys.executable, JOB, framework, str(folder)]
+    command = [*launcher.python(framework), JOB, framework, str(folder)]
     # There is no other process in its place: the world does not go on.
     options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:])
     launcher.start(*options, argv=[*command, kill, *lates], env={"TRAIN": "checkpoint"})
@@ -164,7 +164,7 @@ def test_newest_commit_is_written_when_all_are_told_to_leave_and_rank_0_has_just
     assert len(ends) == 3, said
     assert len(set(ends)) == 1, said
     assert ends[0].endswith("counts [2.0] steps 18 size 3"), said
-    assert framework != "numpy" or ends[0] == end, said
+    assert framework != "numpy" or ends[0] == request.getfixturevalue("end"), said
 
 
 def ranks_of(argument: str) -> list[int]:
@@ -191,7 +191,7 @@ def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher, frame
     name = {"torch": "pytorch", "mxnet": "gluon"}.get(framework, framework)
     example = str(Path(__file__).resolve().parents[2] / "examples" / f"elastic_{name}.py")
     folder = launcher._folder / "checkpoints"
-    command = [sys.executable, example, "--epochs", "12", "--checkpoint", str(folder)]
+    command = [*launcher.python(framework), example, "--epochs", "12", "--checkpoint", str(folder)]
     launcher.start("-np", "2", "--min-np", "2", "--spares", "1", argv=command)
     process = launcher.process
     assert process is not None
@@ -200,7 +200,7 @@ def test_example_goes_on_when_a_rank_is_killed_by_hand(launcher: Launcher, frame
         assert process.poll() is None, launcher.finish()
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    os.kill(ranks_of(str(folder))[0], signal.SIGKILL)
+    os.kill(ranks_of(str(folder))[0], signal.SIGKILL)  # or its proxy, without which it is killed at once
     status, out, err = launcher.finish(DEADLINE_S)
     assert status == 0, err
     assert "goes on" in err
@@ -221,7 +221,7 @@ def test_global_batch_of_fewer_rows_than_max_np_is_refused_before_the_first_step
         "hvd.elastic.train(lambda batch: print('step'), state, loader, epochs=1)\n"
     )
     options = ("-np", "2", "--min-np", "1", "--max-np", most)
-    found, out, err = launcher.run(*options, argv=[sys.executable, "-c", program])
+    found, out, err = launcher.run(*options, argv=[*launcher.python(), "-c", program])
     assert found == status, err
     said = "global_batch_size=2 is too few for the 3 ranks that --max-np allows: a rank would have no row"
     assert (said in err) == (status == 1) == ("step" not in out)

@@ -4,7 +4,6 @@ same as where none is. Gradients, passes, a rank's own, learning rates."""
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,8 @@ def run(launcher: Launcher, folder: Path, how: str, *options: str, kill: str = "
     """What all ranks tell at the end, in order."""
     folder.mkdir()
     launcher.out = launcher.err = b""
-    launcher.start(*(options or REPLACED), argv=[sys.executable, JOB, str(folder), kill, *how.split()])
+    python = launcher.python(how.split()[0])
+    launcher.start(*(options or REPLACED), argv=[*python, JOB, str(folder), kill, *how.split()])
     status, out, err = launcher.finish(DEADLINE_S)
     assert status == 0, f"{out}\n{err}"
     assert not kill or (folder / "struck").exists(), out

@@ -32,6 +32,7 @@ def test_program_goes_on_when_a_rank_is_killed(launcher: Launcher, tmp_path: Pat
         pytest.skip(f"{name} is not installed")
     program = PROGRAMS[name].replace("epochs=20", "epochs=8")
     script = launcher.script(f"import os\nos.chdir({str(tmp_path)!r})\n{program}")
+    # In fresh interpreters, as a user has them.
     launcher.start("-np", "2", "--min-np", "1", argv=[sys.executable, script])
     process = launcher.process
     assert process is not None

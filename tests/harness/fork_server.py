@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -75,6 +76,8 @@ class _Program:
         sys.path[0] = ""
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[1:1] = [path for path in paths if path not in sys.path]
+        if not os.environ.get("PYTHONFAULTHANDLER"):
+            faulthandler.disable()
         if os.environ.get("PYTHONUNBUFFERED"):
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]

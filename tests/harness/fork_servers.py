@@ -10,16 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["IMPORTS", "SETTINGS", "ForkServers"]
 
 #: What takes seconds to import, by framework.
 IMPORTS = {
+    "lightning": ["torch", "torch._dynamo", "polyhvd.torch", "lightning"],
     "mxnet": ["polyhvd.mxnet"],  # which mends NumPy before it imports mxnet
     "numpy": ["polyhvd.numpy", "polyhvd.testing.worker"],
-    "tensorflow": ["tensorflow"],
-    "torch": ["torch", "torch._dynamo"],
+    "tensorflow": ["tensorflow", "polyhvd.tensorflow.keras"],
+    "torch": ["torch", "torch._dynamo", "polyhvd.torch"],
 }
 #: The environment in which it is imported: no library starts threads, or looks for GPUs.
 SETTINGS = {
@@ -33,20 +35,40 @@ SETTINGS = {
 
 _IMPORT_S = 180.0
 _SERVERS_MAX = 2
+_GROUPS_MAX = 5  # those of NumPy with and without a program's modules, and of the frameworks of a mixed world
 _FOLDER = Path(__file__).resolve().parent
 _Key = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+
+
+@dataclass
+class _Group:
+    """The servers of the same modules and settings, and the folder of their sockets."""
+
+    folder: Path
+    servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def is_idle(self) -> bool:
+        """Return whether no program runs in a fork of these servers."""
+        return not any(_has_children(server.pid) for server in self.servers)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.kill()
+            server.wait()
 
 
 class ForkServers:
     """Two servers, for even and for odd ranks, of modules imported under the same settings.
 
     So a rank has another layout of memory, and another seed of hashes, than its neighbours, and an import is
-    paid for twice at most. Servers end with this process.
+    paid for twice at most. Servers end with this process, or when those of many other modules are needed and
+    they run no program: call :meth:`python` again for each job.
     """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="polyhvd-fork-")
-        self._servers: dict[_Key, list[subprocess.Popen[bytes]]] = {}
+        self._groups: dict[_Key, _Group] = {}  # the least recently used first
+        self._made = 0
 
     def python(self, ranks: int, modules: Sequence[str], **settings: str) -> list[str]:
         """What stands for ``sys.executable`` in the command of a job whose program imports these modules.
@@ -56,28 +78,46 @@ class ForkServers:
         """
         if not hasattr(ctypes.CDLL(None), "_Fork"):  # glibc before 2.34
             return [sys.executable]
-        key = (tuple(modules), tuple(sorted(settings.items())))
-        servers = self._servers.setdefault(key, [])
-        folder = Path(self._folder.name) / str(list(self._servers).index(key))
-        folder.mkdir(exist_ok=True)
+        group = self._group((tuple(modules), tuple(sorted(settings.items()))))
         ready = []
-        while len(servers) < min(ranks, _SERVERS_MAX):
-            server, pipe = _start(folder, len(servers), modules, {**SETTINGS, **settings})
-            servers.append(server)
+        while len(group.servers) < min(ranks, _SERVERS_MAX):
+            server, pipe = _start(group.folder, len(group.servers), modules, {**SETTINGS, **settings})
+            group.servers.append(server)
             ready.append(pipe)
         # Ranks whose servers are new would keep the others waiting for longer than they do.
         for pipe in ready:
             assert select.select([pipe], [], [], _IMPORT_S)[0], f"{modules}: not imported in {_IMPORT_S} s"
             os.close(pipe)
-        return [sys.executable, "-I", "-S", str(_FOLDER / "forked.py"), str(folder)]
+        return [sys.executable, "-I", "-S", str(_FOLDER / "forked.py"), str(group.folder)]
+
+    def _group(self, key: _Key) -> _Group:
+        """The group of this key, which becomes the most recently used one."""
+        group = self._groups.pop(key, None)
+        if group is None:
+            self._close_unused()
+            group = _Group(Path(self._folder.name) / str(self._made))
+            group.folder.mkdir()
+            self._made += 1
+        self._groups[key] = group
+        return group
+
+    def _close_unused(self) -> None:
+        """Close the least recently used groups, so that one more has room; those with programs stay."""
+        for key in [key for key, group in self._groups.items() if group.is_idle()]:
+            if len(self._groups) < _GROUPS_MAX:
+                return
+            self._groups.pop(key).close()
 
     def close(self) -> None:
         """End them, and every program that still runs."""
-        for server in [server for servers in self._servers.values() for server in servers]:
-            server.kill()
-            server.wait()
-        self._servers.clear()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
         self._folder.cleanup()
+
+
+def _has_children(pid: int) -> bool:
+    return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 def _start(

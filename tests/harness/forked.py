@@ -1,7 +1,8 @@
 """Python, for a program that is to run in a fork of a server: ``forked.py FOLDER SCRIPT ...``.
 
 Stands for the program: has its environment, descriptors and exit status, and passes signals on to it.
-The rank chooses the server, so that neighbours differ as processes do. Imports little: it is started often.
+The rank, or the number of a process in an elastic job, chooses the server, so that neighbours differ as
+processes do. Imports little: it is started often.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ def main() -> None:
     folder, *argv = sys.argv[1:]
     descriptors = _descriptors()
     servers = sum(name.isdigit() for name in os.listdir(folder))
-    path = f"{folder}/{int(os.environ.get('POLYHVD_RANK', '0')) % servers}"
+    number = os.environ.get("POLYHVD_MEMBER") or os.environ.get("POLYHVD_RANK") or "0"
+    path = f"{folder}/{int(number) % servers}"
     server = socket.socket(socket.AF_UNIX)
     values = {"argv": argv, "cwd": os.getcwd(), "environment": dict(os.environ), "numbers": descriptors}
     request = json.dumps(values).encode()
-    for number in _PASSED_ON:
-        signal.signal(number, lambda number, _: _pass_on(server, number))
     answer = b""
     with contextlib.suppress(ConnectionError):
         server.connect(path)
         socket.send_fds(server, [struct.pack("!I", len(request))], descriptors)
         server.sendall(request)
+        # Until here a signal ends this process, as it ends an interpreter that starts. The server then ends
+        # the program.
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, _: _pass_on(server, number))
         answer = server.recv(4)
     if len(answer) < 4:
         with open(f"{path}.log", errors="replace") as log:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, ForkServers
 
 from polyhvd.config import Launched, Settings
 from polyhvd.launch.providers.local import meet_as
@@ -24,6 +25,7 @@ from polyhvd.runtime.connections import Connections
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0  # for liveness only
+_RANKS = 2  # at least, in every job
 
 RANK = "import os, sys, time, signal\nrank = int(os.environ['POLYHVD_RANK'])\n"
 #: Says where it is, then waits to be ended.
@@ -44,10 +46,16 @@ def pids(out: bytes) -> list[int]:
 
 
 class Launcher:
-    """A polyhvdrun process. Its ranks run Python source given as text."""
+    """A polyhvdrun process. Its ranks run Python source given as text.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for scripts and what the job writes.
+        servers: in whose forks programs may run, so that they import NumPy and frameworks sooner.
+    """
+
+    def __init__(self, folder: Path, servers: ForkServers | None = None) -> None:
         self._folder = folder
+        self._servers = servers
         self._scripts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.out = b""
@@ -60,6 +68,18 @@ class Launcher:
         path.write_text(source)
         return str(path)
 
+    def python(self, framework: str = "numpy") -> list[str]:
+        """What stands for ``sys.executable`` in the command of a job whose ranks import this framework.
+
+        With servers the ranks run in forks of them. polyhvdrun then has a proxy of each rank for its child,
+        which ends as the rank does but has another process id, group and session. A test whose subject is
+        one of these, or what is seen first of a rank's death, uses ``sys.executable``.
+        """
+        imports = IMPORTS.get("tensorflow" if framework.endswith("keras") else framework)
+        if self._servers is None or imports is None:
+            return [sys.executable]
+        return self._servers.python(_RANKS, imports)
+
     def start(
         self,
         *options: str,
@@ -70,15 +90,18 @@ class Launcher:
         before: Sequence[str] = (),
         python: str = sys.executable,
         group: bool = False,
+        fresh: bool = False,
     ) -> Launcher:
         """Start polyhvdrun with options and, as its command, Python with `source` or else `argv`.
 
-        `before` are words of another command that runs polyhvdrun, with `python`. With `group` it is a
-        process group of its own, as below a shell: one without a parent in its session ignores Ctrl-Z.
+        `source` runs in forks of the servers, if there are any, unless `fresh` is true. `before` are words of
+        another command that runs polyhvdrun, with `python`. With `group` it is a process group of its own, as
+        below a shell: one without a parent in its session ignores Ctrl-Z.
         """
-        command = argv if argv is not None else [sys.executable, self.script(source)]
+        if argv is None:
+            argv = [*([sys.executable] if fresh else self.python()), self.script(source)]
         self.process = subprocess.Popen(
-            [*before, python, "-m", "polyhvd.launch", *options, *command],
+            [*before, python, "-m", "polyhvd.launch", *options, *argv],
             cwd=ROOT,
             env={**os.environ, "POLYHVD_FLIGHT_DIR": str(self._folder), **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -118,9 +141,10 @@ class Launcher:
         source: str = "",
         argv: list[str] | None = None,
         env: dict[str, str] | None = None,
+        fresh: bool = False,
     ) -> tuple[int, str, str]:
         """Start, and wait for the end."""
-        return self.start(*options, source=source, argv=argv, env=env).finish()
+        return self.start(*options, source=source, argv=argv, env=env, fresh=fresh).finish()
 
     def signal(self, number: int) -> None:
         """Send a signal to the launcher alone."""
@@ -170,10 +194,11 @@ def below(pid: int) -> list[int]:
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
     """Poll for something that happens in another process."""
-    deadline = time.monotonic() + deadline_s
+    deadline, pause_s = time.monotonic() + deadline_s, 0.001
     while not condition():
         assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
 
 
 def assert_gone(pids: list[int]) -> None:

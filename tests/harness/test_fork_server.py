@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -103,6 +105,32 @@ def test_a_program_has_the_descriptors_that_were_left_open_for_it(python: list[s
     os.close(reader)
 
 
+def test_a_program_has_a_fault_handler_only_if_its_environment_asks_for_it(python: list[str]) -> None:
+    source = "import faulthandler; print(faulthandler.is_enabled())"
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    assert run(python, source, env=environment).stdout == "True\n"
+    del environment["PYTHONFAULTHANDLER"]
+    assert run(python, source, env=environment).stdout == "False\n"
+
+
+def test_servers_that_run_no_program_are_closed_when_more_are_needed(tmp_path: Path) -> None:
+    servers = ForkServers()
+    try:
+        commands = [servers.python(1, [name]) for name in ("bisect", "colorsys", "heapq", "queue")]
+        if commands[0] == [sys.executable]:
+            pytest.skip("this C library has no _Fork")
+        busy, _ = start(commands[0], "time.sleep(600)")
+        servers.python(1, ["keyword"])
+        assert run(commands[1], "").returncode == 1, "the least recently used one that was idle"
+        assert run(commands[2], "").returncode == 0
+        assert busy.poll() is None
+        busy.kill()
+        busy.wait()
+        assert run(servers.python(1, ["colorsys"]), "").returncode == 0
+    finally:
+        servers.close()
+
+
 def test_handlers_at_exit_run_and_the_exit_status_arrives(python: list[str]) -> None:
     done = run(python, "import atexit, sys; atexit.register(print, 'at exit'); sys.exit(7)")
     assert (done.returncode, done.stdout) == (7, "at exit\n")
@@ -120,6 +148,29 @@ def test_signals_are_passed_on(python: list[str]) -> None:
     process.stdout.readline()
     process.terminate()
     assert process.wait(DEADLINE_S) == 3
+
+
+def test_a_signal_before_the_program_has_been_asked_for_ends_the_proxy(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as first:
+        server.bind(str(tmp_path / "0"))
+        server.listen(0)
+        first.connect(str(tmp_path / "0"))  # the next one waits until this one is accepted
+        proxy = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(HERE / "forked.py"), str(tmp_path), "-c", ""]
+        )
+        while not has_socket(proxy.pid):
+            assert proxy.poll() is None
+            time.sleep(0.001)
+        proxy.terminate()
+        assert proxy.wait(DEADLINE_S) == -signal.SIGTERM
+
+
+def has_socket(pid: int) -> bool:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith("socket:"):
+                return True
+    return False
 
 
 def test_a_program_and_its_children_end_when_nobody_waits_for_them(python: list[str]) -> None:
