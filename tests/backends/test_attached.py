@@ -25,12 +25,12 @@ _ALWAYS = (("POLYHVD_CMA", "1"),)
 
 
 @pytest.fixture
-def start(pools: Any) -> Iterator[Callable[[PoolSpec], Pool]]:
+def start(pools: Any, fork_servers: Any) -> Iterator[Callable[[PoolSpec], Pool]]:
     pools.close()  # that nothing else runs here
     started: list[Pool] = []
 
     def start(spec: PoolSpec) -> Pool:
-        started.append(Pool(spec))
+        started.append(Pool(spec, fork_servers))
         return started[-1]
 
     yield start

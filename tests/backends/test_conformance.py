@@ -14,6 +14,7 @@ from pool import Pool
 from worlds import assert_alike
 
 
+@pytest.mark.sample(14)
 @pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
 def test_allreduce_returns_the_reduction_on_every_rank(pool: Pool, world: Any, op: str) -> None:
@@ -25,6 +26,7 @@ def test_allreduce_scales_before_and_after_the_sum(pool: Pool, world: Any) -> No
     assert_alike(pool.run(collectives.allreduce, "numpy", "Sum", 0.3, 0.7, world.groups))
 
 
+@pytest.mark.sample(6)
 def test_allreduces_in_flight_may_be_submitted_in_any_order(pool: Pool) -> None:
     assert_alike(pool.run(collectives.allreduce_async, "numpy", "Max", True))
 
@@ -45,12 +47,14 @@ def test_integers_wrap_around_and_keep_their_last_digits(pool: Pool) -> None:
     assert_alike(pool.run(collectives.ends_of_ranges, "numpy"))
 
 
+@pytest.mark.sample(14)
 @pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("pattern", ["growing", "many", "one has none", "only the last has some", "none"])
 def test_allgather_concatenates_in_rank_order(pool: Pool, pattern: str) -> None:
     assert_alike(pool.run(collectives.allgather, "numpy", pattern))
 
 
+@pytest.mark.sample(6)
 def test_allgathers_in_flight_keep_their_rows_apart(pool: Pool) -> None:
     assert_alike(pool.run(collectives.allgather_async, "numpy"))
 
@@ -60,22 +64,26 @@ def test_broadcast_returns_the_roots_values(pool: Pool) -> None:
     assert_alike(pool.run(collectives.broadcast, "numpy"))
 
 
+@pytest.mark.sample(6)
 def test_broadcasts_from_all_roots_may_be_in_flight(pool: Pool) -> None:
     assert_alike(pool.run(collectives.broadcast_async, "numpy", True))
 
 
+@pytest.mark.sample(14)
 @pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("pattern", ["uneven", "many", "all to the last", "some none"])
 def test_alltoall_hands_out_rows(pool: Pool, pattern: str) -> None:
     pool.run(exchange.alltoall, "numpy", pattern, True)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.layouts(own=True)
 @pytest.mark.parametrize("op", ["Sum", "Average", "Max"])
 def test_reducescatter_keeps_the_rows_of_each_rank(pool: Pool, op: str) -> None:
     pool.run(exchange.reducescatter, "numpy", op)
 
 
+@pytest.mark.sample(6)
 def test_groups_of_any_element_types_are_one_operation(pool: Pool) -> None:
     pool.run(exchange.grouped, "numpy")
 
@@ -89,10 +97,12 @@ def test_all_operations_may_be_in_flight_together(pool: Pool) -> None:
     pool.run(exchange.everything_in_flight, "numpy")
 
 
+@pytest.mark.sample(6)
 def test_many_small_gathers_and_scatters_in_flight_keep_apart(pool: Pool) -> None:
     assert_alike(pool.run(exchange.many_small, "numpy"))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.layouts(ordered=True)  # MPI adds as it likes
 def test_what_runs_with_a_scatter_does_not_show_in_its_bits(pool: Pool) -> None:
     pool.run(exchange.scattered_bits, "numpy")
@@ -137,10 +147,12 @@ def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches(pool: Po
         assert scatters <= 10
 
 
+@pytest.mark.sample(6)
 def test_ranks_without_data_stand_in_with_neutral_elements(pool: Pool) -> None:
     pool.run(exchange.join, "numpy")
 
 
+@pytest.mark.sample(6)
 def test_process_sets_overlap_and_come_and_go(pool: Pool) -> None:
     pool.run(exchange.process_sets, "numpy")
 
@@ -160,6 +172,7 @@ def count_bytes(kind: str, count: int) -> dict[str, int]:
     return {name: after[name] - before[name] for name in after}
 
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("count", [1000, 1_000_000])
 @pytest.mark.parametrize("kind", ["allreduce", "allgather", "broadcast"])
 def test_counters_prove_which_transport_has_carried_the_data(
@@ -230,6 +243,7 @@ def take_subsets() -> None:
     hvd.init()
 
 
+@pytest.mark.sample(6)
 def test_process_sets_may_be_busy_at_the_same_time(pool: Pool) -> None:
     if pool.size < 2:
         pytest.skip("one rank has no two process sets")

@@ -90,6 +90,7 @@ def _named_files() -> set[str]:
     }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("count", "in_flight"), [(1, 1), (3_000_000, 1), (50_000, 20)])
 @pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])
 def test_a_killed_rank_is_an_error_on_all_others_within_a_second(
@@ -113,6 +114,7 @@ def test_a_killed_rank_is_an_error_on_all_others_within_a_second(
     assert _named_files() <= before
 
 
+@pytest.mark.sample(2)
 def test_a_stopped_rank_is_waited_for_and_a_killed_one_is_not(pool: Pool) -> None:
     pool.start(reduce_until_it_fails, 1000, 1)
     for rank in range(pool.size):
@@ -139,6 +141,7 @@ def reduce_some(rounds: int) -> None:
             worker.note("in the loop")
 
 
+@pytest.mark.sample(2)
 def test_a_rank_that_was_stopped_may_go_on(pool: Pool) -> None:
     pool.start(reduce_some, 300)
     for rank in range(pool.size):
@@ -159,6 +162,7 @@ def wait_for_the_departed() -> tuple[str, str]:
     raise AssertionError("an allreduce without all ranks has succeeded")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("leaver", [0, -1], ids=["first", "last"])
 def test_a_rank_that_ends_in_good_order_has_departed_not_died(pool: Pool, leaver: int) -> None:
     leaver %= pool.size
@@ -217,6 +221,7 @@ def be_interrupted() -> str:
     return "nothing"
 
 
+@pytest.mark.sample(2)
 def test_ctrl_c_interrupts_a_rank_that_waits(pool: Pool) -> None:
     """The one that was interrupted leaves, and the others learn it."""
     pool.start(be_interrupted, ranks=[1])
@@ -247,6 +252,7 @@ def reduce_until_interrupted(count: int) -> str:
     raise AssertionError("unreachable")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("count", [1, 3_000_000])
 def test_ctrl_c_in_a_loop_ends_all_ranks(pool: Pool, count: int) -> None:
     pool.start(reduce_until_interrupted, count)
@@ -278,6 +284,7 @@ def interrupt_the_group() -> str:
     raise AssertionError("an allreduce of one rank has succeeded")
 
 
+@pytest.mark.sample(2)
 def test_ctrl_c_on_all_ranks_ends_a_deadlock(pool: Pool) -> None:
     pool.start(interrupt_the_group)
     for rank in range(pool.size):
@@ -315,6 +322,7 @@ def wait_in_two_threads(rounds: int) -> None:
     worker.note(rounds)
 
 
+@pytest.mark.sample(2)
 def test_two_threads_may_wait_for_different_handles(pool: Pool) -> None:
     pool.run(wait_in_two_threads, 100)
 
@@ -336,6 +344,7 @@ def shut_down_while_waiting() -> list[str]:
     return seen
 
 
+@pytest.mark.sample(2)
 def test_shutdown_fails_what_is_pending(pool: Pool) -> None:
     for seen in pool.run(shut_down_while_waiting):
         # Too late to be pending at all, own shutdown, or that of another rank.
@@ -382,6 +391,7 @@ def begin_and_end(rounds: int) -> tuple[tuple[int, int, int], tuple[int, int, in
     return before, in_use_while_all_are_here()
 
 
+@pytest.mark.sample(2)
 def test_60_times_init_and_shutdown_leak_nothing(pool: Pool) -> None:
     for before, after in pool.run(begin_and_end, 60, deadline_s=120):
         assert after[:2] == before[:2], f"descriptors and threads were {before[:2]}, are {after[:2]}"
@@ -444,6 +454,7 @@ def _pool_fileno() -> int:
     return worker._pool.fileno()
 
 
+@pytest.mark.sample(2)
 def test_a_forked_child_holds_nothing_and_disturbs_nobody(pool: Pool) -> None:
     pool.run(fork_children, False)
 
@@ -466,6 +477,7 @@ def use_multiprocessing() -> None:
     oracle.check("after", hvd.allreduce(np.ones(9), op=hvd.Sum), np.full(9, float(hvd.size())))
 
 
+@pytest.mark.sample(2)
 def test_multiprocessing_by_fork_works_beside_collectives(pool: Pool) -> None:
     pool.run(use_multiprocessing)
     pool.close()
@@ -482,6 +494,7 @@ def fork_and_wait() -> None:
     reduce_until_it_fails(1, 1)
 
 
+@pytest.mark.sample(2)
 def test_a_rank_dies_for_the_others_though_its_child_lives_on(pool: Pool) -> None:
     pool.start(fork_and_wait, ranks=[1])
     others = sorted(set(range(pool.size)) - {1})

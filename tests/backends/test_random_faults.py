@@ -1,13 +1,15 @@
 """Random faults in random jobs: each case ends in right results, or in an error on every rank.
 
-A case comes from its number alone. ``make faults`` runs FAULT_CASES of them (300), the ordinary suite
-40; ``POLYHVD_TEST_FAULT_SEED=123 pytest tests/backends/test_random_faults.py`` runs the one. The first few
-are run by a user who is not root as well, and with every core of the machine busy.
+A case comes from its seed alone, which is in the test's name. Each session draws new seeds:
+``make faults`` runs FAULT_CASES of them (300), ``make test`` 12. The first few also run as a user who is not
+root, and with every core of the machine busy.
+``POLYHVD_TEST_FAULT_SEED=123 pytest tests/backends/test_random_faults.py`` repeats one case.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +21,11 @@ from fault_cases import case_of
 from fault_runner import Server, run_case
 from launching import Launcher
 
-_FIRST = 1
-_CASES = int(os.environ.get("POLYHVD_TEST_FAULT_CASES", "40"))
+_CASES = int(os.environ.get("POLYHVD_TEST_FAULT_CASES") or "12")
 _SEED = os.environ.get("POLYHVD_TEST_FAULT_SEED")
-_SEEDS = [int(_SEED)] if _SEED else range(_FIRST, _FIRST + _CASES)
-_FEW = _SEEDS[:12]
+_FIRST = int(_SEED) if _SEED else secrets.randbelow(1_000_000_000)
+_SEEDS = range(_FIRST, _FIRST + (1 if _SEED else _CASES))
+_FEW = _SEEDS[:4]
 _ELASTIC = _SEEDS[::10]  # jobs of polyhvdrun, which take a second or two to start
 _NOBODY = 65534
 #: It competes with the ranks on their own terms, and does not outlive this process.

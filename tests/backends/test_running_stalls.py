@@ -30,14 +30,15 @@ ELEMENTS = 8 << 20  # long enough for a rank to stop itself in the middle
 
 
 @pytest.fixture
-def start(pools: Any) -> Iterator[Callable[..., Pool]]:
+def start(pools: Any, fork_servers: Any) -> Iterator[Callable[..., Pool]]:
     """Starts pools of this test alone: they are to be damaged."""
     pools.close()
     started: list[Pool] = []
 
     def start(layout: str, *settings: tuple[str, str]) -> Pool:
         spec = LAYOUTS[layout]
-        started.append(Pool(PoolSpec("numpy", spec.hosts, (*spec.settings, *settings))))
+        spec = PoolSpec("numpy", spec.hosts, (*spec.settings, *settings))
+        started.append(Pool(spec, fork_servers))
         return started[-1]
 
     yield start
@@ -125,16 +126,17 @@ def test_a_process_set_without_rank_0_is_watched(start: Callable[..., Pool]) -> 
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on(start: Callable[..., Pool]) -> None:
     """For longer than the shutdown time: nobody has looked meanwhile."""
-    pool = start("staged", ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "8"))
+    pool = start("staged", ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "5"))
     pool.start(reduce_with_one_who_stops, 1)
     pool.note(0, REPORT_S)  # it waits in the transfer
     pool.signal(0, signal.SIGSTOP)
-    time.sleep(10)
+    time.sleep(6)
     pool.signal(0, signal.SIGCONT)
     pool.signal(1, signal.SIGCONT)
     assert [pool.answer(rank)[0] for rank in range(2)] == ["reduced"] * 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_the_shutdown_time_the_job_ends_on_every_rank(layout: str, start: Callable[..., Pool]) -> None:
     pool = start(layout, SHUTDOWN)

@@ -156,6 +156,7 @@ def test_every_thread_is_shown_and_what_ran_last(start: Callable[[PoolSpec], Poo
     assert "in prefetch\n        time.sleep(0.02)" in report[other:]
 
 
+@pytest.mark.sample(2)
 def test_rank_0_itself_may_be_the_absent_one(pool: Pool, release: Path) -> None:
     pool.start(be_late_on_rank_0, release, ranks=[0])
     line = pool.note(0)
@@ -243,16 +244,19 @@ def test_a_stopped_leader_of_another_host_is_told_as_one_that_does_not_answer(
     assert "): no answer in time: it, or a rank between it and rank 0, is stopped, cut off or very" in report
 
 
-def compute_in_c(seconds: int) -> None:
+def compute_in_c() -> None:
+    """Until SIGUSR2 ends the sleep."""
+    signal.signal(signal.SIGUSR2, lambda *_: None)
     worker.note("computing")
-    ctypes.PyDLL(None).sleep(seconds)  # PyDLL does not release the interpreter's lock
+    ctypes.PyDLL(None).sleep(60)  # PyDLL does not release the interpreter's lock
 
 
 def hold_the_lock() -> None:
-    compute_in_c(6)
+    compute_in_c()
     reduce_and_tell_the_log()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["shm", "hosts"])
 def test_a_rank_whose_interpreter_is_busy_in_c_is_told_with_its_stack(
     layout: str, start: Callable[[PoolSpec], Pool]
@@ -260,6 +264,7 @@ def test_a_rank_whose_interpreter_is_busy_in_c_is_told_with_its_stack(
     pool = start(LAYOUTS[layout])
     begin(pool, pool.size - 1, hold_the_lock)
     report = pool.note(0, REPORT_S)
+    pool.signal(pool.size - 1, signal.SIGUSR2)
     end(pool)
     assert "alive, but its interpreter is busy: a function in C holds its lock; " in report
     assert "in compute_in_c\n" in report
@@ -322,6 +327,7 @@ def sleep_until_the_job_ends(release: Path) -> tuple[str, str]:
     return reduce_until_it_fails()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stall_that_ends_the_job_is_explained_in_every_ranks_error(
     layout: str, start: Callable[[PoolSpec], Pool], release: Path
@@ -346,25 +352,36 @@ def test_a_stall_that_ends_the_job_is_explained_in_every_ranks_error(
 
 
 FINISHED = """
-import threading, time
+import logging, os, threading, time
 import numpy as np
 import polyhvd.numpy as hvd
 
+class Release(logging.Handler):
+    def emit(self, record):
+        if "finished but for its threads" in record.getMessage():
+            open("RELEASE", "w").close()
+
+def write():
+    while not os.path.exists("RELEASE"):
+        time.sleep(0.02)
+
 hvd.init()
 if hvd.rank() == 0:
+    logging.getLogger("polyhvd").addHandler(Release())
     try:
         hvd.allreduce(np.ones(4), name="one more")
     except hvd.HorovodInternalError as error:
         print(type(error).__name__)
 else:
-    threading.Thread(target=time.sleep, args=(5,), name="writer").start()
+    threading.Thread(target=write, name="writer").start()
 """
 
 
-def test_a_rank_whose_program_has_ended_is_told_as_finished(tmp_path: Path) -> None:
+def test_a_rank_whose_program_has_ended_is_told_as_finished(tmp_path: Path, release: Path) -> None:
     """As long as a thread keeps it; afterwards it has departed, which is an error and no stall."""
     env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    status, out, err = Launcher(tmp_path).run("-np", "2", source=FINISHED, env=env)
+    source = FINISHED.replace("RELEASE", str(release))
+    status, out, err = Launcher(tmp_path).run("-np", "2", source=source, env=env)
     assert status == 0, err
     assert "alive, finished but for its threads writer; it has run no operation yet" in err
     assert "PeerDepartedError" in out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import collectives
 import device_arrays
@@ -16,6 +17,7 @@ import nccl_cases as cases
 import oracle
 import pytest
 import staged_cases
+from fork_servers import ForkServers
 from pool import Pool, Pools, PoolSpec
 from worlds import assert_alike
 
@@ -48,12 +50,22 @@ def pool(pools: Pools) -> Pool:
     return pool
 
 
-def job(*settings: tuple[str, str], hosts: tuple[int, ...] = (2,)) -> Pool:
-    return Pool(PoolSpec("numpy", hosts, (*SETTINGS, *settings)))
+class Job(Protocol):
+    """Starts a pool that only one test uses."""
+
+    def __call__(self, *settings: tuple[str, str], hosts: tuple[int, ...] = (2,)) -> Pool: ...
 
 
 @pytest.fixture
-def fallback() -> Iterator[Pool]:
+def job(fork_servers: ForkServers) -> Job:
+    def start(*settings: tuple[str, str], hosts: tuple[int, ...] = (2,)) -> Pool:
+        return Pool(PoolSpec("numpy", hosts, (*SETTINGS, *settings)), fork_servers)
+
+    return start
+
+
+@pytest.fixture
+def fallback(job: Job) -> Iterator[Pool]:
     """One whose ranks have one GPU between them."""
     with job(("POLYHVD_STAND_IN_CUDA_DEVICES", "1")) as pool:
         yield pool
@@ -126,7 +138,7 @@ def test_what_nccl_reduces_otherwise_is_staged(pool: Pool) -> None:
     assert pool.run(cases.integers_are_staged) == [[0] * 6] * RANKS
 
 
-def test_one_rank_is_a_world_too() -> None:
+def test_one_rank_is_a_world_too(job: Job) -> None:
     with job(("POLYHVD_BACKENDS", "nccl"), hosts=(1,)) as pool:
         pool.run(cases.groups)
         pool.run(cases.many_in_flight)

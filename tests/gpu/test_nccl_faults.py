@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import nccl_cases as cases
 import pytest
 from pool import Pool
-from test_nccl import LIBRARY, REAL, fallback, job, library
+from ranks_alive import wait_until_asleep
+from test_nccl import LIBRARY, REAL, Job, fallback, job, library
 
-__all__ = ["fallback", "library"]
+__all__ = ["fallback", "job", "library"]
 
 pytestmark = pytest.mark.skipif(REAL, reason="a real NCCL does not fail to order")
 
@@ -29,7 +33,7 @@ def test_ranks_on_one_gpu_are_staged_and_told_so_once(fallback: Pool) -> None:
     assert "GPU" not in logs[1]
 
 
-def test_ranks_share_a_gpu_where_nccl_can_and_may() -> None:
+def test_ranks_share_a_gpu_where_nccl_can_and_may(job: Job) -> None:
     with job(
         ("POLYHVD_STAND_IN_CUDA_DEVICES", "1"),
         ("POLYHVD_STAND_IN_NCCL_VERSION", "23001"),
@@ -47,7 +51,7 @@ def test_ranks_share_a_gpu_where_nccl_can_and_may() -> None:
     ],
 )
 def test_where_nccl_is_required_every_rank_hears_why_it_cannot(
-    settings: tuple[tuple[str, str], ...], words: list[str]
+    job: Job, settings: tuple[tuple[str, str], ...], words: list[str]
 ) -> None:
     with job(REQUIRED, *settings) as pool:
         told = pool.run(cases.refused)
@@ -57,13 +61,13 @@ def test_where_nccl_is_required_every_rank_hears_why_it_cannot(
             assert word in message, message
 
 
-def test_the_plain_host_backend_never_opens_nccl() -> None:
+def test_the_plain_host_backend_never_opens_nccl(job: Job) -> None:
     with job(("POLYHVD_BACKENDS", "host")) as pool:
         assert pool.run(cases.routes) == [STAGED] * 2
         assert pool.run(cases.shared_objects) == [[], []]
 
 
-def test_nccl_is_opened_by_the_first_operation_on_a_gpu() -> None:
+def test_nccl_is_opened_by_the_first_operation_on_a_gpu(job: Job) -> None:
     with job(("POLYHVD_REPRODUCIBLE", "1")) as pool:
         assert pool.run(cases.shared_objects) == [[], []]
         for same, routes in pool.run(cases.same_bits_in_reproducible_mode):
@@ -79,7 +83,9 @@ def test_nccl_is_opened_by_the_first_operation_on_a_gpu() -> None:
         ("launch:1:3", ["ncclGroupEnd", "unhandled system error", "NCCL_DEBUG=WARN"]),
     ],
 )
-def test_an_error_of_nccl_is_told_on_every_rank_and_frees_its_streams(fault: str, words: list[str]) -> None:
+def test_an_error_of_nccl_is_told_on_every_rank_and_frees_its_streams(
+    job: Job, fault: str, words: list[str]
+) -> None:
     with job() as pool:
         told = pool.run(cases.fail_in_operation, fault)
     for _, message, seconds in told:
@@ -88,7 +94,7 @@ def test_an_error_of_nccl_is_told_on_every_rank_and_frees_its_streams(fault: str
         assert seconds < 10
 
 
-def test_an_operation_that_never_ends_is_given_up_in_time() -> None:
+def test_an_operation_that_never_ends_is_given_up_in_time(job: Job) -> None:
     with job(("POLYHVD_DATA_TIMEOUT_SECONDS", "2")) as pool:
         for kind, message, seconds in pool.run(cases.fail_in_operation, "hang:1:3"):
             assert kind == "TransferTimeoutError"
@@ -106,18 +112,26 @@ def test_an_operation_that_never_ends_is_given_up_in_time() -> None:
         ("init-error:1:0", ["rank 1 (", "connecting the ranks", "unhandled system error"]),
     ],
 )
-def test_a_connection_that_fails_or_hangs_is_an_error_on_every_rank(fault: str, words: list[str]) -> None:
+def test_a_connection_that_fails_or_hangs_is_an_error_on_every_rank(
+    job: Job, fault: str, words: list[str]
+) -> None:
     with job(("POLYHVD_DATA_TIMEOUT_SECONDS", "2"), ("POLYHVD_STAND_IN_NCCL_FAULT", fault)) as pool:
         for _, message in pool.run(cases.refused):
             for word in words:
                 assert word in message, message
 
 
-def test_the_death_of_a_rank_frees_the_streams_of_the_others_within_a_second() -> None:
+def test_the_death_of_a_rank_frees_the_streams_of_the_others_within_a_second(job: Job) -> None:
     with job(hosts=(3,)) as pool:
         pool.start(cases.die_while_others_wait, 1)
+        for rank in range(3):
+            pool.note(rank)
         for rank in (0, 2):
-            message, seconds = pool.answer(rank)
+            wait_until_asleep(pool.pids[rank])
+        killed = time.monotonic()
+        pool.signal(1, signal.SIGKILL)
+        for rank in (0, 2):
+            message, freed = pool.answer(rank)
             assert "rank 1" in message
             assert "was lost" in message
-            assert seconds < 0.3 + 1.0 + 0.5
+            assert freed - killed < 1.0 + 0.5

@@ -67,6 +67,9 @@ def free_port() -> int:
 class Job:
     """Processes that end together; leaving the block kills what is left, and all that they have started."""
 
+    #: What runs ranks of this host: tests may set a fork server's.
+    python: Sequence[str] = (sys.executable,)
+
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[str]] = []
 
@@ -96,7 +99,8 @@ class Job:
 
     def rank(self, source: str = WORK, before: Sequence[str] = (), **variables: str) -> None:
         """Start a rank that runs ``source``; words ``before`` run it elsewhere."""
-        self.start([*before, sys.executable, "-c", source], environment(**variables))
+        python = [*before, sys.executable] if before else self.python
+        self.start([*python, "-c", source], environment(**variables))
 
     def finish(self) -> list[tuple[int, str, str]]:
         """Wait for all; exit status, output and errors of each."""

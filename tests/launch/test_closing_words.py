@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, ForkServers
 from launching import RANK, Launcher
 
 from polyhvd.launch.blame import Ending, first_cause, had_failed, others, traceback_lines
@@ -183,13 +184,12 @@ VICTIMS = {
 
 @pytest.mark.parametrize("framework", VICTIMS)
 def test_rank_that_failed_first_is_blamed_whatever_its_victims_say(
-    launcher: Launcher, framework: str
+    launcher: Launcher, fork_servers: ForkServers, framework: str
 ) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")
-    status, _, err = launcher.run(
-        "-np", "2", source=SLOW.format(5 if framework == "numpy" else 0.5) + VICTIMS[framework]
-    )
+    script = launcher.script(SLOW.format(5 if framework == "numpy" else 0.5) + VICTIMS[framework])
+    status, _, err = launcher.run("-np", "2", argv=[*fork_servers.python(2, IMPORTS[framework]), script])
     assert status == 1
     lines = closing(err)
     assert "polyhvdrun: rank 1 on localhost exited with status 1" in lines

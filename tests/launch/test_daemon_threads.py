@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+from fork_servers import IMPORTS, ForkServers
 from launching import Launcher
 
 #: Each thread of a rank waits for an operation that no other rank asks for.
@@ -36,10 +37,13 @@ while hvd.counters()["pending"] < 6 and any(thread.is_alive() for thread in thre
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_a_program_ends_well_while_daemon_threads_wait(launcher: Launcher, framework: str) -> None:
+def test_a_program_ends_well_while_daemon_threads_wait(
+    launcher: Launcher, fork_servers: ForkServers, framework: str
+) -> None:
     if not find_spec(framework):
         pytest.skip(f"{framework} is not installed")
-    program = PROGRAM.replace("FRAMEWORK", framework)
+    script = launcher.script(PROGRAM.replace("FRAMEWORK", framework))
+    argv = [*fork_servers.python(2, IMPORTS[framework]), script]
     for _ in range(4 if framework == "numpy" else 2):
-        status, out, err = launcher.run("-np", "2", source=program, env={"POLYHVD_FLIGHT_RECORDER": "0"})
+        status, out, err = launcher.run("-np", "2", argv=argv, env={"POLYHVD_FLIGHT_RECORDER": "0"})
         assert (status, out, err) == (0, "", "")

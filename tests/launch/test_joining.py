@@ -8,16 +8,25 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fork_servers import IMPORTS, ForkServers
 from joining import DEADLINE_S, SECRET, WORK, Job, environment, free_port
 
 from polyhvd.config import Settings
 from polyhvd.launch.providers.torchrun import TorchVariablesProvider
+from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import Store
 
 FAILING = "import sys; sys.exit(7)"
 QUICK = {"POLYHVD_START_TIMEOUT": "1.5"}
+
+
+@pytest.fixture(autouse=True)
+def forks(fork_servers: ForkServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks begin with NumPy and polyhvd imported."""
+    monkeypatch.setattr(Job, "python", fork_servers.python(2, IMPORTS["numpy"]))
 
 
 @pytest.fixture
@@ -110,7 +119,19 @@ def test_rank_0_that_dies_before_meeting_is_named(hand: dict[str, str]) -> None:
     assert "rank 1 waited 1.5 s for rank 0 on this host: it has not called init()" in last_line(error)
 
 
-def test_the_second_of_two_that_are_one_rank_is_told(hand: dict[str, str]) -> None:
+def test_the_second_of_two_that_are_one_rank_is_told(
+    hand: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post_gather = ConnectedStore.post_gather
+    placed = threading.Semaphore(0)
+
+    def post(store: ConnectedStore, scope: str, *arguments: Any, **options: Any) -> int:
+        number = post_gather(store, scope, *arguments, **options)
+        if scope.endswith("/place"):
+            placed.release()
+        return number
+
+    monkeypatch.setattr(ConnectedStore, "post_gather", post)
     provider = TorchVariablesProvider()
     errors: list[str] = []
     stores: list[Store] = []
@@ -128,7 +149,8 @@ def test_the_second_of_two_that_are_one_rank_is_told(hand: dict[str, str]) -> No
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1, 1, 2)]
     for thread in threads[:3]:
         thread.start()
-    time.sleep(1.0)  # all have come then, and rank 2 completes them
+    for _ in range(3):  # rank 2 would complete the world without the second rank 1
+        assert placed.acquire(timeout=20)
     threads[3].start()
     for thread in threads:
         thread.join(30)

@@ -344,6 +344,7 @@ def mpi_image() -> str:
     return "\n".join(steps[1:])
 
 
+@pytest.mark.slow
 def test_a_train_job_joins_torchruns_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     documents = controllers.read(EXAMPLES / "trainjob.yaml")

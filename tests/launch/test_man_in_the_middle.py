@@ -100,6 +100,7 @@ def test_who_changes_nothing_is_not_noticed(man: ManInTheMiddle) -> None:
     assert seen == {"store", "control", "data"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("from_caller", [True, False], ids=["up", "down"])
 def test_a_control_message_ends_the_job_on_both_ranks(
@@ -114,6 +115,7 @@ def test_a_control_message_ends_the_job_on_both_ranks(
     assert f") to rank {receiver} was changed, replayed or lost on its way: message " in line
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_frame_to_the_rendezvous(man: ManInTheMiddle, attack: Attack) -> None:
     man.attack = once(attack, lambda m: m.greeting.source == 1 and b'/failed","forget"' in m.payload)
@@ -134,6 +136,7 @@ def test_a_rank_s_question_for_the_function(man: ManInTheMiddle, attack: Attack)
     assert "what rank 1 sent to the rendezvous was changed" in failure()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_result_on_its_way_back(man: ManInTheMiddle, attack: Attack) -> None:
     man.attack = once(
@@ -231,6 +234,7 @@ def kind_of(message: Message) -> int:
     return int(agent.split_frames(bytearray(message.payload))[0][0]) if message.payload else 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_an_agent_says_to_the_first_host(tmp_path: Path, attack: Attack) -> None:
     attack = once(attack, lambda m: m.from_caller and kind_of(m) == agent.STDOUT)
@@ -243,6 +247,7 @@ def test_what_an_agent_says_to_the_first_host(tmp_path: Path, attack: Attack) ->
     assert line in second, second
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_the_first_host_says_to_an_agent(tmp_path: Path, attack: Attack) -> None:
     attack = once(attack, lambda m: not m.from_caller and kind_of(m) == agent.BEAT)
