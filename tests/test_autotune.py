@@ -40,7 +40,14 @@ def ridge(point: tuple[int, ...]) -> float:
     return 6 - abs(point[0] / 8 - point[3] / 7) * 4 - (2 if point[2] == 0 else 0)
 
 
-@pytest.mark.parametrize("speed", [smooth, saturating, ridge])
+@pytest.mark.parametrize(
+    "speed",
+    [
+        pytest.param(smooth, marks=pytest.mark.nightly),
+        pytest.param(saturating, marks=pytest.mark.nightly),
+        ridge,
+    ],
+)
 @pytest.mark.parametrize("noise", [0.02])
 def test_search_comes_within_five_percent_of_the_best_of_the_grid(
     speed: Callable[[tuple[int, ...]], float], noise: float
@@ -215,7 +222,9 @@ def train_until_tuned() -> tuple[bool, dict[str, int], int]:
     return result
 
 
-@pytest.mark.parametrize("hosts", ["localhost:2", "localhost:1,127.0.0.1:2"])
+@pytest.mark.parametrize(
+    "hosts", [pytest.param("localhost:2", marks=pytest.mark.nightly), "localhost:1,127.0.0.1:2"]
+)
 def test_job_tunes_itself(tmp_path: Path, hosts: str) -> None:
     cache = tmp_path / "found.json"
     environment = {

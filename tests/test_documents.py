@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -52,13 +49,6 @@ def test_functions_that_documents_name_stand_in_the_file_beside_them() -> None:
     assert len(list(found(PLACE))) > 20
 
 
-def examples_of_the_readme() -> dict[str, str]:
-    """The programs in the README, by the module of polyhvd that they import."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    programs = [block for block in blocks if "hvd.init()" in block]
-    return {re.findall(r"import polyhvd\.([\w.]+) as hvd", program)[0]: program for program in programs}
-
-
 MOVED = """
 import horovod
 import horovod.torch as hvd
@@ -86,25 +76,3 @@ def test_command_of_the_migration_page_changes_horovods_names_alone(tmp_path: Pa
     (tmp_path / "train.py").write_text(MOVED + KEPT)
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     assert (tmp_path / "train.py").read_text() == MOVED.replace("horovod", "polyhvd") + KEPT
-
-
-def test_the_readme_has_an_example_for_each_framework() -> None:
-    assert sorted(examples_of_the_readme()) == ["keras", "mxnet", "numpy", "tensorflow", "torch"]
-    longest = max(examples_of_the_readme().values(), key=len)
-    assert len([line for line in longest.splitlines() if line]) <= 13, "about ten lines"
-
-
-@pytest.mark.parametrize("module", sorted(examples_of_the_readme()))
-def test_example_of_the_readme_runs_on_two_ranks(module: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(examples_of_the_readme()[module])
-    done = subprocess.run(
-        [sys.executable, "-m", "polyhvd.launch", "-np", "2", sys.executable, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

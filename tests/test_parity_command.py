@@ -105,6 +105,7 @@ def test_the_documentation_has_every_status() -> None:
     assert told == {str(status): name for name, status in STATUSES.items()}
 
 
+@pytest.mark.slow
 def test_two_frameworks_that_differ_are_told_apart_by_layer_step_and_kind(tmp_path: Path) -> None:
     text = CASE.replace(
         "    return [layers",
@@ -127,6 +128,7 @@ def test_two_frameworks_that_differ_are_told_apart_by_layer_step_and_kind(tmp_pa
     assert "step 0, layer 0, activation" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_framework_that_the_case_has_no_model_for_is_left_out(tmp_path: Path) -> None:
     text = CASE.replace(
         "    return [layers", "    if framework == 'torch':\n        return None\n    return [layers"

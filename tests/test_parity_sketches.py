@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from depth import repeats  # tests/harness, on the path by tests/conftest.py
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ def made(tensors: list[Any], **options: Any) -> Array:
     return rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repeats(60, 200), deadline=None)
 @given(
     st.sampled_from(DTYPES), st.binary(max_size=1500), st.integers(0, 2**40), st.floats(-1e3, 1e3), st.data()
 )
@@ -117,7 +118,7 @@ def test_rows_that_do_not_fit_are_refused(
         _core.sketch([np.ones(3, np.float32)], rows, places, **options)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=repeats(25, 50), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 4]), st.integers(1, 700))
 def test_a_whole_has_the_trace_of_its_parts(seed: int, parts: int, width: int) -> None:
     array = np.random.default_rng(seed).standard_normal((parts * 2, width), np.float32)
@@ -162,7 +163,7 @@ def reported(sides: list[dict[Any, Trace]], limit: float | None) -> list[Any]:
     ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=repeats(100, 400), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([None, 1e-6, 0.01]), st.integers(1, 3), st.data())
 def test_nothing_is_accepted_at_a_glance_that_is_reported_with_care(
     seed: int, limit: float | None, others: int, data: st.DataObject

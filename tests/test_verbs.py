@@ -12,7 +12,7 @@ from polyhvd.collectives.functions import Functions
 from polyhvd.collectives.table import FAMILIES, PARAMETERS, RAISES, VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "tools"))
 
 import verbs  # noqa: E402
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from depth import repeats  # tests/harness, on the path by tests/conftest.py
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ class World:
     shuffle=st.booleans(),
     failures=st.integers(0, 2**30),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=repeats(40, 100), deadline=None)
 def test_every_row_is_used_once_over_changes_and_failed_steps(
     rows: int,
     sizes: list[tuple[int, int]],

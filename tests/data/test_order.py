@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from depth import repeats  # tests/harness, on the path by tests/conftest.py
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ class Naive:
     streams=st.integers(1, 70),
     window=st.none() | st.integers(1, 50),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repeats(60, 200), deadline=None)
 def test_every_row_comes_once_over_any_worlds_where_a_naive_order_has_it(
     groups: list[int],
     worlds: list[tuple[int, int, int]],
@@ -115,7 +116,7 @@ def test_every_row_comes_once_over_any_worlds_where_a_naive_order_has_it(
 @given(
     total=st.integers(0, 300), size=st.integers(1, 9), batch=st.integers(1, 20), cursor=st.integers(0, 300)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repeats(60, 200), deadline=None)
 def test_the_number_of_steps_is_that_of_the_steps(total: int, size: int, batch: int, cursor: int) -> None:
     order = Order.of_rows(total)
     for last in LAST:
@@ -126,7 +127,7 @@ def test_the_number_of_steps_is_that_of_the_steps(total: int, size: int, batch: 
 
 
 @given(total=st.integers(1, 300), size=st.integers(1, 9), batch=st.integers(1, 20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repeats(60, 200), deadline=None)
 def test_the_last_steps_are_as_they_are_described(total: int, size: int, batch: int) -> None:
     order, full = Order.of_rows(total), batch * size
     even, drop, short = (steps_over(order, [(size, batch, 1)], last) for last in LAST)
@@ -190,6 +191,10 @@ def test_an_order_that_is_not_shuffled_has_the_rows_as_they_lie() -> None:
     assert order.locate(9, [Run(0, 2, 3)])[0].tolist() == [0, 2, 2]
 
 
+#: Sizes of worlds and batches, each one once: the others are variations of them.
+USUAL = {(2, 32), (4, 10), (16, 7), (64, 1), (3, 7), (6, 10), (24, 32), (48, 7)}
+
+
 def groups_read(order: Order, worlds: list[tuple[int, int, int]], groups: int) -> float:
     """How often a row group is read per epoch, by all ranks, on average: once by each rank in each stream."""
     read: set[tuple[int, int, int, int]] = set()
@@ -205,15 +210,27 @@ def groups_read(order: Order, worlds: list[tuple[int, int, int]], groups: int) -
     return len(read) / groups
 
 
-@pytest.mark.parametrize("batch", [1, 7, 10, 32])
-@pytest.mark.parametrize("size", [2, 4, 16, 64])
+@pytest.mark.parametrize(
+    ("size", "batch"),
+    [
+        (size, batch) if (size, batch) in USUAL else pytest.param(size, batch, marks=pytest.mark.nightly)
+        for size in (2, 4, 16, 64)
+        for batch in (1, 7, 10, 32)
+    ],
+)
 def test_a_rank_reads_its_own_row_groups_where_its_size_divides_the_streams(size: int, batch: int) -> None:
     order = Order([16] * 1024, streams=64, window=32)
     assert groups_read(order, [(size, batch, 1)], 1024) <= 1.1
 
 
-@pytest.mark.parametrize("batch", [7, 10, 32])
-@pytest.mark.parametrize("size", [3, 6, 24, 48])
+@pytest.mark.parametrize(
+    ("size", "batch"),
+    [
+        (size, batch) if (size, batch) in USUAL else pytest.param(size, batch, marks=pytest.mark.nightly)
+        for size in (3, 6, 24, 48)
+        for batch in (7, 10, 32)
+    ],
+)
 def test_row_groups_are_read_twice_at_most_in_other_worlds(size: int, batch: int) -> None:
     order = Order([16] * 1024, streams=64, window=32)
     assert groups_read(order, [(size, batch, 1)], 1024) <= 2

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from fork_servers import IMPORTS, ForkServers  # tests/harness, on the path by tests/conftest.py
 from launching import DEADLINE_S, ROOT
 
 #: Keeps, beside the position, the sum over the rows that were used: what the weights would be.
@@ -46,22 +48,25 @@ for step, batch in enumerate(loader):
 """
 
 
-def run(ranks: int, script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), sys.executable, str(script)]
+def run(
+    python: Sequence[str], ranks: int, script: Path, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), *python, str(script)]
     return subprocess.run(
         [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE_S
     )
 
 
-def test_every_row_is_used_once_over_jobs_of_several_sizes(tmp_path: Path) -> None:
+def test_every_row_is_used_once_over_jobs_of_several_sizes(fork_servers: ForkServers, tmp_path: Path) -> None:
+    python = fork_servers.python(2, IMPORTS["numpy"])
     script, state = tmp_path / "program.py", tmp_path / "state.json"
     script.write_text(PROGRAM)
     for ranks, doomed, step in ((3, 1, 4), (2, 0, 3), (4, 3, 0)):
-        ended = run(ranks, script, state, doomed, step)
+        ended = run(python, ranks, script, state, doomed, step)
         assert ended.returncode != 0
         assert "SIGKILL" in ended.stderr or "signal 9" in ended.stderr, ended.stderr
     assert json.loads(state.read_text())["data"]["cursor"] == 3 * 3 * 4 + 2 * 3 * 3
-    ended = run(4, script, state, -1, 0)
+    ended = run(python, 4, script, state, -1, 0)
     assert ended.returncode == 0, ended.stderr
     saved = json.loads(state.read_text())
     assert sorted(saved["used"]) == list(range(101))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from depth import repeats  # tests/harness, on the path by tests/conftest.py
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ class Ahead:
     ahead=st.integers(0, 4),
     last=st.sampled_from(["even", "short"]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=repeats(40, 100), deadline=None)
 def test_every_row_is_used_once_whatever_was_read_ahead(
     rows: int, worlds: list[tuple[int, int]], batch: int, ahead: int, last: str
 ) -> None:
@@ -154,7 +155,7 @@ class Group:
     worlds=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5),
     batch=st.integers(1, 9),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=repeats(40, 100), deadline=None)
 def test_elastic_samplers_lose_nothing_and_repeat_what_fills_up_the_last_batch_alone(
     rows: int, worlds: list[tuple[int, int]], batch: int
 ) -> None:

@@ -44,7 +44,7 @@ def kill_one(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arrays", [40, 160])
+@pytest.mark.parametrize("arrays", [pytest.param(40, marks=pytest.mark.nightly), 160])
 def test_survivors_raise_and_update_nothing_from_a_gradient_that_was_not_reduced(
     fork_servers: ForkServers, arrays: int, kind: str
 ) -> None:
@@ -53,7 +53,7 @@ def test_survivors_raise_and_update_nothing_from_a_gradient_that_was_not_reduced
 
 
 @pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("arrays", [40, 160])
+@pytest.mark.parametrize("arrays", [40, pytest.param(160, marks=pytest.mark.nightly)])
 def test_waits_of_mxnets_own_code_do_so_too(
     fork_servers: ForkServers, arrays: int, wait: kills.Touch
 ) -> None:

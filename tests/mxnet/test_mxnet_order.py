@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from depth import repeats  # tests/harness, on the path by tests/conftest.py
 
 pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
 def slow_ones(mx, shape):
     """Ones that take the engine a while to compute: powers of two, which no order of adding rounds."""
     a = mx.nd.ones((512, 512)) / 512
-    for _ in range(30):
+    for _ in range(12):
         a = mx.nd.dot(a, a)
     return mx.nd.broadcast_to(a[0, 0:1] * 512, shape)
 
@@ -22,7 +23,7 @@ def slow_ones(mx, shape):
 def test_reads_and_writes_around_a_collective_keep_program_order(hvd, mx, np):
     hvd.init()
     rank = hvd.rank()
-    for _ in range(20):
+    for _ in range(repeats(6, 20)):
         x = slow_ones(mx, (64,)) * (rank + 1) if rank == 0 else mx.nd.ones(64) * (rank + 1)
         y = hvd.allreduce(x, op=hvd.Sum)  # reads x ...
         x[:] = 100  # ... before this write
@@ -50,7 +51,7 @@ def test_gradients_are_reduced_after_backward(hvd, mx, np):
 @pytest.mark.ranks(2)
 def test_operations_of_one_name_meet_in_program_order(hvd, mx, np):
     hvd.init()
-    for _ in range(10):
+    for _ in range(repeats(4, 10)):
         # The first is late on rank 0, the second on rank 1: engines reach them in other orders.
         first = slow_ones(mx, (8,)) if hvd.rank() == 0 else mx.nd.ones(8)
         second = slow_ones(mx, (8,)) * 10 if hvd.rank() == 1 else mx.nd.ones(8) * 10
@@ -140,7 +141,7 @@ def test_named_calls_in_any_order_and_more_than_engine_threads(hvd, mx, np):
 @pytest.mark.ranks(2)
 def test_arrays_and_handles_that_are_dropped_live_until_done(hvd, mx, np):
     hvd.init()
-    for _ in range(30):
+    for _ in range(repeats(10, 30)):
         x = slow_ones(mx, (20000,)) * hvd.rank()
         hvd.allreduce_(x)
         y = hvd.allreduce(x, op=hvd.Sum)

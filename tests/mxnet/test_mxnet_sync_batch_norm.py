@@ -60,6 +60,7 @@ def results(mx, net, xs, first):
     return found, gradients, [p.data().asnumpy() for p in parameters]
 
 
+@pytest.mark.every_size
 @pytest.mark.ranks(2, 3)
 def test_outputs_gradients_and_statistics_equal_the_joined_batch(hvd, mx, np):
     hvd.init()

@@ -21,6 +21,15 @@ _BY_MPI = (*mpirun.AS_ROOT, ("POLYHVD_BACKENDS", "mpi"))
 #: All tests that move tensors, and those of the way of a framework's tensors to MPI.
 _NUMPY_BY_MPI = (("numpy", 1), ("numpy", 4))
 _FRAMEWORKS_BY_MPI = (("torch", 3), ("mxnet", 2), ("tensorflow", 2))
+#: Of each two frameworks those that are rank 0 and rank 1: each framework is both in some pair.
+_PAIRS = (
+    "numpy+torch",
+    "torch+mxnet",
+    "mxnet+tensorflow",
+    "tensorflow+numpy",
+    "mxnet+numpy",
+    "tensorflow+torch",
+)
 _MOVING = ("test_allreduce", "test_by_mpi", "test_exchange", "test_gather_and_broadcast")
 
 
@@ -35,7 +44,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     below = worlds_by_mpi(worlds, metafunc.definition)
     if not metafunc.definition.get_closest_marker("only_by_mpi"):
         below = [*worlds, *below]
-    metafunc.parametrize("world", below, ids=str)
+    metafunc.parametrize("world", [pytest.param(world, marks=_marks(world)) for world in below], ids=str)
+
+
+def _marks(world: World) -> list[pytest.MarkDecorator]:
+    """Of two frameworks one order is tested every night only."""
+    return [pytest.mark.nightly] if world.driver.count("+") == 1 and world.driver not in _PAIRS else []
 
 
 def worlds_of(names: Sequence[str], sizes: Sequence[int] | None) -> list[World]:

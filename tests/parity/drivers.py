@@ -9,9 +9,11 @@ import abc
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import depth  # tests/harness, on the path by tests/conftest.py
 import gpu
 import ml_dtypes
 import numpy as np
@@ -19,13 +21,18 @@ import numpy as np
 import polyhvd
 from polyhvd.collectives.adapter import Capability
 
-__all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "counters", "few_elements", "get"]
+__all__ = ["BFLOAT16", "DRIVERS", "Driver", "capabilities", "counters", "get"]
 
 Array = np.ndarray[Any, Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
 _UNSIGNED = ("uint16", "uint32", "uint64")
+#: Element types of large tensors: an adapter handles all types alike, the core's kernels do not.
+_LARGE_TYPES = ("uint8", "bfloat16", "float32")
+_LARGE_TYPES_OF_KERNELS = (*_DTYPES, "uint64")  # kernels of other lengths of integers are as these
+_LARGE = 10_000
+_TYPES_OF_GRAPHS = ("uint8", "int32", "bfloat16", "float32", "float64", "bool")
 _OPTIONAL = {"int16": Capability.INT16, "bfloat16": Capability.BFLOAT16, "bool": Capability.BOOL}
 _OPTIONAL |= dict.fromkeys(_UNSIGNED, Capability.UNSIGNED)
 
@@ -37,6 +44,8 @@ class Driver(abc.ABC):
     framework = ""  # polyhvd.<framework>
     package = ""  # that must be installed
     sizes: Sequence[int] = (2, 3)  # numbers of ranks: what more of them have of their own is the core's
+    #: Whether its tests are those of the core's kernels, too, which differ by element type.
+    tests_kernels = False
     #: Whether an asynchronous allgather waits until all ranks have told their sizes.
     gathers_wait = False
     #: What a collective raises when the ranks disagree.
@@ -68,6 +77,11 @@ class Driver(abc.ABC):
             for name in (*_DTYPES, *_UNSIGNED)
             if name not in _OPTIONAL or _OPTIONAL[name] in self.capabilities
         ]
+
+    def covers(self, dtype: np.dtype[Any], shape: Sequence[int], *, reduced: bool) -> bool:
+        """Whether tensors of this type and shape are tested, in a reduction or in what only moves bytes."""
+        large = _LARGE_TYPES_OF_KERNELS if self.tests_kernels and reduced else _LARGE_TYPES
+        return dtype.name in large or math.prod(shape) < _LARGE
 
     def is_installed(self) -> bool:
         """Whether the framework is there; imports nothing."""
@@ -128,6 +142,7 @@ class Driver(abc.ABC):
 class _NumPy(Driver):
     name = framework = package = "numpy"
     sizes = (1, 2, 3, 4)
+    tests_kernels = True
 
     def from_numpy(self, array: Array) -> Any:
         return array.copy()
@@ -333,6 +348,11 @@ class _TensorFlowFunction(_TensorFlow):
     name = "tensorflow-function"
 
     @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        # Graphs call the operations that eager tensors have been tested with.
+        return [dtype for dtype in super().dtypes if depth.NIGHTLY or dtype.name in _TYPES_OF_GRAPHS]
+
+    @property
     def capabilities(self) -> frozenset[Capability]:
         # In a graph every collective is asynchronous, and none has a handle.
         return super().capabilities - {Capability.ASYNC}
@@ -383,6 +403,7 @@ class _Device(Driver):
     """Arrays on a GPU, for tests of the backends that serve it: no framework has a part in it."""
 
     name = "device"
+    tests_kernels = True
 
     @functools.cached_property
     def hvd(self) -> Any:
@@ -414,11 +435,6 @@ DRIVERS: Sequence[Driver] = (
 _DEVICE = _Device()
 
 
-def few_elements(dtype: np.dtype[Any], shape: Sequence[int]) -> bool:
-    """Whether a shape is short enough for the types that differ from others in their kernels alone."""
-    return dtype.name not in ("uint16", "uint32") or int(np.prod(shape)) < 10_000
-
-
 def get(name: str) -> Driver:
     """The driver of this name; of "torch+mxnet", on a rank, its own one."""
     if "+" not in name:
@@ -437,6 +453,7 @@ def _among_others(driver: Driver) -> Driver:
     attributes = {
         "capabilities": _COMMON_CAPABILITIES,
         "dtypes": [np.dtype(name) for name in _COMMON_DTYPES],
+        "tests_kernels": False,  # all ranks have the same cases
     }
     mixed: Driver = type("Mixed", (type(driver),), attributes)()
     return mixed

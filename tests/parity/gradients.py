@@ -6,6 +6,7 @@ by their positions in the process set; some may have joined, before the collecti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import drivers
 import numpy as np
 import oracle
 
-__all__ = ["CASES", "Case", "Situation", "check", "expected"]
+__all__ = ["CASES", "Case", "Situation", "check", "expected", "start_again"]
 
 Array = np.ndarray[Any, Any]
 _TAILS = ((2,), ())  # of the first tensor, and of the second one of a group
@@ -200,6 +201,17 @@ def check(
     if part is not None:
         hvd.remove_process_set(part)
     return failure
+
+
+def start_again(name: str, environment: dict[str, str]) -> None:
+    """Begin another world with these settings; an empty one is removed."""
+    hvd = drivers.get(name).hvd
+    hvd.shutdown()
+    for key, value in environment.items():
+        os.environ[key] = value
+        if not value:
+            del os.environ[key]
+    hvd.init()
 
 
 def compiled(function: Any) -> Any:

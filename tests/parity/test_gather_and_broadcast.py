@@ -12,7 +12,9 @@ from polyhvd.collectives.adapter import Capability
 _EMPTY = ("one has none", "only the last has some", "none")
 
 
-@pytest.mark.parametrize("pattern", ["equal", "growing", "many", *_EMPTY])
+@pytest.mark.parametrize(
+    "pattern", ["equal", pytest.param("growing", marks=pytest.mark.every_size), "many", *_EMPTY]
+)
 def test_allgather_concatenates_in_rank_order(ranks: Ranks, pattern: str) -> None:
     if pattern in _EMPTY:
         ranks.needs(Capability.EMPTY)

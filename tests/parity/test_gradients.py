@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import drivers
 import gradients
 import pytest
+from depth import NIGHTLY, repeats  # tests/harness, on the path by tests/conftest.py
 from gradients import CASES, Situation
-from pool import Pools, PoolSpec
 from worlds import Ranks
 
 _NAMES = [driver.name for driver in drivers.DRIVERS if driver.has_gradients]
@@ -21,6 +23,21 @@ def _has_operators_in_graphs() -> bool:
         return tuple(int(part) for part in version("torch").split(".")[:2]) >= (2, 4)
     except PackageNotFoundError:
         return True  # then the driver skips
+
+
+def _one_of_each_verb() -> list[Any]:
+    """The cases; those that have the verb of one before them are nightly."""
+    verbs = [case.verb for case in CASES.values()]
+    return [
+        name if verbs.index(case.verb) == position else pytest.param(name, marks=pytest.mark.nightly)
+        for position, (name, case) in enumerate(CASES.items())
+    ]
+
+
+def _some(situations: Sequence[Any], case: str) -> list[Any]:
+    """One of a few situations, another one for the next case; every night all of them."""
+    first = list(CASES).index(case) % len(situations)
+    return [*situations[first:], *situations[:first]][: repeats(1, len(situations))]
 
 
 def _all(ranks: Ranks) -> tuple[int, ...]:
@@ -48,14 +65,18 @@ def test_a_gradient_is_exact_where_the_call_says_so(ranks: Ranks, case: str) -> 
 
 @_everywhere
 @pytest.mark.sizes(3)
-def test_gradients_are_exact_where_the_environment_says_so_and_the_call_nothing_else(
-    ranks: Ranks, pools: Pools
-) -> None:
-    settings = (*ranks.pool.spec.settings, ("POLYHVD_EXACT_GRADIENTS", "1"))
-    exact = Ranks(pools.get(PoolSpec(ranks.pool.spec.framework, (3,), settings)), ranks.driver)
-    for case in _SCALED:
-        _passes(exact, case, Situation(_all(ranks)), True)
-        _passes(exact, case, Situation(_all(ranks), argument=False), False)
+def test_gradients_are_exact_where_the_environment_says_so_and_the_call_nothing_else(ranks: Ranks) -> None:
+    ranks.run(gradients.start_again, {"POLYHVD_EXACT_GRADIENTS": "1"})
+    try:
+        verbs = [CASES[case].verb for case in _SCALED]
+        for position, case in enumerate(_SCALED):
+            if verbs.index(verbs[position]) < position and not NIGHTLY:
+                continue  # the setting is looked up once for each verb
+            _passes(ranks, case, Situation(_all(ranks)), True)
+            _passes(ranks, case, Situation(_all(ranks), argument=False), False)
+    finally:
+        if ranks.pool.usable:
+            ranks.run(gradients.start_again, {"POLYHVD_EXACT_GRADIENTS": ""})
 
 
 @_everywhere
@@ -85,6 +106,13 @@ def test_a_compiled_gradient_is_the_eager_one(ranks: Ranks, case: str) -> None:
     _passes(ranks, case, Situation(_all(ranks)), False, gradients.compiled)
     if case in _SCALED:  # the others have no such argument
         _passes(ranks, case, Situation(_all(ranks), argument=True), True, gradients.compiled)
+
+
+@pytest.mark.skipif(not _has_operators_in_graphs(), reason="PyTorch before 2.4 breaks graphs at collectives")
+@pytest.mark.drivers("torch")
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("case", _one_of_each_verb())
+def test_a_compiled_gradient_while_a_rank_has_joined_is_that_of_the_others(ranks: Ranks, case: str) -> None:
     _passes(ranks, case, Situation(_all(ranks), joined=(0,)), False, gradients.compiled)
 
 
@@ -95,7 +123,7 @@ def test_a_gradient_has_the_dtype_of_its_tensor(ranks: Ranks, case: str) -> None
     dtypes = ["float16", "float64"]
     if ranks.driver != "mxnet":  # which has no arithmetic of bfloat16
         dtypes.append("bfloat16")
-    for dtype in dtypes:
+    for dtype in _some(dtypes, case):
         _passes(ranks, case, Situation(_all(ranks), dtype=dtype), False)
 
 
@@ -103,25 +131,26 @@ def test_a_gradient_has_the_dtype_of_its_tensor(ranks: Ranks, case: str) -> None
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_gradient_while_a_rank_has_joined_is_that_of_the_others(ranks: Ranks, case: str) -> None:
-    for joined in range(ranks.size):
-        if CASES[case].verb != "broadcast" or joined != 1:  # the root has to be there
-            _passes(ranks, case, Situation(_all(ranks), joined=(joined,)), False)
+    root = 1  # it has to be there
+    may_join = [rank for rank in range(ranks.size) if CASES[case].verb != "broadcast" or rank != root]
+    for joined in _some(may_join, case):
+        _passes(ranks, case, Situation(_all(ranks), joined=(joined,)), False)
 
 
 @_everywhere
 @pytest.mark.sizes(4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_gradient_while_two_ranks_have_joined_is_that_of_the_others(ranks: Ranks, case: str) -> None:
-    for joined in ((0, 2), (2, 3), (0, 3)):
-        _passes(ranks, case, Situation(_all(ranks), joined=joined), False)
-    _passes(ranks, case, Situation((0, 1, 3), joined=(0,)), False)
+    situations = [Situation(_all(ranks), joined=joined) for joined in ((0, 2), (2, 3), (0, 3))]
+    for situation in _some([*situations, Situation((0, 1, 3), joined=(0,))], case):
+        _passes(ranks, case, situation, False)
 
 
 @_everywhere
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_joins_before_the_gradient_adds_nothing_to_it(ranks: Ranks, case: str) -> None:
-    for joined in range(ranks.size):
+    for joined in _some(range(ranks.size), case):
         situation = Situation(_all(ranks), joined_after=(joined,))
         if ranks.driver == "mxnet" and CASES[case].verb == "alltoall":
             failures = ranks.run(gradients.check, case, situation, False)

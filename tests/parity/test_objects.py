@@ -147,6 +147,7 @@ def broadcast_model(name: str, root: int) -> dict[str, int]:
     return digests
 
 
+@pytest.mark.every_size
 def test_broadcast_parameters_overwrites_them_with_the_roots(ranks: Ranks) -> None:
     for root in range(ranks.size):
         ranks.run_alike(broadcast_model, root)

@@ -74,6 +74,7 @@ def test_four_threads_may_broadcast_parameters_of_the_same_names(ranks: Ranks) -
     ranks.run(unnamed.four_threads_with_models)
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.drivers("numpy")
 def test_ten_thousand_objects_leave_no_memory_behind(ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from test_names import FRAMEWORKS, pool_of, recorded  # noqa: E402
 ELSEWHERE = {"Settings"}
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", FRAMEWORKS, scope="session")
 def test_what_is_public_is_documented(name: str, pools: Pools) -> None:
     pool = pool_of(name, pools)
     lacking: dict[str, list[str]] = {}
@@ -31,7 +31,7 @@ def test_what_is_public_is_documented(name: str, pools: Pools) -> None:
     assert not lacking
 
 
-@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if FRAMEWORKS[name] == name])
+@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if FRAMEWORKS[name] == name], scope="session")
 def test_examples_of_collectives_run(name: str, pools: Pools) -> None:
     pool = pool_of(name, pools)
     assert pool.run(documentation.run_examples, f"polyhvd.{name}.verbs") == [[]]

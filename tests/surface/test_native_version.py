@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_servers import IMPORTS, ForkServers  # tests/harness, on the path by tests/conftest.py
 
-HEADER = Path(__file__).resolve().parents[1] / "polyhvd/csrc/api/c_api.h"
+HEADER = Path(__file__).resolve().parents[2] / "polyhvd/csrc/api/c_api.h"
 
 #: A world of one whose adapter's library tells another version, or none, as the first ones did.
 MIXED = """
@@ -51,11 +51,14 @@ print("passed")
 
 
 @pytest.mark.parametrize(("framework", "library"), [("mxnet", "_library"), ("tensorflow", "_native")])
-def test_a_library_of_another_version_is_an_error(framework: str, library: str) -> None:
+def test_a_library_of_another_version_is_an_error(
+    framework: str, library: str, fork_servers: ForkServers
+) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     program = MIXED.format(framework=framework, library=library)
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    python = fork_servers.python(1, IMPORTS[framework])
+    run = subprocess.run([*python, "-c", program], capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.endswith("passed\n")
 

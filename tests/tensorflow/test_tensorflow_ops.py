@@ -147,7 +147,9 @@ def test_every_root_broadcasts_every_dtype() -> None:
     for mode in MODES:
         for root in range(SIZE):
             send = mode(lambda x, root=root: hvd.broadcast(x, root, name=f"from{root}"))
-            for dtype in (*NUMBERS, "bool"):
+            for number, dtype in enumerate((*NUMBERS, "bool")):
+                if root and number % SIZE != root:
+                    continue  # rank 0 sends every type, and each other rank some of them
                 for shape in SHAPES[: 4 if root else None]:
                     result = send(tf.constant(data(RANK, shape, dtype)))
                     assert result.dtype.name == dtype

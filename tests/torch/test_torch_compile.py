@@ -30,6 +30,7 @@ def test_a_compiled_operation_is_the_eager_one(operation: str) -> None:
     cases.is_the_eager_operation(operation, "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_inductor_compiles_operations_of_all_kinds_into_one_graph() -> None:
     cases.several_in_one_graph("inductor")

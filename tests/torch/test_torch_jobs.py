@@ -70,13 +70,15 @@ def test_a_script_for_horovod_runs_with_another_import(fork_servers: ForkServers
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
-def test_without_the_launcher_a_trainer_of_the_older_package_is_a_world_of_one(tmp_path: Path) -> None:
+def test_without_the_launcher_a_trainer_of_the_older_package_is_a_world_of_one(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [*fork_servers.python(1, IMPORTS["torch"]), str(script)],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
+        env={**os.environ, **SETTINGS},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -8,7 +8,15 @@ import torch_sync_batch_norm_cases as cases
 pytestmark = pytest.mark.ranks(2, 3, framework="torch")
 
 
-@pytest.mark.parametrize("rows", ["uneven", "an empty rank", "one row in all but one", "equal"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param("uneven", marks=pytest.mark.every_size),
+        "an empty rank",
+        "one row in all but one",
+        "equal",
+    ],
+)
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 2)], ids=["2D", "3D", "4D", "5D"])
 def test_it_is_batch_norm_on_the_joined_batch(shape: tuple[int, ...], rows: str) -> None:
     cases.is_batch_norm_on_the_joined_batch(shape, rows)

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.ranks(2, 3, framework="torch")
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("kind", "other"),
     [
