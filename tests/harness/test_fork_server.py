@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fork_servers
 import pytest
 from fork_servers import ForkServers
 from ranks_alive import is_running
@@ -116,7 +117,8 @@ def test_a_program_has_a_fault_handler_only_if_its_environment_asks_for_it(pytho
 def test_servers_that_run_no_program_are_closed_when_more_are_needed(tmp_path: Path) -> None:
     servers = ForkServers()
     try:
-        commands = [servers.python(1, [name]) for name in ("bisect", "colorsys", "heapq", "queue")]
+        modules = ("bisect", "colorsys", "heapq", "queue", "sched", "shelve")[: fork_servers._GROUPS_MAX]
+        commands = [servers.python(1, [name]) for name in modules]
         if commands[0] == [sys.executable]:
             pytest.skip("this C library has no _Fork")
         busy, _ = start(commands[0], "time.sleep(600)")

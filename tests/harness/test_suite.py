@@ -49,7 +49,8 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         path.write_text("def test_it():\n    pass\n\n\ndef test_more():\n    pass\n")
     for name in load(monkeypatch).FRAMEWORKS:
         (folder / name).mkdir(exist_ok=True)
-    (folder / "tools").mkdir()
+    for name in ("frameworks/torch", "tools"):
+        (folder / name).mkdir(parents=True)
     (folder / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     for name in ("suite.py", "costs.py"):
         shutil.copy(TOOLS / name, folder / "tools")
@@ -83,7 +84,8 @@ def test_with_x_a_failure_ends_the_other_process(
     begin = f"import pathlib, time\nhere = pathlib.Path({str(tmp_path / 'here')!r})\n\n\ndef test_it():\n"
     (tmp_path / waiting).write_text(f"{begin}    here.touch()\n    time.sleep(100)\n    here.unlink()\n")
     (tmp_path / failing).write_text(
-        f"{begin}    while not here.exists():\n        time.sleep(0.01)\n    assert 'the reason' == ''\n"
+        f"{begin}    for _ in range(6000):\n        if here.exists():\n            break\n"
+        "        time.sleep(0.01)\n    assert 'the reason' == ''\n"
     )
     done = subprocess.run([*command, "-x"], capture_output=True, text=True, check=False)
     assert (tmp_path / "here").exists(), "the other process was not ended"
