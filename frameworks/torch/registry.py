@@ -36,7 +36,8 @@ class _Ending(threading.local):
     generation = 0  # of the world in which it began
 
     def __init__(self) -> None:
-        self.among: list[Gradients] = []
+        #: Weakly: a backward that raises leaves them here, and their optimizer may be deleted then.
+        self.among: list[weakref.ref[Gradients]] = []
 
 
 class _Own(threading.local):
@@ -149,7 +150,7 @@ class Registry:
             ending.task, ending.among, ending.generation = task, [], generation
             among = ending.among
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _hold_rounds(among, generation))
-        ending.among.append(gradients)
+        ending.among.append(weakref.ref(gradients))
 
     def keep_local(self, parameter: Tensor, scale: Callable[[Tensor], Tensor]) -> None:
         """Let ``scale`` have each gradient of a parameter, before it is added up, instead of its owner."""
@@ -170,10 +171,11 @@ class Registry:
         self._owners[parameter] = (weakref.ref(gradients), _register(parameter, gradients, position))
 
 
-def _hold_rounds(among: list[Gradients], generation: int) -> None:
+def _hold_rounds(among: list[weakref.ref[Gradients]], generation: int) -> None:
     current.of_generation(generation, _BACKWARD)
     # A round of another optimizer's backward, within this one, may have served one already.
-    boards = {id(gradients.board): gradients.board for gradients in among if gradients.in_flight}
+    alive = [gradients for reference in among if (gradients := reference()) is not None]
+    boards = {id(gradients.board): gradients.board for gradients in alive if gradients.in_flight}
     among.clear()
     hold_rounds(list(boards.values()))
 

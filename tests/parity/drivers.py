@@ -6,6 +6,7 @@ Nothing here imports a framework until a driver is used, by a rank of its pool.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -123,6 +124,10 @@ class Driver(abc.ABC):
     def broadcast_parameters(self, parameters: dict[str, Any], root: int) -> None:
         """The framework's way to overwrite a model's parameters with the root's."""
         self.hvd.broadcast_parameters(parameters, root_rank=root)
+
+    def forget_errors(self) -> None:
+        """Wait for what failed in a group without being read, where a later wait would raise its error."""
+        return
 
     @abc.abstractmethod
     def unsupported(self) -> Sequence[Any]:
@@ -277,6 +282,12 @@ class _MXNet(Driver):
             loss = mx.nd.add_n(*sums)
         loss.backward()
         return [self.to_numpy(tensor.grad) for tensor in tensors]
+
+    def forget_errors(self) -> None:
+        import mxnet as mx
+
+        with contextlib.suppress(mx.base.MXNetError):
+            mx.nd.waitall()
 
     def unsupported(self) -> Sequence[Any]:
         import mxnet as mx

@@ -134,6 +134,7 @@ def disagree(name: str, what: str) -> tuple[str, str]:
         driver, lambda *values: call(dict(zip(tensors, values, strict=True))), *tensors.values()
     )
     assert isinstance(error, driver.error_type()), f"{type(error).__mro__}: {error}"
+    driver.forget_errors()
     _assert_usable(driver)
     return str(error), f"test_bad_input.py:{call.__code__.co_firstlineno}"
 

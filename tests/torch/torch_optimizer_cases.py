@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -1149,7 +1150,10 @@ def gradients_with_a_graph_are_refused() -> None:
     with raises(hvd.InvalidArgumentError, "create_graph"):
         loss_of(module, own(x), own(y)).backward(create_graph=True)
     module.zero_grad()
+    gradients = weakref.ref(optimizer._gradients)
     del optimizer
+    gc.collect()  # the graph has made reference cycles
+    assert gradients() is None, "the next init() would take it for an optimizer in use"
 
 
 class _Breaks(torch.autograd.Function):
