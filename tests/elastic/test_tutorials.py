@@ -24,8 +24,12 @@ def test_there_is_a_tutorial_for_each_framework() -> None:
     assert list(PROGRAMS) == ["numpy", "torch", "mxnet", "keras", "keras fit", "tensorflow", "lightning"]
 
 
+#: Each in fresh interpreters. The others' frameworks have examples of the same kind in test_train.py.
+WHEN = {"numpy": (), "mxnet": pytest.mark.slow, "keras fit": pytest.mark.slow, "lightning": pytest.mark.slow}
+
+
 @pytest.mark.parametrize(
-    "name", [name if name == "numpy" else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+    "name", [pytest.param(name, marks=WHEN.get(name, pytest.mark.nightly)) for name in PROGRAMS]
 )
 def test_program_goes_on_when_a_rank_is_killed(launcher: Launcher, tmp_path: Path, name: str) -> None:
     if not is_installed(name.split()[0]):
