@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import device_arrays
@@ -133,10 +135,18 @@ if four.included():
     moved = {name: after[name] - before[name] for name in ("nccl_bytes", "mpi_bytes")}
     assert moved == {"nccl_bytes": 4000, "mpi_bytes": 2048}, moved
 say("set", rank)
-words, seconds = cases.die_between_operations(4)
-say("told", rank, f"{seconds:.1f}", words)
+import signal, sys, time
+tensor = DeviceArray.from_numpy(np.ones(1000, np.float32))
+gpu.allreduce_(tensor, name="before", op=hvd.Max)
+tensor.to_numpy()
+say("between", rank, os.getpid())  # no part of the operation is on its way to another rank then
+if rank == 4:
+    signal.alarm(60)  # which ends it, too, if the launcher has lost a line
+    signal.pause()
+begin = time.monotonic()
+_, words = cases._ends(lambda: gpu.allreduce_(tensor, name="after", op=hvd.Max))
+say("told", rank, f"{time.monotonic() - begin:.1f}", words)
 # A launcher may drop what a rank on another host has said when ranks fail right after.
-import sys, time
 until = time.monotonic() + 20
 while not os.path.exists(sys.argv[1]) and time.monotonic() < until:
     time.sleep(0.02)
@@ -157,6 +167,8 @@ def test_a_process_set_has_levels_and_a_rank_that_is_killed_is_told_of(hosts: Ho
         out = ""
         while len(re.findall("told ", out)) < 5 and (line := process.stdout.readline()):
             out += line
+            if "between" in line and out.count("between") == 6:
+                os.kill(int(re.findall(r"between 4 (\d+)", out)[0]), signal.SIGKILL)
     finally:
         all_told.touch()
         process.kill()
