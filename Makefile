@@ -5,6 +5,14 @@ VENV := .venv
 PY := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
 STAMPS := build/stamps
+# Without compiled modules each process of a test would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+# A compiler cache, where one is installed, compiles nothing twice, in a fresh clone either: paths below the
+# checkout do not count.
+CCACHE := $(shell command -v ccache)
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+CXX := $(CCACHE) g++
 
 .PHONY: help setup demo test check bench asan tsan core fuzz faults matrix clean
 help:
@@ -24,7 +32,8 @@ $(STAMPS)/base: requirements/base.txt | $(PY)
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/build: $(SOURCES) $(STAMPS)/base
-	MAX_JOBS=$(JOBS) $(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	$(if $(CCACHE),CC="$(CCACHE) gcc" CXX="$(CCACHE) g++") MAX_JOBS=$(JOBS) \
+		$(PY) -m pip install -q --no-build-isolation --no-deps -e .
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
@@ -32,11 +41,18 @@ $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/build
 	$(PY) -m pip install -q -r requirements/demo.txt
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/test: requirements/test.txt $(STAMPS)/demo
-	sh tools/apt.sh doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind slurm-wlm munge dnsmasq-base zsh
-	$(PY) -m pip install -q -r requirements/test.txt
-	$(PY) -m pip install -q --no-deps -r requirements/test-nodeps.txt
+# pip compiles no modules, most of which are never imported; it may run beside the compiler.
+$(STAMPS)/packages: $(wildcard requirements/*.txt) $(STAMPS)/base
+	$(PY) -m pip install -q --no-compile -r requirements/demo.txt -r requirements/test.txt
+	$(PY) -m pip install -q --no-compile --no-deps -r requirements/test-nodeps.txt
 	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/apt: Makefile
+	sh tools/apt.sh libgomp1 libquadmath0 doctest-dev openmpi-bin libopenmpi-dev openssh-server openssh-client iproute2 dataset-fashion-mnist valgrind slurm-wlm munge dnsmasq-base zsh
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/test: $(STAMPS)/packages $(STAMPS)/build $(STAMPS)/apt
+	@touch $@
 
 ##@ setup    create .venv, build and install polyhvd into it
 setup: $(STAMPS)/build
@@ -61,9 +77,11 @@ INSTALLED = $(CORE_SOURCES:%.cc=$(OBJECTS)/%.o)
 
 # $(call core_objects,variant,flags): how objects of a variant are compiled.
 define core_objects
-build/core/$(1)/%.o: %.cc
+build/core/$(1)/%.o: %.cc | $(STAMPS)/apt
 	@mkdir -p $$(@D)
 	$$(CXX) $$(CORE_FLAGS) $(2) $$(LESS) -c $$< -o $$@
+# To optimise tests takes longer than it saves when they run.
+build/core/$(1)/tests/%.o: LESS := -O0
 -include $$(CORE_SOURCES:%.cc=build/core/$(1)/%.d) $$(CORE_TESTS:%.cc=build/core/$(1)/%.d)
 endef
 # $(call core_program,variant,flags): build/core/<variant>/run with all sources compiled anew.
@@ -74,18 +92,16 @@ build/core/$(1)/run: $$(CORE_SOURCES:%.cc=build/core/$(1)/%.o) $$(CORE_TESTS:%.c
 endef
 $(eval $(call core_objects,plain,-O2))
 $(eval $(call core_program,asan,-O1 -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=all $(CHECKED)))
-# To optimise the tests with all these checks would take the compiler three times as long.
-build/core/asan/tests/%.o: LESS := -O0
 $(eval $(call core_program,tsan,-O1 -fno-omit-frame-pointer -fsanitize=thread $(CHECKED)))
 build/core/plain/run: $(CORE_TESTS:%.cc=build/core/plain/%.o) $(STAMPS)/build
-	$(CXX) -pthread $(filter %.o,$^) $(INSTALLED) -o $@
+	$(CXX) -pthread $(INSTALLED) $(filter %.o,$^) -o $@
 -include $(wildcard build/core/plain/benchmarks/*.d)
 
 # The pure units as a module for tests in Python; nothing of it is installed.
 UNITS := $(wildcard polyhvd/csrc/control/*.cc)
 UNITS_OBJECTS := $(UNITS:%.cc=build/core/python/%.o) build/core/python/tests/core/python/units.o
 UNITS_MODULE := build/core/python/polyhvd_units.so
-build/core/python/%.o: %.cc
+build/core/python/%.o: %.cc | $(STAMPS)/base
 	@mkdir -p $(@D)
 	$(CXX) $(CORE_FLAGS) -O1 -fPIC -fvisibility=hidden -D_GLIBCXX_ASSERTIONS $$($(PY) -m pybind11 --includes) -c $< -o $@
 $(UNITS_MODULE): $(UNITS_OBJECTS)
@@ -158,10 +174,18 @@ soak: $(STAMPS)/test
 	$(PY) tests/elastic/soak.py --kills $(SOAK_KILLS) --seed $(SOAK_SEED) --framework $(SOAK_FRAMEWORK) \
 		--form "$(SOAK_FORM)"
 
-##@ test     the core, the launcher, every adapter, parity, training: all but what make slow has
-test: $(STAMPS)/test
-	$(MAKE) -j$(JOBS) core units stand-ins
-	$(PY) tools/suite.py -m "not slow"
+# Options of pytest.
+TESTS ?=
+
+##@ test     the core, the launcher, every adapter, parity, training: all but make slow's and make nightly's
+test:
+	$(MAKE) -j$(JOBS) $(STAMPS)/test core units stand-ins
+	$(PY) tools/suite.py -m "not slow and not nightly" $(TESTS)
+
+##@ durations  the tests and files that have cost most in the last make test or make slow
+.PHONY: durations
+durations:
+	$(PYTHON) tools/costs.py dearest
 
 ##@ test-gpu  tensors on GPUs with NCCL, on this machine's GPU instead of stand-ins
 .PHONY: test-gpu
@@ -234,15 +258,29 @@ SEEDS ?= 20
 false-alarms: $(STAMPS)/test
 	$(VENV)/bin/python tools/false_alarms.py --seeds $(SEEDS)
 
+##@ nightly  all that make test, make slow and make matrix leave out: repeats, every number of ranks, long soaks
+.PHONY: nightly
+nightly: $(STAMPS)/test core units stand-ins
+	TEST_RANKS=all TEST_DEPTH=nightly $(PY) tools/suite.py $(TESTS)
+	$(MAKE) -s parity CASES=resnet18
+	$(MAKE) -s faults FAULT_CASES=300
+	for framework in numpy torch tensorflow keras mxnet; do $(MAKE) -s soak SOAK_KILLS=50 SOAK_FRAMEWORK=$$framework || exit; done
+	$(MAKE) -s fuzz
+	$(PY) tools/matrix.py --all
+
 ##@ slow     tests that wait or compute for long: several hosts, whole programs, the largest models
 .PHONY: slow
 slow: $(STAMPS)/test stand-ins
-	$(PY) tools/suite.py -m slow
-	$(MAKE) -s parity CASES=resnet18
+	$(PY) tools/suite.py -m "slow and not nightly" $(TESTS)
 
 ##@ matrix   the one wheel under other versions of every framework, each alone
 matrix: $(STAMPS)/test stand-ins
 	$(PY) tools/matrix.py
+
+##@ environments  install what make matrix needs
+.PHONY: environments
+environments: $(STAMPS)/base
+	$(PY) tools/matrix.py --prepare
 
 IMAGE_BUILDER ?= $(firstword $(foreach name,docker podman buildah,$(shell $(name) info >/dev/null 2>&1 && echo $(name))))
 

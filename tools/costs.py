@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -107,7 +108,11 @@ def step(name: str, command: Sequence[str], shown: bool = True) -> int:
     env = {**os.environ, "TEST_COSTS": str(events), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     print(f"==== {name}: {' '.join(command)}", flush=True)
     began = time.monotonic()
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=not shown
+    )
+    if not shown:  # the run ends it when another step has failed
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(process.pid, signal.SIGTERM))
     assert process.stdout is not None
     with log.open("wb") as file:
         while data := os.read(process.stdout.fileno(), 1 << 16):

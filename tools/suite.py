@@ -28,7 +28,7 @@ FRAMEWORKS = (
     *sorted(
         f"tests/{path.name}"
         for path in (ROOT / "tests").iterdir()
-        if (ROOT / "frameworks" / path.name.partition("_")[0]).is_dir()
+        if (name := path.name.partition("_")[0]) and (ROOT / "frameworks" / name).is_dir()
     ),
     "tests/data",
     "tests/surface",
