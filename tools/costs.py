@@ -114,7 +114,7 @@ def step(name: str, command: Sequence[str], shown: bool = True) -> int:
     if not shown:  # the run ends it when another step has failed
         signal.signal(signal.SIGTERM, lambda *_: os.killpg(process.pid, signal.SIGTERM))
     assert process.stdout is not None
-    with log.open("wb") as file:
+    with log.open("wb", buffering=0) as file:
         while data := os.read(process.stdout.fileno(), 1 << 16):
             file.write(data)
             if shown:
