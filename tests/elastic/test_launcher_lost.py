@@ -110,7 +110,7 @@ def test_launcher_that_one_connection_has_lost_is_not_gone(member_of: MemberOf) 
         member = member_of(server)
         world = FollowedWorld()
         member.watch.follow(world)  # type: ignore[arg-type]
-        time.sleep(SILENCE_S)  # so long is not heard what nobody says, but for probes
+        time.sleep(SILENCE_S)  # only probes keep the connections from being given up
         member.watch._store._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         member.watch._thread.join(10)
         assert not world.ended.is_set()

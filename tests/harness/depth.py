@@ -1,4 +1,4 @@
-"""How often tests repeat what is random or alike: less often than every night, when TEST_DEPTH is nightly."""
+"""How many examples and repetitions tests run: more if TEST_DEPTH is nightly."""
 
 from __future__ import annotations
 

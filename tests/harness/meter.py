@@ -71,7 +71,7 @@ class Costs:
         self._seen += len(letters)
         row = {
             "test": name,
-            # A process that nobody has waited for takes its time along.
+            # The sum shrinks when a process ends whose parent does not wait for it.
             "cpu_s": round(max(0.0, cpu_s - self._cpu_s), 2),
             "wall_s": round(now - self._wall_s, 3),
             "events": {letter: letters.count(letter) for letter in sorted(set(letters))},

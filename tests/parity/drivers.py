@@ -29,7 +29,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
 _UNSIGNED = ("uint16", "uint32", "uint64")
-#: Element types of large tensors: an adapter handles all types alike, the core's kernels do not.
+#: Element types of large tensors. Adapters treat all types the same way; the core's kernels do not.
 _LARGE_TYPES = ("uint8", "bfloat16", "float32")
 _LARGE_TYPES_OF_KERNELS = (*_DTYPES, "uint64")  # kernels of other lengths of integers are as these
 _LARGE = 10_000
