@@ -80,8 +80,9 @@ define core_objects
 build/core/$(1)/%.o: %.cc | $(STAMPS)/apt
 	@mkdir -p $$(@D)
 	$$(CXX) $$(CORE_FLAGS) $(2) $$(LESS) -c $$< -o $$@
-# To optimise tests takes longer than it saves when they run, but for those under ThreadSanitizer.
-build/core/$(1)/tests/%.o: LESS := $(if $(filter tsan,$(1)),,-O0)
+# Optimising tests takes longer than it saves when they run, except under ThreadSanitizer. The checks of
+# UndefinedBehaviorSanitizer would triple the time that doctest's macros take the compiler.
+build/core/$(1)/tests/%.o: LESS := $(if $(filter tsan,$(1)),,-O0) $(if $(filter asan,$(1)),-fno-sanitize=undefined)
 -include $$(CORE_SOURCES:%.cc=build/core/$(1)/%.d) $$(CORE_TESTS:%.cc=build/core/$(1)/%.d)
 endef
 # $(call core_program,variant,flags): build/core/<variant>/run with all sources compiled anew.
