@@ -17,6 +17,7 @@ for _folder in ("harness", "parity", "backends", "gpu"):
         sys.path.insert(0, str(_TESTS / _folder))
 
 import meter  # noqa: E402
+import sampling  # noqa: E402
 from fork_servers import ForkServers  # noqa: E402
 from pool import Pools  # noqa: E402
 
@@ -32,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     meter.register(config)
+    sampling.declare(config)
     config.addinivalue_line(
         "markers", "sizes(*numbers): run on these numbers of ranks, or what a driver shares"
     )
@@ -48,8 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one pool follow each other; everything else keeps its place before them."""
+    sampling.mark_others_nightly(items)
 
     def pool_of(item: pytest.Item) -> tuple[object, ...]:
         world = world_of(item) or (getattr(item, "callspec", None) and item.callspec.params.get("world"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import mpirun
 import netns
 import pytest
-import sampling
 from netns import Namespace
 from pool import Pool, Pools, PoolSpec
 
@@ -66,15 +65,6 @@ LAYOUTS = (
         for size in ((1, 2, 3, 4) if mpirun.everything() else (3,))
     ),
 )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    sampling.declare(config)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    sampling.mark_others_nightly(items)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

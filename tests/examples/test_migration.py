@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -56,17 +57,18 @@ def migrate(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run("-m", "polyhvd.cli", "parity", "migrate", *arguments, cwd=cwd)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def needs_both() -> None:
     for package in ("mxnet", "torch"):
         if not is_installed(package):
             pytest.skip(f"{package} is not installed")
 
 
-@pytest.fixture
-def trained(tmp_path: Path, needs_both: None) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, needs_both: None) -> Path:
     """A folder with a model file, and weights of PyTorch that are not as a new model's."""
-    (tmp_path / "model.py").write_text(MODEL)
+    folder = tmp_path_factory.mktemp("original")
+    (folder / "model.py").write_text(MODEL)
     source = """
         import torch
         from model import torch_model
@@ -74,9 +76,15 @@ def trained(tmp_path: Path, needs_both: None) -> Path:
         state = torch_model().state_dict()
         torch.save({name: value + torch.rand_like(value.float()) for name, value in state.items()}, "a.pt")
     """
-    done = run("-c", "import sys; sys.path.insert(0, '')\n" + textwrap.dedent(source), cwd=tmp_path)
+    done = run("-c", "import sys; sys.path.insert(0, '')\n" + textwrap.dedent(source), cwd=folder)
     assert done.returncode == 0, done.stderr
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path: Path, original: Path) -> Path:
+    """A copy of that folder."""
+    return shutil.copytree(original, tmp_path, dirs_exist_ok=True)
 
 
 def test_weights_come_over_and_back_again(trained: Path) -> None:

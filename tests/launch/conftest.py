@@ -7,19 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sampling
 from launching import Launcher, World  # tests/harness, on the path by tests/conftest.py
 
 from polyhvd.runtime import bootstrap
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    sampling.declare(config)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    sampling.mark_others_nightly(items)
 
 
 @pytest.fixture(autouse=True)
