@@ -7,6 +7,7 @@ import time
 
 import nccl_cases as cases
 import pytest
+from launching import wait_until
 from pool import Pool
 from ranks_alive import wait_until_asleep
 from test_nccl import LIBRARY, REAL, Job, fallback, job, library
@@ -21,6 +22,8 @@ REQUIRED = ("POLYHVD_BACKENDS", "nccl")
 
 def test_ranks_on_one_gpu_are_staged_and_told_so_once(fallback: Pool) -> None:
     assert fallback.run(cases.routes) == [STAGED] * 2
+    # The mailbox's thread writes it, perhaps after the result.
+    wait_until(lambda: "memory of the host" in fallback._ranks[0].shown_log(), "the warning")
     logs = [rank.shown_log() for rank in fallback._ranks]
     assert logs[0].count("rank 0 (") == 1, logs[0]
     for word in (
