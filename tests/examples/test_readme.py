@@ -28,7 +28,7 @@ def programs() -> dict[str, str]:
 def test_the_readme_has_an_example_for_each_framework() -> None:
     assert sorted(programs()) == ["keras", "mxnet", "numpy", "tensorflow", "torch"]
     longest = max(programs().values(), key=len)
-    assert len([line for line in longest.splitlines() if line]) <= 13, "about ten lines"
+    assert len([line for line in longest.splitlines() if line]) <= 15, "about ten lines"
 
 
 # First those whose fork servers the examples have used last.
@@ -54,3 +54,5 @@ def test_example_of_the_readme_runs_on_two_ranks(
         timeout=120,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    losses = re.findall(r"loss on this rank: ([\d.]+)", done.stdout)
+    assert len(set(losses)) == 2, f"each rank has rows of its own: {done.stdout}"
