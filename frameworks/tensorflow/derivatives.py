@@ -165,7 +165,7 @@ def _reducescatter_gradient(op: Any, *gradients: Any) -> list[Any]:
     for i, value in zip(positions, gathered, strict=True):
         rows = tf.shape(op.inputs[i])[0]
         counts = _rows_kept(rows, len(members))
-        result = _in_their_places(value, counts, present, rows) * tf.cast(scale, value.dtype)
+        result = _in_their_places(value, counts, present, rows) * tf.constant(scale, value.dtype)
         result.set_shape(op.inputs[i].shape)
         results.append(result)
     return _at(positions, results, op)

@@ -25,7 +25,7 @@ def _scaled(values: tf.Tensor, factor: float) -> tf.Tensor:
     if factor == 1.0:
         return values
     if values.dtype.is_floating:
-        return values * tf.cast(factor, values.dtype)
+        return values * tf.constant(factor, values.dtype)  # tf.cast would round it to float32 first
     return tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
 
 

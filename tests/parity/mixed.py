@@ -117,4 +117,5 @@ def sparse(name: str) -> None:
                 else:
                     result = hvd.allreduce(mine, name=what, op=getattr(hvd, op))
                 actual = _dense(driver.framework, result)
-                np.testing.assert_allclose(actual, expected / divisor, rtol=1e-5, atol=1e-6, err_msg=what)
+                near = 32 * np.finfo(dtype).eps
+                np.testing.assert_allclose(actual, expected / divisor, rtol=near, atol=near, err_msg=what)
