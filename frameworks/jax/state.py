@@ -10,6 +10,8 @@ from polyhvd.jax.functions import functions
 
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.naming import require_same_names
+from polyhvd.training.state import MODEL_ADVICE
 
 __all__ = ["broadcast_parameters"]
 
@@ -48,16 +50,21 @@ def broadcast_parameters(
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     first_error: Exception | None = None
     received: list[Any] = []
+    arrays = [_numbers(leaf) for _, leaf in leaves]
     # Calls follow each other, whatever their threads.
-    with collectives.world.line("parameter", process_set_id(process_set)):
+    number, names = process_set_id(process_set), [jax.tree_util.keystr(path) for path, _ in leaves]
+    with collectives.world.line("parameter", number):
+        require_same_names(
+            collectives.world, number, "broadcast_parameters", names, MODEL_ADVICE, "parameter"
+        )
         handles = [
             collectives.broadcast_async(
-                _numbers(leaf),
+                array,
                 root_rank,
-                name=f"parameter.{jax.tree_util.keystr(path)}",
+                name=f"parameter.{name}",
                 process_set=process_set,
             )
-            for path, leaf in leaves
+            for name, array in zip(names, arrays, strict=True)
         ]
         for handle, (_, leaf) in zip(handles, leaves, strict=True):
             try:

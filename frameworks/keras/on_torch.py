@@ -207,7 +207,3 @@ class BroadcastGlobalVariables(_OnTheHost, keras_callbacks.BroadcastGlobalVariab
 
 class MetricAverage(_OnTheHost, keras_callbacks.MetricAverage):  # noqa: D101
     __doc__ = keras_callbacks.MetricAverage.__doc__
-
-    def _averages(self, values: list[float]) -> list[float]:
-        mean = hvd.allreduce(torch.tensor(values, dtype=torch.float64), name="MetricAverageCallback")
-        return mean.tolist()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import polyhvd.torch as hvd
@@ -14,7 +16,10 @@ from polyhvd.lightning.environment import PolyhvdEnvironment
 from torchmetrics import Metric
 
 from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.collectives.operation import process_set_id
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.runtime import current
+from polyhvd.training.naming import digest, refuse_other_names
 from polyhvd.training.options import Options
 
 __all__ = ["PolyhvdStrategy", "register"]
@@ -29,6 +34,14 @@ _OPS = {
     "max": hvd.Max,
     "product": hvd.Product,
 }
+_OF_ROWS: dict[int, Callable[[Tensor], Tensor]] = {
+    hvd.Average: torch.mean,
+    hvd.Sum: torch.sum,
+    hvd.Min: torch.min,
+    hvd.Max: torch.max,
+    hvd.Product: torch.prod,
+}
+_METRIC_ADVICE = "log the same metrics in the same order on every rank"
 
 
 def _op(reduce_op: Any) -> int:
@@ -170,9 +183,9 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
             else:
                 self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
-        for module in self.lightning_module.modules():
+        for name, module in self.lightning_module.named_modules():
             if isinstance(module, Metric):
-                _join_ranks(module)
+                _join_ranks(name, module)
 
     def model_to_device(self) -> None:
         """Models are on the CPU."""
@@ -213,10 +226,21 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
     # Exchanges ---------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A new tensor with the ranks' mean, or what ``reduce_op`` says; what is no tensor stays as it is."""
+        """A new tensor with the ranks' mean, or what ``reduce_op`` says; what is no tensor stays as it is.
+
+        A metric that is logged with ``sync_dist=True`` is paired by its name.
+
+        Raises:
+            RankMismatchError: the ranks have logged metrics with different names; on every rank.
+        """
         if not isinstance(tensor, Tensor):
             return tensor
-        return hvd.allreduce(tensor.detach(), op=_op(reduce_op), process_set=_process_set(group))
+        process_set = _process_set(group)
+        caller = getattr(sys._getframe(1).f_locals.get("self"), "meta", None)  # Lightning passes no name
+        name = getattr(caller, "name", None)
+        if isinstance(name, str) and tensor.numel() == 1 and tensor.is_floating_point():
+            return _reduced_metric(name, tensor.detach(), _op(reduce_op), process_set)
+        return hvd.allreduce(tensor.detach(), op=_op(reduce_op), process_set=process_set)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, stacked: ``[...]`` to ``[ranks, ...]``; with ``sync_grads`` differentiable."""
@@ -250,20 +274,35 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         super().load_optimizer_state_dict(checkpoint)
 
 
-def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """The ranks' tensors, of any shapes, for torchmetrics."""
-    gathered: list[Tensor] = hvd.allgather_object(tensor, "torchmetrics", _process_set(group))
-    return gathered
+def _reduced_metric(name: str, value: Tensor, op: int, process_set: hvd.ProcessSet) -> Tensor:
+    """Reduce one number, which travels with a digest of its name."""
+    code = [int.from_bytes(digest([name])[begin : begin + 6], "big") for begin in (0, 6)]  # exact in float64
+    row = torch.tensor([[value.item(), *code]], dtype=torch.float64)
+    rows = hvd.allgather(row, process_set=process_set)
+    if not torch.equal(rows[:, 1:], row[:, 1:].expand(len(rows), -1)):
+        world, number = process_set.world or current.world(), process_set_id(process_set)
+        refuse_other_names(world, number, "log(sync_dist=True)", [name], _METRIC_ADVICE)
+    return _OF_ROWS[op](rows[:, 0]).to(value.dtype).reshape(value.shape)
+
+
+def _gather(name: str, tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """The ranks' tensors, of any shapes, for the metric of torchmetrics of that name."""
+    process_set = _process_set(group)
+    gathered = hvd.allgather_object((name, tensor), "torchmetrics", process_set)
+    if {other for other, _ in gathered} != {name}:
+        world, number = process_set.world or current.world(), process_set_id(process_set)
+        refuse_other_names(world, number, "torchmetrics", [name], _METRIC_ADVICE)
+    return [tensor for _, tensor in gathered]
 
 
 def _has_peers() -> bool:
     return hvd.is_initialized() and hvd.size() > 1
 
 
-def _join_ranks(metric: Metric) -> None:
-    """Let a metric gather over polyhvd's ranks, unless the program has told it how."""
+def _join_ranks(name: str, metric: Metric) -> None:
+    """Make a metric gather over polyhvd's ranks, unless the program has set how it gathers."""
     if metric.dist_sync_fn is None:
-        metric.dist_sync_fn = _gather
+        metric.dist_sync_fn = functools.partial(_gather, name)
         metric.distributed_available_fn = _has_peers
 
 

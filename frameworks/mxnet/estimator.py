@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from mxnet.gluon.contrib.estimator import EpochEnd, TrainBegin
 from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
 from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 
-from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.collectives.verbs import process_set_id
-from polyhvd.runtime import current
+from polyhvd.training.naming import gather_by_name
 
 __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
 
 #: What the metrics of MXNet divide one by the other, whatever they make of it then.
 _SUMS = ("sum_metric", "num_inst", "global_sum_metric", "global_num_inst")
+_ADVICE = "use the same metrics on every rank; Loss(name='validation loss') gives one a name"
 
 
 class BroadcastHandler(TrainBegin):  # type: ignore[misc]
@@ -99,7 +97,7 @@ def average_metrics(
 ) -> None:
     """Let metrics be of the samples of all ranks, in place, each weighted by its number of samples.
 
-    One allreduce of float64 for all metrics; waits for it. A rank may have seen no sample. Metrics that
+    Metrics are paired by name, those of one name by their order. A rank may have seen no sample. Metrics that
     average over batches rather than samples (F1 with ``average="macro"``) average over those of all ranks.
 
     Args:
@@ -109,7 +107,7 @@ def average_metrics(
     Raises:
         InvalidArgumentError: a metric is not a sum divided by a number, such as F1 with
             ``average="micro"``.
-        RankMismatchError: the ranks have different numbers of metrics.
+        RankMismatchError: the ranks' metrics have different names.
 
     Example::
 
@@ -118,24 +116,17 @@ def average_metrics(
         average_metrics(accuracy)
         print(accuracy.get())
     """
-    simple = list(_simple([metrics] if isinstance(metrics, EvalMetric) else metrics))
-    sums = np.array([float(getattr(metric, name)) for metric in simple for name in _SUMS])
-    if not sums.size:
-        return
-    number = process_set_id(process_set)
-    with as_mxnets(), current.world().line("average_metrics", number):
-        current.world().engine.submit(
-            OpKind.ALLREDUCE,
-            "average_metrics",
-            (sums,),
-            (sums,),
-            op=ReduceOp.Sum,
-            process_set=number,
-            blocking=True,
-        ).wait()
-    for metric, values in zip(simple, sums.reshape(-1, len(_SUMS)).tolist(), strict=True):
-        for name, value in zip(_SUMS, values, strict=True):
-            setattr(metric, name, value)
+    named: dict[str, EvalMetric] = {}
+    for metric in _simple([metrics] if isinstance(metrics, EvalMetric) else metrics):
+        name = str(metric.name)
+        number = sum(other == name or other.startswith(f"{name} (") for other in named)
+        named[f"{name} ({number + 1})" if number else name] = metric
+    sums = {name: [float(getattr(metric, key)) for key in _SUMS] for name, metric in named.items()}
+    with as_mxnets():
+        rows = gather_by_name("average_metrics", sums, process_set, _ADVICE)
+    for name, metric in named.items():
+        for key, total in zip(_SUMS, rows[name].sum(axis=0).tolist(), strict=True):
+            setattr(metric, key, total)
 
 
 def _simple(metrics: Sequence[EvalMetric]) -> Iterator[EvalMetric]:

@@ -10,7 +10,7 @@ from mxnet.gluon import Parameter, Trainer
 from mxnet.gluon.parameter import ParameterDict
 from mxnet.ndarray import NDArray
 from polyhvd.mxnet.base import adapter, collectives
-from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError
+from polyhvd.mxnet.errors import InvalidArgumentError, RankMismatchError, as_mxnets
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 
 from polyhvd.collectives.objects import allgather_object, broadcast_object
@@ -47,7 +47,7 @@ def broadcast_parameters(
 
     Raises:
         InvalidArgumentError: a bad call.
-        RankMismatchError: shapes or dtypes differ. It is an MXNetError as well.
+        RankMismatchError: names, numbers, shapes or dtypes differ. It is an MXNetError as well.
 
     Example::
 
@@ -59,7 +59,12 @@ def broadcast_parameters(
     for position, parameter in enumerate(params.values()):
         if isinstance(parameter, Parameter) and parameter._data is None:
             _broadcast_after_initialisation(parameter, root_rank, f"{label}.{position}", process_set)
-    broadcast_named(collectives, named, root_rank, process_set, label)
+    names = [
+        f"parameter {i} of the network" if isinstance(value, Parameter) else str(key)
+        for i, (key, value) in enumerate(params.items())
+    ]
+    with as_mxnets():
+        broadcast_named(collectives, named, root_rank, process_set, label, names)
 
 
 def _broadcast_after_initialisation(

@@ -32,7 +32,7 @@ def broadcast_parameters(
 
     Raises:
         InvalidArgumentError: something in ``params`` is not a tensor, or has no shape yet.
-        RankMismatchError: shapes or dtypes differ between ranks.
+        RankMismatchError: names, shapes or dtypes differ between ranks.
         NotInitializedError: before ``init()``.
 
     Example::
@@ -50,9 +50,16 @@ def broadcast_parameters(
             raise InvalidArgumentError(
                 f"broadcast_parameters: {name!r} has no shape yet; run the model once before"
             )
+    rounds = _without_shared_memory(named)
+    names: list[str] | None = [
+        f"{name} (shares memory with others)" if number else str(name)
+        for number, some in enumerate(rounds)
+        for name, _ in some
+    ]
     with current.world().line("broadcast_parameters", process_set_id(process_set)):
-        for some in _without_shared_memory(named):
-            broadcast_named(collectives, some, root_rank, process_set)
+        for some in rounds:
+            broadcast_named(collectives, some, root_rank, process_set, names=names)
+            names = None  # the ranks have compared them
     for _, tensor in named:
         increment_version(tensor)
 

@@ -19,7 +19,7 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
-__all__ = ["allgather_object", "broadcast_object"]
+__all__ = ["allgather_object", "broadcast_object", "gather_objects"]
 
 # From this size on the memory of an array travels by itself, without a copy in a pickle.
 _LARGE_BYTES = 1 << 20
@@ -181,21 +181,24 @@ def allgather_object(
         losses = hvd.allgather_object({"loss": loss, "host": socket.gethostname()})
     """
     world = process_set.world or current.world()
-    label = name or "allgather_object"
     number = process_set_id(process_set)
+    with world.line("allgather_object", number) if not name else nullcontext():
+        return gather_objects(world, number, obj, name or "allgather_object")
 
+
+def gather_objects(world: World, number: int, obj: Any, label: str) -> list[Any]:
+    """As :func:`allgather_object`, in a world, on the process set of that number; ``label`` is the name."""
     pickled, _, error = _pickled(obj, keep_together=True)
     rank, words = world.placement.rank, _signed(pickled, error).to_bytes(8, "little", signed=True)
-    with world.line("allgather_object", number) if not name else nullcontext():
-        seals = _seals(world, "allgather_object", label, number)
-        # With its rank: those that have joined send nothing.
-        words = rank.to_bytes(8, "little") + words
-        row = np.frombuffer(words, np.uint8)
-        if seals is not None:
-            row = seals.sealed("size", words + seals.tag(rank, "data", pickled.data))
-        rows = _gathered(world, number, f"{label}.size", row).reshape(-1, len(row))
-        told = _told(rows, seals)
-        everything = _gathered(world, number, f"{label}.data", pickled)
+    seals = _seals(world, "allgather_object", label, number)
+    # With its rank: those that have joined send nothing.
+    words = rank.to_bytes(8, "little") + words
+    row = np.frombuffer(words, np.uint8)
+    if seals is not None:
+        row = seals.sealed("size", words + seals.tag(rank, "data", pickled.data))
+    rows = _gathered(world, number, f"{label}.size", row).reshape(-1, len(row))
+    told = _told(rows, seals)
+    everything = _gathered(world, number, f"{label}.data", pickled)
     ends = np.cumsum([_length(size) for _, size, _ in told])
     parts = [
         everything[int(end) - _length(size) : int(end)] for end, (_, size, _) in zip(ends, told, strict=True)

@@ -54,4 +54,5 @@ class ArrayFunctions(Functions[T], Generic[T]):
     ) -> None:
         """Overwrite a dict of arrays, or a list of (name, array) pairs, with the root's."""
         named = list(self.collectives.adapter.named_parameters(params))
-        broadcast_named(self.collectives, named, root_rank, process_set)
+        names = [str(name) for name, _ in named]
+        broadcast_named(self.collectives, named, root_rank, process_set, names=names)

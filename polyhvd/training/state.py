@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import Collectives
+from polyhvd.training.naming import require_same_names
 
-__all__ = ["broadcast_named", "changed", "put_tensors", "take_tensors"]
+__all__ = ["MODEL_ADVICE", "broadcast_named", "changed", "put_tensors", "take_tensors"]
 
 T = TypeVar("T")
+
+#: What to do where ranks have passed different parameters.
+MODEL_ADVICE = "build the same model on every rank, and pass the same parameters"
 
 
 def broadcast_named(
@@ -21,14 +25,29 @@ def broadcast_named(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     prefix: str = "parameter",
+    names: Iterable[str] | None = None,
 ) -> None:
     """Overwrite tensors with the root's, in place; names are the same on every rank.
 
     When one fails, the others are waited for all the same, and the first error is raised. Calls with one
     prefix follow each other, whatever their threads.
+
+    Args:
+        collectives: of the framework.
+        named: the tensors with their names.
+        root_rank: world rank of the sender.
+        process_set: the ranks that take part.
+        prefix: of the operations' names.
+        names: what the user has passed to broadcast_parameters(): ranks compare it first.
+
+    Raises:
+        RankMismatchError: shapes, dtypes or ``names`` differ between ranks.
     """
     first_error: Exception | None = None
-    with collectives.world.line(prefix, process_set_id(process_set)):
+    number = process_set_id(process_set)
+    with collectives.world.line(prefix, number):
+        if names is not None:
+            require_same_names(collectives.world, number, "broadcast_parameters", names, MODEL_ADVICE, prefix)
         handles = [
             collectives.broadcast_async(
                 tensor, root_rank, name=f"{prefix}.{name}", process_set=process_set, in_place=True

@@ -102,8 +102,15 @@ def test_metrics_are_averaged_by_samples(hvd, mx, np):
     for wrong in (mx.metric.F1(average="micro"), mx.metric.PCC()):
         with pytest.raises(hvd.InvalidArgumentError, match="is no sum over samples"):
             hvd.estimator.average_metrics([wrong])
-    with pytest.raises(hvd.RankMismatchError, match="Mismatched"):
+    with pytest.raises(
+        hvd.RankMismatchError, match=r"rank 0 has no others; rank 1 has 'accuracy \(2\)'; use the"
+    ):
         hvd.estimator.average_metrics([mx.metric.Accuracy() for _ in range(1 + rank)])
+    near, far = mx.metric.Loss("near"), mx.metric.Loss("far")
+    near.update(None, mx.nd.ones(2))
+    far.update(None, mx.nd.full(2, 100))
+    hvd.estimator.average_metrics([near, far] if rank else [far, near])
+    assert (near.get()[1], far.get()[1]) == (1, 100)
 
 
 @pytest.mark.ranks(2)

@@ -153,6 +153,27 @@ def test_broadcast_parameters_overwrites_them_with_the_roots(ranks: Ranks) -> No
         ranks.run_alike(broadcast_model, root)
 
 
+def broadcast_other_names(name: str, extra: bool) -> dict[str, int]:
+    driver = drivers.get(name)
+    hvd = driver.hvd
+    others = [f"of rank {hvd.rank()}"] if extra or hvd.rank() else []
+    parameters = {key: driver.parameter(np.ones(3, np.float32)) for key in ("weight", *others)}
+    with pytest.raises(hvd.RankMismatchError) as caught:
+        driver.broadcast_parameters(parameters, 0)
+    text = str(caught.value)
+    first = "'of rank 0'" if extra else "no others"
+    assert f"the ranks have different names: besides 1 in common rank 0 has {first}; " in text
+    assert "rank 1 has 'of rank 1'" in text
+    return broadcast_model(name, 0)  # the job goes on
+
+
+@pytest.mark.drivers("numpy", "torch", "mxnet", "jax", "cupy")  # TensorFlow's are a list
+@pytest.mark.parametrize("extra", [True, False])
+def test_broadcast_parameters_of_other_names_is_refused_on_every_rank(ranks: Ranks, extra: bool) -> None:
+    if ranks.size > 1:
+        ranks.run_alike(broadcast_other_names, extra)
+
+
 def cross_barriers(name: str, rounds: int) -> list[tuple[float, float]]:
     hvd = drivers.get(name).hvd
     random = np.random.default_rng(hvd.rank())

@@ -385,6 +385,27 @@ def test_callbacks_start_all_ranks_alike_and_average_metrics() -> None:
     assert isinstance(history.history["loss"][0], float)
 
 
+def test_metrics_are_paired_by_name() -> None:
+    keras.backend.clear_session()
+    if RANK == 1:  # Keras numbers the layers of each process
+        keras.layers.Dense(1)
+
+    def fitted(*names: str | None) -> Any:
+        inputs = keras.Input((2,))
+        model = keras.Model(inputs, [keras.layers.Dense(1, name=name)(inputs) for name in names])
+        model.compile(sgd(), loss="mse")
+        x, y = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
+        average = hvd.callbacks.MetricAverageCallback()
+        return model.fit(x, [y, 100 * y], batch_size=4, verbose=0, callbacks=[average]).history
+
+    with pytest.raises(
+        polyhvd.RankMismatchError, match=r"MetricAverageCallback: .*rank 1 has 'dense.*name the"
+    ):
+        fitted(None, None)
+    history = fitted("near", "far")
+    assert history["far_loss"][0] > 100 * history["near_loss"][0]
+
+
 def test_a_model_that_is_built_by_its_first_batch_is_broadcast_too() -> None:
     keras.utils.set_random_seed(10 + RANK)
     model = keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])

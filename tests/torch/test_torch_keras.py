@@ -34,6 +34,10 @@ def test_metrics_of_several_threads_are_averaged() -> None:
     cases.metrics_of_several_threads_are_averaged()
 
 
+def test_metrics_are_paired_by_name() -> None:
+    cases.metrics_are_paired_by_name()
+
+
 def test_a_saved_model_keeps_the_state_of_the_optimizer(tmp_path: Path) -> None:
     cases.a_saved_model_keeps_the_optimizers_state(str(tmp_path))
 

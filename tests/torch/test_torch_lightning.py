@@ -40,6 +40,10 @@ def test_logged_metrics_are_those_of_all_ranks() -> None:
     cases.metrics_are_those_of_all_ranks()
 
 
+def test_metrics_of_other_names_are_refused() -> None:
+    cases.metrics_of_other_names_are_refused()
+
+
 def test_the_strategy_exchanges_and_refuses_with_advice() -> None:
     cases.exchanges_of_the_strategy()
 

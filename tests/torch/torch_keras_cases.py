@@ -20,6 +20,8 @@ import polyhvd.keras as hvd
 import torch
 from torch_common import raises
 
+from polyhvd import InvalidArgumentError, RankMismatchError
+
 BATCH, STEPS, FEATURES = 4, 4, 5
 
 
@@ -123,6 +125,41 @@ def metrics_of_several_threads_are_averaged() -> None:
         list(threads.map(lambda mine: hvd.callbacks.MetricAverageCallback().on_epoch_end(0, mine), logs))
     mean = (hvd.size() - 1) / 2
     assert logs == [{"loss": mean, "mae": 1.0}] * 100
+
+
+def metrics_are_paired_by_name() -> None:
+    """Keras numbers the layers of each process, and rank 1 has made one more."""
+    keras.backend.clear_session()
+    if hvd.rank() == 1:
+        keras.layers.Dense(1)
+    x, y = dataset()
+
+    def model_of(*names: str | None) -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, [keras.layers.Dense(1, name=name)(inputs) for name in names])
+
+    def fitted(model: Any) -> Any:
+        model.compile(sgd(), loss="mse")
+        targets = [mine(y), 100 * mine(y)]
+        average = hvd.callbacks.MetricAverageCallback()
+        return model.fit(mine(x), targets, batch_size=BATCH, verbose=0, callbacks=[average]).history
+
+    with raises(
+        RankMismatchError, "MetricAverageCallback: ", "name the model's outputs", "rank 1 has 'dense"
+    ):
+        fitted(model_of(None, None))
+    history = fitted(model_of("near", "far"))
+    assert history["far_loss"][0] > 100 * history["near_loss"][0]
+    logs = {"matrix": np.full((2, 2), float(hvd.rank())), "loss": np.float32(hvd.rank())}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    mean = (hvd.size() - 1) / 2
+    assert (logs["loss"], logs["matrix"].tolist()) == (mean, [[mean, mean]] * 2)
+    with raises(
+        RankMismatchError, "MetricAverageCallback: the shape of 'loss' differs between ranks: (1,) on"
+    ):
+        hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {"loss": np.ones(1 + hvd.rank())})
+    with raises(InvalidArgumentError, "MetricAverageCallback: 'loss' is not a number: rank 0 has str: 'low'"):
+        hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {"loss": "low" if hvd.rank() == 0 else 1.0})
 
 
 def callbacks_do_what_they_do_elsewhere(folder: str) -> None:

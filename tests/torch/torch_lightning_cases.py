@@ -18,6 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torch_common import ROWS, assert_close, assert_same_bits, raises
 from torchmetrics import CatMetric, MeanMetric
 
+from polyhvd import RankMismatchError
+
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
 Tensor = torch.Tensor
@@ -146,6 +148,29 @@ def manual_optimization_of_two_optimizers() -> None:
     fit(alone, "auto")
     assert_same_bits(together)
     assert_close(together, alone)
+
+
+class MeasuredElsewhere(Regression):
+    """Logs other metrics on rank 1, by each of the two ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(alone=False)
+        self.way = way
+        self.first, self.second = MeanMetric(), MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.way == "value":
+            self.log(f"of rank {hvd.rank()}", 1.0, sync_dist=True, batch_size=1)
+        else:
+            metric = self.second if hvd.rank() == 1 else self.first
+            metric(1.0)
+            self.log("metric", metric, on_epoch=True)
+
+
+def metrics_of_other_names_are_refused() -> None:
+    for way, name in (("value", "of rank"), ("torchmetric", "first")):
+        with raises(RankMismatchError, "the ranks have different names: rank 0 has", name):
+            trainer().validate(MeasuredElsewhere(way), loader(), verbose=False)
 
 
 class Measured(Regression):

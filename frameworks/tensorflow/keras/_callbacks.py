@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-from polyhvd.tensorflow import Average, broadcast_variables, ops
+from polyhvd.tensorflow import broadcast_variables
 from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.reducer import reference
 
@@ -32,7 +31,3 @@ class BroadcastGlobalVariables(_OnTheHost, keras_callbacks.BroadcastGlobalVariab
 
 class MetricAverage(_OnTheHost, keras_callbacks.MetricAverage):
     __doc__ = keras_callbacks.MetricAverage.__doc__
-
-    def _averages(self, values: list[float]) -> list[float]:
-        averages = ops.allreduce([tf.constant(values, tf.float64)], name="MetricAverageCallback", op=Average)
-        return averages[0].numpy().tolist()

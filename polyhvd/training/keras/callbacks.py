@@ -8,6 +8,7 @@ from typing import Any
 
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.training.naming import gather_by_name
 
 __all__ = [
     "BestModel",
@@ -19,6 +20,10 @@ __all__ = [
 
 # Optimizers whose velocity has the learning rate in it.
 _WITH_VELOCITY = frozenset({"SGD", "RMSprop"})
+_METRIC_ADVICE = (
+    "name the model's outputs, as in Dense(1, name='score'), and use the same metrics and validation data "
+    "on every rank"
+)
 
 
 class BroadcastGlobalVariables(abc.ABC):
@@ -93,12 +98,16 @@ class BroadcastGlobalVariables(abc.ABC):
 class MetricAverage(abc.ABC):
     """Averages the metrics of an epoch over the ranks; callbacks that follow see the averages.
 
+    Metrics are paired by name. Keras numbers layers without a name within each process, so name the outputs
+    of a model that has several. A metric that is an array is averaged element by element.
+
     Args:
         device: accepted for Horovod's sake.
 
     Raises:
-        InvalidArgumentError: ``device`` is not the host.
-        RankMismatchError: at the end of an epoch, the ranks have different numbers of metrics.
+        InvalidArgumentError: ``device`` is not the host, or, at the end of an epoch, a metric is not a
+            number.
+        RankMismatchError: at the end of an epoch, the ranks' metrics have different names or shapes.
 
     Example::
 
@@ -111,21 +120,15 @@ class MetricAverage(abc.ABC):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Overwrite the metrics."""
-        if not logs:
+        if logs is None:
             return
-        keys = sorted(logs)
-        with current.world().line("MetricAverageCallback", 0):
-            averages = self._averages([float(logs[key]) for key in keys])
-        for key, value in zip(keys, averages, strict=True):
-            logs[key] = value
+        for name, rows in gather_by_name("MetricAverageCallback", logs, advice=_METRIC_ADVICE).items():
+            mean = rows.mean(axis=0)
+            logs[name] = mean if mean.ndim else float(mean)
 
     @abc.abstractmethod
     def _accept_device(self, device: str) -> None:
         """Refuse what is not the host."""
-
-    @abc.abstractmethod
-    def _averages(self, values: list[float]) -> list[float]:
-        """Of all ranks, under the name ``MetricAverageCallback``."""
 
 
 class LearningRateSchedule:

@@ -1,0 +1,135 @@
+"""What ranks pair by name: whether all of them have the same names, and their numbers of each name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyhvd.collectives.objects import gather_objects
+from polyhvd.collectives.operation import process_set_id
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import InvalidArgumentError, RankMismatchError
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
+
+__all__ = ["digest", "gather_by_name", "refuse_other_names", "require_same_names"]
+
+_NAMES_SHOWN, _GROUPS_SHOWN, _RANKS_SHOWN = 5, 4, 8
+
+
+def digest(names: Iterable[str]) -> bytes:
+    """Sixteen bytes that differ if the names do; their order does not matter."""
+    return hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=16).digest()
+
+
+def require_same_names(
+    world: World, number: int, call: str, names: Iterable[str], advice: str = "", label: str = ""
+) -> None:
+    """Return if all ranks have passed the same names, in any order.
+
+    Each rank sends a digest; only ranks whose digests differ send their names.
+
+    Args:
+        world: in which the ranks are.
+        number: of the process set that takes part.
+        call: the function that the user has called: the beginning of the error.
+        names: of this rank.
+        advice: the end of the error: what to do.
+        label: the beginning of the operations' names; ``call`` if empty.
+
+    Raises:
+        RankMismatchError: the names differ; on every rank, with the names that not all ranks have.
+    """
+    own, label = list(names), label or call
+    if len(set(gather_objects(world, number, digest(own), f"{label}.digests"))) > 1:
+        refuse_other_names(world, number, call, own, advice, label)
+
+
+def refuse_other_names(
+    world: World, number: int, call: str, names: Iterable[str], advice: str = "", label: str = ""
+) -> None:
+    """Raise the error of :func:`require_same_names`; all ranks have found that their names differ."""
+    own = (world.placement.rank, list(names))
+    by_rank = dict(gather_objects(world, number, own, f"{label or call}.names"))
+    raise RankMismatchError(f"{call}: {_difference(by_rank)}{advice and '; '}{advice}")
+
+
+def gather_by_name(
+    call: str,
+    values: Mapping[str, Any],
+    process_set: ProcessSet = global_process_set,
+    advice: str = "",
+) -> dict[str, NDArray[np.float64]]:
+    """Every rank's value of each name: ``[ranks, ...]``, in order of rank.
+
+    Calls with one ``call`` follow each other, whatever their threads.
+
+    Args:
+        call: as of :func:`require_same_names`.
+        values: numbers or arrays of numbers by their names.
+        process_set: the ranks that take part.
+        advice: as of :func:`require_same_names`.
+
+    Raises:
+        RankMismatchError: names or shapes differ between ranks; on every rank.
+        InvalidArgumentError: a value is not a number; on every rank.
+    """
+    world, number = process_set.world or current.world(), process_set_id(process_set)
+    own = (world.placement.rank, {name: _numbers(value) for name, value in values.items()})
+    with world.line(call, number):
+        by_rank = dict(gather_objects(world, number, own, call))
+    if len({frozenset(other) for other in by_rank.values()}) > 1:
+        raise RankMismatchError(f"{call}: {_difference(by_rank)}{advice and '; '}{advice}")
+    return {
+        name: _rows(call, name, {rank: other[name] for rank, other in by_rank.items()}) for name in values
+    }
+
+
+def _rows(call: str, name: str, by_rank: Mapping[int, NDArray[np.float64] | str]) -> NDArray[np.float64]:
+    arrays = []
+    for rank, value in by_rank.items():
+        if isinstance(value, str):
+            raise InvalidArgumentError(f"{call}: {name!r} is not a number: rank {rank} has {value}")
+        arrays.append(value)
+    if len({array.shape for array in arrays}) > 1:
+        shapes = zip(by_rank, (array.shape for array in arrays), strict=True)
+        found = ", ".join(f"{shape} on rank {rank}" for rank, shape in list(shapes)[:_RANKS_SHOWN])
+        raise RankMismatchError(f"{call}: the shape of {name!r} differs between ranks: {found}")
+    return np.stack(arrays)
+
+
+def _numbers(value: Any) -> NDArray[np.float64] | str:
+    """A value as an array; or as a text that says what it is instead."""
+    try:
+        return np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        return f"{type(value).__name__}: {value!r:.60}"
+
+
+def _difference(by_rank: Mapping[int, Iterable[str]]) -> str:
+    """The names that not all ranks have: ``rank 0 has 'a'; ranks 1, 2 have 'b', 'c'``."""
+    sets = {rank: set(names) for rank, names in by_rank.items()}
+    common = set.intersection(*sets.values())
+    ranks_with: dict[tuple[str, ...], list[int]] = {}
+    for rank, names in sets.items():
+        ranks_with.setdefault(tuple(sorted(names - common)), []).append(rank)
+    groups = [_group(ranks, names) for names, ranks in list(ranks_with.items())[:_GROUPS_SHOWN]]
+    more = [f"and {len(ranks_with) - _GROUPS_SHOWN} more"] if len(ranks_with) > _GROUPS_SHOWN else []
+    besides = f"besides {len(common)} in common " if common else ""
+    return f"the ranks have different names: {besides}{'; '.join(groups + more)}"
+
+
+def _group(ranks: list[int], names: tuple[str, ...]) -> str:
+    who = (
+        f"rank {ranks[0]} has"
+        if len(ranks) == 1
+        else f"ranks {', '.join(map(str, ranks[:_RANKS_SHOWN]))} have"
+    )
+    if not names:
+        return f"{who} no others"
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{who} {', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
