@@ -92,6 +92,9 @@ def __getattr__(name: str) -> _Any:
 def rank() -> int:
     """World rank of this process, from 0 to ``size() - 1``.
 
+    It also works in forked children of a rank, such as workers of a data loader, as do ``size()`` and
+    ``local_rank()``: they return the values of the rank at the time of the fork.
+
     Raises:
         NotInitializedError: before ``init()``, or after ``shutdown()``.
 
@@ -100,7 +103,7 @@ def rank() -> int:
         if hvd.rank() == 0:
             print("only one rank says this")
     """
-    return _current.world().placement.rank
+    return _current.placement().rank
 
 
 def size() -> int:
@@ -113,7 +116,7 @@ def size() -> int:
 
         learning_rate = 0.01 * hvd.size()
     """
-    return _current.world().placement.size
+    return _current.placement().size
 
 
 def local_rank() -> int:
@@ -126,7 +129,7 @@ def local_rank() -> int:
 
         torch.cuda.set_device(hvd.local_rank())
     """
-    return _current.world().placement.local_rank
+    return _current.placement().local_rank
 
 
 def local_size() -> int:
@@ -139,7 +142,7 @@ def local_size() -> int:
 
         threads = os.cpu_count() // hvd.local_size()
     """
-    return _current.world().placement.local_size
+    return _current.placement().local_size
 
 
 def cross_rank() -> int:
@@ -152,7 +155,7 @@ def cross_rank() -> int:
 
         is_first_host = hvd.cross_rank() == 0
     """
-    return _current.world().placement.cross_rank
+    return _current.placement().cross_rank
 
 
 def cross_size() -> int:
@@ -165,7 +168,7 @@ def cross_size() -> int:
 
         print(f"on {hvd.cross_size()} hosts")
     """
-    return _current.world().placement.cross_size
+    return _current.placement().cross_size
 
 
 def is_homogeneous() -> bool:

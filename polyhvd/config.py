@@ -191,6 +191,9 @@ class Launched(_Table):
     launcher_timeout_s: float = _row(
         "LAUNCHER_TIMEOUT_S", _number, 0.0, "Seconds after which a silent launcher is given up; set by it."
     )
+    parent: str = _row(
+        "PARENT", str, "", "Process and job of the rank that has started this process; set by init()."
+    )
     report: str = _row(
         "REPORT", str, "", "Number and inode of a pipe on which a rank tells what others have caused."
     )
@@ -211,7 +214,8 @@ class Settings(_Table):
         _switch,
         False,
         "1: a world of one rank on purpose, in a process that another launcher (torchrun, srun, ...) has "
-        "started as one of several; without it init() joins the others there, or raises.",
+        "started as one of several, or that a rank has started; without it init() joins the others there, or "
+        "raises. polyhvdrun does not pass it on to ranks.",
     )
     trust_network: bool = _row(
         "TRUST_NETWORK",

@@ -22,8 +22,6 @@ FRAMEWORKS = ROOT / "frameworks"
 LAUNCH = ROOT / "polyhvd" / "launch"
 TESTING = ROOT / "polyhvd" / "testing"
 
-LINES_MAX = 600
-ADAPTER_LINES_MAX = 400  # of the module that has the adapter in it
 
 #: Backends that are built on another one.
 BUILT_ON = {"host": {"shm"}, "mpi": {"host", "shm"}, "nccl": {"gpu"}}
@@ -366,28 +364,6 @@ def test_an_adapter_imports_its_own_framework_and_no_other_adapter() -> None:
             if parts[0] in FOREIGN - PACKAGES.get(own, {own}):
                 offences.append(f"{relative(path)}:{line}: {name}")
     report(offences, "adapters never import each other, or another framework")
-
-
-def test_adapters_are_small() -> None:
-    offences = []
-    for path in sources(".py", under=FRAMEWORKS):
-        length = len(path.read_text().splitlines())
-        if path.name == "adapter.py" and length > ADAPTER_LINES_MAX:
-            offences.append(f"{relative(path)}: {length} lines, at most {ADAPTER_LINES_MAX}")
-    report(offences, "an adapter holds no collective semantics")
-
-
-def test_files_are_short() -> None:
-    offences = []
-    for path in sources(".py", ".pyi", ".cc", ".h"):
-        if path.is_relative_to(ROOT / "tests"):  # lists of cases
-            continue
-        if path.is_relative_to(FRAMEWORKS) and path.name == "verbs.py":  # made by tools/verbs.py
-            continue
-        length = len(path.read_text().splitlines())
-        if length > LINES_MAX:
-            offences.append(f"{relative(path)}: {length} lines, at most {LINES_MAX}")
-    report(offences, "a file is about one thing")
 
 
 def test_modules_of_tests_have_names_of_their_own() -> None:

@@ -6,6 +6,7 @@ imported by the first ``init()``.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING
 from polyhvd import log
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.config import ConfigError, Launched, Settings, mpi_launch
-from polyhvd.errors import HorovodInternalError, InvalidArgumentError
+from polyhvd.errors import HorovodInternalError, InvalidArgumentError, UnsupportedError
 from polyhvd.launch.providers.choice import choose, seen
 from polyhvd.launch.providers.foreign import foreign_launch
+from polyhvd.launch.providers.local import meet_as
 from polyhvd.launch.providers.precedence import MPI, POLYHVDRUN, PROVIDERS
 from polyhvd.launch.providers.provider import Provider
 from polyhvd.observe import tracing
@@ -32,13 +34,18 @@ if TYPE_CHECKING:
 __all__ = ["enter"]
 
 _LOG = logging.getLogger("polyhvd")
+_PARENT = "POLYHVD_PARENT"
 _generation = 0  # of the last world that this process was to be in; under current.lock
 
 
 def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     """Meet the other ranks, and make the world with them the current one."""
     global _generation
-    launched = Launched.from_environment()
+    launched = Launched() if settings.alone else Launched.from_environment()
+    identity = ""
+    if not settings.alone:
+        identity = _identity()
+        _refuse_child(launched.parent, identity)
     log.configure(settings, launched.rank)
     MPI.forget()  # what is left of an init() that failed: the others had to hear of it
     is_first = _generation == 0
@@ -87,6 +94,31 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     if member is not None:
         member.entered(world, lambda: _enter_next(settings))
     current.enter(world)
+    if identity and placement.size > 1:
+        os.environ[_PARENT] = f"{os.getpid()}:{identity}"
+
+
+def _identity() -> str:
+    """Tells ranks and jobs apart; empty where no launcher has started this process."""
+    try:
+        found = seen(PROVIDERS, os.environ)
+    except ConfigError:
+        return ""
+    return hashlib.blake2b(str(found[0]).encode(), digest_size=8).hexdigest() if found else ""
+
+
+def _refuse_child(parent: str, identity: str) -> None:
+    """Raise UnsupportedError in a child of a rank, which has the rank's variables but is no rank."""
+    child, (process, _, job) = current.child_of(), parent.partition(":")
+    if not child and job and job == identity and process != str(os.getpid()):
+        place = seen(PROVIDERS, os.environ)[0].claim.rank
+        child = f"this is a child of {'a rank' if place is None else f'rank {place}'} (process {process})"
+    if child:
+        raise UnsupportedError(
+            f"init(): {child}, so it cannot be a rank itself. For a world of one rank in it, set "
+            "POLYHVD_ALONE=1 in its environment; if it is here because a spawned child imports this module, "
+            "call init() under if __name__ == '__main__'"
+        )
 
 
 def _autotuner(settings: Settings, world: World, member: Process | None) -> Autotuner:
@@ -120,6 +152,8 @@ def _enter_next(settings: Settings) -> None:
 
 def _meet(settings: Settings, comm: object) -> tuple[Placement, Store | None]:
     """This rank's place among those of its job, and where they meet, by the provider whose job it is."""
+    if settings.alone and comm is None:
+        return meet_as(Launched(), _generation, 0.0)
     ranks = None if comm is None or mpi.is_communicator(comm) else mpi.checked_ranks(comm)
     deadline = time.monotonic() + settings.start_timeout_s
     asked = mpi.is_asked_for(settings, comm, launched=True)  # by the settings, or by comm
@@ -139,15 +173,13 @@ def _meet(settings: Settings, comm: object) -> tuple[Placement, Store | None]:
         met = POLYHVDRUN.meet(None, settings, _generation, deadline)
     else:
         return chosen.provider.meet(chosen.claim, settings, _generation, deadline)
-    if comm is None and met[0].size == 1 and not settings.alone:
+    if comm is None and met[0].size == 1:
         _refuse_to_be_alone(met_by_mpi=by_mpi)
     return met
 
 
 def _candidates(settings: Settings) -> tuple[Provider, ...]:
     """The providers that may start the ranks of this process's job, as the settings go."""
-    if settings.alone:
-        return (POLYHVDRUN, MPI)
     return tuple(item for item in PROVIDERS if item is not MPI or settings.controller != "gloo")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ def init(
         InvalidArgumentError: a process set names a rank that does not exist, or the ranks of another one, or
             ``comm`` cannot be used.
         OSError: the file that TIMELINE names cannot be written.
+        UnsupportedError: this is a child of a rank, forked or started by it.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.
 
     One of these that ends the program is printed as one line, ``FILE:LINE: CLASS: MESSAGE`` with the place
@@ -91,6 +93,7 @@ def shutdown() -> None:
     """
     with current.lock:
         current.leave()
+        os.environ.pop("POLYHVD_PARENT", None)  # it is no rank now, and its children may be
 
 
 def is_initialized() -> bool:

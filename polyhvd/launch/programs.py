@@ -109,4 +109,5 @@ def rank_environment(programs: Sequence[Program], item: Placement, host: str) ->
     values = {**item.values(), "HOSTNAME": host}
     own = [program.env for program in programs if item.rank in program.ranks]
     ours = {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
-    return {**(own[0] if own else {}), **ours}
+    # A rank is not alone because the launcher's environment says so; only a rank may say it to a child.
+    return {**(own[0] if own else {}), **ours, "POLYHVD_ALONE": "0"}

@@ -6,6 +6,7 @@ It is the only world that a module keeps. Everything else is handed its :class:`
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,9 +15,11 @@ from polyhvd.errors import NotInitializedError, PeerLostError
 
 if TYPE_CHECKING:
     from polyhvd import _core
+    from polyhvd.runtime.placement import Placement
     from polyhvd.runtime.world import World
 
 __all__ = [
+    "child_of",
     "enter",
     "find",
     "forget_in_child",
@@ -26,6 +29,7 @@ __all__ = [
     "on_change",
     "on_leave",
     "on_wait",
+    "placement",
     "prepare",
     "world",
 ]
@@ -36,14 +40,41 @@ _world: World | None = None  # written under `lock`; reads are of one reference,
 _listeners: list[Callable[[_core.Engine | None], None]] = []  # under `lock`
 _leavers: list[Callable[[World], None]] = []  # likewise
 _preparers: list[Callable[[], None]] = []  # likewise
+#: In a forked child of a rank: the rank's place and process. Written once, before the child has threads.
+_parent: tuple[Placement, int] | None = None
 
 
 def world() -> World:
-    """The current world; raises :class:`NotInitializedError` before ``init()``."""
+    """The current world.
+
+    Raises:
+        NotInitializedError: there is none: before ``init()``, after ``shutdown()``, in a rank's forked child.
+    """
     found = _world
-    if found is None:
-        raise NotInitializedError()
-    return found
+    if found is not None:
+        return found
+    child = child_of()
+    raise NotInitializedError(f"{child}: only the rank can communicate") if child else NotInitializedError()
+
+
+def placement() -> Placement:
+    """This process's place in the current world; in a forked child of a rank that of the rank at the fork.
+
+    Raises:
+        NotInitializedError: there is no world, and was none at the fork.
+    """
+    found = _world
+    if found is not None:
+        return found.placement
+    return world().placement if _parent is None else _parent[0]
+
+
+def child_of() -> str:
+    """Which rank this process is a forked child of, as errors begin; empty if it is none."""
+    if _parent is None or _world is not None:
+        return ""
+    place, process = _parent
+    return f"this is a forked child of rank {place.rank} (process {process})"
 
 
 def find() -> World | None:
@@ -134,6 +165,8 @@ def prepare() -> None:
 
 def forget_in_child() -> None:
     """In a forked process, which is no rank: there is no world. The caller keeps the parent's alive."""
-    global _world, lock
+    global _world, _parent, lock
     lock = threading.RLock()
+    if _world is not None:
+        _parent = (_world.placement, os.getppid())
     _world = None

@@ -54,3 +54,18 @@ def test_an_elastic_sampler_goes_on_where_it_was_recorded() -> None:
     for x in mx.gluon.data.DataLoader(data, batch_size=4, sampler=other):
         kept += x.astype("int64").asnumpy().tolist()
     assert of_all_ranks(kept) == list(range(40))
+
+
+class OfRank(mx.gluon.data.Dataset):
+    """Samples that say where they were read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [hvd.rank(), hvd.size(), hvd.local_rank()]
+
+
+def test_a_worker_knows_the_place_of_its_rank() -> None:
+    (found,) = mx.gluon.data.DataLoader(OfRank(), batch_size=4, num_workers=2)
+    assert found.asnumpy().tolist() == [[hvd.rank(), 2, hvd.local_rank()]] * 4

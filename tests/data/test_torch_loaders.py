@@ -78,3 +78,18 @@ def test_an_elastic_sampler_goes_on_where_it_was_recorded(workers: int) -> None:
     for (x,) in DataLoader(data, batch_size=4, sampler=other, num_workers=workers):
         kept += x.tolist()
     assert of_all_ranks(kept) == list(range(40))
+
+
+class OfRank(torch.utils.data.Dataset[list[int]]):
+    """Samples that say where they were read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([hvd.rank(), hvd.size(), hvd.local_rank()])
+
+
+def test_a_worker_knows_the_place_of_its_rank() -> None:
+    (found,) = DataLoader(OfRank(), batch_size=4, num_workers=2)
+    assert found.tolist() == [[hvd.rank(), 2, hvd.local_rank()]] * 4
