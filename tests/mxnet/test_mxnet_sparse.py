@@ -8,6 +8,9 @@ pytestmark = pytest.mark.ranks(framework="mxnet", timeout_s=180)
 
 
 HEIGHT = 1000
+#: Batches of 200 gradients, each of which takes one or more of its own if none is fused. On a busy machine
+#: 27 were seen, on an idle one 3.
+FEW = 60
 
 
 def rows(mx, np, indices, dtype="float32", height=HEIGHT):
@@ -168,8 +171,8 @@ def test_two_hundred_sparse_gradients_of_a_step_travel_in_a_few_batches_with_the
             if stype == "row_sparse":
                 batches.append(hvd.counters()["batches"] - before)
         most = hvd.allreduce(mx.nd.array([min(batches)]), op=hvd.Max, name="most").asscalar()
-        if len(batches) >= 3 and most <= 10:
+        if len(batches) >= 3 and most <= FEW:
             break
-    assert min(batches) <= 10, batches
+    assert min(batches) <= FEW, batches
     for sparse, dense in zip(weights["row_sparse"], weights["default"], strict=True):
         np.testing.assert_array_equal(sparse.data().asnumpy(), dense.data().asnumpy())
