@@ -11,6 +11,7 @@ import abc
 import hashlib
 import json
 import os
+import select
 import socket
 import stat
 import time
@@ -38,6 +39,9 @@ _LOOK_UP_S = 2.0  # of rank 0 for its own name, which is in /etc/hosts as a rule
 #: From the first peer with another secret on: the job's own rank 0 may listen at the next port.
 _OTHER_SECRET_S = 2.0
 _FLUSH_S = 2.0
+_TICK_S = 0.1
+#: After its time a rank waits so long for rank 0 to say that the secret is missing.
+_GRACE_S = 3.0
 _FILE_BYTES_MAX = 65536
 
 #: Family and address of a socket.
@@ -197,7 +201,12 @@ class NearbyWay(Way):
         try:
             if isinstance(store, HostedStore):
                 store.put("secret", 0, parse_secret(new_secret()))
-            store.secret = store.gather("secret", 1, max(0.1, deadline - time.monotonic()))[0]
+            request = store.post_gather("secret", 1, max(0.1, deadline - time.monotonic()))
+            while (values := store.take(request)) is None:
+                if time.monotonic() >= deadline + _GRACE_S:
+                    raise StoreError("rank 0 does not answer: it is stopped")
+                select.select([store], [], [], _TICK_S)
+            store.secret = values[0]
         except BaseException:
             store.close()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from fork_servers import IMPORTS, ForkServers
 from joining import DEADLINE_S, SECRET, WORK, Job, environment, free_port
 
+from polyhvd import HorovodInternalError
 from polyhvd.config import Settings
 from polyhvd.launch.providers.torchrun import TorchVariablesProvider
 from polyhvd.rendezvous.client import ConnectedStore
@@ -117,6 +119,30 @@ def test_rank_0_that_dies_before_meeting_is_named(hand: dict[str, str]) -> None:
         _, (status, _, error) = job.finish()
     assert status == 1
     assert "rank 1 waited 1.5 s for rank 0 on this host: it has not called init()" in last_line(error)
+
+
+@pytest.mark.parametrize("stage", ["secret", "place"])
+def test_rank_0_that_is_stopped_while_ranks_meet_does_not_outlast_their_time(
+    hand: dict[str, str], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    post_gather = ConnectedStore.post_gather
+
+    def post(store: ConnectedStore, scope: str, *arguments: Any, **options: Any) -> int:
+        if scope.endswith(stage):
+            os.kill(job.processes[0].pid, signal.SIGSTOP)
+            time.sleep(0.1)  # it may be in a system call
+        return post_gather(store, scope, *arguments, **options)
+
+    monkeypatch.setattr(ConnectedStore, "post_gather", post)
+    monkeypatch.setattr(Job, "python", [sys.executable])
+    provider = TorchVariablesProvider()
+    with Job() as job:
+        job.rank(**{**hand, "WORLD_SIZE": "3"}, RANK="0")
+        claim = provider.detect({**hand, "WORLD_SIZE": "3", "RANK": "1"})
+        began = time.monotonic()
+        with pytest.raises(HorovodInternalError, match=r"rank 0.* does not answer: it is stopped"):
+            provider.meet(claim, Settings(start_timeout_s=5.0), 0, began + 5)
+        assert time.monotonic() - began < 15
 
 
 def test_the_second_of_two_that_are_one_rank_is_told(

@@ -41,6 +41,8 @@ _REASON_CHARS_MAX = 4000
 _FILE_BYTES_MAX = 4096
 _FILE_WAIT_S = 5.0
 _TICK_S = 0.1
+#: After its time a rank waits so long for rank 0 to say who is missing.
+_GRACE_S = 3.0
 
 
 def given_secret(launched: Launched) -> bytes:
@@ -132,7 +134,7 @@ class MeetingProvider(ABC):
         except StoreError as error:
             raise HorovodInternalError(f"rank {rank}: {error}") from None
         try:
-            return _Placing(store, rank, size, generation, settings).run(), store
+            return _Placing(store, rank, size, generation, settings, deadline).run(), store
         except BaseException:
             store.close()
             raise
@@ -199,13 +201,20 @@ class _Placing:
     """Ranks tell each other where they are, and hear at once when one of them fails meanwhile."""
 
     def __init__(
-        self, store: ConnectedStore, rank: int, size: int, generation: int, settings: Settings
+        self,
+        store: ConnectedStore,
+        rank: int,
+        size: int,
+        generation: int,
+        settings: Settings,
+        deadline: float,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._generation = generation
         self._settings = settings
+        self._deadline = deadline  # by time.monotonic()
         self._nonce = secrets.token_hex(8)
         self._failure = -1  # the request that is answered when another rank fails
         self._told = False
@@ -250,7 +259,8 @@ class _Placing:
     def _gather(self, stage: str, count: int, mine: bytes | None) -> list[bytes]:
         own = None if mine is None else (self._rank, mine)
         wait_s = self._settings.start_timeout_s
-        request = self._store.post_gather(self._scope(stage), count, wait_s, own=own)
+        left_s = max(0.0, self._deadline - time.monotonic())
+        request = self._store.post_gather(self._scope(stage), count, left_s, own=own)
         while True:
             try:
                 values = self._store.take(request)
@@ -262,6 +272,11 @@ class _Placing:
             self._check_failure()
             if values is not None:
                 return values
+            if time.monotonic() >= self._deadline + _GRACE_S:
+                raise PeerLostError(
+                    f"rank {self._rank} waited {wait_s:g} s for rank 0, which does not answer: it is "
+                    "stopped, or cut off from this process; POLYHVD_START_TIMEOUT sets the time"
+                )
             select.select([self._store], [], [], _TICK_S)  # either may have come with the other
 
     def _check_failure(self) -> None:
