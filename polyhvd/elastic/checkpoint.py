@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
+import stat
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 
 from polyhvd.errors import CheckpointError
 
@@ -25,8 +28,22 @@ __all__ = ["Folder", "TornError", "pack", "unpack"]
 
 _FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{12})\.npz")
+_TORN_NAME = re.compile(r"checkpoint-(\d{12})\.torn")
 _TEMPORARY = ".writing-"
 _KEPT = 2
+#: What reading a damaged file raises.
+_DAMAGES = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    EOFError,
+    NotImplementedError,
+    RecursionError,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -217,7 +234,8 @@ class Folder:
         """
         file = self.file(number)
         try:
-            with np.load(file, allow_pickle=False) as data:
+            with _opened(file) as stream, np.load(stream, allow_pickle=False) as data:
+                _check_sizes(stream)
                 told = json.loads(data["told"].tobytes())
                 if told["format"] != _FORMAT:
                     raise CheckpointError(
@@ -228,10 +246,18 @@ class Folder:
             return unpack(told["tree"], arrays.__getitem__)
         except CheckpointError:
             raise
-        except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zlib.error) as error:
+        except MemoryError:
+            raise CheckpointError(
+                f"the checkpoint {str(file)!r} needs more memory than there is; use a larger machine"
+            ) from None
+        except _DAMAGES as error:
             raise _torn(file, error) from error
-        except zipfile.BadZipFile as error:
-            raise _torn(file, error) from error
+
+    def torn(self) -> list[str]:
+        """The files that :meth:`put_aside` has renamed; raises nothing."""
+        with contextlib.suppress(OSError):
+            return sorted(str(path) for path in self.path.iterdir() if _TORN_NAME.fullmatch(path.name))
+        return []
 
     def put_aside(self, number: int) -> None:
         """Rename a file that cannot be read, so that it is no checkpoint any more. Raises nothing."""
@@ -263,7 +289,37 @@ def _write_arrays(stream: BinaryIO, arrays: dict[str, Array]) -> None:
     with zipfile.ZipFile(stream, "w") as file:
         for name, array in arrays.items():
             with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)  # type: ignore[no-untyped-call]
+                npy.write_array(entry, array, allow_pickle=False)  # type: ignore[no-untyped-call]
+
+
+def _opened(file: Path) -> BinaryIO:
+    """A file for reading; raises ValueError for a pipe or device, which would block."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _check_sizes(stream: BinaryIO) -> None:
+    """Raise ValueError if an array's shape does not fit the bytes that the file has of it.
+
+    Such a shape would be allocated before the bytes are found to be missing.
+    """
+    with zipfile.ZipFile(stream) as file:
+        for item in file.infolist():
+            if item.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{item.filename} is compressed")
+            with file.open(item) as entry:
+                version = np.lib.format.read_magic(entry)  # type: ignore[no-untyped-call]
+                read = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
+                shape, _, dtype = read(entry)  # type: ignore[no-untyped-call]
+                if math.prod(shape) * dtype.itemsize != item.file_size - entry.tell():
+                    raise ValueError(f"{item.filename} has the shape {shape} and {item.file_size} bytes")
 
 
 def _torn(file: Path, error: Exception) -> TornError:

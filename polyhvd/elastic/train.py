@@ -435,13 +435,13 @@ class Training(ObjectState):
                 newest = max(folder.numbers(), default=-1)
             except CheckpointError as raised:
                 error = str(raised)
-            told = allgather_object((newest, error), name="elastic.train.checkpoints")
-            if errors := [text for _, text in told if text]:
+            told = allgather_object((newest, error, folder.torn()), name="elastic.train.checkpoints")
+            if errors := [text for _, text, _ in told if text]:
                 raise CheckpointError(errors[0])
-            newest = max(number for number, _ in told)
+            newest = max(number for number, _, _ in told)
             if newest < 0:
                 break
-            root = [number for number, _ in told].index(newest)
+            root = [number for number, _, _ in told].index(newest)
             said = self._load(folder, newest) if self._rank() == root else None
             is_torn, error = broadcast_object(said, root, name="elastic.train.loaded")
             if error and not is_torn:
@@ -450,9 +450,10 @@ class Training(ObjectState):
                 self.on_reset()  # it may be that of another number of ranks
                 return
             torn.append(error)
-        if torn:
+        if files := sorted({file for _, _, files in told for file in files}):
             raise CheckpointError(
-                f"{'; '.join(torn)}. There is no other to resume from; to begin anew, say another folder"
+                f"{'; '.join(torn) or 'all checkpoints are damaged'}; there is none to resume from. Restore "
+                f"one of {', '.join(files)}; or, to start from step 0, remove them or pass another folder"
             )
 
     def _load(self, folder: Folder, number: int) -> tuple[bool, str]:
@@ -460,8 +461,8 @@ class Training(ObjectState):
         try:
             values = folder.read(number)
         except TornError as error:
-            _LOG.warning("elastic: %s; the one before it counts", error)
             folder.put_aside(number)
+            _LOG.warning("elastic: %s; looking for an older one", error)
             return True, str(error)
         except CheckpointError as error:
             return False, str(error)

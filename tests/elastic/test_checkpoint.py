@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import resource
 import signal
@@ -63,6 +65,53 @@ def test_torn_file_is_an_error_that_names_it(tmp_path: Path, kept: float) -> Non
     folder.file(1).write_bytes(whole[: int(kept * len(whole)) if kept < 1 else int(kept)])
     with pytest.raises(TornError, match=r"checkpoint-000000000001\.npz' cannot be read"):
         folder.read(1)
+
+
+def with_member(path: Path, name: str, content: bytes, kind: int = zipfile.ZIP_STORED) -> None:
+    """Rewrite a checkpoint with one of its arrays replaced."""
+    with zipfile.ZipFile(path) as file:
+        members = {item.filename: file.read(item) for item in file.infolist()}
+    with zipfile.ZipFile(path, "w", kind) as file:
+        for other, former in members.items():
+            file.writestr(other, content if other == name else former)
+
+
+def damaged(folder: Folder, how: str) -> None:
+    """Damage checkpoint 1 of a folder in a way that its checksums do not show."""
+    file = folder.file(1)
+    if how == "fifo":
+        file.unlink()
+        os.mkfifo(file)
+    elif how == "folder":
+        file.unlink()
+        file.mkdir()
+    elif how == "shape":
+        header = (
+            b"{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776, 64), }".ljust(117) + b"\n"
+        )
+        with_member(file, "a0.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    elif how == "compressed":
+        with zipfile.ZipFile(file) as former:
+            told = former.read("told.npy")
+        with_member(file, "told.npy", told, zipfile.ZIP_DEFLATED)
+    else:
+        text = np.frombuffer(b"[" * 100_000, np.uint8)
+        told = io.BytesIO()
+        np.save(told, text)
+        with_member(file, "told.npy", told.getvalue())
+
+
+@pytest.mark.parametrize("how", ["fifo", "folder", "shape", "compressed", "nested"])
+def test_file_that_would_block_or_exhaust_the_process_is_torn(tmp_path: Path, how: str) -> None:
+    folder = Folder(tmp_path)
+    folder.write(1, {"w": np.arange(1000.0)})
+    damaged(folder, how)
+    with pytest.raises(TornError, match=r"checkpoint-000000000001\.npz' cannot be read"):
+        folder.read(1)
+    assert folder.torn() == []
+    folder.put_aside(1)
+    assert folder.torn() == [str(folder.file(1).with_suffix(".torn"))]
+    assert folder.numbers() == []
 
 
 def test_byte_that_has_changed_is_found(tmp_path: Path) -> None:

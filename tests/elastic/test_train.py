@@ -128,6 +128,22 @@ def test_job_of_another_size_resumes_from_the_former_checkpoint_where_the_last_i
     assert "checkpoint-000000000018.torn" in checkpoints(launcher)
 
 
+def test_job_whose_checkpoints_are_all_damaged_never_starts_from_step_0(launcher: Launcher) -> None:
+    status, ends, said = run(launcher, "-np", "2", how="checkpoint checkpoint_every 4")
+    assert status == 0, said
+    for name in checkpoints(launcher):
+        (launcher._folder / "checkpoints" / name).write_bytes(b"damaged")
+    for _ in range(2):
+        status, ends, said = run(launcher, "-np", "2", how="checkpoint")
+        assert (status, ends) == (1, []), said
+        assert "there is none to resume from. Restore one of " in said
+        assert len(re.findall(r"checkpoint-0+\d+\.torn", said)) >= 2, said
+    for name in checkpoints(launcher):
+        (launcher._folder / "checkpoints" / name).unlink()
+    status, ends, said = run(launcher, "-np", "2", how="checkpoint")
+    assert status == 0, said
+
+
 @pytest.mark.parametrize(
     ("framework", "late"),
     [
