@@ -75,9 +75,15 @@ def leaving_with(callback: Callable[[Leave], object]) -> Iterator[None]:
 
 
 def take_leave(leave: Leave) -> None:
-    """Call what :func:`on_leave` was given."""
-    for callback in _callbacks:
-        callback(leave)
+    """Call what :func:`on_leave` was given; raises the first error when all have been called."""
+    first_error: Exception | None = None
+    for callback in list(_callbacks):
+        try:
+            callback(leave)
+        except Exception as error:
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error from None
 
 
 def heed(watch: Watch) -> None:

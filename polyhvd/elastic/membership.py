@@ -40,6 +40,10 @@ _GATHER_S = 5.0
 #: So long the members that go on after a loss have the machine to themselves: a replacement that imports a
 #: framework meanwhile takes the processors from them, just when every rank waits for the slowest.
 _QUIET_S = 0.5
+#: For a replacement to come before the user is told that there are too few.
+_SAID_AFTER_S = 3.0
+#: How long members have to leave that have been too few for too long.
+_PARTING_S = 30.0
 
 
 class Membership:
@@ -68,6 +72,9 @@ class Membership:
         self._leaving = False  # all members leave with notice
         self._over = False
         self._too_few_since: float | None = None
+        self._shortage = ""  # what there is too little of, as the user is to read it
+        self._parting = ""  # why all leave, if the job ends once they have
+        self._parts_until = float("inf")
         self._quiet_until = 0.0  # nobody is started, unless there are too few to go on
         self._barren = self._crashed = 0  # worlds in a row: all, and those that have failed of their own
         self._first_cause: int | None = None  # of the barren worlds, best of those of their own
@@ -316,6 +323,8 @@ class Membership:
         times += [rest.until for host, rest in self._rests.items() if host in self._hosts]
         if self._too_few_since is not None:
             times.append(self._too_few_since + self.limits.timeout_s)
+            times.append(self._too_few_since + self._said_after_s)
+        times.append(self._parts_until)
         times += [item.ready_at + _GATHER_S for item in self._members.values() if self._may_join(item)]
         return min((moment for moment in times if moment > now), default=float("inf"))
 
@@ -327,8 +336,10 @@ class Membership:
     # What follows
 
     def _settle(self, now: float) -> list[Action]:
-        if self._leaving and not self._members:
-            return self._end("every process has left with notice", resumable=True)
+        if self._leaving and not self._members and not self._has_finished():
+            return self._end(self._parting or "every process has left with notice", resumable=True)
+        if now >= self._parts_until:
+            return self._end(self._parting, cause=self._lost_now, resumable=True)
         if self._is_finished():
             lost = [] if self._world is None else self._world.lost
             if lost:
@@ -347,10 +358,14 @@ class Membership:
     def _is_finished(self) -> bool:
         """Whether all that were in the world have ended well, or no process has anything to do."""
         if self._leaving:
-            return False
+            return not self._members and self._has_finished()
         if self._world is not None:
             return self._finishing and not self._world.members
         return not self._members and any(slot.done for slot in self._slots.values())
+
+    def _has_finished(self) -> bool:
+        """Whether a member of the last world has come to the end of the program, and none was lost in it."""
+        return self._finishing and self._world is not None and not self._world.lost
 
     def _fail_slot(self, slot: Slot, member: Member, now: float) -> None:
         slot.failures = 1 if now - member.since >= _FORGIVEN_AFTER_S else slot.failures + 1
@@ -399,9 +414,10 @@ class Membership:
         )
         wanted = min(self.limits.max_size, sum(self._hosts.values()) - left)
         wanted += self.limits.spares * len(self._hosts)
-        wanted -= sum(slot.done for slot in self._slots.values())
+        done = sum(slot.done for slot in self._slots.values())
+        wanted -= done
         staying = sum(not item.dismissed and not item.leaving for item in self._members.values())
-        if staying < self.limits.min_size:
+        if staying + done < self.limits.min_size:  # those that have ended well need no successor
             wanted = max(wanted, self.limits.min_size)
         actions: list[Action] = []
         if now < self._quiet_until and len(self._next_world()) >= self._least():
@@ -553,27 +569,47 @@ class Membership:
         return [Notify(world.generation)]
 
     def _watch_size(self, now: float) -> list[Action]:
-        """End the job when there have been too few for too long."""
+        """Have all leave, and the job end, when there have been too few for too long."""
         usable = Counter(
             item.host
             for item in self._members.values()
             if (item.generation or item.asks or self._world is None) and not (item.dismissed or item.leaving)
         )
-        if self._leaving:
+        if self._leaving or self._finishing:
+            self._too_few_since, self._shortage = None, ""
             return []
-        count = sum(min(number, self._hosts.get(host, 0)) for host, number in usable.items())
+        count = sum(slot.done for slot in self._slots.values())
+        count += sum(min(number, self._hosts.get(host, 0)) for host, number in usable.items())
         if count >= self.limits.min_size:
-            self._too_few_since = None
+            self._too_few_since, self._shortage = None, ""
             return []
         if self._too_few_since is None:
             self._too_few_since = now
+        living, slots = sum(usable.values()), sum(self._hosts.values())
+        found = f"{living} process{'es are' if living != 1 else ' is'} left"
+        if slots < min(living, self.limits.min_size):
+            found = f"the hosts have {slots} slot{'s' if slots != 1 else ''}"
+        found += f", fewer than --min-np {self.limits.min_size}"
+        if now >= self._too_few_since + self._said_after_s:
+            self._shortage = found
         if now < self._too_few_since + self.limits.timeout_s:
             return []
-        reason = (
-            f"{count} processes are left, fewer than --min-np {self.limits.min_size}, and no more have come "
-            f"within {self.limits.timeout_s:g} s"
-        )
-        return self._end(reason, cause=self._lost_now, resumable=True)
+        reason = f"{found}, and no more have come within {self.limits.timeout_s:g} s"
+        self._too_few_since = None
+        if not any(item.generation for item in self._members.values()):
+            return self._end(reason, cause=self._lost_now, resumable=True)
+        # They have a state, and are given the time to save it.
+        self._parting, self._parts_until = reason, now + _PARTING_S
+        return self.all_leave(now)
+
+    @property
+    def _said_after_s(self) -> float:
+        return min(_SAID_AFTER_S, self.limits.timeout_s / 2)
+
+    @property
+    def shortage(self) -> str:
+        """What the job has had too little of for a while, and waits for; empty: nothing."""
+        return self._shortage
 
     def _end(self, reason: str, cause: int | None = None, *, resumable: bool = False) -> list[Action]:
         self._over = True

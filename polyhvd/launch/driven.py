@@ -41,8 +41,13 @@ class DrivenJob(Protocol):
 
     rendezvous: Server
 
-    def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
-        """Start a process on the host of this number; ``place`` is what its environment says."""
+    def start_member(
+        self, member: int, place: Placement, host: Host, number: int, *, knows_rank: bool
+    ) -> None:
+        """Start a process on the host of this number; ``place`` is what its environment says.
+
+        Without ``knows_rank`` only the place on its host counts.
+        """
 
     def endpoint(self, number: int, numbers: Set[int]) -> str:
         """Where the ranks of the host of this number meet those of the hosts of these."""

@@ -26,6 +26,7 @@ from polyhvd.elastic.membership import (
     Notify,
     Start,
 )
+from polyhvd.elastic.pace import Figure
 from polyhvd.elastic.places import (
     ASKS,
     LEAVES,
@@ -54,6 +55,8 @@ __all__ = ["Driver"]
 _SETTLE_S = 0.1
 _STRANGERS_MAX = 16  # whose answers are kept for them
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
+#: What decoding raises for something that no member of ours has written.
+_NO_WORDS_OF_OURS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
@@ -76,6 +79,7 @@ class Driver:
         self._questions: dict[int, Question] = {}  # the last of each member that lives
         self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
         self._resumable = False
+        self._shortage = ""  # what the user has been told that there is too little of
         self._strangers: deque[int] = deque()  # who has asked though it was given up
         #: What the job's loop waits on: something was told.
         self.wake, self._alarm = os.pipe()
@@ -114,9 +118,13 @@ class Driver:
 
     def _hear_of_steps(self, member: int, value: bytes, now: float) -> None:
         assert self._job is not None
-        if self._goes_on:
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # no figure of ours
-                self._do(self._slow.hear(member, value, self._job, now))
+        if not self._goes_on:
+            return
+        try:
+            figure = Figure.decoded(value)
+        except _NO_WORDS_OF_OURS:
+            return
+        self._do(self._slow.hear(member, figure, self._job, now))
 
     def _take_request(self, request: Request) -> None:
         self._requests.append(request)
@@ -152,30 +160,11 @@ class Driver:
             if scope == STEPS:
                 self._hear_of_steps(member, value, now)
                 continue
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # no question of ours
+            try:
                 question = Question.decoded(value)
-                former = self._questions.get(member, question)
-                if former.after != question.after:  # it has read the answer to that
-                    self._job.rendezvous.drop(place_scope(member, former.after))
-                # One that was given up may be heard of again, when its host's network is whole.
-                if not self._membership.has(member):
-                    self._turn_away(member, question)
-                    continue
-                self._questions[member] = question
-                if self._stopped or self.over:
-                    continue
-                self._do(
-                    self._membership.asks(
-                        member,
-                        question.after,
-                        now,
-                        wired=question.wired,
-                        progressed=question.progressed,
-                        failed=bool(question.failure),
-                        dead=question.dead,
-                        commit=(question.call, question.commits),
-                    )
-                )
+            except _NO_WORDS_OF_OURS:
+                continue
+            self._hear_question(member, question, now)
         while self._requests:
             self._obey(self._requests.popleft(), now)
         if self._stopped or self.over:
@@ -188,6 +177,39 @@ class Driver:
             if (found := self._discovery.take()) is not None:
                 self._discover(found, now)
         self._do(self._membership.time_is(now))
+        self._say_shortage()
+
+    def _say_shortage(self) -> None:
+        """Say once why a job that goes on may end."""
+        shortage = self._membership.shortage if self._goes_on else ""
+        if shortage and not self._shortage:
+            self._say(f"{shortage}: the job waits {self._limits.timeout_s:g} s for more (--elastic-timeout)")
+        self._shortage = shortage
+
+    def _hear_question(self, member: int, question: Question, now: float) -> None:
+        assert self._job is not None
+        former = self._questions.get(member, question)
+        if former.after != question.after:  # it has read the answer to that
+            self._job.rendezvous.drop(place_scope(member, former.after))
+        # One that was given up may be heard of again, when its host's network is whole.
+        if not self._membership.has(member):
+            self._turn_away(member, question)
+            return
+        self._questions[member] = question
+        if self._stopped or self.over:
+            return
+        self._do(
+            self._membership.asks(
+                member,
+                question.after,
+                now,
+                wired=question.wired,
+                progressed=question.progressed,
+                failed=bool(question.failure),
+                dead=question.dead,
+                commit=(question.call, question.commits),
+            )
+        )
 
     def next_at(self, now: float) -> float:
         """When :meth:`turn` has something to do though nothing was told."""
@@ -346,11 +368,12 @@ class Driver:
         host = self._hosts[action.host]
         number = str(self._numbers[action.host])
         local_size = max(host.slots, action.slot + 1)
-        if place is None:  # it is told its place when it has asked for one; this is what scripts may read
-            size = max(self._limits.size, local_size)
-            rank = min(action.member, size - 1)
-            place = Placement(1, rank, size, action.slot, local_size, 0, 1, number)
-        self._job.start_member(action.member, place, Host(host.name, host.slots), int(number))
+        knows_rank = place is not None
+        if place is None:  # it is told its rank when it has asked for one
+            place = Placement(1, 0, local_size, action.slot, local_size, 0, 1, number)
+        self._job.start_member(
+            action.member, place, Host(host.name, host.slots), int(number), knows_rank=knows_rank
+        )
 
     def _form(self, action: Form) -> None:
         assert self._job is not None

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
+from polyhvd.launch.driven import Elastic
 from polyhvd.launch.job import JobSpec
 from polyhvd.launch.programs import Program
 from polyhvd.rendezvous import network
@@ -26,6 +27,8 @@ def plan(spec: JobSpec) -> list[str]:
 
         print("\\n".join(plan(spec)))
     """
+    if spec.elastic is not None:
+        return _elastic_plan(spec, spec.elastic)
     used = sorted({int(item.host) for item in spec.placements})
     lines = [f"{_count(len(spec.placements), 'rank')} on {_count(len(used), 'host')}"]
     lines += [spec.found] if spec.found else []
@@ -39,10 +42,27 @@ def plan(spec: JobSpec) -> list[str]:
     for program in programs:
         lines.append(f"{_ranks(program.ranks)}: {shlex.join(hide_secrets(program.argv))}")
         lines += _environment(program.env)
-    lines.append("every rank, beside the environment of polyhvdrun:")
-    lines += _environment({"PYTHONUNBUFFERED": "1", **spec.env})
-    lines.append("nothing was started")
-    return lines
+    return [*lines, *_end(spec)]
+
+
+def _elastic_plan(spec: JobSpec, elastic: Elastic) -> list[str]:
+    limits = elastic.limits
+    lines = [f"elastic: {_count(limits.size, 'rank')} at first, {limits.min_size} to {limits.max_size} later"]
+    lines += [f"{_count(limits.spares, 'spare')} on each host"] if limits.spares else []
+    for host in elastic.hosts:
+        way = "here" if network.is_local(host.name) else f"by {spec.way or 'ssh'}"
+        lines.append(f"host {host.name} ({way}): {_count(host.slots, 'slot')}")
+    lines += ["hosts may come and go"] if elastic.discovery is not None else []
+    lines.append(f"every process: {shlex.join(hide_secrets(spec.argv))}")
+    return [*lines, *_end(spec)]
+
+
+def _end(spec: JobSpec) -> list[str]:
+    return [
+        "every rank, beside the environment of polyhvdrun:",
+        *_environment({"PYTHONUNBUFFERED": "1", **spec.env}),
+        "nothing was started",
+    ]
 
 
 def hide_secrets(words: Sequence[str]) -> list[str]:

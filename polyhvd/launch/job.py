@@ -211,14 +211,16 @@ class Job:
         order = self._spec.order(ranks, process.environment, told)
         return {**order, "heartbeat_timeout_s": self._pulses.silence_s, "ignored": self._ignored}
 
-    def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
+    def start_member(
+        self, member: int, place: Placement, host: Host, number: int, *, knows_rank: bool
+    ) -> None:
         """For the driver of an elastic job, see :class:`polyhvd.launch.driven.DrivenJob`."""
         self._running.add(member)
         while self._output.size <= member:
             self._output.add_rank()
         process = self._agent_on(host, number)
         told = {"POLYHVD_MEMBER": str(member), "POLYHVD_LAUNCHER_TIMEOUT_S": f"{self._pulses.silence_s:g}"}
-        variables = {**rank_environment((), place, host.name), **told}
+        variables = {**rank_environment((), place, host.name, knows_rank=knows_rank), **told}
 
         def start() -> None:
             order = self._order([(member, variables)], process, self.endpoint(number, {number}))

@@ -98,15 +98,21 @@ def argv_of(programs: Sequence[Program], ranks: Sequence[int]) -> list[str]:
     return ["/bin/sh", "-c", f'case "$POLYHVD_RANK" in {" ".join(cases)} esac', "polyhvdrun"]
 
 
-def rank_environment(programs: Sequence[Program], item: Placement, host: str) -> dict[str, str]:
+def rank_environment(
+    programs: Sequence[Program], item: Placement, host: str, *, knows_rank: bool = True
+) -> dict[str, str]:
     """What a rank's own environment has besides that of all: its place, and what its program was given.
 
     Args:
         programs: of the job, where there are several.
         item: the rank's place.
         host: its host, as users name it.
+        knows_rank: False for a process that joins an elastic job, and whose rank is not known yet.
     """
     values = {**item.values(), "HOSTNAME": host}
+    if not knows_rank:  # scripts would take the rank of another process for theirs
+        for name in ("RANK", "SIZE", "CROSS_RANK", "CROSS_SIZE"):
+            del values[name]
     own = [program.env for program in programs if item.rank in program.ranks]
     ours = {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
     # A rank is not alone because the launcher's environment says so; only a rank may say it to a child.

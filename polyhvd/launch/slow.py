@@ -47,9 +47,9 @@ class SlowRanks:
         self._named &= set(formed.members)
         self._judge.begin(formed.generation, formed.members)
 
-    def hear(self, member: int, value: bytes, job: DrivenJob, now: float) -> list[Action]:
-        """A member has said how long its steps take. Raises ValueError, TypeError or KeyError."""
-        if self._judge.hear(member, Figure.decoded(value), now):
+    def hear(self, member: int, figure: Figure, job: DrivenJob, now: float) -> list[Action]:
+        """A member has said how long its steps take."""
+        if self._judge.hear(member, figure, now):
             self._tell(job, now)
         if not self._evicts or now < self._rests_until:
             return []

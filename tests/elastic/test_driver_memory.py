@@ -10,7 +10,7 @@ import pytest
 from launching import wait_until
 
 from polyhvd.elastic.membership import Limits
-from polyhvd.elastic.places import LEAVES, Question, asks_scope
+from polyhvd.elastic.places import LEAVES, STEPS, Question, asks_scope
 from polyhvd.launch.blame import Ending
 from polyhvd.launch.driven import Elastic
 from polyhvd.launch.driver import Driver
@@ -35,7 +35,9 @@ class Job:
         self.now = 0.0
         self.driver.begin(self, self.now)
 
-    def start_member(self, member: int, place: Placement, host: Host, number: int) -> None:
+    def start_member(
+        self, member: int, place: Placement, host: Host, number: int, *, knows_rank: bool
+    ) -> None:
         deadline = time.monotonic() + 30
         self.living[member] = Client(
             self.rendezvous.endpoint, SECRET, rank=member, generation=0, deadline=deadline
@@ -121,6 +123,20 @@ def job() -> Iterator[Job]:
     job = Job()
     yield job
     job.close()
+
+
+@pytest.mark.parametrize("words", [b"{", b"[" * 100_000, b"[]", b'{"after": 1e999, "generation": 1e999}'])
+def test_words_of_strangers_are_ignored_and_errors_of_the_membership_are_not(job: Job, words: bytes) -> None:
+    job.come()
+    for scope in (asks_scope(1), STEPS):
+        job.tell(0, scope, words)
+
+    def mistaken(*_: object, **__: object) -> None:
+        raise KeyError("a mistake")
+
+    job.driver._membership.asks = mistaken  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyError, match="a mistake"):
+        job.ask([0])
 
 
 def things(value: object, seen: set[int]) -> int:

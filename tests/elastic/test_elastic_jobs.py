@@ -94,7 +94,7 @@ def test_too_few_end_the_job_with_a_status_that_says_resume_me(launcher: Launche
     kills = ("step:1:9", "step:0:9")
     status, ends, said = run(launcher, *SLOTS_REST, "--elastic-timeout", "1", kills=kills)
     assert (status, ends) == (RESUME_STATUS, [])
-    assert "1 processes are left, fewer than --min-np 2, and no more have come within 1 s" in said
+    assert "1 process is left, fewer than --min-np 2, and no more have come within 1 s" in said
     assert f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint" in said
 
 
@@ -338,6 +338,74 @@ def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Pat
     assert first[0] > 0
     assert first == 3 * first[:1]  # nothing was undone, and the newcomer has begun where the others were
     assert "was killed" not in err
+
+
+SHRINKS = """
+import os
+import time
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd.data import ArrayLoader
+hvd.init()
+weights = np.zeros(1)
+state = hvd.elastic.ArrayState(weights=weights)
+def step(batch):
+    hvd.allreduce(np.ones(1), name="step")
+    state.weights += 1
+    if hvd.rank() == 0:
+        os.write(1, b"step %d\\n" % state.weights[0])
+    time.sleep(0.02)
+hvd.elastic.on_leave(lambda leave: 1 / 0)  # nothing else is lost by that
+hvd.elastic.on_leave(lambda leave: os.write(1, b"asked to leave\\n"))
+hvd.elastic.train(step, state, ArrayLoader([np.zeros(4000)], batch_size=1), epochs=1, checkpoint=FOLDER)
+"""
+
+
+def test_ranks_are_asked_to_leave_where_the_hosts_have_too_few_slots(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    hosts, folder = tmp_path / "hosts", tmp_path / "run"
+    hosts.write_text("localhost:2\n")
+    options = ("-np", "2", "--min-np", "2", "--hostfile", str(hosts), "--elastic-timeout", "1")
+    launcher.start(*options, source=SHRINKS.replace("FOLDER", repr(str(folder))))
+    launcher.wait_for("step 20", 1)
+    hosts.write_text("localhost:1\n")
+    status, out, err = launcher.finish()
+    assert status == RESUME_STATUS, err
+    assert (out.count("asked to leave"), err.count("ZeroDivisionError")) == (2, 2)
+    assert "the hosts have 1 slot, fewer than --min-np 2: the job waits 1 s for more" in err
+    assert "the hosts have 1 slot, fewer than --min-np 2, and no more have come within 1 s" in err
+    last = int(re.findall(r"step (\d+)\n", out)[-1])
+    assert [path.name for path in folder.iterdir()] == [f"checkpoint-{last:012d}.npz"]
+
+
+def test_program_that_never_calls_init_runs_once_on_each_rank(launcher: Launcher) -> None:
+    command = ["sh", "-c", "echo start"]
+    status, out, err = launcher.run("-np", "2", "--min-np", "2", "-H", "localhost:4", argv=command)
+    assert (status, out.count("start")) == (0, 2), err
+
+
+def test_process_that_joins_is_given_no_rank_of_another(launcher: Launcher) -> None:
+    names = ("RANK", "SIZE", "CROSS_RANK", "LOCAL_RANK", "LOCAL_SIZE")
+    source = (
+        "import os, signal\n"
+        "member = int(os.environ['POLYHVD_MEMBER'])\n"
+        f"told = [os.environ.get('HOROVOD_' + name) for name in {names}]\n"
+        "os.write(1, b'%d is %r\\n' % (member, told))\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    while state.step < 3 or hvd.size() < 2:\n"
+        "        hvd.barrier(); state.step += 1; state.commit()\n"
+        "        if member == 1 and state.step == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train(hvd.elastic.ArrayState(step=0))\n"
+    )
+    status, out, err = launcher.run("-np", "2", "--min-np", "1", "-H", "localhost:2", source=source)
+    assert status == 0, err
+    told = dict(re.findall(r"(\d) is (.*)", out))
+    assert told["0"] == "['0', '2', '0', '0', '2']"
+    assert told["2"] == "[None, None, None, '1', '2']"
 
 
 def test_discovery_that_fails_is_told_once_and_hosts_stay(launcher: Launcher, tmp_path: Path) -> None:

@@ -198,11 +198,69 @@ def test_too_few_for_too_long_ends_the_job_which_can_be_resumed() -> None:
     membership = running(Limits(2, 2, 2, timeout_s=30.0, cooldown_s=(100.0, 100.0)), {"a": 2})
     membership.ended(1, Fate.LOST, 10.0)
     assert formed(ask_all(membership, (0,), 1, 11.0)) == []
-    assert membership.next_at(11.0) == 40.0
-    (end,) = ends(membership.time_is(40.0))
+    assert membership.shortage == ""
+    assert membership.next_at(11.0) == 13.0
+    assert membership.time_is(13.0) == []
+    assert membership.next_at(13.0) == 40.0
+    assert membership.shortage == "1 process is left, fewer than --min-np 2"
+    assert membership.time_is(40.0) == [Dismiss(0)]
+    assert membership.leaves_by(0) == "all"
+    (end,) = ends(membership.ended(0, Fate.WELL, 41.0))
     assert end.resumable
-    assert "1 processes are left, fewer than --min-np 2" in end.reason
+    assert "1 process is left, fewer than --min-np 2, and no more have come within 30 s" in end.reason
     assert membership.over
+
+
+def short_of_slots() -> Membership:
+    """A job of three that trains, 30 s after the list of hosts has become too short."""
+    membership = running(Limits(3, 2, 3, timeout_s=30.0), {"a": 1, "b": 2})
+    assert membership.hosts_are({"a": 1}, 10.0) == []
+    assert membership.time_is(13.0) == []
+    assert membership.shortage == "the hosts have 1 slot, fewer than --min-np 2"
+    assert membership.time_is(40.0) == [Notify(1)]
+    return membership
+
+
+def test_members_that_train_are_asked_to_leave_where_slots_are_too_few_for_too_long() -> None:
+    membership = short_of_slots()
+    assert ask_all(membership, (0, 1, 2), 1, 41.0) == [Dismiss(0), Dismiss(1), Dismiss(2)]
+    assert ends(membership.ended(0, Fate.WELL, 42.0)) == []
+    membership.ended(1, Fate.WELL, 42.0)
+    (end,) = ends(membership.ended(2, Fate.WELL, 42.0))
+    assert end.resumable
+    assert end.reason.startswith("the hosts have 1 slot, fewer than --min-np 2, and no more have come")
+
+
+def test_members_that_do_not_leave_are_ended_after_a_time() -> None:
+    membership = short_of_slots()
+    assert membership.next_at(40.0) == 70.0
+    (end,) = ends(membership.time_is(70.0))
+    assert end.resumable
+
+
+def test_job_that_reaches_its_end_while_its_members_are_to_leave_is_done() -> None:
+    membership = short_of_slots()
+    for member in (0, 1):
+        assert membership.ended(member, Fate.WELL, 41.0) == []
+    assert membership.ended(2, Fate.WELL, 41.0) == [Finish()]
+
+
+def test_list_that_is_long_enough_again_in_time_is_forgotten() -> None:
+    membership = running(Limits(3, 2, 3, timeout_s=30.0), {"a": 1, "b": 2})
+    membership.hosts_are({"a": 1}, 10.0)
+    membership.time_is(38.0)
+    assert membership.shortage
+    membership.hosts_are({"a": 1, "b": 2}, 39.0)
+    assert membership.shortage == ""
+    assert membership.time_is(41.0) == []
+
+
+def test_programs_that_end_well_without_a_world_are_not_started_again() -> None:
+    membership = Membership(Limits(2, 2, 4))
+    first = started(membership.hosts_are({"a": 4}, 0.0))
+    for member in first[:-1]:
+        assert membership.ended(member, Fate.WELL, 1.0) == []
+    assert membership.ended(first[-1], Fate.WELL, 1.0) == [Finish()]
 
 
 def test_failure_of_the_program_s_own_ends_the_job() -> None:

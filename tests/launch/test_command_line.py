@@ -140,6 +140,20 @@ def test_lines_have_their_time_and_tee_chooses_a_stream(launcher: Launcher, tmp_
     assert (tmp_path / "logs" / "rank.0" / "stderr").read_text() == "err\n"
 
 
+def test_dry_run_of_an_elastic_job_names_its_limits_and_hosts(launcher: Launcher) -> None:
+    options = ("-np", "2", "--min-np", "1", "--max-np", "4", "--spares", "1", "-H", "localhost:3,127.0.0.1:1")
+    status, out, err = launcher.run("--dry-run", *options, argv=["python", "train.py"])
+    assert status == 0, err
+    assert out.splitlines()[:5] == [
+        "elastic: 2 ranks at first, 1 to 4 later",
+        "1 spare on each host",
+        "host localhost (here): 3 slots",
+        "host 127.0.0.1 (here): 1 slot",
+        "every process: python train.py",
+    ]
+    assert out.splitlines()[-1] == "nothing was started"
+
+
 def test_dry_run_says_all_and_starts_nothing(launcher: Launcher, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     words = ["--dry-run", "--cycle-time-ms", "3", "-np", "1", "-H", "localhost:2", "-x", "MY_TOKEN=abc"]
