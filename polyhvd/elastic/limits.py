@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RESUME_STATUS", "Limits"]
+__all__ = ["BEGUN", "FINISHED", "RESUME_STATUS", "Limits"]
 
 #: Exit status of a job, and of a process of it, that can go on from the last checkpoint: EX_TEMPFAIL.
 RESUME_STATUS = 75
+
+#: What a process says of an elastic function, on the pipe that its launcher reads when it has ended.
+BEGUN, FINISHED = b"elastic: begun", b"elastic: finished"
 
 #: From the second failure of a slot on, unless the user says otherwise.
 _COOLDOWN_S = (1.0, 60.0)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from polyhvd.elastic import process
+from polyhvd.elastic.limits import BEGUN, FINISHED
 from polyhvd.elastic.state import State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
 from polyhvd.runtime import current
@@ -118,6 +119,7 @@ def looped(
         number = next(_numbers)
         if (member := process.find()) is not None:
             member.call = number  # also where it is skipped: those before it are done
+            member.report(BEGUN)
         while True:
             try:
                 if must_reset:
@@ -193,6 +195,7 @@ def _end_together() -> None:
     if (member := process.find()) is not None:
         with suppress(HorovodInternalError):  # its own part is done, whoever is lost meanwhile
             member.meet("elastic.end")
+        member.report(FINISHED)
 
 
 def _leave() -> None:

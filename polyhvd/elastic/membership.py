@@ -273,8 +273,16 @@ class Membership:
             self._forgive(world)
         return self._settle(now)
 
-    def ended(self, member: int, fate: Fate, now: float) -> list[Action]:
-        """A member has ended."""
+    def ended(self, member: int, fate: Fate, now: float, *, has_finished: bool = False) -> list[Action]:
+        """A member has ended.
+
+        Args:
+            member: which.
+            fate: how.
+            now: the time.
+            has_finished: whether it had come to the end of the elastic functions. If it was lost after that,
+                there is nothing to make again, and the job fails when the others have ended.
+        """
         found = self._members.pop(member, None)
         if self._over or found is None:
             return []
@@ -287,6 +295,10 @@ class Membership:
             slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
             in_world = placed or found.dying
             self._finishing |= in_world and fate is Fate.WELL and not found.dismissed
+            return self._settle(now)
+        if has_finished and placed and world is not None and fate in (Fate.LOST, Fate.KILLED):
+            slot.done = self._finishing = True
+            world.lost.append(member)
             return self._settle(now)
         if fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
             return self._end("", cause=member)
@@ -417,7 +429,7 @@ class Membership:
         done = sum(slot.done for slot in self._slots.values())
         wanted -= done
         staying = sum(not item.dismissed and not item.leaving for item in self._members.values())
-        if staying + done < self.limits.min_size:  # those that have ended well need no successor
+        if staying + self._need_no_world() < self.limits.min_size:
             wanted = max(wanted, self.limits.min_size)
         actions: list[Action] = []
         if now < self._quiet_until and len(self._next_world()) >= self._least():
@@ -435,6 +447,12 @@ class Membership:
                     actions.append(Start(self._next, host, number))
                     self._next += 1
         return actions
+
+    def _need_no_world(self) -> int:
+        """How many have ended well where nobody has asked for a place: programs that never call init()."""
+        if self._world is not None or any(item.asks for item in self._members.values()):
+            return 0
+        return sum(slot.done for slot in self._slots.values())
 
     def _waiting(self) -> list[int]:
         """Newcomers that are ready, the oldest first."""
@@ -578,7 +596,7 @@ class Membership:
         if self._leaving or self._finishing:
             self._too_few_since, self._shortage = None, ""
             return []
-        count = sum(slot.done for slot in self._slots.values())
+        count = self._need_no_world()
         count += sum(min(number, self._hosts.get(host, 0)) for host, number in usable.items())
         if count >= self.limits.min_size:
             self._too_few_since, self._shortage = None, ""

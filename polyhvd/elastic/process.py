@@ -6,10 +6,13 @@ There is one in a process at most. :mod:`polyhvd.launch.entry` makes it in the f
 from __future__ import annotations
 
 import logging
+import os
+import select
 import time
 from collections.abc import Callable
 
 from polyhvd.collectives.adapter import OpKind
+from polyhvd.config import Settings
 from polyhvd.elastic import leaving
 from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.pace import Pace, SlowRank
@@ -61,6 +64,16 @@ class Process:
         self.commits = -1
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         current.on_leave(self._remember)
+
+    def report(self, words: bytes) -> None:
+        """Leave word for the launcher of how far the program is, to be read when this process has ended.
+
+        Args:
+            words: ``BEGUN`` or ``FINISHED`` of :mod:`polyhvd.elastic.limits`.
+        """
+        descriptor = Settings().report_descriptor
+        if descriptor >= 0 and select.select([], [descriptor], [], 0)[1]:
+            os.write(descriptor, words + b"\0")
 
     def next_place(self) -> Answer:
         """Wait for a place in the next world; raises SystemExit where there is none."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
+from polyhvd.elastic.limits import BEGUN, FINISHED
 from polyhvd.elastic.membership import (
     Action,
     Dismiss,
@@ -231,9 +232,13 @@ class Driver:
         if self.over:  # of another cause, which is about to end this one, too
             return StopOthers(now + _SETTLE_S) if ending.failed else GoOn()
         counted = self._membership.staying | set(self._membership.ranks)
-        actions = self._membership.ended(ending.rank, fate, now)
+        has_finished = ending.progress == FINISHED
+        staying = self._membership.staying & set(self._membership.ranks)
+        if fate is Fate.WELL and ending.progress == BEGUN and ending.rank in staying:
+            self._say(f"{describe(ending)} before its training was over; the others go on without it")
+        actions = self._membership.ended(ending.rank, fate, now, has_finished=has_finished)
         ends = [action for action in actions if isinstance(action, End)]
-        is_loss = ending.rank in counted and not self._membership.all_are_leaving
+        is_loss = ending.rank in counted and not self._membership.all_are_leaving and not has_finished
         if fate in (Fate.LOST, Fate.KILLED) and not ends and is_loss:
             self._say(f"{describe(ending)}; the job goes on")
         if not any(end.cause == ending.rank for end in ends):

@@ -13,6 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+from polyhvd.elastic.limits import BEGUN, FINISHED
 from polyhvd.launch import agent
 from polyhvd.launch.admission import Admission
 from polyhvd.launch.blame import (
@@ -85,6 +86,7 @@ class Job:
         self._lost = False  # an agent was silent for too long
         self._running = {placement.rank for placement in spec.placements}
         self._endings: list[Ending] = []
+        self._progress: dict[int, bytes] = {}  # likewise
         self._suffered: dict[int, list[bytes]] = {}  # what ranks have reported, see Ending
         self._slow: list[Ending] = []  # of ranks that had failed when they were told to end
         self._later: list[Ending] = []  # of ranks that failed while they were to end anyway
@@ -431,10 +433,12 @@ class Job:
                 pid, _ = agent.parse_status(payload)
                 self._output.say(f"rank {rank} is pid {pid} on {process.host}")
             elif kind == agent.REPORT:
-                self._suffered[rank] = [item for item in payload.split(b"\0") if item]
+                self._heed_report(rank, payload)
             elif kind == agent.EXITED:
                 status, reason = agent.parse_status(payload)
                 ended = f"was ended by its agent: {reason}" if reason else ""
+                if not status and self._progress.get(rank) == FINISHED:
+                    reason = ended = ""  # it has come to its end, whatever happened to its agent
                 self._exited(rank, process, status or int(bool(reason)), ended)
             elif kind == agent.FAILED:
                 status, reason = agent.parse_status(payload)
@@ -447,6 +451,13 @@ class Job:
                 self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
         if process.ended:
             self._agent_ended(process)
+
+    def _heed_report(self, rank: int, payload: bytes) -> None:
+        items = [item for item in payload.split(b"\0") if item]
+        self._suffered[rank] = [item for item in items if item not in (BEGUN, FINISHED)]
+        for item in items:
+            if item in (BEGUN, FINISHED):
+                self._progress[rank] = item  # the last one counts
 
     def _agent_ended(self, process: HostAgent, reason: str = "") -> None:
         if not self._agents.has_ended(process, time.monotonic()):
@@ -481,6 +492,7 @@ class Job:
             self._output.finish(rank)
         ending = self._ending(rank, process, status, reason)
         self._suffered.pop(rank, None)
+        self._progress.pop(rank, None)
         if self._driver is not None:
             self._output.retire(rank)
         if self._stopping and status > 0:  # else it died of our signal
@@ -502,7 +514,8 @@ class Job:
 
     def _ending(self, rank: int, process: HostAgent, status: int, reason: str = "") -> Ending:
         tail, suffered = self._output.tail(rank), self._suffered.get(rank, [])
-        return Ending(rank, process.host, status, tail, reason, suffered, self._what)
+        progress = self._progress.get(rank, b"")
+        return Ending(rank, process.host, status, tail, reason, suffered, self._what, progress)
 
     # Ending
 

@@ -379,6 +379,63 @@ def test_ranks_are_asked_to_leave_where_the_hosts_have_too_few_slots(
     assert [path.name for path in folder.iterdir()] == [f"checkpoint-{last:012d}.npz"]
 
 
+TRAINS = """
+import os
+import signal
+import sys
+import time
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd.data import ArrayLoader
+hvd.init()
+number = int(os.environ["POLYHVD_MEMBER"])
+state = hvd.elastic.ArrayState(weights=np.zeros(1))
+def step(batch):
+    hvd.allreduce(np.ones(1), name="step")
+    state.weights += 1
+    os.write(1, b"step %d\\n" % state.weights[0])
+    if WAY == "exit" and number == 1 and state.weights[0] == 5:
+        sys.exit(0)
+hvd.elastic.train(step, state, ArrayLoader([np.zeros(20)], batch_size=1), epochs=1)
+os.write(1, b"trained %d\\n" % number)
+if WAY == "kill" and number == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if WAY in ("kill", "stop"):
+    time.sleep(6.0)
+os.write(1, b"end %d\\n" % number)
+"""
+
+
+def test_rank_that_is_killed_after_its_training_fails_the_job_once(launcher: Launcher) -> None:
+    source = TRAINS.replace("WAY", "'kill'").replace("sleep(6.0)", "sleep(1.0)")
+    status, out, err = launcher.run("-np", "3", "--min-np", "1", "-H", "localhost:3", source=source)
+    assert (status, out.count("trained"), out.count("end")) == (137, 3, 2), err
+    assert err.count("process 1 on localhost was killed by SIGKILL") == 1
+    assert "goes on" not in err
+    assert "generation" not in err
+
+
+def test_rank_that_ends_well_in_mid_training_is_named(launcher: Launcher) -> None:
+    options = ("-np", "3", "--min-np", "1", "-H", "localhost:3")
+    status, out, err = launcher.run(*options, source=TRAINS.replace("WAY", "'exit'"))
+    assert (status, out.count("end")) == (0, 2), err
+    said = "process 1 on localhost exited with status 0 before its training was over; the others go on"
+    assert said in err
+
+
+@pytest.mark.parametrize("hosts", ["localhost:2", "localhost:1,127.0.0.1:1"])
+def test_ranks_that_finish_while_the_launcher_is_stopped_are_finished(launcher: Launcher, hosts: str) -> None:
+    source = TRAINS.replace("WAY", "'stop'")
+    launcher.start("-np", "2", "--min-np", "1", "--spares", "1", "-H", hosts, source=source)
+    launcher.wait_for("trained", 2)
+    launcher.signal(signal.SIGSTOP)
+    time.sleep(8.0)  # longer than the heartbeat timeout, after which agents end their ranks
+    launcher.signal(signal.SIGCONT)
+    status, out, err = launcher.finish()
+    assert (status, out.count("trained"), out.count("end")) == (0, 2, 2), err
+    assert "generation" not in err
+
+
 def test_program_that_never_calls_init_runs_once_on_each_rank(launcher: Launcher) -> None:
     command = ["sh", "-c", "echo start"]
     status, out, err = launcher.run("-np", "2", "--min-np", "2", "-H", "localhost:4", argv=command)
