@@ -1,6 +1,8 @@
 """How a user on the launcher's host has a word with a running elastic job: a Unix socket without a file.
 
-Lines of JSON: one goes there, and some come back until it is done. Only the same user and root are heard.
+Lines of JSON: one goes there, and some come back until it is done. Both sides ask the kernel who the other
+one is: a launcher obeys its user and root, and words go to launchers of this user only (of any, from root).
+The name of the socket ends in a random word, so that no other user can take it beforehand.
 """
 
 from __future__ import annotations
@@ -8,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,9 @@ _PREFIX = "polyhvd/job/"
 _CREDENTIALS = struct.Struct("3i")
 _LINE_BYTES_MAX = 1 << 16
 _CLIENT_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 1.0
+#: What reading words raises that are no JSON of ours.
+_NO_WORDS = (ValueError, RecursionError)
 
 
 class Request:
@@ -52,7 +59,7 @@ class Control:
     def __init__(self, take: Callable[[Request], None]) -> None:
         self._take = take
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{_PREFIX}{os.getpid()}")
+        self._listener.bind(f"\0{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
         self._listener.listen(8)
         threading.Thread(target=self._run, name="polyhvd-control", daemon=True).start()
 
@@ -68,14 +75,16 @@ class Control:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with contextlib.suppress(OSError, ValueError):
-                self._serve(connection)
+            is_taken = False
+            with contextlib.suppress(OSError, *_NO_WORDS):
+                is_taken = self._serve(connection)
+            if not is_taken:
+                connection.close()
 
-    def _serve(self, connection: socket.socket) -> None:
-        data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(data)[1] not in (os.geteuid(), 0):
-            connection.close()
-            return
+    def _serve(self, connection: socket.socket) -> bool:
+        """Hand on what somebody asks, with the connection; whether it is to be left open."""
+        if _peer(connection)[1] not in (os.geteuid(), 0):
+            return False
         connection.settimeout(_CLIENT_TIMEOUT_S)
         line = b""
         while b"\n" not in line and len(line) < _LINE_BYTES_MAX:
@@ -83,33 +92,98 @@ class Control:
                 break
             line += part
         words = json.loads(line)
-        if isinstance(words, dict):
-            self._take(Request(words, connection))
+        if not isinstance(words, dict):
+            return False
+        self._take(Request(words, connection))
+        return True
 
 
 def jobs() -> list[int]:
-    """Process ids of the launchers of elastic jobs on this host, other users' included."""
-    names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-    own = [name.removeprefix(f"@{_PREFIX}") for name in names if name.startswith(f"@{_PREFIX}")]
-    return sorted({int(name) for name in own if name.isdigit()})
+    """Process ids of the launchers of this user's elastic jobs on this host; for root, of all users'."""
+    return sorted(_places())
 
 
-def request(job: int, words: dict[str, Any], heard: Callable[[dict[str, Any]], None]) -> None:
-    """Ask something of the job with this launcher, and hear what it says until it says no more.
+def request(
+    job: int, words: dict[str, Any], heard: Callable[[dict[str, Any]], None], timeout_s: float = 600.0
+) -> None:
+    """Ask something of the job with this launcher, and pass on what it says until it says no more.
+
+    Args:
+        job: process id of its launcher.
+        words: what is asked.
+        heard: called with each answer.
+        timeout_s: for all of it; the first answer has to come within 10 s.
 
     Raises:
-        OSError: there is no such job, it does not let this user in, or it has ended.
+        TimeoutError: there was no answer in time.
+        OSError: there is no such job, it does not let this user in, it has ended, or its answer makes no
+            sense.
     """
+    place = _places().get(job)
+    if place is None:
+        raise ProcessLookupError(f"job {job} did not answer: it is another user's, or has just ended")
+    deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(f"\0{_PREFIX}{job}")
-        count = 0
-        with (
-            contextlib.suppress(BrokenPipeError, ConnectionResetError),  # it has let go of us
-            connection.makefile("rb") as lines,
-        ):
+        connection.settimeout(min(timeout_s, _CLIENT_TIMEOUT_S))
+        connection.connect(place)
+        _check(connection, job)
+        count, data = 0, b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has let go of us
             connection.sendall(json.dumps(words).encode() + b"\n")
-            for line in lines:
-                count += 1
-                heard(json.loads(line))
+            while part := connection.recv(4096):
+                *lines, data = (data + part).split(b"\n")
+                for line in lines:
+                    count += 1
+                    heard(_decoded(job, line))
+                if len(data) > _LINE_BYTES_MAX:
+                    raise OSError(f"job {job} has answered with nonsense")
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                if count:
+                    connection.settimeout(left_s)
         if count == 0:
-            raise PermissionError(f"job {job} did not answer: it is another user's, or has just ended")
+            raise PermissionError(f"job {job} did not answer: it has just ended")
+
+
+def _decoded(job: int, line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(*_NO_WORDS):
+        words = json.loads(line)
+        if isinstance(words, dict):
+            return words
+    raise OSError(f"job {job} has answered with nonsense")
+
+
+def _places() -> dict[int, str]:
+    """The sockets of launchers that this user may talk to, by their process ids."""
+    text = Path("/proc/net/unix").read_text(errors="surrogateescape")
+    names = {line.split()[-1] for line in text.splitlines() if f"@{_PREFIX}" in line}
+    found = {}
+    for name in sorted(names):
+        number, _, _ = name.removeprefix(f"@{_PREFIX}").partition("-")
+        if not (number.isdecimal() and number.isascii()):
+            continue
+        place = "\0" + name[1:]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_PROBE_TIMEOUT_S)
+            with contextlib.suppress(OSError, UnicodeError):
+                connection.connect(place)
+                _check(connection, int(number))
+                found[int(number)] = place
+    return found
+
+
+def _check(connection: socket.socket, job: int) -> None:
+    """Raise PermissionError unless the launcher of a job listens there, of a user that may be believed."""
+    process, user, _ = _peer(connection)
+    # A process of another container that shares this network has no number here.
+    if user != os.geteuid() and not (os.geteuid() == 0 and process == job):
+        raise PermissionError(f"who answers for job {job} is user {user}")
+    if process not in (job, 0):
+        raise PermissionError(f"who answers for job {job} is process {process}")
+
+
+def _peer(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end; those of a listener as of listen()."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, group = _CREDENTIALS.unpack(data)
+    return int(process), int(user), int(group)

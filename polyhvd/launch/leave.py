@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--host", action="append", default=[], metavar="HOST", help="all of a host, which is used no more")
     add("--rank", type=int, action="append", default=[], metavar="N", help="as ranks are now")
     add("--process", type=int, action="append", default=[], metavar="N", help="as polyhvdrun prints it: [N]")
+    add("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait; default: 600")
     add("--no-wait", action="store_true", help="return when the job knows of it")
     options = parser.parse_args(arguments)
     if not (options.host or options.rank or options.process):
@@ -33,9 +34,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         job = _job(options.job)
         return _ask(job, options)
-    except OSError as error:
-        print(f"polyhvd leave: {error.strerror or error}", file=sys.stderr)
+    except TimeoutError:
+        print(f"polyhvd leave: no answer in time from job {job}; is its polyhvdrun stopped?", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"polyhvd leave: {clean(error.strerror or str(error))}", file=sys.stderr)
+        return 1
+
+
+def clean(text: str) -> str:
+    """A text without characters that a terminal obeys."""
+    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
 
 
 def _job(given: int | None) -> int:
@@ -46,7 +55,7 @@ def _job(given: int | None) -> int:
     if given is None:
         raise OSError(f"name the job with --job PID; elastic jobs whose polyhvdrun runs here: {listed}")
     if given not in found:
-        raise OSError(f"--job {given} is no polyhvdrun of an elastic job on this host; there are: {listed}")
+        raise OSError(f"--job {given} is no elastic job of this user on this host; there are: {listed}")
     return given
 
 
@@ -56,13 +65,14 @@ def _ask(job: int, options: argparse.Namespace) -> int:
 
     def hear(words: dict[str, Any]) -> None:
         said.update(words)
-        for line in words.get("leaving", ()):
-            print(f"{line} leaves", flush=True)
+        leaving = words.get("leaving", ())
+        for line in leaving if isinstance(leaving, list) else ():
+            print(f"{clean(str(line))} leaves", flush=True)
 
     words = {"hosts": options.host, "ranks": options.rank, "processes": options.process}
-    control.request(job, {**words, "wait": not options.no_wait}, hear)
+    control.request(job, {**words, "wait": not options.no_wait}, hear, options.timeout_s)
     if "error" in said:
-        raise OSError(said["error"])
+        raise OSError(str(said["error"]))
     if options.no_wait:
         return 0
     if not said.get("left"):

@@ -106,7 +106,7 @@ def test_polyhvd_leave_without_a_job_or_a_name_says_what_is_missing() -> None:
     command = [sys.executable, "-m", "polyhvd.cli", "leave"]
     done = subprocess.run([*command, "--job", "1", "--rank", "0"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "--job 1 is no polyhvdrun of an elastic job on this host; there are: " in done.stderr
+    assert "--job 1 is no elastic job of this user on this host; there are: " in done.stderr
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "name who is to leave: --host, --rank or --process" in done.stderr
