@@ -12,20 +12,18 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from polyhvd.rendezvous import network
 
 __all__ = ["Control", "Request", "jobs", "request"]
 
 _PREFIX = "polyhvd/job/"
-_CREDENTIALS = struct.Struct("3i")
 _LINE_BYTES_MAX = 1 << 16
 _CLIENT_TIMEOUT_S = 10.0
-_PROBE_TIMEOUT_S = 1.0
 #: What reading words raises that are no JSON of ours.
 _NO_WORDS = (ValueError, RecursionError)
 
@@ -83,7 +81,7 @@ class Control:
 
     def _serve(self, connection: socket.socket) -> bool:
         """Hand on what somebody asks, with the connection; whether it is to be left open."""
-        if _peer(connection)[1] not in (os.geteuid(), 0):
+        if network.peer(connection)[1] not in (os.geteuid(), 0):
             return False
         connection.settimeout(_CLIENT_TIMEOUT_S)
         line = b""
@@ -126,7 +124,8 @@ def request(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(min(timeout_s, _CLIENT_TIMEOUT_S))
         connection.connect(place)
-        _check(connection, job)
+        if not _may_answer(job, *network.peer(connection)):
+            raise PermissionError(f"job {job} did not answer: another user's process has its name")
         count, data = 0, b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has let go of us
             connection.sendall(json.dumps(words).encode() + b"\n")
@@ -155,35 +154,15 @@ def _decoded(job: int, line: bytes) -> dict[str, Any]:
 
 def _places() -> dict[int, str]:
     """The sockets of launchers that this user may talk to, by their process ids."""
-    text = Path("/proc/net/unix").read_text(errors="surrogateescape")
-    names = {line.split()[-1] for line in text.splitlines() if f"@{_PREFIX}" in line}
     found = {}
-    for name in sorted(names):
-        number, _, _ = name.removeprefix(f"@{_PREFIX}").partition("-")
-        if not (number.isdecimal() and number.isascii()):
-            continue
-        place = "\0" + name[1:]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_PROBE_TIMEOUT_S)
-            with contextlib.suppress(OSError, UnicodeError):
-                connection.connect(place)
-                _check(connection, int(number))
-                found[int(number)] = place
+    for name, process, user in network.abstract_listeners(_PREFIX):
+        number, _, _ = name.removeprefix(f"\0{_PREFIX}").partition("-")
+        if number.isdecimal() and number.isascii() and _may_answer(int(number), process, user):
+            found[int(number)] = name
     return found
 
 
-def _check(connection: socket.socket, job: int) -> None:
-    """Raise PermissionError unless the launcher of a job listens there, of a user that may be believed."""
-    process, user, _ = _peer(connection)
+def _may_answer(job: int, process: int, user: int) -> bool:
+    """Whether the launcher of a job listens, of a user that may be believed."""
     # A process of another container that shares this network has no number here.
-    if user != os.geteuid() and not (os.geteuid() == 0 and process == job):
-        raise PermissionError(f"who answers for job {job} is user {user}")
-    if process not in (job, 0):
-        raise PermissionError(f"who answers for job {job} is process {process}")
-
-
-def _peer(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end; those of a listener as of listen()."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, group = _CREDENTIALS.unpack(data)
-    return int(process), int(user), int(group)
+    return process in (job, 0) and (user == os.geteuid() or (os.geteuid() == 0 and process == job))

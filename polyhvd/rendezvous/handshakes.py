@@ -11,7 +11,6 @@ import errno
 import os
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -330,6 +329,4 @@ def same_user(connection: socket.socket) -> bool:
     """Whether the peer of a Unix socket runs as this user; True for other sockets."""
     if connection.family != socket.AF_UNIX:
         return True
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, uid, _ = struct.unpack("iII", data)
-    return bool(uid == os.geteuid())
+    return network.peer(connection)[1] == os.geteuid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
+    "abstract_listeners",
     "address_for",
     "address_of",
     "address_towards",
@@ -28,11 +30,14 @@ __all__ = [
     "own_addresses",
     "parse_endpoint",
     "parse_endpoints",
+    "peer",
     "probe",
     "resolve",
     "tune",
 ]
 
+_CREDENTIALS = struct.Struct("iII")
+_PROBE_TIMEOUT_S = 1.0
 _SIOCGIFADDR = 0x8915
 _IFA_F_UNUSABLE = 0x40 | 0x08  # tentative, or somebody else has it; see linux/if_addr.h
 _TCP_ESTABLISHED = 1
@@ -42,6 +47,35 @@ _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_COUNT = 3
 #: As long as keepalive takes to give a silent peer up; covers data that is never acknowledged.
 _USER_TIMEOUT_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_COUNT)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket; of a listener as of its listen()."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(data)
+    return int(process), int(user)
+
+
+def abstract_listeners(prefix: str) -> list[tuple[str, int, int]]:
+    """Abstract sockets of this host that somebody listens on: name, process and user.
+
+    Each one is connected to for a moment, since only that shows who listens.
+
+    Args:
+        prefix: of the names, without the NUL that they begin with.
+    """
+    try:
+        lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    found = []
+    for name in sorted({line.split(" @", 1)[1] for line in lines if f" @{prefix}" in line}):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_PROBE_TIMEOUT_S)
+            with contextlib.suppress(OSError, UnicodeError):
+                connection.connect(f"\0{name}")
+                found.append((f"\0{name}", *peer(connection)))
+    return found
 
 
 def tune(connection: socket.socket) -> None:

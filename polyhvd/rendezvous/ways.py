@@ -11,11 +11,12 @@ import abc
 import hashlib
 import json
 import os
+import secrets
 import select
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -173,29 +174,28 @@ class NearbyWay(Way):
         """Where rank 0 is looked for."""
         return "rank 0 on this host"
 
-    def _names(self, generation: int) -> Iterator[str]:
-        """Of abstract sockets. Others may take the first ones, but not be of this user."""
-        for number in range(_CANDIDATES):
-            text = f"{os.geteuid()} {generation} {number} {self._key}"
-            yield f"\0polyhvd-join-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    def _name(self, generation: int) -> str:
+        """What the name of rank 0's abstract socket begins with; a random word follows.
+
+        Another user can listen under such a name, too, but cannot take the one of this job beforehand.
+        """
+        text = f"{os.geteuid()} {generation} {self._key}"
+        return f"polyhvd-join-{hashlib.sha256(text.encode()).hexdigest()[:32]}-"
 
     def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
+        name = f"\0{self._name(generation)}{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            for name in self._names(generation):
-                with suppress(OSError):
-                    listener.bind(name)
-                    listener.listen(_BACKLOG)
-                    return listener, [(socket.AF_UNIX, name)]
-            raise StoreError(
-                "other processes of this host listen wherever rank 0 may; is the job running twice?"
-            )
-        except BaseException:
+            listener.bind(name)
+            listener.listen(_BACKLOG)
+        except OSError as error:
             listener.close()
-            raise
+            raise StoreError(f"rank 0 cannot listen on this host: {error.strerror}") from None
+        return listener, [(socket.AF_UNIX, name)]
 
     def _places(self, generation: int) -> list[Place]:
-        return [(socket.AF_UNIX, name) for name in self._names(generation)]
+        found = network.abstract_listeners(self._name(generation))
+        return [(socket.AF_UNIX, name) for name, _, user in found if user == os.geteuid()]
 
     def _agreed(self, store: ConnectedStore, deadline: float) -> ConnectedStore:
         try:
@@ -234,8 +234,14 @@ class PortsWay(Way):
         return f"rank 0 on {self._host} (ports {ports}){unresolved}"
 
     def _ports(self) -> list[int]:
-        digest = hashlib.sha256(f"ports {self._key}".encode()).digest()
-        numbers = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") for i in range(_CANDIDATES)]
+        """The first ones tell ranks with another secret so; others cannot know, and take, the last ones."""
+        texts = [f"ports {self._key}", f"ports {self._key} {self._secret.hex()}"]
+        digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+        numbers = [
+            int.from_bytes(digest[4 * i : 4 * i + 4], "big")
+            for digest in digests
+            for i in range(_CANDIDATES // 2)
+        ]
         return list(dict.fromkeys(_PORTS[number % len(_PORTS)] for number in numbers))
 
     def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:

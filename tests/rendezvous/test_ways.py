@@ -138,6 +138,18 @@ def test_silent_listeners_on_the_first_ports_are_passed_over() -> None:
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
+def test_ports_that_others_cannot_know_are_left_where_the_known_ones_are_taken() -> None:
+    key = f"all taken {os.getpid()}"
+    ways = [PortsWay(key, SECRET, "127.0.0.1") for _ in range(2)]
+    known = set(ways[0]._ports()) & set(PortsWay(key, OTHER, "127.0.0.1")._ports())
+    assert len(known) == 2
+    with ExitStack() as stack:
+        for port in known:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        results = meet(list(ways))
+    assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
 def test_an_impostor_on_the_first_port_is_passed_over() -> None:
     ways = [PortsWay(f"impostor {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
     listener = socket.create_server(("127.0.0.1", ways[0]._ports()[0]))
@@ -149,7 +161,7 @@ def test_an_impostor_on_the_first_port_is_passed_over() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_s_socket_is_passed_over() -> None:
     key = f"squatted {os.getpid()}"
-    names = list(NearbyWay(key)._names(1))[:2]
+    names = [NearbyWay(key)._name(1) + suffix for suffix in ("", "0", "f" * 16)]
     program = (
         "import os, socket, sys\nos.setuid(65534)\nheld = []\n"
         "for name in sys.argv[1:]:\n"
@@ -158,7 +170,7 @@ def test_another_user_s_socket_is_passed_over() -> None:
         "    held[-1].listen(100)\n"
         "print('up', flush=True)\nsys.stdin.read()\n"
     )
-    arguments = [sys.executable, "-c", program, *(name.removeprefix("\0") for name in names)]
+    arguments = [sys.executable, "-c", program, *names]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as squatter:
         assert squatter.stdout is not None
         assert squatter.stdout.readline() == "up\n"
