@@ -282,7 +282,10 @@ class Agent:
             asked = self._asked.pop(number, set())
             if not asked >= {os.getpid(), os.getppid()}:
                 self._signal(number)
-            elif _LAUNCHER not in asked:  # every process got it: the ranks, and the launcher as well
+                continue
+            # Every process got it, it seems: the ranks, and perhaps the launcher as well.
+            self._signal(number, where_missed=True)
+            if _LAUNCHER not in asked:
                 self._expected[number] = now
 
     # The launcher
@@ -489,10 +492,16 @@ class Agent:
                 self._send(REPORT, rank, data)
         os.close(report)
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, number: int, *, where_missed: bool = False) -> None:
+        """Send the ranks a signal; with ``where_missed`` only those that cannot have had it.
+
+        A rank without a handler would have ended of it. A handler of the program's own is not called twice.
+        """
         if number == signal.SIGKILL:
             return kill_descendants(wait_s=0.0)
         for pid in self._ranks:
+            if where_missed and (number in USER_SIGNALS or _has_handler(pid, number)):
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if number in USER_SIGNALS:
                     tell(pid, number)
@@ -500,6 +509,15 @@ class Agent:
                     os.killpg(pid, number)
                     os.killpg(pid, signal.SIGCONT)  # or a stopped one would not notice
         return None
+
+
+def _has_handler(pid: int, number: int) -> bool:
+    """Whether a process catches a signal, as far as /proc tells."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            caught = file.read().split("SigCgt:", 1)[1].split(None, 1)[0]
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return True
 
 
 def _leave_to_the_loop(*_: Any) -> None:

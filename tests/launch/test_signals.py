@@ -53,6 +53,15 @@ def test_checkpoint_is_saved_once_when_every_process_gets_sigterm(launcher: Laun
     assert_gone(ranks)
 
 
+def test_ranks_without_a_handler_end_at_once_where_all_but_they_get_sigterm(launcher: Launcher) -> None:
+    """As ``pkill -f polyhvd`` does it."""
+    launcher.start("-np", "2", "--term-grace-s", "600", source=WAITING)
+    ranks = pids(launcher.wait_for("pid ", 2))
+    send([pid for pid in everyone(launcher) if pid not in ranks], signal.SIGTERM)
+    assert launcher.finish(30.0)[0] == 143
+    assert_gone(ranks)
+
+
 def test_checkpoint_is_saved_although_another_rank_dies_of_the_signal(launcher: Launcher) -> None:
     source = saving(0.5).replace("signal.signal(", "if rank: signal.signal(")
     launcher.start("-np", "2", source=source)
