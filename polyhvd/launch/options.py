@@ -153,7 +153,11 @@ def _add_job(parser: Parser) -> None:
         help="the same from a file, with 'host slots=N' in each line",
     )
     add(
-        "--slots-per-host", type=_positive, metavar="N", help="slots of hosts that are named without a number"
+        "--slots-per-host",
+        "--slots",
+        type=_positive,
+        metavar="N",
+        help="slots of hosts that are named without a number",
     )
     add(
         "-x",

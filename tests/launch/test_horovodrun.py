@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,39 @@ OPTIONS: dict[str, list[str]] = {
 }
 #: Names of ours for options of horovodrun; it has --gloo, --mpi and --check-build.
 ALIASES = {"--use-gloo", "--use-mpi", "--check", "--log-dir"}
+#: An abbreviation of --slots-per-host in Horovod's documentation, which its parser takes.
+ABBREVIATIONS = {"--slots"}
+#: Words of horovodrun in Horovod's documentation: running, elastic, autotune, timeline, tensor-fusion, mpi,
+#: gpus, troubleshooting and docker.
+DOCUMENTED = """
+    -np 4 -H localhost:4
+    -np 16 -H server1:4,server2:4,server3:4,server4:4
+    -np 6 -hostfile myhostfile
+    --verbose -np 2 -H localhost:4
+    --gloo -np 4 -H localhost:4
+    --mpi -np 4
+    --jsrun -np 4
+    -np 16 -H host1:4,host2:4 -p 12345
+    -np 16 -H host1:4,host2:4 -i my_key --network-interface eth0,lo
+    -np 8 --start-timeout 120
+    -np 18 --host-discovery-script discover_hosts.sh
+    -np 8 --host-discovery-script discover_hosts.sh --slots 4
+    -np 8 --min-np 4 --max-np 12 --host-discovery-script discover_hosts.sh
+    -np 8 --blacklist-cooldown-range 10 100 --host-discovery-script discover_hosts.sh
+    -np 4 --timeline-filename timeline.json --timeline-mark-cycles
+    -np 4 --autotune --autotune-log-file autotune.csv
+    -np 4 --autotune --autotune-warmup-samples 3 --autotune-steps-per-sample 10
+    -np 4 --autotune-bayes-opt-max-samples 20 --autotune-gaussian-process-noise 0.8
+    -np 4 --fusion-threshold-mb 32
+    -np 4 --fusion-threshold-mb 0 --cycle-time-ms 3.5
+    -np 4 --no-stall-check
+    -np 4 --stall-check-warning-time-seconds 120 --stall-check-shutdown-time-seconds 240
+    -np 4 --num-nccl-streams 2
+    -np 4 --mpi-args="--map-by ppr:2:socket"
+    -np 4 --config-file config.yaml
+    -np 4 --log-level DEBUG --log-hide-timestamp
+    -np 4 --output-filename logs --prefix-output-with-timestamp
+"""
 #: What horovodrun has, and is no way to start a job.
 HELP = {"-h", "--help"}
 
@@ -73,7 +107,7 @@ def test_parser_knows_every_option_of_horovodrun_and_says_where_others_come_from
         if action.option_strings and action.option_strings[0] in horovodrun.FROM_ELSEWHERE
         for option in action.option_strings
     }
-    assert ours - set(OPTIONS) - HELP - ALIASES == foreign
+    assert ours - set(OPTIONS) - HELP - ALIASES - ABBREVIATIONS == foreign
     assert not foreign & set(OPTIONS)
 
 
@@ -97,6 +131,13 @@ def test_parser_does_what_the_table_says(option: str, capsys: pytest.CaptureFixt
         changed = {name for name in parsed if parsed[name] != default[name]}
         assert (changed == {"_without_effect"}) == (verdict == "no effect")
         assert len(changed) == 1
+
+
+@pytest.mark.parametrize("words", [line.strip() for line in DOCUMENTED.strip().splitlines()])
+def test_command_lines_of_horovods_documentation_are_understood(words: str) -> None:
+    options = make_parser().parse_args([*shlex.split(words), "python", "train.py"])
+    assert options.command == ["python", "train.py"]
+    cli._check(options)
 
 
 def test_opposites_of_settings_reach_the_ranks() -> None:
