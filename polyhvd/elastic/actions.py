@@ -34,6 +34,7 @@ class Form:
     generation: int
     members: tuple[int, ...]  #: by rank
     hosts: tuple[str, ...]  #: of each
+    state_lost: bool = False  #: whether a state was committed before, and none of them holds it
 
 
 @dataclass(frozen=True)

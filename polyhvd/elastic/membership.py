@@ -75,6 +75,7 @@ class Membership:
         self._shortage = ""  # what there is too little of, as the user is to read it
         self._parting = ""  # why all leave, if the job ends once they have
         self._parts_until = float("inf")
+        self._has_progressed = False  # a commit was made since the job has begun with nothing
         self._quiet_until = 0.0  # nobody is started, unless there are too few to go on
         self._barren = self._crashed = 0  # worlds in a row: all, and those that have failed of their own
         self._first_cause: int | None = None  # of the barren worlds, best of those of their own
@@ -322,6 +323,10 @@ class Membership:
             actions += self._dismiss_where_all_leave()  # it may have been the only one to stay
         return actions + self._settle(now)
 
+    def progress(self) -> None:
+        """A member has made its first commit."""
+        self._has_progressed = True
+
     def time_is(self, now: float) -> list[Action]:
         """Nothing has happened; the time of :meth:`next_at` may have come."""
         return [] if self._over else self._settle(now)
@@ -517,13 +522,21 @@ class Membership:
         for number in leaving:
             self._members[number].dismissed = True
             self._members[number].left = former
+        state_lost = self._has_progressed and not any(self._holds_state(number) for number in chosen)
+        begins = self._world is None or state_lost
+        self._has_progressed &= not state_lost
         for number in chosen:
+            self._members[number].is_founder |= begins
             self._members[number].generation = self.formed
             self._members[number].asks = False
         self._world = World(self.formed, chosen)
         self._lost_now = None
         hosts = tuple(self._members[number].host for number in chosen)
-        return [Form(self.formed, tuple(chosen), hosts), *map(Dismiss, leaving)]
+        return [Form(self.formed, tuple(chosen), hosts, state_lost), *map(Dismiss, leaving)]
+
+    def _holds_state(self, number: int) -> bool:
+        member = self._members[number]
+        return member.is_founder or member.commit[1] >= 0
 
     def _left_of(self, world: World) -> tuple[int, ...]:
         """Who of a world lives, as far as is known, by rank."""

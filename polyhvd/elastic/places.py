@@ -21,6 +21,8 @@ __all__ = [
     "ASKS",
     "GENERATIONS_MAX",
     "LEAVES",
+    "PROGRESS",
+    "SAYS",
     "STEPS",
     "Answer",
     "Question",
@@ -38,6 +40,10 @@ ASKS = "elastic/asks"
 LEAVES = "elastic/leaves"
 #: Scope in which members say how long their steps take; each forgets what it has said.
 STEPS = "elastic/steps"
+#: It has made its first commit.
+PROGRESS = "elastic/progress"
+#: A line for the user, in UTF-8.
+SAYS = "elastic/says"
 GENERATIONS_MAX = 1 << 20
 #: Of one request to the store; it is asked again for as long as the job lives.
 _WAIT_S = 1e6
@@ -118,6 +124,9 @@ class Answer:
     call: int = 0  #: of an elastic function, the last that a member of this world has come to
     rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
     max_size: int = 0  #: ranks of the largest world that there may be
+    #: What is to follow if no member holds the state that was committed before: "fail" or "restart"; empty: a
+    #: member holds it, or there was none.
+    state_lost: str = ""
 
     def encoded(self) -> bytes:
         """As bytes for the store."""

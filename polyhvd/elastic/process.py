@@ -16,7 +16,7 @@ from polyhvd.config import Settings
 from polyhvd.elastic import leaving
 from polyhvd.elastic.limits import RESUME_STATUS
 from polyhvd.elastic.pace import Pace, SlowRank
-from polyhvd.elastic.places import STEPS, Answer, Question, Seat
+from polyhvd.elastic.places import PROGRESS, SAYS, STEPS, Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
@@ -62,8 +62,13 @@ class Process:
         #: The number of the last commit of that call's state, set before this process asks for its next
         #: place; -1: there is none.
         self.commits = -1
+        self._has_progressed = False  # in any world
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         current.on_leave(self._remember)
+
+    def say(self, text: str) -> None:
+        """Have the launcher print a line."""
+        self.watch.tell(SAYS, text.encode(errors="replace"), again=True)
 
     def report(self, words: bytes) -> None:
         """Leave word for the launcher of how far the program is, to be read when this process has ended.
@@ -115,6 +120,9 @@ class Process:
 
     def progress(self) -> None:
         """This process has completed a step, which the next failure does not undo."""
+        if not self._has_progressed:
+            self._has_progressed = True
+            self.watch.tell(PROGRESS, b"")
         self._progressed = (
             True  # one reference is written; a world that ends meanwhile has progressed as well
         )

@@ -283,6 +283,8 @@ class ObjectState(State):
         told = allgather_object((mine, *kept_by, has_gpus()), name="elastic.state.commits")
         versions = [version for version, *_ in told]
         root = newest(versions)
+        if all(version.commits == UNCOMMITTED for version in versions):
+            self._nothing_kept()
         require_alike({rank: names for rank, (_, names, *_) in enumerate(told)}, root)
         receivers = lacking(versions, root)
         require_alike({rank: told[rank][2] for rank in (root, *receivers)}, root)
@@ -293,6 +295,13 @@ class ObjectState(State):
         self._commits = versions[root].told
         self._is_commit = False
         self._checks, self._boundary = 0, None
+
+    def _nothing_kept(self) -> None:
+        """No rank has a commit: the job begins, or all that had the state were lost."""
+        if (member := process.find()) is not None and member.seat.answer.state_lost and self._rank() == 0:
+            member.say(
+                "all processes that had the committed state were lost; it is as the program has made it now"
+            )
 
     def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Say what is this rank's own, and is not to become what another rank has.

@@ -255,6 +255,7 @@ class Training(ObjectState):
         self._is_due = False  # whether the next commit is written to disk
         self._commit_is_due = False
         self._held = 0  # steps in a row with which no update was whole
+        self._completed: int | None = None  # steps of this rank, whether committed or not, when one failed
         self.parts = LocalParts({**random_states(), **inner._local})
         super().__init__(broadcast_object, _rank, steps=0, data=position.state_dict())
         if self._folder is not None:
@@ -319,6 +320,7 @@ class Training(ObjectState):
 
     def restore(self) -> None:
         """Go back to the copy."""
+        self._completed = self.steps
         self._inner.restore()
         super().restore()
         self.parts.abandon()
@@ -347,6 +349,11 @@ class Training(ObjectState):
                 self._resume(self._folder)
         super().sync()
         self.parts.settle()
+        if self._completed is not None and self._rank() == 0 and (member := process.find()) is not None:
+            again = max(0, self._completed - self.steps)
+            repeats = f"; {again} completed step{'s' if again != 1 else ''} made again" if again else ""
+            member.say(f"the training goes on from the commit of step {self.steps}{repeats}")
+        self._completed = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -382,6 +389,23 @@ class Training(ObjectState):
         self._inner._sync_from(root, among=among)
         super()._sync_from(root, among=among)
         self.position.load_state_dict(self.data)
+
+    def _nothing_kept(self) -> None:
+        member = process.find()
+        if member is None or not (policy := member.seat.answer.state_lost):
+            return
+        lost = "all processes that had the trained state were lost, and there is no checkpoint"
+        if policy == "restart":
+            if self._rank() == 0:
+                member.say(f"{lost}; the training starts from step 0 again")
+            return
+        if self._rank() == 0:
+            _LOG.error(
+                "elastic: %s: the job ends. Pass checkpoint= to train(), or --on-state-lost restart to start "
+                "from step 0 in such a case",
+                lost,
+            )
+        raise SystemExit(RESUME_STATUS)
 
     # Checkpoints
 
@@ -476,7 +500,10 @@ class Training(ObjectState):
                 "that of another model or other data; say another folder, or run the program that wrote it"
             )
         self._commits = 0
-        _LOG.info("elastic: resumed from %s", folder.file(number))
+        text = f"resumed from {folder.file(number)}, step {self.steps}"
+        _LOG.info("elastic: %s", text)
+        if (member := process.find()) is not None:
+            member.say(text)
         return False, ""
 
 

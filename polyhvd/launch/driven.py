@@ -34,6 +34,7 @@ class Elastic:
     discovery: Discovery | None = None  #: None: the hosts stay these
     slow_factor: float = 1.5  #: a rank is slow that takes so many times as long as the others
     evicts_slow: bool = False  #: whether a spare takes its place
+    on_state_lost: str = "fail"  #: or "restart": what train() does where no process has the state any more
 
 
 class DrivenJob(Protocol):

@@ -31,6 +31,8 @@ from polyhvd.elastic.pace import Figure
 from polyhvd.elastic.places import (
     ASKS,
     LEAVES,
+    PROGRESS,
+    SAYS,
     STEPS,
     Answer,
     Question,
@@ -43,6 +45,7 @@ from polyhvd.launch.blame import Ending, describe
 from polyhvd.launch.control import Control, Request
 from polyhvd.launch.driven import RESUME_STATUS, DrivenJob, Elastic
 from polyhvd.launch.hosts import Host
+from polyhvd.launch.leave import clean
 from polyhvd.launch.policy import Decision, GoOn, StartReplacement, StopOthers
 from polyhvd.launch.slow import SlowRanks
 from polyhvd.runtime.placement import Placement, placements
@@ -58,6 +61,8 @@ _STRANGERS_MAX = 16  # whose answers are kept for them
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
 #: What decoding raises for something that no member of ours has written.
 _NO_WORDS_OF_OURS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+#: Of what members tell besides their questions.
+_SCOPES = (LEAVES, PROGRESS, SAYS, STEPS)
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
@@ -67,6 +72,7 @@ class Driver:
     def __init__(self, elastic: Elastic, hosts: Sequence[Host]) -> None:
         self._membership = Membership(elastic.limits)
         self._limits = elastic.limits
+        self._on_state_lost = elastic.on_state_lost
         self._slow = SlowRanks(elastic, self._membership)
         self._discovery = elastic.discovery
         self._hosts = {host.name: host for host in hosts}
@@ -113,7 +119,7 @@ class Driver:
 
     def observe(self, scope: str, member: int, value: bytes) -> None:
         """A member has written something; on the server's thread."""
-        if scope.startswith(f"{ASKS}/") or scope in (LEAVES, STEPS):
+        if scope.startswith(f"{ASKS}/") or scope in _SCOPES:
             self._told.append((scope, member, value))
             self._ring()
 
@@ -160,6 +166,13 @@ class Driver:
                 continue
             if scope == STEPS:
                 self._hear_of_steps(member, value, now)
+                continue
+            if scope == PROGRESS:
+                self._job.rendezvous.drop(PROGRESS)
+                self._membership.progress()
+                continue
+            if scope == SAYS:
+                self._say(clean(value.decode("utf-8", "replace")))
                 continue
             try:
                 question = Question.decoded(value)
@@ -404,6 +417,7 @@ class Driver:
                 call=call,
                 rendezvous=endpoint,
                 max_size=self._limits.max_size,
+                state_lost=self._on_state_lost if action.state_lost else "",
             )
             scope = place_scope(member, self._questions[member].after)
             self._job.rendezvous.post(scope, 0, answer.encoded())

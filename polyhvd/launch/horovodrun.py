@@ -92,6 +92,7 @@ FROM_ELSEWHERE = {
     "--no-host-checks": "new",
     "--reproducible": "new",
     "--spares": "new",
+    "--on-state-lost": "new",
     "--slow-rank-policy": "new",
     "--slow-rank-factor": "new",
 }

@@ -62,7 +62,7 @@ RENDEZVOUS_PORT = 16420
 #: Each of them makes a job elastic.
 ELASTIC_OPTIONS = (
     *("min_np", "max_np", "spares", "host_discovery_script", "reset_limit", "elastic_timeout"),
-    *("blacklist_cooldown_range", "slow_rank_policy", "slow_rank_factor"),
+    *("blacklist_cooldown_range", "slow_rank_policy", "slow_rank_factor", "on_state_lost"),
 )
 #: What each of several programs has of its own; every other option is the job's, and stands before the first.
 PROGRAM_OPTIONS = ("num_proc", "hosts", "variables", "module", "command")
@@ -285,6 +285,12 @@ def _add_elastic(parser: Parser) -> None:
         nargs=2,
         metavar=("MIN", "MAX"),
         help="seconds that a slot rests after a failure, at first and at most; default: 0, then 1 to 60",
+    )
+    add(
+        "--on-state-lost",
+        choices=("fail", "restart"),
+        help="what follows when all processes that had the state of train() are lost and there is no "
+        "checkpoint: fail ends the job, restart starts from step 0; default: fail",
     )
     add(
         "--slow-rank-policy",

@@ -396,6 +396,8 @@ def step(batch):
     os.write(1, b"step %d\\n" % state.weights[0])
     if WAY == "exit" and number == 1 and state.weights[0] == 5:
         sys.exit(0)
+    if WAY == "lose all" and number < 2 and state.weights[0] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
 hvd.elastic.train(step, state, ArrayLoader([np.zeros(20)], batch_size=1), epochs=1)
 os.write(1, b"trained %d\\n" % number)
 if WAY == "kill" and number == 1:
@@ -413,6 +415,20 @@ def test_rank_that_is_killed_after_its_training_fails_the_job_once(launcher: Lau
     assert err.count("process 1 on localhost was killed by SIGKILL") == 1
     assert "goes on" not in err
     assert "generation" not in err
+
+
+@pytest.mark.parametrize("policy", ["fail", "restart"])
+def test_loss_of_all_that_had_the_state_is_said_and_ends_the_job_unless_told_otherwise(
+    launcher: Launcher, policy: str
+) -> None:
+    options = ("-np", "2", "--min-np", "2", "-H", "localhost:2", "--on-state-lost", policy)
+    status, out, err = launcher.run(*options, source=TRAINS.replace("WAY", "'lose all'"))
+    assert "all processes that had the trained state were lost, and there is no checkpoint" in err
+    if policy == "fail":
+        assert (status, out.count("end")) == (RESUME_STATUS, 0), err
+        assert "--on-state-lost restart to start from step 0" in err
+    else:
+        assert (status, out.count("end"), out.count("step 1\n")) == (0, 2, 4), err
 
 
 def test_rank_that_ends_well_in_mid_training_is_named(launcher: Launcher) -> None:

@@ -255,6 +255,31 @@ def test_list_that_is_long_enough_again_in_time_is_forgotten() -> None:
     assert membership.time_is(41.0) == []
 
 
+def test_state_is_lost_where_none_of_the_next_world_has_committed() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    membership.progress()
+    for member in (0, 1):
+        membership.ended(member, Fate.KILLED, 10.0)
+    actions = [*membership.asks(2, 0, 11.0), *membership.asks(3, 0, 11.0)]
+    assert actions == [Form(2, (2, 3), ("a", "a"), state_lost=True)]
+    # It is told once: the job has begun with nothing again.
+    for member in (2, 3):
+        membership.ended(member, Fate.KILLED, 20.0)
+    assert started(membership.time_is(100.0)) == [4, 5]
+    actions = [*membership.asks(4, 0, 101.0), *membership.asks(5, 0, 101.0)]
+    assert actions == [Form(3, (4, 5), ("a", "a"))]
+
+
+@pytest.mark.parametrize("commits", [-1, 0, 7])
+def test_state_is_kept_by_a_survivor_though_it_has_committed_less_than_the_lost(commits: int) -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    membership.progress()
+    membership.ended(1, Fate.KILLED, 10.0)
+    actions = membership.asks(0, 1, 10.0, wired=True, commit=(1, commits))
+    (form,) = [action for action in actions if isinstance(action, Form)]
+    assert not form.state_lost
+
+
 def test_programs_that_end_well_without_a_world_are_not_started_again() -> None:
     membership = Membership(Limits(2, 2, 4))
     first = started(membership.hosts_are({"a": 4}, 0.0))
