@@ -50,9 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one pool follow each other; everything else keeps its place before them."""
+    """Tests of one pool follow each other; everything else keeps its place before them.
+
+    Runs after the plugin, which finds out which tests run on ranks, and before pytest selects by markers.
+    """
     sampling.mark_others_nightly(items)
 
     def pool_of(item: pytest.Item) -> tuple[object, ...]:

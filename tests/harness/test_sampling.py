@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,3 +66,16 @@ def test_a_test_without_the_marker_stays() -> None:
     item = Item("a.py::test_a", 1)
     item.markers = []
     assert kept([item]) == [item]
+
+
+def test_a_framework_s_case_runs_on_one_of_its_numbers_of_ranks() -> None:
+    """The hook that drops the others has to run after the one that finds out which tests run on ranks."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/torch/test_torch_amp.py"]
+    found = {}
+    for ranks in ("one", "all"):
+        env = {**os.environ, "TEST_RANKS": ranks}
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=120)
+        found[ranks] = [line for line in done.stdout.splitlines() if "::" in line]
+    cases = {re.sub(r"np[23]", "np", line) for line in found["all"]}
+    assert len(found["one"]) == len(cases) < len(found["all"])
