@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 from polyhvd import log
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.config import ConfigError, Launched, Settings, mpi_launch
-from polyhvd.errors import HorovodInternalError, InvalidArgumentError, UnsupportedError
+from polyhvd.errors import (
+    HorovodInternalError,
+    InvalidArgumentError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from polyhvd.launch.providers.choice import choose, seen
 from polyhvd.launch.providers.foreign import foreign_launch
 from polyhvd.launch.providers.local import meet_as
@@ -31,11 +36,27 @@ from polyhvd.runtime.world import World
 if TYPE_CHECKING:
     from polyhvd.elastic.process import Process
 
-__all__ = ["enter"]
+__all__ = ["enter", "enter_first"]
 
 _LOG = logging.getLogger("polyhvd")
 _PARENT = "POLYHVD_PARENT"
+#: By the first init() of a process of an elastic job: others may die while they meet.
+_WORLDS_TRIED = 5
 _generation = 0  # of the last world that this process was to be in; under current.lock
+
+
+def enter_first(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
+    """:func:`enter` for ``init()``: in an elastic job, ask for the next world a few times if one fails."""
+    for _ in range(_WORLDS_TRIED - 1):
+        try:
+            return enter(settings, comm, sets)
+        except HorovodInternalError as error:
+            member = None if settings.alone or Launched.from_environment().member is None else _member()
+            if member is None or member.seat.answer.generation == 0 or isinstance(error, RankMismatchError):
+                raise
+            _LOG.info("elastic: %s", error)
+            member.fail(str(error))
+    return enter(settings, comm, sets)
 
 
 def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:

@@ -12,7 +12,7 @@ from polyhvd import _core
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.config import Settings
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.launch.entry import enter
+from polyhvd.launch.entry import enter_first
 from polyhvd.launch.uncaught import shorten
 from polyhvd.runtime import current, mpi
 
@@ -77,7 +77,7 @@ def _init(comm: object, process_sets: Sequence[ProcessSet] | str | None, reprodu
         settings = Settings.from_environment()
         if reproducible is not None:
             settings = replace(settings, reproducible=bool(reproducible))
-        enter(settings, comm, sets)
+        enter_first(settings, comm, sets)
 
 
 def shutdown() -> None:

@@ -71,6 +71,16 @@ def test_spare_takes_the_place_at_once(launcher: Launcher) -> None:
     assert "generation 3" not in said
 
 
+@pytest.mark.parametrize("kill", ["meet:0:2:hello", "meet:1:2:done"])
+def test_new_process_outlives_another_that_dies_while_they_meet(launcher: Launcher, kill: str) -> None:
+    kills = ("step:1:7", kill)
+    options = ("-np", "3", "--min-np", "2", "--spares", "1")
+    status, ends, said = run(launcher, *options, kills=kills)
+    assert (status, set(ends) <= {end(2), end(3)}) == (0, True), said
+    assert "the job has gone on after the loss of 2 processes" in said
+    assert "process 3 " not in said, "the spare that was in the second world"
+
+
 @pytest.mark.parametrize("kill", ["meet:2:3:hello", "meet:2:3:done", "sync:2:3"])
 def test_newcomer_that_dies_while_it_joins_undoes_nothing(launcher: Launcher, kill: str) -> None:
     os.environ["STEPS"], os.environ["STEP_S"] = "30", "0.05"
