@@ -78,7 +78,6 @@ def test_new_process_outlives_another_that_dies_while_they_meet(launcher: Launch
     status, ends, said = run(launcher, *options, kills=kills)
     assert (status, set(ends) <= {end(2), end(3)}) == (0, True), said
     assert "the job has gone on after the loss of 2 processes" in said
-    assert "process 3 " not in said, "the spare that was in the second world"
 
 
 @pytest.mark.parametrize("kill", ["meet:2:3:hello", "meet:2:3:done", "sync:2:3"])
