@@ -11,7 +11,7 @@ from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.training.naming import gather_by_name
+from polyhvd.training.naming import gather_by_name, numbered
 
 __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
 
@@ -116,11 +116,8 @@ def average_metrics(
         average_metrics(accuracy)
         print(accuracy.get())
     """
-    named: dict[str, EvalMetric] = {}
-    for metric in _simple([metrics] if isinstance(metrics, EvalMetric) else metrics):
-        name = str(metric.name)
-        number = sum(other == name or other.startswith(f"{name} (") for other in named)
-        named[f"{name} ({number + 1})" if number else name] = metric
+    simple = list(_simple([metrics] if isinstance(metrics, EvalMetric) else metrics))
+    named = dict(zip(numbered(str(metric.name) for metric in simple), simple, strict=True))
     sums = {name: [float(getattr(metric, key)) for key in _SUMS] for name, metric in named.items()}
     with as_mxnets():
         rows = gather_by_name("average_metrics", sums, process_set, _ADVICE)

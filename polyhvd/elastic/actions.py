@@ -34,7 +34,7 @@ class Form:
     generation: int
     members: tuple[int, ...]  #: by rank
     hosts: tuple[str, ...]  #: of each
-    state_lost: bool = False  #: whether a state was committed before, and none of them holds it
+    state_lost: bool = False  #: whether a state was committed before, and no member has it
 
 
 @dataclass(frozen=True)

@@ -302,21 +302,17 @@ def _opened(file: Path) -> BinaryIO:
 
 
 def _check_sizes(stream: BinaryIO) -> None:
-    """Raise ValueError if an array's shape does not fit the bytes that the file has of it.
+    """Raise ValueError if the shape of an array does not match its size in the file.
 
-    Such a shape would be allocated before the bytes are found to be missing.
+    NumPy allocates the array before it notices that bytes are missing.
     """
     with zipfile.ZipFile(stream) as file:
         for item in file.infolist():
             if item.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{item.filename} is compressed")
             with file.open(item) as entry:
-                version = np.lib.format.read_magic(entry)  # type: ignore[no-untyped-call]
-                read = (
-                    np.lib.format.read_array_header_1_0
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0
-                )
+                version = npy.read_magic(entry)  # type: ignore[no-untyped-call]
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
                 shape, _, dtype = read(entry)  # type: ignore[no-untyped-call]
                 if math.prod(shape) * dtype.itemsize != item.file_size - entry.tell():
                     raise ValueError(f"{item.filename} has the shape {shape} and {item.file_size} bytes")

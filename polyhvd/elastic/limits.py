@@ -9,8 +9,9 @@ __all__ = ["BEGUN", "FINISHED", "RESUME_STATUS", "Limits"]
 #: Exit status of a job, and of a process of it, that can go on from the last checkpoint: EX_TEMPFAIL.
 RESUME_STATUS = 75
 
-#: What a process says of an elastic function, on the pipe that its launcher reads when it has ended.
-BEGUN, FINISHED = b"elastic: begun", b"elastic: finished"
+#: Written to the report pipe when an elastic function begins and ends. The launcher reads the pipe when the
+#: process has ended. They are short, since a program may call such functions thousands of times.
+BEGUN, FINISHED = b"+", b"-"
 
 #: From the second failure of a slot on, unless the user says otherwise.
 _COOLDOWN_S = (1.0, 60.0)

@@ -21,7 +21,7 @@ class Member:
     leaving: bool = False  # with notice: it is in no further world
     left: tuple[int, ...] = ()  # see Membership.world_left_by; set when it is dismissed from that world
     commit: tuple[int, int] = (0, -1)  # its last one: number of the call, and of the commit in that call
-    is_founder: bool = False  # it was in the world that has begun with nothing, so it holds a state
+    is_founder: bool = False  # it was in the first world, or the first after a lost state: it has the state
     dying: bool = False  # others of its world have seen it dead; what it has died of is yet to be told
 
 

@@ -40,9 +40,9 @@ _GATHER_S = 5.0
 #: So long the members that go on after a loss have the machine to themselves: a replacement that imports a
 #: framework meanwhile takes the processors from them, just when every rank waits for the slowest.
 _QUIET_S = 0.5
-#: For a replacement to come before the user is told that there are too few.
+#: Time for a replacement to arrive before the shortage is reported.
 _SAID_AFTER_S = 3.0
-#: How long members have to leave that have been too few for too long.
+#: Time for members to leave after a shortage has lasted for --elastic-timeout.
 _PARTING_S = 30.0
 
 
@@ -70,10 +70,11 @@ class Membership:
         self._left: set[str] = set()  # hosts that have given notice, for as long as they are listed
         self._finishing = False  # a member of a world has ended well
         self._leaving = False  # all members leave with notice
+        self._cut_short = False  # one of them has left before the end of the program
         self._over = False
         self._too_few_since: float | None = None
-        self._shortage = ""  # what there is too little of, as the user is to read it
-        self._parting = ""  # why all leave, if the job ends once they have
+        self._shortage = ""  # message for the user while processes or slots are too few
+        self._parting = ""  # why the job ends when all have left; empty: it was not for a shortage
         self._parts_until = float("inf")
         self._has_progressed = False  # a commit was made since the job has begun with nothing
         self._quiet_until = 0.0  # nobody is started, unless there are too few to go on
@@ -281,8 +282,8 @@ class Membership:
             member: which.
             fate: how.
             now: the time.
-            has_finished: whether it had come to the end of the elastic functions. If it was lost after that,
-                there is nothing to make again, and the job fails when the others have ended.
+            has_finished: whether its elastic functions had returned. If it was lost after that, no step is
+                repeated, and the job fails when the other members have ended.
         """
         found = self._members.pop(member, None)
         if self._over or found is None:
@@ -295,6 +296,7 @@ class Membership:
         if fate is Fate.WELL or found.dismissed:
             slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
             in_world = placed or found.dying
+            self._cut_short |= in_world and found.dismissed and self._leaving
             self._finishing |= in_world and fate is Fate.WELL and not found.dismissed
             return self._settle(now)
         if has_finished and placed and world is not None and fate in (Fate.LOST, Fate.KILLED):
@@ -381,8 +383,8 @@ class Membership:
         return not self._members and any(slot.done for slot in self._slots.values())
 
     def _has_finished(self) -> bool:
-        """Whether a member of the last world has come to the end of the program, and none was lost in it."""
-        return self._finishing and self._world is not None and not self._world.lost
+        """Whether all members of the last world have finished the program."""
+        return self._finishing and not self._cut_short and self._world is not None and not self._world.lost
 
     def _fail_slot(self, slot: Slot, member: Member, now: float) -> None:
         slot.failures = 1 if now - member.since >= _FORGIVEN_AFTER_S else slot.failures + 1
@@ -454,7 +456,7 @@ class Membership:
         return actions
 
     def _need_no_world(self) -> int:
-        """How many have ended well where nobody has asked for a place: programs that never call init()."""
+        """Number of processes that ended with status 0, if no process has called init()."""
         if self._world is not None or any(item.asks for item in self._members.values()):
             return 0
         return sum(slot.done for slot in self._slots.values())
@@ -606,12 +608,11 @@ class Membership:
             for item in self._members.values()
             if (item.generation or item.asks or self._world is None) and not (item.dismissed or item.leaving)
         )
-        if self._leaving or self._finishing:
-            self._too_few_since, self._shortage = None, ""
+        if self._leaving:
             return []
         count = self._need_no_world()
         count += sum(min(number, self._hosts.get(host, 0)) for host, number in usable.items())
-        if count >= self.limits.min_size:
+        if count >= self._least():
             self._too_few_since, self._shortage = None, ""
             return []
         if self._too_few_since is None:
@@ -639,7 +640,7 @@ class Membership:
 
     @property
     def shortage(self) -> str:
-        """What the job has had too little of for a while, and waits for; empty: nothing."""
+        """Message about a shortage of processes or slots that has lasted for a while; empty: none."""
         return self._shortage
 
     def _end(self, reason: str, cause: int | None = None, *, resumable: bool = False) -> list[Action]:

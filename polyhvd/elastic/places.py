@@ -124,8 +124,8 @@ class Answer:
     call: int = 0  #: of an elastic function, the last that a member of this world has come to
     rendezvous: str = ""  #: where this member meets the others; empty: as it was told when it was started
     max_size: int = 0  #: ranks of the largest world that there may be
-    #: What is to follow if no member holds the state that was committed before: "fail" or "restart"; empty: a
-    #: member holds it, or there was none.
+    #: The value of --on-state-lost if a state was committed before and no member of this world has it; else
+    #: empty.
     state_lost: str = ""
 
     def encoded(self) -> bytes:

@@ -71,7 +71,7 @@ class Process:
         self.watch.tell(SAYS, text.encode(errors="replace"), again=True)
 
     def report(self, words: bytes) -> None:
-        """Leave word for the launcher of how far the program is, to be read when this process has ended.
+        """Tell the launcher how far the program is; it reads that when this process has ended.
 
         Args:
             words: ``BEGUN`` or ``FINISHED`` of :mod:`polyhvd.elastic.limits`.

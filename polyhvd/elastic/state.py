@@ -297,10 +297,10 @@ class ObjectState(State):
         self._checks, self._boundary = 0, None
 
     def _nothing_kept(self) -> None:
-        """No rank has a commit: the job begins, or all that had the state were lost."""
+        """Called if no rank has a commit: in the first world, or after the loss of all that had the state."""
         if (member := process.find()) is not None and member.seat.answer.state_lost and self._rank() == 0:
             member.say(
-                "all processes that had the committed state were lost; it is as the program has made it now"
+                "all processes that had the committed state were lost; it starts from its initial values"
             )
 
     def register_local(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:

@@ -283,7 +283,7 @@ class Agent:
             if not asked >= {os.getpid(), os.getppid()}:
                 self._signal(number)
                 continue
-            # Every process got it, it seems: the ranks, and perhaps the launcher as well.
+            # The agent and its guard got it, so probably every process did, perhaps the launcher as well.
             self._signal(number, where_missed=True)
             if _LAUNCHER not in asked:
                 self._expected[number] = now
@@ -493,9 +493,9 @@ class Agent:
         os.close(report)
 
     def _signal(self, number: int, *, where_missed: bool = False) -> None:
-        """Send the ranks a signal; with ``where_missed`` only those that cannot have had it.
+        """Send a signal to the ranks; with ``where_missed`` only to those that cannot have received it.
 
-        A rank without a handler would have ended of it. A handler of the program's own is not called twice.
+        A rank without a handler would have been ended by it. A program's handler is not called twice.
         """
         if number == signal.SIGKILL:
             return kill_descendants(wait_s=0.0)
@@ -512,7 +512,7 @@ class Agent:
 
 
 def _has_handler(pid: int, number: int) -> bool:
-    """Whether a process catches a signal, as far as /proc tells."""
+    """Whether a process has a handler for a signal, from /proc; True if that is unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             caught = file.read().split("SigCgt:", 1)[1].split(None, 1)[0]

@@ -1,8 +1,9 @@
 """How a user on the launcher's host has a word with a running elastic job: a Unix socket without a file.
 
-Lines of JSON: one goes there, and some come back until it is done. Both sides ask the kernel who the other
-one is: a launcher obeys its user and root, and words go to launchers of this user only (of any, from root).
-The name of the socket ends in a random word, so that no other user can take it beforehand.
+The client sends one line of JSON, and the launcher answers with one or more. Each side checks the user id of
+its peer (SO_PEERCRED): a launcher accepts requests of its own user and of root, and a client accepts answers
+from launchers of its own user, or of any user if it is root. The name of the socket ends in random digits, so
+that another user cannot bind it first.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ __all__ = ["Control", "Request", "jobs", "request"]
 _PREFIX = "polyhvd/job/"
 _LINE_BYTES_MAX = 1 << 16
 _CLIENT_TIMEOUT_S = 10.0
-#: What reading words raises that are no JSON of ours.
-_NO_WORDS = (ValueError, RecursionError)
+#: Raised when decoding invalid JSON.
+_INVALID = (ValueError, RecursionError)
 
 
 class Request:
@@ -73,14 +74,14 @@ class Control:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            is_taken = False
-            with contextlib.suppress(OSError, *_NO_WORDS):
-                is_taken = self._serve(connection)
-            if not is_taken:
+            accepted = False
+            with contextlib.suppress(OSError, *_INVALID):
+                accepted = self._serve(connection)
+            if not accepted:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> bool:
-        """Hand on what somebody asks, with the connection; whether it is to be left open."""
+        """Read a request and pass it on; return whether the request now owns the connection."""
         if network.peer(connection)[1] not in (os.geteuid(), 0):
             return False
         connection.settimeout(_CLIENT_TIMEOUT_S)
@@ -96,6 +97,11 @@ class Control:
         return True
 
 
+def printable(text: str) -> str:
+    """The text with control characters escaped, so that a terminal does not interpret them."""
+    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
+
+
 def jobs() -> list[int]:
     """Process ids of the launchers of this user's elastic jobs on this host; for root, of all users'."""
     return sorted(_places())
@@ -104,18 +110,17 @@ def jobs() -> list[int]:
 def request(
     job: int, words: dict[str, Any], heard: Callable[[dict[str, Any]], None], timeout_s: float = 600.0
 ) -> None:
-    """Ask something of the job with this launcher, and pass on what it says until it says no more.
+    """Send a request to a launcher, and pass its answers on until it closes the connection.
 
     Args:
         job: process id of its launcher.
-        words: what is asked.
+        words: the request.
         heard: called with each answer.
-        timeout_s: for all of it; the first answer has to come within 10 s.
+        timeout_s: limit for the whole call, in seconds; the first answer has to arrive within 10 s.
 
     Raises:
-        TimeoutError: there was no answer in time.
-        OSError: there is no such job, it does not let this user in, it has ended, or its answer makes no
-            sense.
+        TimeoutError: no answer in time.
+        OSError: there is no such job, it is another user's, it has ended, or its answer is invalid.
     """
     place = _places().get(job)
     if place is None:
@@ -135,7 +140,7 @@ def request(
                     count += 1
                     heard(_decoded(job, line))
                 if len(data) > _LINE_BYTES_MAX:
-                    raise OSError(f"job {job} has answered with nonsense")
+                    raise OSError(f"job {job} has sent an invalid answer")
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
                 if count:
@@ -145,15 +150,15 @@ def request(
 
 
 def _decoded(job: int, line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(*_NO_WORDS):
+    with contextlib.suppress(*_INVALID):
         words = json.loads(line)
         if isinstance(words, dict):
             return words
-    raise OSError(f"job {job} has answered with nonsense")
+    raise OSError(f"job {job} has sent an invalid answer")
 
 
 def _places() -> dict[int, str]:
-    """The sockets of launchers that this user may talk to, by their process ids."""
+    """The sockets of launchers whose answers this user may trust, by process id."""
     found = {}
     for name, process, user in network.abstract_listeners(_PREFIX):
         number, _, _ = name.removeprefix(f"\0{_PREFIX}").partition("-")
@@ -163,6 +168,6 @@ def _places() -> dict[int, str]:
 
 
 def _may_answer(job: int, process: int, user: int) -> bool:
-    """Whether the launcher of a job listens, of a user that may be believed."""
-    # A process of another container that shares this network has no number here.
+    """Whether a listener is the launcher of a job, and of a user to be trusted."""
+    # A process of another container that shares this network has the process id 0 here.
     return process in (job, 0) and (user == os.geteuid() or (os.geteuid() == 0 and process == job))

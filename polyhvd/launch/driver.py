@@ -42,10 +42,9 @@ from polyhvd.elastic.places import (
     places_scope,
 )
 from polyhvd.launch.blame import Ending, describe
-from polyhvd.launch.control import Control, Request
+from polyhvd.launch.control import Control, Request, printable
 from polyhvd.launch.driven import RESUME_STATUS, DrivenJob, Elastic
 from polyhvd.launch.hosts import Host
-from polyhvd.launch.leave import clean
 from polyhvd.launch.policy import Decision, GoOn, StartReplacement, StopOthers
 from polyhvd.launch.slow import SlowRanks
 from polyhvd.runtime.placement import Placement, placements
@@ -59,9 +58,9 @@ __all__ = ["Driver"]
 _SETTLE_S = 0.1
 _STRANGERS_MAX = 16  # whose answers are kept for them
 _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
-#: What decoding raises for something that no member of ours has written.
-_NO_WORDS_OF_OURS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-#: Of what members tell besides their questions.
+#: Raised when decoding a message that is invalid.
+_INVALID = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+#: Scopes of messages from members, besides their questions.
 _SCOPES = (LEAVES, PROGRESS, SAYS, STEPS)
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -129,7 +128,7 @@ class Driver:
             return
         try:
             figure = Figure.decoded(value)
-        except _NO_WORDS_OF_OURS:
+        except _INVALID:
             return
         self._do(self._slow.hear(member, figure, self._job, now))
 
@@ -172,11 +171,11 @@ class Driver:
                 self._membership.progress()
                 continue
             if scope == SAYS:
-                self._say(clean(value.decode("utf-8", "replace")))
+                self._say(printable(value.decode("utf-8", "replace")))
                 continue
             try:
                 question = Question.decoded(value)
-            except _NO_WORDS_OF_OURS:
+            except _INVALID:
                 continue
             self._hear_question(member, question, now)
         while self._requests:

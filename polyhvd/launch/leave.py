@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--host", action="append", default=[], metavar="HOST", help="all of a host, which is used no more")
     add("--rank", type=int, action="append", default=[], metavar="N", help="as ranks are now")
     add("--process", type=int, action="append", default=[], metavar="N", help="as polyhvdrun prints it: [N]")
-    add("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait; default: 600")
+    add("--timeout-s", type=float, default=600.0, metavar="S", help="seconds to wait for them; default: 600")
     add("--no-wait", action="store_true", help="return when the job knows of it")
     options = parser.parse_args(arguments)
     if not (options.host or options.rank or options.process):
@@ -38,13 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"polyhvd leave: no answer in time from job {job}; is its polyhvdrun stopped?", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"polyhvd leave: {clean(error.strerror or str(error))}", file=sys.stderr)
+        print(f"polyhvd leave: {control.printable(error.strerror or str(error))}", file=sys.stderr)
         return 1
-
-
-def clean(text: str) -> str:
-    """A text without characters that a terminal obeys."""
-    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
 
 
 def _job(given: int | None) -> int:
@@ -67,7 +62,7 @@ def _ask(job: int, options: argparse.Namespace) -> int:
         said.update(words)
         leaving = words.get("leaving", ())
         for line in leaving if isinstance(leaving, list) else ():
-            print(f"{clean(str(line))} leaves", flush=True)
+            print(f"{control.printable(str(line))} leaves", flush=True)
 
     words = {"hosts": options.host, "ranks": options.rank, "processes": options.process}
     control.request(job, {**words, "wait": not options.no_wait}, hear, options.timeout_s)

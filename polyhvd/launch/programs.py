@@ -115,5 +115,5 @@ def rank_environment(
             del values[name]
     own = [program.env for program in programs if item.rank in program.ranks]
     ours = {f"{prefix}_{name}": str(v) for name, v in values.items() for prefix in ("POLYHVD", "HOROVOD")}
-    # A rank is not alone because the launcher's environment says so; only a rank may say it to a child.
+    # POLYHVD_ALONE in the launcher's environment is not meant for its ranks. A rank may set it for a child.
     return {**(own[0] if own else {}), **ours, "POLYHVD_ALONE": "0"}

@@ -50,19 +50,19 @@ _USER_TIMEOUT_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIV
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket; of a listener as of its listen()."""
+    """Process id and user id of the peer of a Unix socket; for a listener, those at its listen()."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(data)
     return int(process), int(user)
 
 
 def abstract_listeners(prefix: str) -> list[tuple[str, int, int]]:
-    """Abstract sockets of this host that somebody listens on: name, process and user.
+    """Name, process id and user id of each listening abstract socket with this prefix.
 
-    Each one is connected to for a moment, since only that shows who listens.
+    The ids are known only after connecting, so this function connects to each one and closes the connection.
 
     Args:
-        prefix: of the names, without the NUL that they begin with.
+        prefix: of the names, without the leading NUL.
     """
     try:
         lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()

@@ -41,7 +41,7 @@ _LOOK_UP_S = 2.0  # of rank 0 for its own name, which is in /etc/hosts as a rule
 _OTHER_SECRET_S = 2.0
 _FLUSH_S = 2.0
 _TICK_S = 0.1
-#: After its time a rank waits so long for rank 0 to say that the secret is missing.
+#: Extra time after the deadline, in which rank 0 can report a timeout itself.
 _GRACE_S = 3.0
 _FILE_BYTES_MAX = 65536
 
@@ -175,9 +175,9 @@ class NearbyWay(Way):
         return "rank 0 on this host"
 
     def _name(self, generation: int) -> str:
-        """What the name of rank 0's abstract socket begins with; a random word follows.
+        """Prefix of the name of rank 0's abstract socket; random digits follow.
 
-        Another user can listen under such a name, too, but cannot take the one of this job beforehand.
+        Another user can bind names with this prefix, but not the one that rank 0 will choose.
         """
         text = f"{os.geteuid()} {generation} {self._key}"
         return f"polyhvd-join-{hashlib.sha256(text.encode()).hexdigest()[:32]}-"
@@ -234,7 +234,11 @@ class PortsWay(Way):
         return f"rank 0 on {self._host} (ports {ports}){unresolved}"
 
     def _ports(self) -> list[int]:
-        """The first ones tell ranks with another secret so; others cannot know, and take, the last ones."""
+        """Candidates for rank 0's port: half follow from the key only, half from the secret as well.
+
+        The first half lets a rank with another secret find rank 0, and report that. The second half cannot be
+        predicted by other users.
+        """
         texts = [f"ports {self._key}", f"ports {self._key} {self._secret.hex()}"]
         digests = [hashlib.sha256(text.encode()).digest() for text in texts]
         numbers = [

@@ -1,8 +1,9 @@
-"""What ranks pair by name: whether all of them have the same names, and their numbers of each name."""
+"""Checks that all ranks use the same names, and gathers values that ranks pair by name."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,9 +17,19 @@ from polyhvd.errors import InvalidArgumentError, RankMismatchError
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
-__all__ = ["digest", "gather_by_name", "refuse_other_names", "require_same_names"]
+__all__ = ["digest", "gather_by_name", "numbered", "refuse_other_names", "require_same_names"]
 
 _NAMES_SHOWN, _GROUPS_SHOWN, _RANKS_SHOWN = 5, 4, 8
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """The names, with ``(2)``, ``(3)`` and so on appended to repeated ones."""
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(f"{name} ({seen[name]})" if seen[name] > 1 else name)
+    return result
 
 
 def digest(names: Iterable[str]) -> bytes:
@@ -44,7 +55,7 @@ def require_same_names(
     Raises:
         RankMismatchError: the names differ; on every rank, with the names that not all ranks have.
     """
-    own, label = list(names), label or call
+    own, label = numbered(names), label or call
     if len(set(gather_objects(world, number, digest(own), f"{label}.digests"))) > 1:
         refuse_other_names(world, number, call, own, advice, label)
 
@@ -124,12 +135,9 @@ def _difference(by_rank: Mapping[int, Iterable[str]]) -> str:
 
 
 def _group(ranks: list[int], names: tuple[str, ...]) -> str:
-    who = (
-        f"rank {ranks[0]} has"
-        if len(ranks) == 1
-        else f"ranks {', '.join(map(str, ranks[:_RANKS_SHOWN]))} have"
-    )
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    subject = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
     if not names:
-        return f"{who} no others"
+        return f"{subject} no others"
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{who} {', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
+    return f"{subject} {', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"

@@ -245,6 +245,26 @@ def test_job_that_reaches_its_end_while_its_members_are_to_leave_is_done() -> No
     assert membership.ended(2, Fate.WELL, 41.0) == [Finish()]
 
 
+def test_member_that_leaves_before_the_end_leaves_the_job_unfinished_though_another_has_ended() -> None:
+    membership = short_of_slots()
+    assert membership.ended(0, Fate.WELL, 41.0) == []  # by itself
+    assert ask_all(membership, (1, 2), 1, 41.0) == [Dismiss(1), Dismiss(2)]
+    membership.ended(1, Fate.WELL, 42.0)
+    (end,) = ends(membership.ended(2, Fate.WELL, 42.0))
+    assert end.resumable
+
+
+def test_last_member_does_not_wait_without_limit_where_no_host_is_left() -> None:
+    membership = running(Limits(2, 1, 2, timeout_s=30.0), {"a": 2})
+    membership.ended(0, Fate.WELL, 1.0)
+    membership.hosts_are({}, 2.0)
+    assert formed(ask_all(membership, (1,), 1, 3.0)) == []
+    assert membership.next_at(5.0) == 32.0
+    assert Dismiss(1) in membership.time_is(32.0)
+    (end,) = ends(membership.ended(1, Fate.WELL, 33.0))
+    assert end.resumable
+
+
 def test_list_that_is_long_enough_again_in_time_is_forgotten() -> None:
     membership = running(Limits(3, 2, 3, timeout_s=30.0), {"a": 1, "b": 2})
     membership.hosts_are({"a": 1}, 10.0)

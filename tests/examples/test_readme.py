@@ -55,4 +55,4 @@ def test_example_of_the_readme_runs_on_two_ranks(
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     losses = re.findall(r"loss on this rank: ([\d.]+)", done.stdout)
-    assert len(set(losses)) == 2, f"each rank has rows of its own: {done.stdout}"
+    assert len(set(losses)) == 2, f"ranks trained on the same rows: {done.stdout}"

@@ -1,4 +1,4 @@
-"""``polyhvd leave`` and the launcher: each believes processes of its own user only, and none for ever."""
+"""``polyhvd leave`` and the launcher: each trusts processes of its own user only, for a limited time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_request_is_answered(launcher: int) -> None:
 
 
 @pytest.mark.parametrize("words", [b"[" * 50_000 + b"\n", b"\xff\n", b"[]\n", b"\n", b""])
-def test_nonsense_does_not_end_the_launcher_s_thread(launcher: int, words: bytes) -> None:
+def test_invalid_requests_do_not_end_the_launcher_s_thread(launcher: int, words: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
         connection.connect(control._places()[launcher])
@@ -97,12 +97,10 @@ def test_nonsense_does_not_end_the_launcher_s_thread(launcher: int, words: bytes
 
 
 @pytest.mark.parametrize("answer", [b"[" * 50_000 + b"\n", b"\xff\n", b"[]\n", b"x" * 100_000])
-def test_an_answer_that_makes_no_sense_is_an_error_in_a_line(
-    capsys: pytest.CaptureFixture[str], answer: bytes
-) -> None:
+def test_an_invalid_answer_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str], answer: bytes) -> None:
     with answering(answer) as job:
         assert leave.main(["--job", str(job), "--rank", "1"]) == 1
-    assert capsys.readouterr().err == f"polyhvd leave: job {job} has answered with nonsense\n"
+    assert capsys.readouterr().err == f"polyhvd leave: job {job} has sent an invalid answer\n"
 
 
 def test_escape_sequences_are_not_passed_on_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +120,9 @@ def test_waiting_for_a_silent_launcher_ends(
     assert "no answer in time" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="setuid() to another user needs root")
 @pytest.mark.parametrize("suffix", ["", "-1234"])
-def test_another_user_that_has_taken_the_name_is_not_believed(launcher: int, suffix: str) -> None:
+def test_a_listener_of_another_user_is_not_trusted(launcher: int, suffix: str) -> None:
     command = [sys.executable, "-c", IMPOSTOR, f"polyhvd/job/{launcher}{suffix}", str(NOBODY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
         assert impostor.stdout is not None

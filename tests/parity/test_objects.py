@@ -165,6 +165,10 @@ def broadcast_other_names(name: str, extra: bool) -> dict[str, int]:
     first = "of rank 0" if extra else "no others"
     assert re.search(rf"different names: besides 1 in common rank 0 has \W*{first}", text), text
     assert re.search(r"rank 1 has \W*of rank 1", text), text
+    pairs = [("twice", driver.parameter(np.ones(3, np.float32))) for _ in range(1 + hvd.rank() % 2)]
+    if driver.framework in ("numpy", "torch"):  # where pairs are taken, as a name can be repeated
+        with pytest.raises(hvd.RankMismatchError, match=r"ha(s|ve) 'twice \(2\)'"):
+            hvd.broadcast_parameters(pairs, root_rank=0)
     return broadcast_model(name, 0)  # the job goes on
 
 

@@ -41,7 +41,7 @@ _REASON_CHARS_MAX = 4000
 _FILE_BYTES_MAX = 4096
 _FILE_WAIT_S = 5.0
 _TICK_S = 0.1
-#: After its time a rank waits so long for rank 0 to say who is missing.
+#: Extra time after the deadline, in which rank 0 can report the missing ranks.
 _GRACE_S = 3.0
 
 
