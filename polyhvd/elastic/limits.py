@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BEGUN", "FINISHED", "RESUME_STATUS", "Limits"]
+__all__ = ["BEGUN", "FINISHED", "PROGRESSES", "RESUME_STATUS", "UNKNOWN", "Limits"]
 
 #: Exit status of a job, and of a process of it, that can go on from the last checkpoint: EX_TEMPFAIL.
 RESUME_STATUS = 75
 
 #: Written to the report pipe when an elastic function begins and ends. The launcher reads the pipe when the
-#: process has ended. They are short, since a program may call such functions thousands of times.
-BEGUN, FINISHED = b"+", b"-"
+#: process has ended, and the last one counts. A program that calls such functions too often for the pipe
+#: writes UNKNOWN, and no more.
+BEGUN, FINISHED, UNKNOWN = PROGRESSES = b"+", b"-", b"?"
 
 #: From the second failure of a slot on, unless the user says otherwise.
 _COOLDOWN_S = (1.0, 60.0)

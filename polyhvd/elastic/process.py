@@ -14,7 +14,7 @@ from collections.abc import Callable
 from polyhvd.collectives.adapter import OpKind
 from polyhvd.config import Settings
 from polyhvd.elastic import leaving
-from polyhvd.elastic.limits import RESUME_STATUS
+from polyhvd.elastic.limits import RESUME_STATUS, UNKNOWN
 from polyhvd.elastic.pace import Pace, SlowRank
 from polyhvd.elastic.places import PROGRESS, SAYS, STEPS, Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
@@ -30,6 +30,8 @@ _LOG = logging.getLogger("polyhvd")
 _NOTICE = 1
 _MEETING_S = 20.0  # others may be writing a checkpoint
 _LOOK_S = 0.0001
+#: The pipe also has room for errors that other ranks have caused.
+_REPORTS_MAX = 4096
 
 
 class Process:
@@ -63,6 +65,7 @@ class Process:
         #: place; -1: there is none.
         self.commits = -1
         self._has_progressed = False  # in any world
+        self._reports = 0
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
         current.on_leave(self._remember)
 
@@ -70,15 +73,18 @@ class Process:
         """Have the launcher print a line."""
         self.watch.tell(SAYS, text.encode(errors="replace"), again=True)
 
-    def report(self, words: bytes) -> None:
+    def report(self, progress: bytes) -> None:
         """Tell the launcher how far the program is; it reads that when this process has ended.
 
         Args:
-            words: ``BEGUN`` or ``FINISHED`` of :mod:`polyhvd.elastic.limits`.
+            progress: ``BEGUN`` or ``FINISHED`` of :mod:`polyhvd.elastic.limits`.
         """
+        self._reports += 1
         descriptor = Settings().report_descriptor
-        if descriptor >= 0 and select.select([], [descriptor], [], 0)[1]:
-            os.write(descriptor, words + b"\0")
+        if descriptor < 0 or self._reports > _REPORTS_MAX:
+            return
+        if select.select([], [descriptor], [], 0)[1]:
+            os.write(descriptor, (progress if self._reports < _REPORTS_MAX else UNKNOWN) + b"\0")
 
     def next_place(self) -> Answer:
         """Wait for a place in the next world; raises SystemExit where there is none."""

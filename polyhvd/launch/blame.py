@@ -57,7 +57,7 @@ class Ending:
     #: Errors that other ranks have caused on this one, as its engine has reported them by itself.
     suffered: Sequence[bytes] = field(default=())
     what: str = "rank"  # "process" in an elastic job, where ranks change
-    progress: bytes = b""  # of an elastic job's function: BEGUN or FINISHED; empty: neither
+    progress: bytes = b""  # of an elastic job's functions, see polyhvd/elastic/limits.py
 
     @property
     def failed(self) -> bool:

@@ -13,7 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from polyhvd.elastic.limits import BEGUN, FINISHED
+from polyhvd.elastic.limits import FINISHED, PROGRESSES
 from polyhvd.launch import agent
 from polyhvd.launch.admission import Admission
 from polyhvd.launch.blame import (
@@ -454,10 +454,8 @@ class Job:
 
     def _heed_report(self, rank: int, payload: bytes) -> None:
         items = [item for item in payload.split(b"\0") if item]
-        self._suffered[rank] = [item for item in items if item not in (BEGUN, FINISHED)]
-        for item in items:
-            if item in (BEGUN, FINISHED):
-                self._progress[rank] = item  # the last one counts
+        self._suffered[rank] = [item for item in items if item not in PROGRESSES]
+        self._progress.update((rank, item) for item in items if item in PROGRESSES)  # the last one counts
 
     def _agent_ended(self, process: HostAgent, reason: str = "") -> None:
         if not self._agents.has_ended(process, time.monotonic()):

@@ -448,6 +448,20 @@ def test_rank_that_ends_well_in_mid_training_is_named(launcher: Launcher) -> Non
     assert said in err
 
 
+def test_program_with_more_elastic_functions_than_the_pipe_has_room_for_ends_well(launcher: Launcher) -> None:
+    source = (
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "state = hvd.elastic.ArrayState(calls=0)\n"
+        "@hvd.elastic.run\n"
+        "def call(state): state.calls += 1\n"
+        "for _ in range(20_000): call(state)\n"
+        "print('end', state.calls)\n"
+    )
+    status, out, err = launcher.run("-np", "1", "--min-np", "1", source=source)
+    assert (status, out, err) == (0, "[0] end 20000\n", "")
+
+
 @pytest.mark.parametrize("hosts", ["localhost:2", "localhost:1,127.0.0.1:1"])
 def test_ranks_that_finish_while_the_launcher_is_stopped_are_finished(launcher: Launcher, hosts: str) -> None:
     source = TRAINS.replace("WAY", "'stop'")
