@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import polyhvd.torch as hvd
@@ -34,13 +34,8 @@ _OPS = {
     "max": hvd.Max,
     "product": hvd.Product,
 }
-_OF_ROWS: dict[int, Callable[[Tensor], Tensor]] = {
-    hvd.Average: torch.mean,
-    hvd.Sum: torch.sum,
-    hvd.Min: torch.min,
-    hvd.Max: torch.max,
-    hvd.Product: torch.prod,
-}
+#: Those that ``self.log()`` knows.
+_METRIC_OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max)
 _METRIC_ADVICE = "log the same metrics in the same order on every rank"
 
 
@@ -238,9 +233,10 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         process_set = _process_set(group)
         caller = getattr(sys._getframe(1).f_locals.get("self"), "meta", None)  # Lightning passes no name
         name = getattr(caller, "name", None)
-        if isinstance(name, str) and tensor.numel() == 1 and tensor.is_floating_point():
-            return _reduced_metric(name, tensor.detach(), _op(reduce_op), process_set)
-        return hvd.allreduce(tensor.detach(), op=_op(reduce_op), process_set=process_set)
+        op, value = _op(reduce_op), tensor.detach()
+        if isinstance(name, str) and value.numel() == 1 and value.is_floating_point() and op in _METRIC_OPS:
+            return _reduced_metric(name, value, op, process_set)
+        return hvd.allreduce(value, op=op, process_set=process_set)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, stacked: ``[...]`` to ``[ranks, ...]``; with ``sync_grads`` differentiable."""
@@ -274,15 +270,26 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         super().load_optimizer_state_dict(checkpoint)
 
 
+@functools.lru_cache(maxsize=1024)
+def _code(name: str) -> tuple[float, float]:
+    """Two numbers for a name, whose sums over all ranks are exact in float64."""
+    number = digest([name])
+    return float(int.from_bytes(number[:4], "big")), float(int.from_bytes(number[4:8], "big"))
+
+
 def _reduced_metric(name: str, value: Tensor, op: int, process_set: hvd.ProcessSet) -> Tensor:
-    """Reduce one number, which travels with a digest of its name."""
-    code = [int.from_bytes(digest([name])[begin : begin + 6], "big") for begin in (0, 6)]  # exact in float64
-    row = torch.tensor([[value.item(), *code]], dtype=torch.float64)
-    rows = hvd.allgather(row, process_set=process_set)
-    if not torch.equal(rows[:, 1:], row[:, 1:].expand(len(rows), -1)):
+    """Reduce one number together with a code of its name, in one allreduce."""
+    code, is_sum = _code(name), op in (hvd.Average, hvd.Sum)
+    # All codes are the same if and only if the largest one is minus the largest of their negatives.
+    sent = (value.item(), *code) if is_sum else (value.item(), *code, -code[0], -code[1])
+    row = torch.tensor(sent, dtype=torch.float64)
+    result, *codes = hvd.allreduce(row, op=hvd.Sum if is_sum else op, process_set=process_set).tolist()
+    ranks = process_set.size()
+    expected = [ranks * each for each in code] if is_sum else [-each for each in codes[2:]]
+    if codes[:2] != expected:
         world, number = process_set.world or current.world(), process_set_id(process_set)
         refuse_other_names(world, number, "log(sync_dist=True)", [name], _METRIC_ADVICE)
-    return _OF_ROWS[op](rows[:, 0]).to(value.dtype).reshape(value.shape)
+    return value.new_full(value.shape, result / ranks if op == hvd.Average else result)
 
 
 def _gather(name: str, tensor: Tensor, group: Any = None) -> list[Tensor]:

@@ -153,14 +153,15 @@ def manual_optimization_of_two_optimizers() -> None:
 class MeasuredElsewhere(Regression):
     """Logs other metrics on rank 1, by each of the two ways."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, how: str = "mean") -> None:
         super().__init__(alone=False)
         self.way = way
+        self.how = how
         self.first, self.second = MeanMetric(), MeanMetric()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.way == "value":
-            self.log(f"of rank {hvd.rank()}", 1.0, sync_dist=True, batch_size=1)
+            self.log(f"of rank {hvd.rank()}", 1.0, reduce_fx=self.how, sync_dist=True, batch_size=1)
         else:
             metric = self.second if hvd.rank() == 1 else self.first
             metric(1.0)
@@ -168,9 +169,11 @@ class MeasuredElsewhere(Regression):
 
 
 def metrics_of_other_names_are_refused() -> None:
-    for way, name in (("value", "of rank"), ("torchmetric", "first")):
-        with raises(RankMismatchError, "the ranks have different names: rank 0 has", name):
-            trainer().validate(MeasuredElsewhere(way), loader(), verbose=False)
+    for how in ("mean", "sum", "min", "max"):
+        with raises(RankMismatchError, "the ranks have different names: rank 0 has", "of rank"):
+            trainer().validate(MeasuredElsewhere("value", how), loader(), verbose=False)
+    with raises(RankMismatchError, "the ranks have different names: rank 0 has", "first"):
+        trainer().validate(MeasuredElsewhere("torchmetric"), loader(), verbose=False)
 
 
 class Measured(Regression):
