@@ -31,15 +31,11 @@ GpuStreamGroup::GpuStreamGroup(std::shared_ptr<const Library> library, std::stri
 
 GpuStreamGroup::~GpuStreamGroup() {
   if (aborted_) return;
+  finish();
   try {
-    const auto deadline = Clock::now() + kFarewellTime;
-    while (!flights_.empty() && Clock::now() < deadline) {
-      land();
-      if (!flights_.empty()) std::this_thread::sleep_for(kNap);
-    }
     const bool ended = flights_.empty() && !connection_.trouble();
     if (ended) buffer_.reset();
-    if (ended && connection_.close(deadline)) return;
+    if (ended && connection_.close(Clock::now() + kFarewellTime)) return;
   } catch (const Failure&) {  // the GPU has failed: nothing can be ended in good order
   }
   abort();
@@ -78,6 +74,17 @@ void GpuStreamGroup::check() {
                                          std::to_string(seconds.count()) +
                                          " s; look for a rank whose GPU is stuck or far behind; "
                                          "POLYHVD_DATA_TIMEOUT_SECONDS sets the time");
+}
+
+void GpuStreamGroup::finish() noexcept {
+  if (aborted_) return;
+  try {
+    for (land(); !flights_.empty(); land()) {
+      std::this_thread::sleep_for(kNap);
+      check();
+    }
+  } catch (const Failure&) {  // what has not ended is aborted
+  }
 }
 
 void GpuStreamGroup::abort() noexcept {

@@ -25,7 +25,7 @@ class GpuStreamGroup {
   GpuStreamGroup(std::shared_ptr<const Library> library, std::string who, gpu::ContextPtr context,
                  std::shared_ptr<gpu::OwnStream> stream, Parking& parking, const UniqueId& id,
                  int size, int position, Deadline deadline);
-  // Waits a bounded time for what the stream has to do, and for the others to end as well.
+  // Finishes, and waits a bounded time for the others to end as well.
   ~GpuStreamGroup();
   GpuStreamGroup(const GpuStreamGroup&) = delete;
   GpuStreamGroup& operator=(const GpuStreamGroup&) = delete;
@@ -62,6 +62,8 @@ class GpuStreamGroup {
   DeviceEventPtr end_batch(Clock::duration patience);
   // Throws Failure when a batch cannot end, or does not in time.
   void check();
+  // Returns when every batch has ended, or check() would throw.
+  void finish() noexcept;
   void abort() noexcept;
 
  private:

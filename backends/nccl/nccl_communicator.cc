@@ -81,6 +81,12 @@ void NcclCommunicator::check() {
   }
 }
 
+void NcclCommunicator::finish() noexcept {
+  for (GpuStreamGroup* streams : {streams_here_.get(), streams_.get()}) {
+    if (streams != nullptr) streams->finish();
+  }
+}
+
 void NcclCommunicator::abort() noexcept {
   staged_->abort();
   if (hierarchy_) hierarchy_->abort();

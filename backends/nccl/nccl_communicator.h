@@ -40,6 +40,7 @@ class NcclCommunicator final : public Communicator {
   void begin(Device device, std::span<const DeviceEventPtr> ready, Deadline deadline) override;
   DeviceEventPtr end() override;
   void check() override;
+  void finish() noexcept override;
   void abort() noexcept override;
 
  private:

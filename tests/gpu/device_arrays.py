@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,14 @@ class _Driver:
             self.call(name, *arguments)
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    @contextlib.contextmanager
+    def busy(self, stream: Stream, task: Callable[[], None]) -> Iterator[None]:
+        """Give the stand-in's stream a task that may wait; it has to end before this does."""
+        kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: task())
+        self.on(stream.device, "polyhvd_stand_in_enqueue", ctypes.c_void_p(stream.handle), kept, None)
+        yield
+        stream.synchronize()
 
     def counted(self, name: str) -> int:
         """How often the stand-in was called by this name."""

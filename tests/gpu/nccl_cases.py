@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import polyhvd.numpy as hvd
-from device_arrays import DeviceArray
+from device_arrays import DeviceArray, cuda, current_stream
 
 from polyhvd.testing.worker import note
 
@@ -27,6 +29,7 @@ __all__ = [
     "fail_in_operation",
     "groups",
     "integers_are_staged",
+    "leave_while_streams_work",
     "many_in_flight",
     "reducescatter",
     "refused",
@@ -226,6 +229,31 @@ def fail_in_operation(fault: str) -> tuple[str, str, float]:
     begin = time.monotonic()
     kind, words = _ends(lambda: gpu.allreduce_(tensor, name="again", op=hvd.Max))
     return kind, words, time.monotonic() - begin
+
+
+def leave_while_streams_work(released: str) -> float:
+    """A sum that a rank's GPU makes after rank 0, which coordinates others, has shut down; and rank 0's."""
+
+    def wait_for_release() -> None:
+        while not Path(released).exists():
+            time.sleep(0.001)
+
+    def need_rank_0() -> None:
+        with contextlib.suppress(hvd.HorovodInternalError):
+            hvd.barrier()
+
+    with cuda().busy(current_stream(), wait_for_release):
+        mine = DeviceArray.from_numpy(np.full(1000, 1 + hvd.rank(), np.float32))
+        result = gpu.allreduce(mine, name="the last one", op=hvd.Sum)
+        if hvd.rank() == 0:
+            hvd.shutdown()
+        else:
+            barrier = threading.Thread(target=need_rank_0)
+            barrier.start()
+            barrier.join(0.5)  # it would have ended by then if the GPU's work had been given up
+            Path(released).touch()
+            barrier.join()
+        return float(result.to_numpy().mean())
 
 
 def die_between_operations(victim: int) -> tuple[str, float]:

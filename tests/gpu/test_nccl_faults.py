@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import nccl_cases as cases
 import pytest
@@ -122,6 +123,11 @@ def test_a_connection_that_fails_or_hangs_is_an_error_on_every_rank(
         for _, message in pool.run(cases.refused):
             for word in words:
                 assert word in message, message
+
+
+def test_gpus_finish_their_work_after_the_coordinator_has_shut_down(job: Job, tmp_path: Path) -> None:
+    with job(hosts=(3,)) as pool:
+        assert pool.run(cases.leave_while_streams_work, str(tmp_path / "released")) == [6.0] * 3
 
 
 def test_the_death_of_a_rank_frees_the_streams_of_the_others_within_a_second(job: Job) -> None:

@@ -68,7 +68,10 @@ class Communicator {
   // Called now and then, also while nothing is pending. Throws Failure over what the device
   // has begun and cannot end.
   virtual void check() {}
-  // The job has failed: lets go of what waits on a device for other ranks. No other calls follow.
+  // Other ranks leave in good order: returns when the device has done what it has begun, or check()
+  // would throw.
+  virtual void finish() noexcept {}
+  // The job has ended: lets go of what waits on a device for other ranks. No other calls follow.
   virtual void abort() noexcept {}
 };
 

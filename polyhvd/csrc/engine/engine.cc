@@ -395,7 +395,12 @@ void Engine::fail(const Error& error) noexcept {
   const bool is_failure = error.code != ErrorCode::kPeerDeparted || queue_.pending() > 0;
   std::string states = is_failure ? flight_.look(error.message) : std::string();
   executor_.begin();
-  for (const auto& [key, communicator] : communicators_) communicator->abort();
+  // A rank that leaves has begun the same work on its own GPU: to abort that would give this rank
+  // wrong values without an error.
+  for (const auto& [key, communicator] : communicators_) {
+    if (error.code == ErrorCode::kPeerDeparted) communicator->finish();
+    communicator->abort();
+  }
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));

@@ -57,9 +57,10 @@ CUresult enter(const char* call, Lock& lock) {
 // The test double's own -----------------------------------------------------------------
 
 // Runs `task` in its turn on the stream. It may block.
-EXPORTED void polyhvd_stand_in_enqueue(void* stream, void (*task)(void*), void* context) {
+EXPORTED CUresult polyhvd_stand_in_enqueue(void* stream, void (*task)(void*), void* context) {
   const Lock lock(driver().mutex);
   give(*find_stream(__func__, stream), [task, context] { task(context); });
+  return kSuccess;
 }
 
 EXPORTED int polyhvd_stand_in_is_device_memory(const void* data, std::size_t bytes) {

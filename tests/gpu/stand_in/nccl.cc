@@ -303,8 +303,8 @@ void run_task(void* context) {
 }
 
 int launch(const char* name, Comm& c, std::vector<Call> calls, void* stream) {
-  static const auto enqueue = reinterpret_cast<void (*)(void*, void (*)(void*), void*)>(
-      in_cuda("polyhvd_stand_in_enqueue"));
+  static const auto enqueue =
+      reinterpret_cast<int (*)(void*, void (*)(void*), void*)>(in_cuda("polyhvd_stand_in_enqueue"));
   const Fault injected = fault();
   Lock lock(c.mutex);
   if (c.finalized) misuse(name, "the communicator was finalized");
