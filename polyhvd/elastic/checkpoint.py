@@ -154,14 +154,14 @@ class Folder:
 
     def __init__(self, path: str | bytes | os.PathLike[str]) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)) or not os.fspath(path):
-            raise CheckpointError(f"checkpoint={path!r}: say a folder")
+            raise CheckpointError(f"checkpoint={path!r}: expected the path of a folder")
         self.path = Path(os.fsdecode(path))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"the folder of checkpoints {str(self.path)!r} cannot be made: {error.strerror}; say another "
-                "one, or make it a folder that this user may write"
+                f"the folder of checkpoints {str(self.path)!r} cannot be made: {error.strerror}; pass "
+                "another one, or make it a folder that this user may write"
             ) from error
 
     def numbers(self) -> list[int]:
@@ -212,8 +212,8 @@ class Folder:
             stays = f"{str(self.file(former[0]))!r} stays" if former else "there is no former one"
             raise CheckpointError(
                 f"the checkpoint {str(file)!r} could not be written: {error.strerror or error}; {stays}. "
-                "Make room, or say another folder, and run the job again: it resumes from the last checkpoint"
-            ) from error
+                "Make room, or pass another folder, and run the job again: it resumes from the last one"
+            ) from None  # zipfile raises it again and again on its way out
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()

@@ -497,7 +497,7 @@ class Training(ObjectState):
             file = str(folder.file(number))
             return False, (
                 f"the checkpoint {file!r} does not fit this program: {type(error).__name__}: {error}; it is "
-                "that of another model or other data; say another folder, or run the program that wrote it"
+                "that of another model or other data; pass another folder, or run the program that wrote it"
             )
         self._commits = 0
         text = f"resumed from {folder.file(number)}, step {self.steps}"

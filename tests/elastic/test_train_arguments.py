@@ -95,7 +95,7 @@ def test_step_that_moves_the_position_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("folder", ["", b"", 3])
 def test_folder_that_is_none_is_refused(folder: Any) -> None:
-    with pytest.raises(hvd.elastic.CheckpointError, match=r"checkpoint=.*: say a folder"):
+    with pytest.raises(hvd.elastic.CheckpointError, match=r"checkpoint=.*: expected the path of a folder"):
         hvd.elastic.train(pytest.fail, state(), loader(), epochs=1, checkpoint=folder)
 
 
