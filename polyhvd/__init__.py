@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 from polyhvd import installed as _installed
@@ -22,7 +22,14 @@ if not _installed.has_core(_Path(__file__).parent):
 
 from polyhvd.runtime import current as _current
 
-if _TYPE_CHECKING:
+if TYPE_CHECKING:
+    from polyhvd import capabilities as capabilities
+    from polyhvd import collectives as collectives
+    from polyhvd import config as config
+    from polyhvd import errors as errors
+    from polyhvd import launch as launch
+    from polyhvd import observe as observe
+    from polyhvd import shared as shared
     from polyhvd.shared import (
         Adasum,
         Average,
@@ -78,15 +85,16 @@ __version__ = "0.1.0"
 #: Parts that are there as attributes without being imported by name.
 _PARTS = frozenset({"capabilities", "collectives", "config", "errors", "launch", "observe", "shared"})
 
+if not TYPE_CHECKING:  # a type checker would accept any name
 
-def __getattr__(name: str) -> _Any:
-    # Here and not at the top: with all its imports a launcher would start in three times the time.
-    if name in _PARTS:
-        return _import_module(f"polyhvd.{name}")
-    if name in __all__:
-        value = globals()[name] = getattr(_import_module("polyhvd.shared"), name)
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> _Any:
+        # Here and not at the top: with all its imports a launcher would start in three times the time.
+        if name in _PARTS:
+            return _import_module(f"polyhvd.{name}")
+        if name in __all__:
+            value = globals()[name] = getattr(_import_module("polyhvd.shared"), name)
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def rank() -> int:

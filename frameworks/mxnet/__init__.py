@@ -14,7 +14,7 @@ Example::
 from __future__ import annotations
 
 from importlib import import_module as _import_module
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 from polyhvd.installed import is_installed as _is_installed
@@ -37,7 +37,7 @@ from polyhvd.mxnet.verbs import *
 from polyhvd import allgather_object, barrier, broadcast_object, exports
 from polyhvd.exports import *
 
-if _TYPE_CHECKING:
+if TYPE_CHECKING:
     from polyhvd.mxnet import elastic
 
 __all__ = [
@@ -56,11 +56,12 @@ __all__ = [
 __all__ += exports.__all__
 __all__ += verbs.__all__
 
+if not TYPE_CHECKING:  # a type checker would accept any name
 
-def __getattr__(name: str) -> _Any:
-    if name == "elastic":  # which few programs need
-        return _import_module(f"{__name__}.elastic")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> _Any:
+        if name == "elastic":  # which few programs need
+            return _import_module(f"{__name__}.elastic")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -35,11 +35,12 @@ __all__ = [
 __all__ += exports.__all__
 __all__ += verbs.__all__
 
+if not TYPE_CHECKING:  # a type checker would accept any name
 
-def __getattr__(name: str) -> Any:
-    if name == "elastic":  # which few programs need
-        return import_module(f"{__name__}.elastic")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "elastic":  # which few programs need
+            return import_module(f"{__name__}.elastic")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

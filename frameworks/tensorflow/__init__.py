@@ -50,6 +50,7 @@ from polyhvd.exports import *
 
 if TYPE_CHECKING:
     from polyhvd.tensorflow import elastic
+    from polyhvd.tensorflow.keras import SyncBatchNormalization
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -80,12 +81,14 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
-    """Keras takes seconds to import: only who asks for its layer waits."""
-    if name == "SyncBatchNormalization":
-        from polyhvd.tensorflow.keras import SyncBatchNormalization
+if not TYPE_CHECKING:  # a type checker would accept any name
 
-        return SyncBatchNormalization
-    if name == "elastic":  # which few programs need
-        return import_module(f"{__name__}.elastic")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Keras takes seconds to import: only who asks for its layer waits."""
+        if name == "SyncBatchNormalization":
+            from polyhvd.tensorflow.keras import SyncBatchNormalization
+
+            return SyncBatchNormalization
+        if name == "elastic":  # which few programs need
+            return import_module(f"{__name__}.elastic")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
