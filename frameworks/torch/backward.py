@@ -109,6 +109,10 @@ class Gradients(Section):
         self._sparse: dict[int, int] = {}  # of those: the sparse dimensions
         self._as_dense: dict[int, int] = {}  # of those, and meanwhile dense: likewise
         self._reduced: set[int] = set()  # in this step
+        # Reduced by a step within backward, before the hook of the optimizer: the graph task of each.
+        self._reduced_early: dict[int, int] = {}
+        self._stepping_in = -1  # the graph task within which a step waits for gradients
+        self._arriving = (-1, -1)  # the graph task and position that `before_gradient` has seen last
         self._reported = b""  # in the last round
         self._backward = -1  # the graph task whose end we have asked to hear of
         self._entered = -1  # the graph task whose thread is known to use this
@@ -192,6 +196,7 @@ class Gradients(Section):
         is_under_way = self._started or self._reduced or self._fresh or any(self._passes)
         # Not cleared but made anew: a thread may be in a backward of the last world, which fails.
         self._started, self._reduced, self._fresh = set(), set(), set()
+        self._reduced_early = {}
         self._submitted = Submitted()
         self._groups = [_Group(group.number, group.positions) for group in self._groups]
         self._group_of = {position: group for group in self._groups for position in group.positions}
@@ -219,6 +224,8 @@ class Gradients(Section):
         task = torch._C._current_graph_task_id()
         if task != self._entered:
             self._enter(task, position)
+        if self._reduced_early and self._reduced_early.pop(position, None) == task:
+            return  # a hook that was registered earlier has called step()
         self.settled, self._lost = False, 0
         self._fresh.add(position)
         if self.on_hold:
@@ -235,9 +242,12 @@ class Gradients(Section):
 
         What a step has left there, equal on all ranks, counts once in their sum: on the first of them.
         """
-        if self.retired or not self._reducer.takes_part() or self.process_set.rank() == 0:
+        if self.retired or not self._reducer.takes_part():
             return
         task = torch._C._current_graph_task_id()
+        self._arriving = task, position
+        if self.process_set.rank() == 0:
+            return
         if task != self._entered:
             self._enter(task, position)
         parameter = self._parameters[position]
@@ -338,6 +348,8 @@ class Gradients(Section):
             if not at_step and not self._repeatable and self._leftovers.has(position, parameter.grad):
                 self._leftovers.keep(position)
             if position not in self._started and (computed or (at_step and self._is_set_by_hand(position))):
+                if not computed:
+                    self._note_early(position)
                 self._start(position)
             if position in self._sparse:
                 states[position] = READY + self._sparse[position]
@@ -360,11 +372,16 @@ class Gradients(Section):
         # Where reducing twice changes nothing, it is the safe side: not all writes are seen.
         return self._repeatable or not self._leftovers.has(position, gradient)
 
+    def _note_early(self, position: int) -> None:
+        if self._stepping_in != -1 and self._parameters[position].grad is not None:
+            self._reduced_early[position] = self._stepping_in
+
     def start_missing(self, states: bytes) -> None:
         """See :class:`Section`. An absent gradient is zero."""
         if states != self._reported:
             for position, state in enumerate(states):
                 if state >= READY and position not in self._started:
+                    self._note_early(position)
                     self._start(position, state)
                 if state > READY and self._sparse_as_dense and position not in self._local:
                     self._as_dense[position] = state - READY
@@ -438,8 +455,23 @@ class Gradients(Section):
             return
         if self._lost:
             current.of_generation(self._lost, "the gradients of DistributedOptimizer")
-        while not self.settled:
-            self.board.hold_round(self)
+        self._stepping_in = torch._C._current_graph_task_id()
+        if self._stepping_in != -1:
+            self._forget_rounds_before()
+        try:
+            while not self.settled:
+                self.board.hold_round(self)
+        finally:
+            self._stepping_in = -1
+
+    def _forget_rounds_before(self) -> None:
+        """A step within backward: a gradient that was reduced before may have been written since, unseen."""
+        self.settled = False
+        task, position = self._arriving
+        if self._repeatable:
+            self._reduced.clear()
+        elif task == self._stepping_in and position in self._reduced:
+            self._start(position)  # raises
 
     def joint_loss(self, loss: Any) -> Any:
         """The ranks' losses as one; see :func:`polyhvd.torch.closures.joint_loss`."""

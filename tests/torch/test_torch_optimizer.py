@@ -159,6 +159,23 @@ def test_step_hooks_run_once() -> None:
     cases.step_hooks_run_once()
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("clear", ["none", "zero", "keep"])
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("before", [True, False], ids=["hook first", "optimizer first"])
+def test_a_hook_of_a_parameter_may_step(before: bool, op: str, clear: str, layers: int) -> None:
+    cases.hooks_that_step_within_backward(before, op, clear, layers)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["hook first", "optimizer first"])
+def test_a_hook_of_a_parameter_may_step_every_second_time(before: bool) -> None:
+    cases.hooks_that_step_every_second_time(before)
+
+
+def test_a_hook_that_steps_after_a_second_backward_is_an_error_for_sums() -> None:
+    cases.a_hook_that_steps_too_late_for_a_sum()
+
+
 def test_a_newer_optimizer_takes_over() -> None:
     cases.a_newer_optimizer_takes_over()
 

@@ -652,6 +652,81 @@ def step_hooks_run_once() -> None:
     assert seen == ["before", "after"]
 
 
+def hooks_that_step_within_backward(before: bool, op_name: str, clear: str, layers: int) -> None:
+    """One parameter's hook steps for all: those after it get their turn in the next backward."""
+
+    def train(distributed: bool) -> list[list[float]]:
+        parameters = [torch.nn.Parameter(torch.full((2,), i + 1.0)) for i in range(layers)]
+        optimizer = torch.optim.SGD(parameters, lr=0.125)
+
+        def step(_: Tensor) -> None:
+            optimizer.step()
+            if clear != "keep":
+                optimizer.zero_grad(set_to_none=clear == "none")
+
+        def wrap() -> None:
+            if distributed:
+                hvd.DistributedOptimizer(optimizer, op=getattr(hvd, op_name))
+
+        if not before:
+            wrap()
+        parameters[-1].register_post_accumulate_grad_hook(step)
+        if before:
+            wrap()
+        total = sum(rank + 1.0 for rank in range(hvd.size()))
+        scale = hvd.rank() + 1.0 if distributed else total / (hvd.size() if op_name == "Average" else 1)
+        found = []
+        for number in range(4):
+            sum(p.sum() * (i + number + 1) * scale for i, p in enumerate(parameters)).backward()
+            found.append([p[0].item() for p in parameters])
+        return found
+
+    torch.testing.assert_close(train(True), train(False))
+
+
+def hooks_that_step_every_second_time(before: bool) -> None:
+    def train(distributed: bool) -> list[float]:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = sgd([parameter], lr=1.0)
+        passes: list[int] = []
+
+        def step(_: Tensor) -> None:
+            passes.append(0)
+            if len(passes) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        if before:
+            parameter.register_post_accumulate_grad_hook(step)
+        if distributed:
+            hvd.DistributedOptimizer(optimizer)
+        if not before:
+            parameter.register_post_accumulate_grad_hook(step)
+        found = []
+        for number in range(6):
+            scale = hvd.rank() + 1.0 if distributed else (hvd.size() + 1) / 2
+            (parameter * scale * (number + 1)).sum().backward()
+            found.append(parameter.item())
+        return found
+
+    assert train(True) == train(False)
+
+
+def a_hook_that_steps_too_late_for_a_sum() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = sgd([parameter])
+    steps = False
+    parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step() if steps else None)
+    hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+    parameter.sum().backward()
+    steps = True
+    with raises(hvd.InvalidArgumentError, "after its reduction", "zero_grad()"):
+        parameter.sum().backward()
+    optimizer.zero_grad()
+    parameter.sum().backward()
+    assert_same_bits([parameter.detach()])
+
+
 def schedulers_work(before: bool) -> None:
     module, oracle = model(), model()
     plain, oracle_optimizer = sgd(module.parameters()), sgd(oracle.parameters())
