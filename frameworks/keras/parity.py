@@ -1,15 +1,13 @@
-"""Models of Keras, for migrations from and to other frameworks: their files and outputs."""
+"""Models of Keras, for migrations from and to other frameworks: their files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.training.keras.weights import to_numpy, weights_of
+from polyhvd.training.keras.weights import outputs_of, to_numpy, weights_of
 
 __all__ = ["load_file", "outputs_of", "save_file", "to_numpy", "weights_of"]
 
@@ -45,32 +43,3 @@ def save_file(model: Any, path: str) -> None:
         model.save(path)
     else:
         model.save_weights(path)
-
-
-def outputs_of(model: Any, inputs: Sequence[Any]) -> tuple[Any, bool]:
-    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
-
-    Args:
-        model: that is run once.
-        inputs: as the other frameworks take them. A model whose images have their channels last gets them so.
-
-    Returns:
-        the outputs, and whether images in them have their channels last.
-    """
-    expected = getattr(model, "input_shape", None)
-    shapes = list(expected) if isinstance(expected, list) else [expected]
-    given, last = [], False
-    for number, array in enumerate(inputs):
-        shape = shapes[number] if number < len(shapes) else None
-        if array.ndim > 2 and isinstance(shape, tuple):
-            moved = np.moveaxis(array, 1, -1)
-            if not _fits(array.shape, shape) and _fits(moved.shape, shape):
-                array, last = np.ascontiguousarray(moved), True
-        given.append(array)
-    made = model(given if len(given) > 1 else given[0], training=False)
-    return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), last
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    pairs = zip(shape, expected, strict=False)
-    return len(shape) == len(expected) and all(e is None or e == s for s, e in pairs)

@@ -230,14 +230,14 @@ def _is_trained(layer: Block) -> bool:
     return bool(own) and not isinstance(layer, nn.BatchNorm) and all(each.grad_req == "null" for each in own)
 
 
-def on_input(layer: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given in training; returns what ends that.
+def on_input(layer: Block, tell: Callable[[Any], None], *, trained: bool = True) -> Callable[[], None]:
+    """Have ``tell`` called with what a layer is given, by default in training; returns what ends that.
 
     A block that is hybridized calls none of those within it: see :func:`run_as_written`.
     """
 
     def hear(_: Block, given: tuple[Any, ...]) -> None:
-        if given and isinstance(given[0], NDArray) and _is_trained(layer):
+        if given and isinstance(given[0], NDArray) and (not trained or _is_trained(layer)):
             tell(given[0])
 
     return layer.register_forward_pre_hook(hear).detach

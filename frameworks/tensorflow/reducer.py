@@ -85,6 +85,10 @@ class TensorflowExchange(Exchange[Any]):
         """A new tensor."""
         return tf.reshape(tensor, shape)
 
+    def taken(self, tensor: tf.Tensor, places: Sequence[int]) -> tf.Tensor:
+        """A new tensor."""
+        return tf.gather(tensor, list(places), axis=-1)
+
     def divided(self, gradient: Any, divisor: int) -> Any:
         """A tensor or slices, divided."""
         return sparse.divided(gradient, divisor)

@@ -120,11 +120,13 @@ def _is_trained(layer: torch.nn.Module) -> bool:
     )
 
 
-def on_input(layer: torch.nn.Module, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given in training; returns what ends that."""
+def on_input(
+    layer: torch.nn.Module, tell: Callable[[Any], None], *, trained: bool = True
+) -> Callable[[], None]:
+    """Have ``tell`` called with what a layer is given, by default in training; returns what ends that."""
 
     def hear(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if _is_trained(layer):
+        if not trained or _is_trained(layer):
             tell(given[0] if given else next(iter(named.values()), None))
 
     return layer.register_forward_pre_hook(hear, with_kwargs=True).remove
@@ -285,7 +287,15 @@ def outputs_of(model: torch.nn.Module, inputs: Sequence[Any]) -> tuple[Any, bool
     Returns:
         the outputs, and whether images in them have their channels last.
     """
+    first = next(model.parameters(), torch.zeros(()))
+    given = [torch.from_numpy(each).to(first.device) for each in inputs]
+    given = [each.to(first.dtype) if each.is_floating_point() else each for each in given]
+    trained = [module for module in model.modules() if module.training]
     model.eval()
-    with torch.no_grad():
-        made = model(*map(torch.from_numpy, inputs))
+    try:
+        with torch.no_grad():
+            made = model(*given)
+    finally:
+        for module in trained:
+            module.training = True
     return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), False

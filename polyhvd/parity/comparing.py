@@ -30,15 +30,16 @@ Array = np.ndarray[Any, Any]
 
 
 class ParityError(AssertionError):
-    """Ranks have different values where they should have the same; raised on all of them.
+    """Ranks, or models, have different values where they should have the same; raised on all ranks.
 
     Args:
-        comparison: what was found.
+        found: the comparison of a tensor, or a sentence.
     """
 
-    def __init__(self, comparison: Comparison) -> None:
-        super().__init__(str(comparison))
-        self.comparison = comparison
+    def __init__(self, found: Comparison | str) -> None:
+        super().__init__(str(found))
+        #: None: no tensor was compared.
+        self.comparison = None if isinstance(found, str) else found
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from polyhvd.parity import proving
 from polyhvd.parity.folders import NoRoomError, WorkFolder, work_folder
 from polyhvd.parity.jobs import end_with_parent
 from polyhvd.parity.migrating_side import FRAMEWORKS, Said, Task
@@ -133,13 +134,21 @@ def _migrate(options: argparse.Namespace) -> int:
     with _beside(options.target, folder) as made:
         file = f"{made.path}/model{ending}"
         written = _side(Task(target, options.model, file, read.inputs, read), options.timeout)
-        compared = _compared(read.outputs, written.outputs, options.rtol)
+        compared = _compared(read.run.outputs, written.run.outputs, options.rtol)
         shape = ", ".join("x".join(map(str, each.shape)) for each in read.inputs)
         told = (
             f"outputs of {source} and {target} on inputs {shape} differ by {compared.largest:.2g} at most, "
             f"where their root mean square is {compared.scale:.2g}"
         )
         if not compared.agrees:
+            pairs = {weight.name: weight.source for weight in written.weights if weight.source}
+            found = proving.finding(written.run, read.run, pairs)
+            if found is not None and found.is_mapping:
+                raise _Failed(
+                    f"{told}: more than --rtol {options.rtol:g}: {found.text}; add its weights to layouts in "
+                    f"{options.model}; nothing was written",
+                    1,
+                )
             raise _Failed(
                 f"{told}: more than --rtol {options.rtol:g}. The weights match, so the models compute "
                 "something else: compare epsilons, padding, activations and the order of dimensions; nothing "
@@ -225,7 +234,7 @@ def _side(task: Task, timeout_s: float) -> Said:
 
 
 def _check_finite(said: Said, what: str) -> None:
-    if not all(np.isfinite(each).all() for each in said.outputs):
+    if not all(np.isfinite(each).all() for each in said.run.outputs):
         raise _Failed(f"{what} makes NaNs or infinities of the inputs, which prove nothing", 1)
 
 

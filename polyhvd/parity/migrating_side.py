@@ -12,14 +12,15 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polyhvd.errors import InvalidArgumentError
-from polyhvd.parity import loading, pairing
+from polyhvd.errors import InvalidArgumentError, UnsupportedError
+from polyhvd.parity import loading, models, pairing, proving
+from polyhvd.training.mapping import Weight
 
 __all__ = ["FRAMEWORKS", "Said", "Task", "main"]
 
@@ -53,7 +54,7 @@ class Said:
     framework: str = ""
     weights: list[Any] = field(default_factory=list)
     inputs: list[Array] = field(default_factory=list)
-    outputs: list[Array] = field(default_factory=list)
+    run: proving.Ran = field(default_factory=proving.Ran)
 
 
 class _Refused(Exception):
@@ -84,16 +85,17 @@ def _work(task: Task) -> Said:
     make = _made(file, task)
     inputs = _inputs(file, task)
     model = make()
-    outputs = _outputs(adapter, model, inputs, task)  # which gives layers their shapes
+    _run(model, [], inputs, task)  # which gives layers their shapes
     source = task.source
     if source is None:
         _told(lambda: adapter.load_file(model, task.file), 3)
-        outputs = _outputs(adapter, model, inputs, task)
-        given = _told(lambda: pairing.given_of(adapter.weights_of(model)), 3)
-        return Said(framework=task.framework, weights=given, inputs=inputs, outputs=outputs)
+        weights = _told(lambda: _weights(adapter, model, file, task), 3)
+        run = _run(model, weights, inputs, task)
+        given = pairing.given_of(weights)
+        return Said(framework=task.framework, weights=given, inputs=inputs, run=run)
     sides = (task.framework, source.framework)
     names = getattr(file, "names", None)
-    mine = _told(lambda: adapter.weights_of(model), 3)
+    mine = _told(lambda: _weights(adapter, model, file, task), 3)
     convert = getattr(file, "convert", None)
     given = _told(lambda: pairing.converted(source.weights, convert), 3)
     pairs = _told(lambda: pairing.paired(mine, given, names, sides), 3)
@@ -101,10 +103,19 @@ def _work(task: Task) -> Said:
     adapter.save_file(model, task.file)
     # What is proved is what the file has, in another model.
     again = make()
-    _outputs(adapter, again, inputs, task)
+    _run(again, [], inputs, task)
     _told(lambda: adapter.load_file(again, task.file), 3)
     found = [loading.Loaded(w.name, other.name, w.layout.common_shape) for w, other in pairs]
-    return Said(framework=task.framework, weights=found, outputs=_outputs(adapter, again, inputs, task))
+    weights = adapter.weights_of(again)  # Gluon counts models in their names
+    named = [replace(weight, name=w.name) for weight, w in zip(weights, mine, strict=True)]
+    run = _run(again, named, inputs, task)
+    return Said(framework=task.framework, weights=found, run=run)
+
+
+def _weights(adapter: Any, model: Any, file: Any, task: Task) -> list[Weight]:
+    """Of a model, with the layouts that the model file has for its framework."""
+    layouts = getattr(file, "layouts", {}).get(task.framework, {})
+    return models.laid_out(adapter.weights_of(model), layouts, f"layouts[{task.framework!r}]")
 
 
 def _imported(path: str) -> Any:
@@ -168,25 +179,23 @@ def _inputs(file: Any, task: Task) -> list[Array]:
     return arrays
 
 
-def _outputs(adapter: Any, model: Any, inputs: list[Array], task: Task) -> list[Array]:
+def _run(model: Any, weights: list[Weight], inputs: list[Array], task: Task) -> proving.Ran:
     """What the model makes, in the form of channels first."""
     try:
-        made, channels_last = adapter.outputs_of(model, inputs)
+        return proving.ran(model, weights, inputs)
     except Exception as error:
         told = ", ".join(f"{each.dtype} {'x'.join(map(str, each.shape))}" for each in inputs)
         raise _Refused(
             f"the model of {task.framework} does not take inputs of {told}: {_in_a_line(error)}",
             3,
         ) from error
-    made = made if isinstance(made, list) else [made]
-    return [np.moveaxis(each, -1, 1) if channels_last and each.ndim > 2 else each for each in made]
 
 
 def _told(function: Callable[[], Any], status: int) -> Any:
     """What a function returns; what it refuses is told in a line."""
     try:
         return function()
-    except (InvalidArgumentError, OSError) as error:
+    except (InvalidArgumentError, OSError, UnsupportedError) as error:
         raise _Refused(str(error).removeprefix("parity.load: "), status) from error
     except Exception as error:  # files that are no files of weights
         raise _Refused(_in_a_line(error), 2) from error

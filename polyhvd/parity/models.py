@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
-from polyhvd.errors import InvalidArgumentError
+from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight, WeightMapping
@@ -102,6 +102,7 @@ def mapping(
 
     Raises:
         InvalidArgumentError: weights are not made yet, or ``layouts`` names one that there is not.
+        UnsupportedError: a layer moves axes so that the order of a weight's inputs is not known.
         RankMismatchError: the ranks' models are not alike; on every rank, with the first weight that differs.
         NotInitializedError: before ``init()``.
 
@@ -128,6 +129,7 @@ def laid_out(weights: list[Weight], layouts: Mapping[str, Layout], what: str) ->
 
     Raises:
         InvalidArgumentError: there is no such weight, or it has another shape.
+        UnsupportedError: a layer moves axes so that the order of a weight's inputs is not known.
     """
     unknown = sorted(layouts.keys() - {weight.name for weight in weights})
     if unknown:
@@ -141,5 +143,13 @@ def laid_out(weights: list[Weight], layouts: Mapping[str, Layout], what: str) ->
             raise InvalidArgumentError(
                 f"{what}[{weight.name!r}] is of shape {list(layout.shape)}, and the weight "
                 f"of {list(weight.layout.shape)}"
+            )
+    for weight in weights:
+        if weight.unfollowed and weight.name not in layouts:
+            raise UnsupportedError(
+                f"parity: {weight.name!r}: {weight.unfollowed} moves the axes of its inputs in a way that "
+                "is not followed, so the order that they have in other frameworks is not known; pass "
+                f"{what}={{{weight.name!r}: parity.Layout({weight.layout.shape}, ...)}} with the layout of "
+                "the weight, or make the rows with Flatten"
             )
     return [replace(weight, layout=layouts.get(weight.name, weight.layout)) for weight in weights]

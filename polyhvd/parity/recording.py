@@ -18,7 +18,7 @@ from polyhvd.parity.pages import Page
 from polyhvd.parity.traces import Facts, Key, Trace, common_input
 from polyhvd.training.mapping import Weight
 
-__all__ = ["Recorder", "layers_of", "view_of"]
+__all__ = ["Recorder", "first_of", "layers_of", "view_of"]
 
 Array = np.ndarray[Any, Any]
 #: Dtype and shape, as the core has found them.
@@ -43,7 +43,7 @@ def view_of(tensor: Any) -> Any:
     return tensor if hasattr(type(tensor), "__dlpack_c_exchange_api__") else None
 
 
-def _first(given: Any) -> Any:
+def first_of(given: Any) -> Any:
     """The tensor itself, or the first one of several; None: there is none."""
     while not hasattr(type(given), "shape") and isinstance(given, (list, tuple, Mapping)):
         given = next(iter(given.values() if isinstance(given, Mapping) else given), None)
@@ -223,10 +223,10 @@ class Recorder:
         row = self._row(*key, max(number - 1, 0), self.layers[max(number - 1, 0)].name)
         common = weight.layout.common_shape
         inputs = common[1] if weight.role == "kernel" and len(common) == 2 else None
-        is_plain = not weight.channels_last and weight.layout.view is None
+        is_plain = not weight.channels_last and not weight.rows
 
         def tell(tensor: Any) -> None:
-            tensor = _first(tensor)
+            tensor = first_of(tensor)
             if tensor is None or self._is_deaf:
                 return
             if getattr(weight.layer, "training", True):  # PyTorch says so; else statistics stay
@@ -243,7 +243,7 @@ class Recorder:
         last, number = self.layers[-1], len(self.layers)
         key = ("activation", number)
         row = self._row(*key, number - 1, last.name)
-        tensor = _first(tensor)
+        tensor = first_of(tensor)
         if tensor is None or self._is_deaf:
             return
         view = None if last.channels_last else self._view_of(tensor)

@@ -359,13 +359,20 @@ def _is_padded(trace: Trace, reference: Trace) -> bool:
 
 def common_input(array: Array, weight: Weight) -> Array:
     """What a layer is given, as PyTorch's would be: channels first, and rows of images in that order."""
-    layout = weight.layout
-    if weight.role == "kernel" and len(layout.common_shape) == 2:
-        inputs = layout.common_shape[1]
-        if array.shape[-1] != inputs:  # a dense layer of Gluon's takes images as they are
-            return array.reshape(len(array), -1)
-        if layout.view is not None:
-            image = array.reshape(len(array), *layout.view[:-1])
-            return np.moveaxis(image, -1, 1).reshape(len(array), -1)
+    common = weight.layout.common_shape
+    if weight.role == "kernel" and len(common) == 2 and array.shape[-1] != common[1]:
+        return array.reshape(len(array), -1)  # a dense layer of Gluon's takes images as they are
+    if weight.rows and array.shape[-1] == sum(map(math.prod, weight.rows)):
+        ends = np.cumsum([math.prod(part) for part in weight.rows])[:-1]
+        parts = zip(np.split(array, ends, axis=-1), weight.rows, strict=True)
+        lead = array.shape[:-1]
+        return np.concatenate(
+            [
+                np.moveaxis(each.reshape(*lead, *part), -1, len(lead)).reshape(*lead, -1)
+                for each, part in parts
+            ],
+            axis=-1,
+        )
+    if weight.role == "kernel" and len(common) == 2:
         return array
     return np.moveaxis(array, -1, 1) if weight.channels_last and array.ndim > 2 else array

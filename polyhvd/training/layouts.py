@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 __all__ = ["Layout"]
 
 T = TypeVar("T")
@@ -16,9 +18,9 @@ T = TypeVar("T")
 class Layout:
     """The way from a weight as it lies in its framework to the common form, and back.
 
-    The tensor is reshaped to ``view``, its axes are permuted, the result is reshaped to ``common``, and
-    blocks of its first axis change places. The
-    common form is what PyTorch and Gluon have: OIHW for convolutions, [units, inputs] for dense layers, and
+    The tensor is reshaped to ``view``, its axes are permuted, the result is reshaped to ``common``, numbers
+    along its last axis change places, and so do blocks of its first axis. The common form is that of PyTorch
+    and Gluon: OIHW for convolutions, [units, inputs] for dense layers, and
     channels before height and width where an image was flattened.
 
     Args:
@@ -28,6 +30,8 @@ class Layout:
         common: the shape in common; None: that of the permuted view.
         blocks: of as many equal parts of the first axis, such as the gates of a cell, which one of these the
             common form has in each place; None: none change places.
+        order: of the last axis, which place before this step the common form has in each place; None: none
+            change places.
 
     Example::
 
@@ -40,6 +44,7 @@ class Layout:
     axes: tuple[int, ...] | None = None
     common: tuple[int, ...] | None = None
     blocks: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         viewed = self.viewed_shape
@@ -49,6 +54,8 @@ class Layout:
         for other in (viewed, self.common_shape):
             if math.prod(other) != math.prod(self.shape):
                 raise ValueError(f"a weight of shape {self.shape} cannot be seen as {other}")
+        if self.order is not None and sorted(self.order) != list(range(self.common_shape[-1])):
+            raise ValueError(f"order is no permutation of the last axis of {self.common_shape}")
 
     @property
     def viewed_shape(self) -> tuple[int, ...]:
@@ -69,27 +76,45 @@ class Layout:
     @property
     def is_common(self) -> bool:
         """Whether the weight lies in common form."""
-        return self.axes is None and self.blocks is None and self.common_shape == self.shape
+        return (
+            self.axes is None
+            and self.blocks is None
+            and self.order is None
+            and self.common_shape == self.shape
+        )
 
     def to_common(
-        self, tensor: T, transpose: Callable[[T, Sequence[int]], T], reshape: Callable[[T, Sequence[int]], T]
+        self,
+        tensor: T,
+        transpose: Callable[[T, Sequence[int]], T],
+        reshape: Callable[[T, Sequence[int]], T],
+        take: Callable[[T, Sequence[int]], T],
     ) -> T:
         """A tensor that is laid out as the weight, in common form but for its blocks.
 
         Args:
             tensor: of :attr:`shape`.
-            transpose, reshape: of its framework; they are given the tensor, and the axes or the new shape.
+            transpose, reshape, take: of its framework; they are given the tensor, and the axes, the new
+                shape, or places of the last axis.
         """
         if self.view is not None:
             tensor = reshape(tensor, self.view)
         if self.axes is not None:
             tensor = transpose(tensor, self.axes)
-        return tensor if self.common is None else reshape(tensor, self.common)
+        if self.common is not None:
+            tensor = reshape(tensor, self.common)
+        return tensor if self.order is None else take(tensor, self.order)
 
     def from_common(
-        self, tensor: T, transpose: Callable[[T, Sequence[int]], T], reshape: Callable[[T, Sequence[int]], T]
+        self,
+        tensor: T,
+        transpose: Callable[[T, Sequence[int]], T],
+        reshape: Callable[[T, Sequence[int]], T],
+        take: Callable[[T, Sequence[int]], T],
     ) -> T:
         """The inverse of :meth:`to_common`."""
+        if self.order is not None:
+            tensor = take(tensor, np.argsort(self.order).tolist())
         if self.common is not None:
             tensor = reshape(tensor, self.permuted_shape)
         if self.axes is not None:
@@ -98,14 +123,14 @@ class Layout:
 
     def array_to_common(self, array: Any) -> Any:
         """:meth:`to_common` of a NumPy array, with its blocks."""
-        whole = self.to_common(array, _transpose, _reshape)
+        whole = self.to_common(array, _transpose, _reshape, _take)
         return whole if self.blocks is None else _with_blocks(whole, self.blocks)
 
     def array_from_common(self, array: Any) -> Any:
         """The inverse of :meth:`array_to_common`."""
         if self.blocks is not None:
             array = _with_blocks(array, [self.blocks.index(block) for block in range(len(self.blocks))])
-        return self.from_common(array, _transpose, _reshape)
+        return self.from_common(array, _transpose, _reshape, _take)
 
 
 def _transpose(array: Any, axes: Sequence[int]) -> Any:
@@ -119,3 +144,7 @@ def _with_blocks(array: Any, order: Sequence[int]) -> Any:
 
 def _reshape(array: Any, shape: Sequence[int]) -> Any:
     return array.reshape(shape)
+
+
+def _take(array: Any, places: Sequence[int]) -> Any:
+    return array[..., list(places)]

@@ -40,6 +40,10 @@ class Weight:
             be loaded, but its gradients do not meet those of other frameworks.
         layer: that has it; None: not known.
         channels_last: whether the layer takes images, or rows of them, whose channels come last.
+        rows: shapes of images that are behind each other in the rows that the layer takes, channels last;
+            empty: none.
+        unfollowed: the layer that moves axes so that the order of this weight's inputs is not known; empty:
+            it is known.
     """
 
     name: str
@@ -53,6 +57,8 @@ class Weight:
     is_whole: bool = True
     layer: Any = None
     channels_last: bool = False
+    rows: tuple[tuple[int, ...], ...] = ()
+    unfollowed: str = ""
 
     @property
     def form(self) -> tuple[str, tuple[int, ...], str, bool]:

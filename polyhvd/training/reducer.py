@@ -126,6 +126,10 @@ class Exchange(Generic[T]):
         """A dense tensor in another shape, row by row."""
         return cast(T, cast(Any, tensor).reshape(shape))
 
+    def taken(self, tensor: T, places: Sequence[int]) -> T:
+        """A dense tensor with the numbers along its last axis in another order."""
+        return cast(T, cast(Any, tensor)[..., list(places)])
+
     def identity(self, source: Any) -> Any:
         """What tells variables apart, the same for a variable and what wraps it."""
         return id(source)
@@ -173,6 +177,7 @@ class GradientReducer(Generic[T]):
         sources: Mapping[Any, Any] | None = None,
     ) -> None:
         self.exchange = exchange
+        self._moves = exchange.transposed, exchange.reshaped, exchange.taken
         self.prefix = prefix
         self.options = options
         self.process_set = options.process_set
@@ -432,9 +437,7 @@ class GradientReducer(Generic[T]):
                 for (key, gradient, _, context, layout), result in zip(packed, results(), strict=True):
                     restored = self._restored(result, context) if is_compressed else result
                     if layout is not None:
-                        restored = layout.from_common(
-                            restored, self.exchange.transposed, self.exchange.reshaped
-                        )
+                        restored = layout.from_common(restored, *self._moves)
                     finished[key] = self.exchange.put(key, gradient, restored)
             except Exception as error:
                 first_error = first_error or error
@@ -477,7 +480,7 @@ class GradientReducer(Generic[T]):
         if layout is not None and layout.is_common:
             layout = None
         if layout is not None:
-            tensor = layout.to_common(tensor, self.exchange.transposed, self.exchange.reshaped)
+            tensor = layout.to_common(tensor, *self._moves)
         if self._keyed is not None:
             self._begin_in_this_world(self._keyed)
             name = names[key]

@@ -223,6 +223,14 @@ def test_a_model_with_two_inputs_and_fused_projections_comes_over(tmp_path: Path
     ("change", "status", "told"),
     [
         (('activation="relu"', 'activation="sigmoid"'), 1, "so the models compute something else"),
+        (
+            (
+                "nn.Flatten(), nn.Dense",
+                "nn.HybridLambda(lambda F, x: F.transpose(x, (0, 2, 3, 1))), nn.Dense",
+            ),
+            1,
+            "dense0_weight' / '4.weight' is given the same numbers as in torch, in another order",
+        ),
         (("units=5", "units=7"), 3, "the models are not alike: at weight 6"),
         (("def gluon_model", "def other"), 2, "has no function gluon_model(), which is to return"),
         (
@@ -231,7 +239,7 @@ def test_a_model_with_two_inputs_and_fused_projections_comes_over(tmp_path: Path
             "ended with SIGKILL",
         ),
     ],
-    ids=["activation", "units", "function", "killed"],
+    ids=["activation", "order", "units", "function", "killed"],
 )
 def test_models_that_do_not_match_are_told_in_a_line_and_nothing_is_written(
     trained: Path, change: tuple[str, str], status: int, told: str

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyhvd import parity
 
-__all__ = ["CASES", "computes_the_same"]
+__all__ = ["CASES", "averages_gradients", "computes_the_same"]
 
 Array = np.ndarray[Any, Any]
 _Model = tuple[Any, Callable[[Array], Any]]
@@ -25,9 +25,15 @@ CASES = {
     "slopes of channels": (2, 3, 6, 5),
     "group normalization": (2, 3, 7, 6),
     "batch normalization without scale and offset": (6, 3),
+    "two layers of the same rows": (2, 3, 6, 5),
+    "rows beside channels": (2, 3, 6, 5),
+    "rows of two branches": (2, 3, 6, 5),
+    "branches of equal layers": (2, 4),
+    "images of units": (2, 4),
 }
 _IMAGES_LAST = {"rows in a class of its own", "separable convolution", "slopes of channels"}
-_IMAGES_LAST |= {"group normalization", "steps of a convolution as rows"}
+_IMAGES_LAST |= {"group normalization", "steps of a convolution as rows", "two layers of the same rows"}
+_IMAGES_LAST |= {"rows beside channels", "rows of two branches"}
 
 
 def _torch(case: str) -> _Model:
@@ -43,6 +49,31 @@ def _torch(case: str) -> _Model:
             q, k, v = (part(x).reshape(2, 5, 2, 4).transpose(1, 2) for part in self.parts[:3])
             heads = nn.functional.scaled_dot_product_attention(q, k, v)
             return self.parts[3](heads.transpose(1, 2).reshape(2, 5, 8))
+
+    class Graph(nn.Module):
+        def __init__(self, function: Callable[..., Any], *parts: Any) -> None:
+            super().__init__()
+            self.parts, self.function = nn.ModuleList(parts), function
+
+        def forward(self, x: Any) -> Any:
+            return self.function(x, *self.parts)
+
+    def joined(*tensors: Any) -> Any:
+        return torch.cat(tensors, 1)
+
+    def two_layers(x: Any, convolution: Any, one: Any, other: Any) -> Any:
+        rows = convolution(x).flatten(1)
+        return joined(one(rows), other(rows))
+
+    def beside(x: Any, convolution: Any, norm: Any, dense: Any) -> Any:
+        x = convolution(x)
+        return dense(norm(joined(x.flatten(1), x.mean((2, 3)))))
+
+    def branches(x: Any, one: Any, other: Any, dense: Any) -> Any:
+        return dense(joined(one(x).flatten(1), other(x).flatten(1)))
+
+    def equal(x: Any, first: Any, second: Any, other: Any, dense: Any) -> Any:
+        return dense(joined(other(x), second(first(x))))
 
     model = {
         "steps of a convolution as rows": lambda: nn.Sequential(
@@ -62,6 +93,24 @@ def _torch(case: str) -> _Model:
         "group normalization": lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(3, 6)),
         "batch normalization without scale and offset": lambda: nn.Sequential(
             nn.BatchNorm1d(3, affine=False), nn.Linear(3, 2)
+        ),
+        "two layers of the same rows": lambda: Graph(
+            two_layers, nn.Conv2d(3, 4, 3), nn.Linear(48, 3), nn.Linear(48, 5)
+        ),
+        "rows beside channels": lambda: Graph(
+            beside, nn.Conv2d(3, 4, 3), nn.BatchNorm1d(52), nn.Linear(52, 3)
+        ),
+        "rows of two branches": lambda: Graph(
+            branches, nn.Conv2d(3, 4, 3), nn.Conv2d(3, 2, 2), nn.Linear(88, 3)
+        ),
+        "branches of equal layers": lambda: Graph(
+            equal, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(8, 3)
+        ),
+        "images of units": lambda: nn.Sequential(
+            nn.Linear(4, 60),
+            nn.BatchNorm1d(60),
+            nn.Unflatten(1, (5, 4, 3)),
+            nn.ConvTranspose2d(5, 2, 3),
         ),
     }[case]()
     model.eval()
@@ -95,6 +144,33 @@ def _gluon(case: str) -> _Model:
             heads = mx.nd.batch_dot(scores, v).reshape((2, 2, 5, 4)).transpose((0, 2, 1, 3))
             return self.parts[3](heads.reshape((2, 5, 8)))
 
+    class Graph(Block):  # type: ignore[misc]
+        def __init__(self, function: Callable[..., Any], *parts: Any) -> None:
+            super().__init__()
+            self.function, self.parts = function, parts
+            for part in parts:
+                self.register_child(part)
+
+        def forward(self, x: Any) -> Any:
+            return self.function(x, *self.parts)
+
+    def joined(*tensors: Any) -> Any:
+        return mx.nd.concat(*(tensor.flatten() for tensor in tensors), dim=1)
+
+    def two_layers(x: Any, convolution: Any, one: Any, other: Any) -> Any:
+        x = convolution(x)
+        return joined(one(x), other(x))
+
+    def beside(x: Any, convolution: Any, norm: Any, dense: Any) -> Any:
+        x = convolution(x)
+        return dense(norm(joined(x, x.mean((2, 3)))))
+
+    def branches(x: Any, one: Any, other: Any, dense: Any) -> Any:
+        return dense(joined(one(x), other(x)))
+
+    def equal(x: Any, first: Any, second: Any, other: Any, dense: Any) -> Any:
+        return dense(joined(other(x), second(first(x))))
+
     layers = {
         "steps of a convolution as rows": [
             nn.Conv1D(4, 3),
@@ -111,6 +187,16 @@ def _gluon(case: str) -> _Model:
         "batch normalization without scale and offset": [
             nn.BatchNorm(scale=False, center=False),
             nn.Dense(2),
+        ],
+        "two layers of the same rows": [Graph(two_layers, nn.Conv2D(4, 3), nn.Dense(3), nn.Dense(5))],
+        "rows beside channels": [Graph(beside, nn.Conv2D(4, 3), nn.BatchNorm(), nn.Dense(3))],
+        "rows of two branches": [Graph(branches, nn.Conv2D(4, 3), nn.Conv2D(2, 2), nn.Dense(3))],
+        "branches of equal layers": [Graph(equal, *map(nn.Dense, (4, 4, 4, 3)))],
+        "images of units": [
+            nn.Dense(60),
+            nn.BatchNorm(),
+            nn.HybridLambda(lambda F, x: x.reshape((-1, 5, 4, 3))),
+            nn.Conv2DTranspose(2, 3),
         ],
     }[case]
     net = nn.Sequential()
@@ -136,9 +222,33 @@ def _keras(case: str) -> _Model:
         def call(self, x: Any) -> Any:
             return self.dense(self.flatten(self.convolution(x)))
 
-    if case == "attention":
+    def two_layers(x: Any) -> Any:
+        rows = layers.Flatten()(layers.Conv2D(4, 3)(x))
+        return layers.Concatenate()([layers.Dense(3)(rows), layers.Dense(5)(rows)])
+
+    def beside(x: Any) -> Any:
+        x = layers.Conv2D(4, 3)(x)
+        rows = layers.Concatenate()([layers.Flatten()(x), layers.GlobalAveragePooling2D()(x)])
+        return layers.Dense(3)(layers.BatchNormalization(epsilon=1e-5)(rows))
+
+    def branches(x: Any) -> Any:
+        rows = [layers.Flatten()(layers.Conv2D(units, size)(x)) for units, size in ((4, 3), (2, 2))]
+        return layers.Dense(3)(layers.Concatenate()(rows))
+
+    def equal(x: Any) -> Any:
+        long = layers.Dense(4)(layers.Dense(4)(x))
+        return layers.Dense(3)(layers.Concatenate()([layers.Dense(4)(x), long]))
+
+    functions = {
+        "attention": lambda x: layers.MultiHeadAttention(2, 4)(x, x),
+        "two layers of the same rows": two_layers,
+        "rows beside channels": beside,
+        "rows of two branches": branches,
+        "branches of equal layers": equal,
+    }
+    if case in functions:
         given = keras.Input(shape)
-        model = keras.Model(given, layers.MultiHeadAttention(2, 4)(given, given))
+        model = keras.Model(given, functions[case](given))
     elif case == "rows in a class of its own":
         model = Rows()
         model(np.zeros((1, *shape), np.float32))
@@ -168,6 +278,12 @@ def _keras(case: str) -> _Model:
                     "batch normalization without scale and offset": lambda: [
                         layers.BatchNormalization(epsilon=1e-5, scale=False, center=False),
                         layers.Dense(2),
+                    ],
+                    "images of units": lambda: [
+                        layers.Dense(60),
+                        layers.BatchNormalization(epsilon=1e-5),
+                        layers.Reshape((4, 3, 5)),
+                        layers.Conv2DTranspose(2, 3),
                     ],
                 }[case](),
             ]
@@ -204,3 +320,43 @@ def computes_the_same(name: str, case: str) -> None:
             np.testing.assert_allclose(
                 other, made[root], rtol=1e-4, atol=1e-4, err_msg=f"{case}, {framework}"
             )
+
+
+def averages_gradients(name: str) -> None:
+    """Ranks that apply each its own gradients of one mapping end with the same weights."""
+    driver = drivers.get(name)
+    model, _ = _NETS[driver.framework]("rows beside channels")
+    mapping = parity.mapping(model, prefix="rows")
+    mapping.broadcast(root_rank=0)
+    images = np.random.default_rng([3, driver.hvd.rank()]).standard_normal((2, 3, 6, 5)).astype(np.float32)
+    if driver.framework == "torch":
+        import torch
+
+        optimizer = driver.hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), mapping=mapping
+        )
+        model(torch.from_numpy(images)).square().mean().backward()
+        optimizer.step()
+    elif driver.framework == "mxnet":
+        import mxnet as mx
+
+        trainer = driver.hvd.DistributedTrainer(
+            model.collect_params(), "sgd", {"learning_rate": 0.1}, mapping=mapping
+        )
+        with mx.autograd.record():
+            loss = model(mx.nd.array(images)).square().mean()
+        loss.backward()
+        trainer.step(1)
+    else:
+        import keras
+        import tensorflow as tf
+
+        optimizer = driver.hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), mapping=mapping)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(np.moveaxis(images, 1, -1), training=True) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    for weight in parity.models.weights_of(model):
+        if weight.trainable:
+            found = driver.hvd.allgather_object(weight.layout.array_to_common(weight.read()))
+            for other in found:
+                np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-5, err_msg=weight.name)

@@ -12,7 +12,7 @@ import pytest
 
 from polyhvd import parity
 
-__all__ = ["by_name", "convolutions", "recurrent", "refused"]
+__all__ = ["by_name", "convolutions", "moved", "proven", "recurrent", "refused"]
 
 Array = np.ndarray[Any, Any]
 _WORDS, _INPUTS, _UNITS = 20, 6, 5
@@ -136,3 +136,75 @@ def refused(name: str) -> None:
         parity.load(net.model, from_="weights.pt")
     for weight, kept in zip(parity.models.weights_of(net.model), before, strict=True):
         np.testing.assert_array_equal(weight.read(), kept)
+
+
+def moved(name: str) -> None:
+    """Images that Keras makes rows or steps of in another way than Flatten: all ranks refuse, by name."""
+    driver = drivers.get(name)
+    model = mixed_training.net_of(driver.framework).model
+    unsupported = driver.hvd.UnsupportedError
+    for moves in ("Permute", "Reshape"):
+        if driver.framework == "tensorflow":
+            import keras
+            from keras import layers
+
+            turned = layers.Permute((1, 3, 2)) if moves == "Permute" else layers.Reshape((3, 16))
+            steps = [turned, layers.Reshape((-1, 4 if moves == "Permute" else 16))]
+            model = keras.Sequential([layers.Input((6, 5, 3)), layers.Conv2D(4, 3), *steps, layers.LSTM(5)])
+            with pytest.raises(unsupported, match=f"lstm.*kernel.*{moves} '.*not followed"):
+                parity.load(model, from_=model)
+        with pytest.raises(unsupported, match=f"lstm.*kernel.*{moves} '.*not followed"):
+            parity.load(model, from_=0)
+
+
+def proven(name: str) -> None:
+    """A model of Keras whose code makes rows by a function: the check names the layer, on every rank."""
+    driver = drivers.get(name)
+    if driver.framework == "torch":
+        from torch import nn
+
+        model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(48, 3))
+    elif driver.framework == "mxnet":
+        import mxnet as mx
+        from mxnet.gluon import nn as gluon
+
+        mx.util.set_np_shape(False)  # as Gluon has it; other tests of this process change it
+        model = gluon.HybridSequential()
+        model.add(gluon.Conv2D(4, 3, in_channels=3), gluon.Dense(3, in_units=48))
+        model.initialize()
+        model.hybridize()
+    else:
+        import keras
+        from keras import layers, ops
+
+        class Rows(keras.Model):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.convolution, self.dense = layers.Conv2D(4, 3), layers.Dense(3)
+
+            def call(self, x: Any) -> Any:
+                return self.dense(ops.reshape(self.convolution(x), (-1, 48)))
+
+        model = Rows()
+        model(np.zeros((1, 6, 5, 3), np.float32))
+    weights = parity.models.weights_of(model)
+    before = [weight.read() for weight in weights]
+    images = np.random.default_rng(5).standard_normal((2, 3, 6, 5)).astype(np.float32)
+    for check in (None, images):
+        with pytest.raises(
+            parity.ParityError, match=r"mapping is wrong for layer '.*dense.*nothing was loaded"
+        ):
+            parity.load(
+                model, from_=driver.hvd.allgather_object(driver.framework).index("tensorflow"), check=check
+            )
+        for weight, array in zip(weights, before, strict=True):
+            np.testing.assert_array_equal(weight.read(), array)
+    layouts = {}
+    if driver.framework == "tensorflow":
+        layout = parity.Layout((48, 3), view=(4, 3, 4, 3), axes=(3, 2, 0, 1), common=(3, 48))
+        layouts = {weights[2].name: layout}
+    parity.load(model, from_=0, layouts=layouts, check=images)
+    with pytest.raises(
+        driver.hvd.InvalidArgumentError, match=r"does not take inputs of .*nothing was loaded"
+    ):
+        parity.load(model, from_=0, layouts=layouts, check=images[:, :2])

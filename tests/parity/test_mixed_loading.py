@@ -26,6 +26,18 @@ def test_a_layer_computes_the_same_with_the_weights_of_another_frameworks_layer(
     ranks.run(mixed_layers.computes_the_same, case)
 
 
+def test_gradients_of_rows_in_other_orders_are_averaged_in_common_form(ranks: Ranks) -> None:
+    ranks.run(mixed_layers.averages_gradients)
+
+
+def test_a_layer_that_moves_axes_in_an_unknown_way_is_refused_by_name_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(mixed_loading.moved)
+
+
+def test_a_wrong_mapping_is_found_by_the_outputs_and_the_weights_are_restored(ranks: Ranks) -> None:
+    ranks.run(mixed_loading.proven)
+
+
 def test_weights_of_a_file_are_found_by_rules_for_names(ranks: Ranks) -> None:
     ranks.run(mixed_loading.by_name)
 

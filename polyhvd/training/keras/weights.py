@@ -11,17 +11,20 @@ import numpy as np
 
 from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.training.interception import Stepping, intercept
-from polyhvd.training.keras.layouts import Rows, is_a, layout_of
+from polyhvd.training.keras.layouts import Rows, built_shape, layout_of, places_of, unfollowed
+from polyhvd.training.keras.orders import Order, Orders, Shape, is_a
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
     "check_optimizer",
+    "example_inputs",
     "on_evaluation",
     "on_input",
     "on_output",
     "on_step",
+    "outputs_of",
     "rate_of",
     "states_of",
     "to_numpy",
@@ -54,17 +57,22 @@ def weights_of(model: Any) -> list[Weight]:
     """
     found: list[Weight] = []
     seen: set[int] = set()
-    rows = Rows()
-    for layer in _layers(model):
+    layers = list(_layers(model))
+    orders, rows = Orders(layers), Rows()
+    for layer in layers:
         rows.see(layer)
+        units = orders.units_of(layer)
         for variable in _own_variables(layer):
             if id(variable) in seen:
                 continue
             seen.add(id(variable))
+            order = orders.of(layer)
+            if order is None:
+                order = rows.of(variable.shape[0] if len(variable.shape) else 0)
             if is_a(layer, *_CELLS):
-                found += _of_cell(layer, variable)
+                found += _of_cell(layer, variable, order)
             else:
-                found.append(_weight(layer, variable, rows.of()))
+                found.append(_weight(layer, variable, order, units))
         rows.leave(layer)
     if not found:
         raise InvalidArgumentError(
@@ -85,7 +93,24 @@ def _layers(model: Any) -> Iterator[Any]:
         if id(layer) not in seen:
             seen.add(id(layer))
             yield layer
-            waiting += reversed(layer._layers)
+            waiting += reversed(_as_called(layer))
+
+
+def _as_called(layer: Any) -> list[Any]:
+    """The layers of a layer; those of a graph in the order in which the program has called them.
+
+    Keras has the layers of a graph by their depth, so that those of several branches are mixed.
+    """
+    calls: dict[int, int] = {}
+    for nodes in getattr(getattr(layer, "_functional", None) or layer, "_nodes_by_depth", {}).values():
+        for node in nodes:
+            name = str(getattr(node.output_tensors[0], "name", "")) if node.output_tensors else ""
+            base, _, number = name.rpartition("_")
+            if not node.is_input and base == "keras_tensor" and number.isdigit():
+                known = calls.get(id(node.operation), int(number))
+                calls[id(node.operation)] = min(known, int(number))
+    found: list[Any] = layer._layers
+    return sorted(found, key=lambda each: calls.get(id(each), -1))
 
 
 def _own_variables(layer: Any) -> list[Any]:
@@ -102,14 +127,16 @@ def _own_variables(layer: Any) -> list[Any]:
 _CELLS = {"LSTMCell": None, "GRUCell": (1, 0, 2), "SimpleRNNCell": None}
 
 
-def _of_cell(cell: Any, variable: Any) -> list[Weight]:
+def _of_cell(cell: Any, variable: Any, order: Order) -> list[Weight]:
     """A variable of a recurrent cell, as the weights that other frameworks have: they have two biases."""
-    weight = _weight(cell, variable, None)
+    weight = _weight(cell, variable, order)
     gates = next(order for name, order in _CELLS.items() if is_a(cell, name))
     shape = tuple(variable.shape)
     if weight.role != "bias":
-        role = "state kernel" if weight.role == "state kernel" else "input kernel"
-        return [replace(weight, role=role, layout=Layout(shape, axes=(1, 0), blocks=gates))]
+        if weight.role == "state kernel":
+            return [replace(weight, layout=Layout(shape, axes=(1, 0), blocks=gates))]
+        layout = Layout(shape, axes=(1, 0), blocks=gates, order=places_of(order, shape[0]))
+        return [replace(weight, role="input kernel", layout=layout)]
     if len(shape) == 2:  # the two of a GRU
 
         def part(row: int) -> Weight:
@@ -146,21 +173,24 @@ def _of_cell(cell: Any, variable: Any) -> list[Weight]:
     return [replace(weight, role="input bias", is_whole=False), state]
 
 
-def _weight(layer: Any, variable: Any, rows: tuple[int, ...] | None) -> Weight:
+def _weight(layer: Any, variable: Any, order: Order, units: Shape | None = None) -> Weight:
     path = getattr(variable, "path", variable.name)
     last = path.rpartition("/")[2].partition(":")[0]
     dtype = variable.dtype if isinstance(variable.dtype, str) else variable.dtype.name
+    role, shape = _ROLES.get(last, ""), tuple(variable.shape)
     return Weight(
         name=path,
-        role=_ROLES.get(last, ""),
+        role=role,
         source=variable,
-        layout=layout_of(layer, last, _ROLES.get(last, ""), tuple(variable.shape), rows),
+        layout=layout_of(layer, last, role, shape, order, units),
         dtype=dtype,
         trainable=bool(variable.trainable),
         read=lambda: to_numpy(variable),
         write=lambda array: _write(variable, array),
         layer=layer,
         channels_last=_is_channels_last(layer),
+        rows=order.parts,
+        unfollowed=unfollowed(layer, role, shape, order),
     )
 
 
@@ -170,8 +200,8 @@ def _is_channels_last(layer: Any) -> bool:
     return getattr(layer, "data_format", None) == "channels_last"
 
 
-def on_input(layer: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given; returns what ends that."""
+def on_input(layer: Any, tell: Callable[[Any], None], *, trained: bool = True) -> Callable[[], None]:
+    """Have ``tell`` called with what a layer is given, in any pass; returns what ends that."""
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tell(args[0] if args else next(iter(kwargs.values()), None))
@@ -189,6 +219,67 @@ def on_output(model: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
         return made
 
     return intercept(model, "call", call)
+
+
+def example_inputs(model: Any) -> list[Any] | None:
+    """Random arrays of NumPy that a model takes, as it takes them; None: its shapes are not known.
+
+    Args:
+        model: of Keras.
+    """
+    rng = np.random.default_rng(0)
+    found: list[Any] = []
+    for shape, dtype in _inputs_of(model):
+        if None in shape[1:]:
+            return None
+        is_whole = "int" in dtype or dtype == "bool"
+        size = (2, *shape[1:])
+        made = rng.integers(0, 2, size) if is_whole else rng.standard_normal(size)
+        found.append(made.astype(dtype if is_whole else "float32"))
+    return found or None
+
+
+def _inputs_of(model: Any) -> list[tuple[tuple[Any, ...], str]]:
+    """Shapes, of any batch, and dtypes of the inputs of a model, as far as they are known."""
+    try:
+        tensors = list(model.inputs or ())
+    except (AttributeError, TypeError):
+        tensors = []
+    found = [
+        (tuple(tensor.shape), tensor.dtype if isinstance(tensor.dtype, str) else tensor.dtype.name)
+        for tensor in tensors
+    ]
+    if not found and (built := built_shape(model)) is not None:
+        found = [((None, *built[1:]), "float32")]
+    return found
+
+
+def outputs_of(model: Any, inputs: Sequence[Any]) -> tuple[Any, bool]:
+    """What a model makes of arrays of NumPy, not as in training: an array, or a list of them.
+
+    Args:
+        model: that is run once.
+        inputs: as the other frameworks take them. A model whose images have their channels last gets them so.
+
+    Returns:
+        the outputs, and whether images in them have their channels last.
+    """
+    shapes = [shape for shape, _ in _inputs_of(model)]
+    given, last = [], False
+    for number, array in enumerate(inputs):
+        if array.ndim > 2 and number < len(shapes):
+            shape = shapes[number]
+            moved = np.moveaxis(array, 1, -1)
+            if not _fits(array.shape, shape) and _fits(moved.shape, shape):
+                array, last = np.ascontiguousarray(moved), True
+        given.append(array)
+    made = model(given if len(given) > 1 else given[0], training=False)
+    return [to_numpy(each) for each in made] if isinstance(made, (list, tuple)) else to_numpy(made), last
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    pairs = zip(shape, expected, strict=False)
+    return len(shape) == len(expected) and all(e is None or e == s for s, e in pairs)
 
 
 def on_evaluation(model: Any, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
