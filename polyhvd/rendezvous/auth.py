@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 __all__ = [
     "NO_RANK",
     "OTHER_SECRET",
+    "REFUSAL",
     "Answerer",
     "AuthError",
     "Caller",
@@ -41,6 +42,8 @@ __all__ = [
 
 #: Stands where a rank would: for the store's server, and for a launcher.
 NO_RANK = -1
+#: In place of a caller's proof, to an answerer that does not know the secret: so it learns of that, too.
+REFUSAL = bytes(32)
 #: What an AuthError says of a peer that speaks this protocol, and does not know the secret.
 OTHER_SECRET = "the peer does not know this job's secret"
 

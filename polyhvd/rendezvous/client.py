@@ -54,13 +54,15 @@ class ConnectedStore(Store):
         self._server = server
         self.secret = secret
         self.job = job
+        #: Ranks in whose name processes have called that have another secret, as far as is known here.
+        self.strangers: set[int] = set()
         if connection.family != socket.AF_UNIX:
             self.address = connection.getsockname()[0]  # as the server's host reaches it
 
     @property
     def peer_address(self) -> str:
         """The server's address, as this host reaches it; empty: it is on this host."""
-        return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getpeername()[0])
+        return network.peer_address(self._socket)
 
     def close(self) -> None:
         """Close the connection; the server forgets this rank's own values."""

@@ -17,9 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyhvd.rendezvous import network
-from polyhvd.rendezvous.auth import Answerer, AuthError, Caller, Greeting, SessionKeys
+from polyhvd.rendezvous.auth import (
+    OTHER_SECRET,
+    REFUSAL,
+    Answerer,
+    AuthError,
+    Caller,
+    Greeting,
+    SessionKeys,
+)
 
-__all__ = ["Authenticated", "Handshakes", "Outgoing"]
+__all__ = ["Authenticated", "Handshakes", "OnOtherSecret", "Outgoing"]
 
 _ACCEPTS_PER_TURN = 64
 _EVICTABLE_AFTER_S = 0.5
@@ -27,6 +35,7 @@ _RETRY_FIRST_S = 0.02
 _RETRY_LAST_S = 1.0
 
 Admit = Callable[[Greeting], bool]
+OnOtherSecret = Callable[[Greeting, str], None]
 
 
 @dataclass
@@ -70,13 +79,22 @@ class Handshakes:
 
     ``poll`` never blocks beyond its timeout.
     ``admit`` says of an incoming greeting, before it is proved, whether it is wanted at all.
+    ``on_other_secret`` is called with the greeting and address of a peer that does not know the secret, which
+    may be anybody.
     """
 
     def __init__(
-        self, secret: bytes, admit: Admit, *, patience_s: float = 5.0, pending_max: int = 256
+        self,
+        secret: bytes,
+        admit: Admit,
+        *,
+        patience_s: float = 5.0,
+        pending_max: int = 256,
+        on_other_secret: OnOtherSecret | None = None,
     ) -> None:
         self._secret = secret
         self._admit = admit
+        self._on_other_secret = on_other_secret
         self._patience_s = patience_s
         self._pending_max = pending_max
         self._selector = selectors.DefaultSelector()
@@ -262,11 +280,21 @@ class Handshakes:
             else:
                 self._connected(pending)
         except AuthError as error:
+            if str(error) == OTHER_SECRET:
+                self._tell_of_other_secret(pending)
             self._drop(pending, str(error), hopeless=True)
         except BlockingIOError:
             pass
         except OSError as error:
             self._drop(pending, error.strerror or str(error))
+
+    def _tell_of_other_secret(self, pending: _Pending) -> None:
+        greeting = pending.machine.greeting
+        with contextlib.suppress(OSError):
+            if pending.outgoing is not None:
+                pending.connection.send(REFUSAL, socket.MSG_NOSIGNAL)
+            elif self._on_other_secret is not None and greeting is not None:
+                self._on_other_secret(greeting, network.peer_address(pending.connection))
 
     def _connected(self, pending: _Pending) -> None:
         code = pending.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -31,6 +31,7 @@ __all__ = [
     "parse_endpoint",
     "parse_endpoints",
     "peer",
+    "peer_address",
     "probe",
     "resolve",
     "tune",
@@ -54,6 +55,11 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(data)
     return int(process), int(user)
+
+
+def peer_address(connection: socket.socket) -> str:
+    """The peer's address, as this host sees it; empty: a Unix socket. Raises OSError if the peer is gone."""
+    return "" if connection.family == socket.AF_UNIX else str(connection.getpeername()[0])
 
 
 def abstract_listeners(prefix: str) -> list[tuple[str, int, int]]:

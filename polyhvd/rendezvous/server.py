@@ -18,7 +18,7 @@ from collections.abc import Callable
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import NO_RANK, Greeting, SessionKeys
 from polyhvd.rendezvous.frames import BEAT, READ_BYTES, REFUSED, FrameReader, Header, pack_frame, tampered
-from polyhvd.rendezvous.handshakes import Handshakes
+from polyhvd.rendezvous.handshakes import Handshakes, OnOtherSecret
 from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 from polyhvd.rendezvous.store import COUNT_MAX, StoreError
 from polyhvd.rendezvous.values import Values, Waiter
@@ -49,6 +49,7 @@ class Server:
         listener: a socket that listens already, in its place; it now belongs to the server, which has no
             ``endpoint`` then.
         generation: that peers have to be of; None: any.
+        on_other_secret: see :class:`polyhvd.rendezvous.handshakes.Handshakes`; on the server's thread.
         observe: called with scope, index and value of what peers write, on the server's thread; it must not
             wait.
     """
@@ -60,6 +61,7 @@ class Server:
         *,
         listener: socket.socket | None = None,
         generation: int | None = None,
+        on_other_secret: OnOtherSecret | None = None,
         observe: Callable[[str, int, bytes], None] | None = None,
     ) -> None:
         self.endpoint = ""
@@ -71,7 +73,7 @@ class Server:
             listener = _listener(address)
             self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._values = Values[_Peer]()
-        self._handshakes = Handshakes(secret, self._admit)
+        self._handshakes = Handshakes(secret, self._admit, on_other_secret=on_other_secret)
         self._handshakes.listen(listener)
         self._added: deque[socket.socket] = deque()  # for the thread; append and popleft are atomic
         self._wake_read, self._wake_write = os.pipe()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import json
+import logging
 import os
 import secrets
 import select
@@ -45,6 +46,10 @@ _TICK_S = 0.1
 _GRACE_S = 3.0
 _FILE_BYTES_MAX = 65536
 
+_SAME_SECRET = "POLYHVD_SECRET (or the file that POLYHVD_SECRET_FILE names) has to be the same on all ranks"
+_STRANGERS_MAX = 16  # that rank 0 warns of
+_LOG = logging.getLogger("polyhvd")
+
 #: Family and address of a socket.
 Place = tuple[int, Any]
 
@@ -63,9 +68,11 @@ class HostedStore(ConnectedStore):
         secret: bytes,
         *,
         job: str,
+        strangers: set[int],
         at_end: Callable[[], None],
     ) -> None:
         super().__init__(passed.connection, passed.keys, secret, job=job, server="the store of this process")
+        self.strangers = strangers
         self._hosted = server
         self._at_end = at_end
 
@@ -85,6 +92,10 @@ class Way(abc.ABC):
         key: tells this job from others; the same on all its ranks.
         secret: that a peer has to prove; empty: the way itself finds out.
     """
+
+    #: Whether only processes of this user can stand where rank 0 is looked for. Otherwise one with another
+    #: secret may be anybody's, and rank 0 is waited for until the deadline.
+    _knows_peers = False
 
     def __init__(self, key: str, secret: bytes = b"") -> None:
         self._key = key
@@ -121,11 +132,19 @@ class Way(abc.ABC):
             store = ConnectedStore(passed.connection, passed.keys, self._secret, job=job, server="rank 0")
             return self._agreed(store, deadline)
         listener, places = self._listen(generation)
-        server = Server(self._secret, listener=listener, generation=generation)
+        strangers = _Strangers()
+        server = Server(
+            self._secret, listener=listener, generation=generation, on_other_secret=strangers.warn_of
+        )
         try:
             passed = self._reach(lambda: places, greeting, deadline)
             hosted = HostedStore(
-                server, passed, self._secret, job=job, at_end=lambda: self._forget(generation)
+                server,
+                passed,
+                self._secret,
+                job=job,
+                strangers=strangers.ranks,
+                at_end=lambda: self._forget(generation),
             )
             return self._agreed(hosted, deadline)
         except BaseException:
@@ -136,19 +155,25 @@ class Way(abc.ABC):
     def _reach(self, look: Callable[[], list[Place]], greeting: Greeting, deadline: float) -> Authenticated:
         """The first connection that proves the secret, at any of the places that ``look`` tells."""
         dials = _Dials(greeting)
+        is_refused = False
         try:
             while (now := time.monotonic()) < deadline:
                 dials.try_all(look(), self._secret)
                 if (passed := dials.wait(min(deadline, now + _LOOK_S))) is not None:
                     return passed
-                if dials.refused_for_good:
-                    raise StoreError(
-                        f"{self.description}: {OTHER_SECRET}; POLYHVD_SECRET (or the file that "
-                        "POLYHVD_SECRET_FILE names) has to be the same on all ranks"
-                    )
+                if not is_refused and dials.refused_for_good:
+                    if self._knows_peers:
+                        break
+                    is_refused = True
+                    _LOG.warning("rank %d: %s", greeting.source, self._other_secret())
+            if dials.were_refused:
+                raise StoreError(self._other_secret())
             raise NobodyFoundError(self.description)
         finally:
             dials.close()
+
+    def _other_secret(self) -> str:
+        return f"{self.description}: {OTHER_SECRET}; {_SAME_SECRET}"
 
     def _forget(self, generation: int) -> None:
         """Remove on rank 0 what others have found it by; nothing, unless a way has left something."""
@@ -165,6 +190,8 @@ class NearbyWay(Way):
     No secret is needed; one that is given has to be the same all the same. For the connections
     between them the ranks get one that rank 0 makes.
     """
+
+    _knows_peers = True
 
     def __init__(self, key: str, secret: bytes = b"") -> None:
         super().__init__(key, derive_secret(secret, key))
@@ -366,6 +393,25 @@ class SharedFileWay(Way):
             self._file(generation).unlink()
 
 
+class _Strangers:
+    """Processes that call rank 0 with another secret. They prove nothing, so they only are warned of."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()  # in whose names they call
+
+    def warn_of(self, greeting: Greeting, address: str) -> None:
+        """Log it once for each rank."""
+        if greeting.source in self.ranks or len(self.ranks) == _STRANGERS_MAX:
+            return
+        self.ranks.add(greeting.source)
+        _LOG.warning(
+            "rank 0: a process on %s calls as rank %d, and does not know this job's secret; %s",
+            address.removeprefix("::ffff:") or "this host",
+            greeting.source,
+            _SAME_SECRET,
+        )
+
+
 class _Dials:
     """Tries to connect to many places at once."""
 
@@ -377,9 +423,14 @@ class _Dials:
         self._other_since = 0.0
 
     @property
+    def were_refused(self) -> bool:
+        """Whether somebody who speaks polyhvd's protocol has had another secret."""
+        return self._other_since > 0
+
+    @property
     def refused_for_good(self) -> bool:
         """Whether whoever speaks polyhvd's protocol there has had another secret for a while."""
-        return self._other_since > 0 and time.monotonic() >= self._other_since + _OTHER_SECRET_S
+        return self.were_refused and time.monotonic() >= self._other_since + _OTHER_SECRET_S
 
     def try_all(self, places: list[Place], secret: bytes) -> None:
         """Try these places, too, and those again that have failed for good."""

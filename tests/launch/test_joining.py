@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fork_servers import IMPORTS, ForkServers
-from joining import DEADLINE_S, SECRET, WORK, Job, environment, free_port
+from joining import SECRET, WORK, Job, environment, free_port
 
 from polyhvd import HorovodInternalError
 from polyhvd.config import Settings
@@ -185,14 +185,39 @@ def test_the_second_of_two_that_are_one_rank_is_told(
     assert any("another process of this job is rank 1, too" in error for error in errors), errors
 
 
-def test_another_secret_is_told_in_a_line(hand: dict[str, str]) -> None:
-    several = {**hand, "LOCAL_WORLD_SIZE": "1"}
+def test_another_secret_is_told_in_a_line_on_both_sides(hand: dict[str, str]) -> None:
+    several = {**hand, "LOCAL_WORLD_SIZE": "1", "POLYHVD_START_TIMEOUT": "5"}
     with Job() as job:
         job.rank(**several, RANK="0", POLYHVD_SECRET=SECRET)
         job.rank(**several, RANK="1", POLYHVD_SECRET="00" * 32)
-        _, error = job.processes[1].communicate(timeout=DEADLINE_S)
-        assert job.processes[1].returncode == 1
-    assert "does not know this job's secret; POLYHVD_SECRET" in last_line(error)
+        (status, _, error), (other_status, _, other) = job.finish()
+    assert (status, other_status) == (1, 1)
+    assert "for ranks [1] (of 2): processes that call as ranks [1] have another secret" in last_line(error)
+    assert "calls as rank 1, and does not know this job's secret" in error
+    assert "does not know this job's secret; POLYHVD_SECRET" in last_line(other)
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "why"),
+    [
+        (0o620, 0, "other users may write to it (mode 620); chmod 600 it"),
+        (0o602, 0, "other users may write to it (mode 602); chmod 600 it"),
+        (0o600, 65534, "user 65534 owns it, and this process is of user 0; use a file of this user's"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_secret_s_file_on_which_another_user_decides_is_refused(
+    hand: dict[str, str], tmp_path: Path, mode: int, user: int, why: str
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(mode)
+    os.chown(path, user, -1)
+    with Job() as job:
+        job.rank(RANK="0", POLYHVD_SECRET_FILE=str(path), **hand)
+        ((status, _, error),) = job.finish()
+    assert status == 1
+    assert f"ConfigError: POLYHVD_SECRET_FILE={path}: {why}" in last_line(error)
 
 
 def test_a_network_that_is_trusted_is_warned_of(hand: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.auth import NO_RANK, Caller, Greeting, new_secret, parse_secret
+from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
@@ -179,22 +181,70 @@ def test_another_user_s_socket_is_passed_over() -> None:
     assert [result[0] for result in results] == [[b"0", b"1"]] * 2
 
 
-@pytest.mark.parametrize("kind", ["nearby", "ports"])
-def test_another_secret_is_told_soon(kind: str) -> None:
-    key = f"secret {kind} {os.getpid()}"
+def another_secret(kind: str) -> tuple[Way, Way]:
+    """The ways of rank 0, and of a rank with another secret."""
+    key = f"secret {kind} {os.getpid()} {time.monotonic_ns()}"
+    if kind == "nearby":
+        return NearbyWay(key, SECRET), NearbyWay(key, OTHER)
+    return PortsWay(key, SECRET, "127.0.0.1"), PortsWay(key, OTHER, "127.0.0.1")
 
-    def way(secret: bytes) -> Way:
-        return NearbyWay(key, secret) if kind == "nearby" else PortsWay(key, secret, "127.0.0.1")
 
+OTHER_SECRET = "does not know this job's secret; POLYHVD_SECRET .* has to be the same on all ranks"
+
+
+def test_another_secret_on_this_user_s_socket_is_an_error_soon() -> None:
+    root, stranger = another_secret("nearby")
     began = time.monotonic()
-    with (
-        way(SECRET).open(0, 1, began + WAIT_S),
-        pytest.raises(
-            StoreError, match=r"does not know this job's secret; POLYHVD_SECRET .* has to be the same"
-        ),
-    ):
-        way(OTHER).open(1, 1, began + WAIT_S)
+    with root.open(0, 1, began + WAIT_S), pytest.raises(StoreError, match=OTHER_SECRET):
+        stranger.open(1, 1, began + WAIT_S)
     assert time.monotonic() - began < WAIT_S / 2
+
+
+@pytest.mark.parametrize("kind", ["nearby", "ports"])
+def test_rank_0_warns_soon_of_a_rank_with_another_secret(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    root, stranger = another_secret(kind)
+    with (
+        root.open(0, 1, time.monotonic() + WAIT_S) as store,
+        pytest.raises(StoreError, match=OTHER_SECRET),
+    ):
+        stranger.open(1, 1, time.monotonic() + 1.0)
+    (warning,) = [text for text in caplog.messages if text.startswith("rank 0: a process on ")]
+    assert re.search("calls as rank 1, and " + OTHER_SECRET, warning)
+    assert store.strangers == {1}
+
+
+def test_another_secret_on_a_port_is_warned_of_soon_and_an_error_when_the_time_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    root, stranger = another_secret("ports")
+    began = time.monotonic()
+    with root.open(0, 1, began + WAIT_S), pytest.raises(StoreError, match=OTHER_SECRET):
+        stranger.open(1, 1, began + 4.0)
+    assert time.monotonic() - began >= 4.0
+    (record,) = [record for record in caplog.records if record.getMessage().startswith("rank 1: ")]
+    assert re.search(OTHER_SECRET, record.getMessage())
+
+
+def test_an_impostor_does_not_end_ranks_that_come_before_rank_0() -> None:
+    ways = [PortsWay(f"early {os.getpid()}", SECRET, "127.0.0.1") for _ in range(2)]
+    with ExitStack() as stack:
+        for port in ways[0]._ports()[:2]:
+            stack.enter_context(Server(OTHER, listener=socket.create_server(("127.0.0.1", port))))
+        results = meet(list(ways), delays_s=(4.0, 0.0))
+    assert [result[0] for result in results] == [[b"0", b"1"]] * 2
+
+
+def test_a_rank_that_connects_to_several_addresses_is_no_stranger() -> None:
+    """The tries that it gives up close after the greeting, and prove nothing."""
+    strangers: list[int] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with Server(SECRET, listener=listener, on_other_secret=lambda said, _: strangers.append(said.source)):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(Caller(SECRET, Greeting("store", 1, 1, NO_RANK)).hello)
+            assert connection.recv(8)
+        Client(f"127.0.0.1:{port}", SECRET, rank=2, generation=1, deadline=time.monotonic() + WAIT_S).close()
+    assert strangers == []
 
 
 def test_jobs_with_one_secret_keep_apart_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:

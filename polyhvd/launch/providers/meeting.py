@@ -56,6 +56,8 @@ def given_secret(launched: Launched) -> bytes:
             text = _read_file(Path(launched.secret_file).expanduser()).decode("ascii")
         except OSError as error:
             raise ConfigError(f"{name}: {error.strerror}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
         except ValueError:
             raise ConfigError(f"{name}: the job's secret must be hexadecimal") from None
     try:
@@ -69,6 +71,7 @@ def _read_file(path: Path) -> bytes:
     deadline, found = time.monotonic() + _FILE_WAIT_S, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        _check_owner(os.fstat(descriptor))
         while len(found) < _FILE_BYTES_MAX:
             if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 break
@@ -79,6 +82,19 @@ def _read_file(path: Path) -> bytes:
         return found
     finally:
         os.close(descriptor)
+
+
+def _check_owner(found: os.stat_result) -> None:
+    """Raise ConfigError for a file whose content another user decides on, other than root."""
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISFIFO(found.st_mode):
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"user {found.st_uid} owns it, and this process is of user {os.geteuid()}; "
+            "use a file of this user's"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"other users may write to it (mode {stat.S_IMODE(found.st_mode):o}); chmod 600 it")
 
 
 def told_to_all(launched: Launched) -> str:
@@ -265,9 +281,16 @@ class _Placing:
             try:
                 values = self._store.take(request)
             except GatherTimeoutError as error:
+                strangers = sorted(self._store.strangers.intersection(error.missing))
+                why = "they have not called init(); POLYHVD_START_TIMEOUT sets the time"
+                if strangers:
+                    why = (
+                        f"processes that call as ranks {strangers} have another secret; POLYHVD_SECRET (or "
+                        "the file that POLYHVD_SECRET_FILE names) has to be the same on all ranks"
+                    )
                 raise PeerLostError(
-                    f"rank {self._rank} waited {wait_s:g} s for ranks {error.missing} (of {self._size}): "
-                    "they have not called init(); POLYHVD_START_TIMEOUT sets the time"
+                    f"rank {self._rank} waited {wait_s:g} s for ranks {error.missing} "
+                    f"(of {self._size}): {why}"
                 ) from None
             self._check_failure()
             if values is not None:
