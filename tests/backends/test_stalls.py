@@ -192,13 +192,54 @@ def test_ranks_that_wait_for_each_other_are_shown_with_what_they_wait_for(
     pool = start(LAYOUTS["shm"])
     pool.start(wait_for_another, release)
     report = pool.note(0, REPORT_S)
-    while "only.0" not in report or "only.1" not in report:  # each rank has a second of its own
+    while "waits for allreduce 'only.0'" not in report:  # each rank has a second of its own
         report = pool.note(0, REPORT_S)
     release.touch()
     end(pool)
     assert "rank 0 waits for rank 1" in report
     assert "it waits for allreduce 'only.0'\n" in report
     assert "it waits for allreduce 'only.1'\n" in report
+
+
+def test_a_repeated_report_is_one_line_that_names_the_setting(
+    start: Callable[[PoolSpec], Pool], release: Path
+) -> None:
+    pool = start(LAYOUTS["shm"])
+    begin(pool, 1, be_late, release)
+    first, second = pool.note(0, REPORT_S), pool.note(0, REPORT_S)
+    release.touch()
+    end(pool)
+    who = (
+        r"only rank 0 has submitted allreduce 'grad\.0' \(test_stalls\.py:\d+\), \d+ s ago; "
+        "rank 1 has submitted nothing"
+    )
+    assert re.match(f"stalled: {who}\n  rank 0 waits for rank 1 in 1 operation:\n", first), first
+    setting = "; set POLYHVD_STALL_SHUTDOWN_TIME_SECONDS to end a job that stalls"
+    assert re.fullmatch(f"still stalled: {who}{setting}", second), second
+
+
+def evaluate_on_rank_0(release: Path) -> None:
+    for _ in range(3):
+        hvd.allreduce(np.ones(4), op=hvd.Sum)
+    if hvd.rank() > 0:
+        return write_a_checkpoint(release)
+    logging.getLogger("polyhvd").addHandler(Records())
+    worker.note(sys._getframe().f_lineno + 1)
+    hvd.allreduce(np.ones(4), op=hvd.Sum)
+    return None
+
+
+def test_a_call_without_a_name_that_one_rank_makes_is_shown_with_its_line(
+    start: Callable[[PoolSpec], Pool], release: Path
+) -> None:
+    """All ranks know calls without a name by their tensors, so that only the rank has the line."""
+    pool = start(LAYOUTS["shm"])
+    pool.start(evaluate_on_rank_0, release)
+    line, report = pool.note(0), pool.note(0, REPORT_S)
+    release.touch()
+    pool.kill()
+    assert report.startswith("stalled: only rank 0 has submitted allreduce 'allreduce.noname.3', "), report
+    assert f"alive, in evaluate_on_rank_0 (test_stalls.py:{line}); it last ran" in report, report
 
 
 def note_and_be_late() -> None:

@@ -637,6 +637,23 @@ TEST_CASE("stalled operations are told with who is absent, the oldest first") {
   CHECK(stalled[1].absent_ranks == std::vector<int>{0, 1});
 }
 
+TEST_CASE(
+    "a stalled operation has the line of its call, as a hit that of the call that was agreed on") {
+  Desk desk(3);
+  Request cached = allreduce(0, "cached");
+  cached.where = "train.py:7";
+  const CacheId id = desk.agree(cached);
+  Request asked = allreduce(1, "asked");
+  asked.where = "train.py:8";
+  desk.request(asked);
+  desk.now += seconds(2);
+  desk.hit(2, id);
+  const auto stalled = desk.coordinator.stalled(desk.now, seconds(0));
+  REQUIRE(stalled.size() == 2);
+  CHECK(stalled[0].where == "train.py:8");
+  CHECK(stalled[1].where == "train.py:7");
+}
+
 TEST_CASE("a stall keeps its age when a hit becomes a side of a renegotiation") {
   Desk desk(3);
   const CacheId id = desk.agree(allreduce(0));

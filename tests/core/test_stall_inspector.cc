@@ -9,7 +9,14 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 Stalled stalled(std::string name, int age_s, std::vector<int> ready, std::vector<int> absent) {
-  return {kWorld, std::move(name), seconds(age_s), std::move(ready), std::move(absent)};
+  return {kWorld,
+          std::move(name),
+          seconds(age_s),
+          std::move(ready),
+          std::move(absent),
+          OpKind::kAllreduce,
+          {},
+          "train.py:7"};
 }
 
 // An inspector whose ranks are processes with ids of their own.
@@ -54,6 +61,80 @@ TEST_CASE("the absent ranks are asked once, and reported when all have answered"
         "    Thread \"MainThread\"\n"
         "      File\n"
         "  rank 3 (pid 103): stopped");
+}
+
+TEST_CASE("a report begins with the one rank that has submitted, and with what the others have") {
+  Desk desk;
+  desk.waiting = {stalled("x", 61, {0}, {1, 2, 3}), stalled("y", 5, {2}, {0, 1, 3})};
+  desk.begin();
+  CHECK(desk.report().starts_with(
+      "stalled: only rank 0 has submitted allreduce 'x' (train.py:7), 61 s "
+      "ago; ranks 1, 3 have submitted nothing; rank 2 has submitted "
+      "allreduce 'y' (train.py:7)\n"
+      "  rank 0 waits for ranks 1-3 in 1 operation:\n"
+      "    'x', for 61 s\n"));
+}
+
+TEST_CASE("the one rank that has submitted is asked, too, if the line of its call is unknown") {
+  Desk desk;
+  desk.waiting = {stalled("x", 61, {0}, {1})};
+  CHECK(desk.begin()->ranks == std::vector<std::int32_t>{1});
+  Desk other;
+  other.waiting = desk.waiting;
+  other.waiting[0].where.clear();
+  CHECK(other.begin()->ranks == std::vector<std::int32_t>{0, 1});
+  other.answer(0, "alive, in evaluate (train.py:31)");
+  const std::string report = other.report();
+  CHECK(report.starts_with("stalled: only rank 0 has submitted allreduce 'x', 61 s ago; rank 1 "));
+  CHECK(mentions(report, "\n  rank 0 (pid 100): alive, in evaluate (train.py:31)\n"));
+}
+
+TEST_CASE("a report on the same calls is one line, with the setting that ends the job") {
+  Desk desk;
+  desk.waiting = {stalled("x", 61, {0}, {1}), stalled("y", 61, {0}, {1})};
+  desk.begin();
+  desk.report();
+  desk.now += seconds(60);
+  desk.waiting = {stalled("x", 121, {0}, {1}), stalled("y", 121, {0}, {1})};
+  desk.begin();
+  CHECK(desk.report() ==
+        "still stalled: only rank 0 has submitted allreduce 'x' (train.py:7), 121 s ago; rank 1 "
+        "has submitted nothing; 2 operations are stalled; set "
+        "POLYHVD_STALL_SHUTDOWN_TIME_SECONDS to end a job that stalls");
+  desk.now += seconds(60);
+  desk.waiting = {stalled("x", 181, {0}, {1}), stalled("new", 61, {0}, {1})};
+  desk.begin();
+  CHECK(mentions(desk.report(), "\n  rank 0 waits for rank 1 in 2 operations:"));
+}
+
+TEST_CASE("a repeated report says after which time the job ends, if it does") {
+  Desk desk({seconds(60), seconds(600), seconds(2)});
+  for (const int age_s : {61, 121}) {
+    desk.waiting = {stalled("x", age_s, {0, 2}, {1, 3})};
+    desk.begin();
+    if (age_s == 61) desk.report();
+    if (age_s == 61) desk.now += seconds(60);
+  }
+  CHECK(desk.report() ==
+        "still stalled: ranks 0, 2 wait for ranks 1, 3 in allreduce 'x' (train.py:7), for 121 s; "
+        "the job ends after 600 s (POLYHVD_STALL_SHUTDOWN_TIME_SECONDS)");
+}
+
+TEST_CASE("a later call of a name that stalls as well is reported in full") {
+  Desk desk;
+  desk.begin();
+  desk.report();
+  desk.now += seconds(100);
+  desk.waiting = {stalled("x", 61, {0, 2}, {1, 3})};
+  desk.begin();
+  CHECK(mentions(desk.report(), "\n  ranks 0, 2 wait for "));
+}
+
+TEST_CASE("operations that have waited for less than the limit are not reported") {
+  Desk desk;
+  desk.begin();
+  desk.waiting = {stalled("x", 59, {0, 2}, {1, 3})};
+  CHECK(desk.report() == "");
 }
 
 TEST_CASE("ranks that say the same are told together") {

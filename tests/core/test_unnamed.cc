@@ -174,6 +174,7 @@ TEST_CASE("unnamed calls that wait are told as stalled") {
   REQUIRE(stalled.size() == 1);
   CHECK(stalled[0].name == "allreduce.noname.1");
   CHECK(stalled[0].absent_ranks == std::vector<int>{0, 1});
+  CHECK(stalled[0].where.empty());
 }
 
 // ---- a relay ----------------------------------------------------------------------

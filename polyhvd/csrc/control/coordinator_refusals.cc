@@ -68,7 +68,7 @@ void Coordinator::refuse_departed(const TurnKey& key, const std::string& name,
 std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double> at_least) const {
   std::vector<Stalled> found;
   const auto add_if_old = [&](const TurnKey& key, const std::string& name, Time since,
-                              const MemberMask& ready) {
+                              const MemberMask& ready, const std::vector<std::string>& where) {
     const std::chrono::duration<double> age = now - since;
     if (ready.empty() || age < at_least) return;
     Stalled& stalled = found.emplace_back(Stalled{key.process_set, name, age, {}, {}, key.kind});
@@ -76,6 +76,9 @@ std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double
     const std::span<const int> members = sets_.members(key.process_set);
     for (std::size_t i = 0; i < members.size(); ++i) {
       if (ready.contains(i)) {
+        if (stalled.ready_ranks.empty() && !where.empty()) {
+          stalled.where = where[std::min(i, where.size() - 1)];
+        }
         stalled.ready_ranks.push_back(members[i]);
       } else if (!joined_.contains(members[i])) {
         stalled.absent_ranks.push_back(members[i]);
@@ -84,15 +87,15 @@ std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double
   };
   for (const auto& [key, negotiation] : pending_) {
     add_if_old({key.first, negotiation.first.kind, negotiation.first.turn}, key.second,
-               negotiation.since, negotiation.present);
+               negotiation.since, negotiation.present, {negotiation.first.where});
   }
   for (const auto& [id, known] : known_) {
     const Agreement& agreement = *known.agreement;
-    add_if_old({agreement.process_set, agreement.kind, 0}, agreement.name, known.since,
-               known.ready);
+    add_if_old({agreement.process_set, agreement.kind, 0}, agreement.name, known.since, known.ready,
+               known.where);
   }
   for (const auto& [key, round] : rounds_) {
-    add_if_old(key, TurnName(key.kind, key.turn).text(), round.since, round.ready);
+    add_if_old(key, TurnName(key.kind, key.turn).text(), round.since, round.ready, {});
   }
   std::sort(found.begin(), found.end(), [](const Stalled& a, const Stalled& b) {
     if (a.age != b.age) return a.age > b.age;

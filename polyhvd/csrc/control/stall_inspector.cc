@@ -1,8 +1,8 @@
 #include "control/stall_inspector.h"
 
 #include <algorithm>
-#include <set>
-#include <utility>
+#include <iterator>
+#include <map>
 
 #include "control/disagreement.h"
 #include "control/uneven.h"
@@ -12,11 +12,65 @@ namespace {
 
 constexpr std::size_t kNamesShown = 10;
 constexpr std::size_t kProcessesShown = 4;
+constexpr std::string_view kShutdownSetting = "POLYHVD_STALL_SHUTDOWN_TIME_SECONDS";
 
-std::vector<int> absent_ranks(std::span<const Stalled> stalled) {
+bool is_lone(const Stalled& s) { return s.ready_ranks.size() == 1; }
+
+// The absent ranks, and those that wait without others where the line of their call is unknown.
+std::vector<int> ranks_to_ask(std::span<const Stalled> stalled) {
   std::set<int> ranks;
-  for (const Stalled& s : stalled) ranks.insert(s.absent_ranks.begin(), s.absent_ranks.end());
+  for (const Stalled& s : stalled) {
+    ranks.insert(s.absent_ranks.begin(), s.absent_ranks.end());
+    if (is_lone(s) && s.where.empty()) ranks.insert(s.ready_ranks.front());
+  }
   return {ranks.begin(), ranks.end()};
+}
+
+// In the order of their first ranks.
+class Groups {
+ public:
+  void add(std::string said, int rank) {
+    auto group = std::ranges::find(groups_, said, [](const auto& g) { return g.first; });
+    if (group == groups_.end()) group = groups_.insert(group, {std::move(said), {}});
+    group->second.push_back(rank);
+  }
+  auto begin() const { return groups_.begin(); }
+  auto end() const { return groups_.end(); }
+
+ private:
+  std::vector<std::pair<std::string, std::vector<int>>> groups_;  // ranks that say the same
+};
+
+std::string call_of(const Stalled& s) {
+  std::string text = subject(s.kind, s.name);
+  return s.where.empty() ? text : text + concat({" (", s.where, ")"});
+}
+
+std::string seconds_of(std::chrono::duration<double> time) {
+  return std::to_string(static_cast<long>(time.count())) + " s";
+}
+
+// "only rank 0 has submitted allreduce 'x' (train.py:7), 61 s ago; ranks 1-3 have submitted
+// nothing", on the oldest operation that a single rank waits for; empty without one.
+std::string text_of_lone(std::span<const Stalled> stalled, std::span<const Stalled> pending) {
+  const auto lone = std::ranges::find_if(stalled, is_lone);
+  if (lone == stalled.end()) return "";
+  std::map<int, const Stalled*> submitted;  // by rank, its oldest
+  for (const Stalled& s : pending) {
+    for (const int rank : s.ready_ranks) submitted.try_emplace(rank, &s);
+  }
+  Groups groups;
+  for (const int rank : lone->absent_ranks) {
+    const auto other = submitted.find(rank);
+    groups.add(other == submitted.end() ? "nothing" : call_of(*other->second), rank);
+  }
+  std::string text = concat({"only ", text_of_ranks(lone->ready_ranks), " has submitted ",
+                             call_of(*lone), ", ", seconds_of(lone->age), " ago"});
+  for (const auto& [what, ranks] : groups) {
+    text += concat({"; ", text_of_ranks(ranks),
+                    ranks.size() == 1 ? " has submitted " : " have submitted ", what});
+  }
+  return text;
 }
 
 std::string indented(std::string_view text, std::string_view by) {
@@ -57,8 +111,7 @@ std::string text_of_stalled(std::span<const Stalled> stalled) {
                     text_of_ranks(sides.first), " in ", std::to_string(members.size()),
                     members.size() == 1 ? " operation:" : " operations:"});
     for (std::size_t i = 0; i < std::min(members.size(), kNamesShown); ++i) {
-      const auto age_s = static_cast<long>(members[i]->age.count());
-      text += concat({"\n    '", members[i]->name, "', for ", std::to_string(age_s), " s"});
+      text += concat({"\n    '", members[i]->name, "', for ", seconds_of(members[i]->age)});
       const RunCount& runs = members[i]->runs;
       if (runs.is_exact && runs.count > 0) {
         text += concat({"; it is the ", ordinal(runs.count + 1), " of that name"});
@@ -93,9 +146,9 @@ std::optional<Inquiry> StallInspector::begin(std::span<const Stalled> stalled, T
   asking_ = true;
   deadline_ = now + std::chrono::duration_cast<Time::duration>(times_.patience);
   answers_.clear();
-  const std::vector<int> absent = absent_ranks(stalled);
-  const std::size_t asked = std::min(absent.size(), kRanksAskedMax);
-  inquiry_ = {inquiry_.number + 1, {absent.begin(), absent.begin() + static_cast<int>(asked)}};
+  const std::vector<int> ranks = ranks_to_ask(stalled);
+  const std::size_t asked = std::min(ranks.size(), kRanksAskedMax);
+  inquiry_ = {inquiry_.number + 1, {ranks.begin(), ranks.begin() + static_cast<int>(asked)}};
   return inquiry_;
 }
 
@@ -116,17 +169,54 @@ bool StallInspector::is_complete(Time now) const {
   return now >= deadline_ || std::ranges::all_of(inquiry_.ranks, is_known);
 }
 
-std::optional<StallReport> StallInspector::finish(std::span<const Stalled> stalled, Time now,
+std::optional<StallReport> StallInspector::finish(std::span<const Stalled> pending, Time now,
                                                   std::string_view remark) {
   asking_ = false;
+  const auto young =
+      std::ranges::find_if(pending, [this](const Stalled& s) { return s.age < limit(); });
+  const std::span<const Stalled> stalled(pending.begin(), young);
   if (stalled.empty()) return std::nullopt;
-  next_report_ = now + std::chrono::duration_cast<Time::duration>(times_.warn);
   const bool fatal = is_fatal(stalled);
+  const bool repeats = !fatal && is_repetition(stalled, now);
+  next_report_ = now + std::chrono::duration_cast<Time::duration>(times_.warn);
+  last_report_ = now;
+  reported_.clear();
+  for (const Stalled& s : stalled) reported_.emplace(s.process_set, s.name);
+  const std::string lone = text_of_lone(stalled, pending);
+  if (repeats) return StallReport{text_of_repetition(stalled, lone)};
   std::string text(fatal ? "stalled for too long: " : "stalled: ");
-  text += "ranks have not submitted operations that others wait for:";
-  text += text_of_stalled(stalled) + text_of_answers(absent_ranks(stalled));
+  text += lone.empty() ? "ranks have not submitted operations that others wait for:" : lone;
+  text += text_of_stalled(stalled) + text_of_answers(ranks_to_ask(stalled));
   text += text_of_order(stalled) + text_of_finished(stalled) + indented(remark, "  ");
   return StallReport{std::move(text), fatal};
+}
+
+// Whether the last report was about the same calls, and perhaps others that have run since.
+bool StallInspector::is_repetition(std::span<const Stalled> stalled, Time now) const {
+  return std::ranges::all_of(stalled, [&](const Stalled& s) {
+    return s.age >= now - last_report_ && reported_.contains({s.process_set, s.name});
+  });
+}
+
+std::string StallInspector::text_of_repetition(std::span<const Stalled> stalled,
+                                               std::string_view lone) const {
+  std::string text("still stalled: ");
+  if (lone.empty()) {
+    const Stalled& oldest = stalled.front();
+    text +=
+        concat({text_of_ranks(oldest.ready_ranks), " wait for ", text_of_ranks(oldest.absent_ranks),
+                " in ", call_of(oldest), ", for ", seconds_of(oldest.age)});
+  } else {
+    text += lone;
+  }
+  if (stalled.size() > 1) {
+    text += concat({"; ", std::to_string(stalled.size()), " operations are stalled"});
+  }
+  if (times_.shutdown.count() > 0) {
+    return text + concat({"; the job ends after ", seconds_of(times_.shutdown), " (",
+                          kShutdownSetting, ")"});
+  }
+  return text + concat({"; set ", kShutdownSetting, " to end a job that stalls"});
 }
 
 // "rank 3 (pid 812 on algo-2)"; of many, the first processes.
@@ -156,9 +246,9 @@ std::string StallInspector::text_of_finished(std::span<const Stalled> stalled) c
   return "";
 }
 
-std::string StallInspector::text_of_answers(const std::vector<int>& absent) const {
-  std::vector<std::pair<std::string, std::vector<int>>> groups;  // who say the same
-  for (const int rank : absent) {
+std::string StallInspector::text_of_answers(const std::vector<int>& ranks) const {
+  Groups groups;
+  for (const int rank : ranks) {
     std::string said = "not asked: ranks before it were too many";
     if (std::ranges::count(inquiry_.ranks, rank) > 0) {
       const auto found = answers_.find(rank);
@@ -168,14 +258,12 @@ std::string StallInspector::text_of_answers(const std::vector<int>& absent) cons
                   : ", but " + found->second.text;
       if (found != answers_.end() && found->second.conclusive) said = found->second.text;
     }
-    auto group = std::ranges::find(groups, said, [](const auto& g) { return g.first; });
-    if (group == groups.end()) group = groups.insert(group, {std::move(said), {}});
-    group->second.push_back(rank);
+    groups.add(std::move(said), rank);
   }
   std::string text;
-  for (const auto& [said, ranks] : groups) {
+  for (const auto& [said, who] : groups) {
     const std::size_t end = std::min(said.find('\n'), said.size());
-    text += concat({"\n  ", heading(ranks), ": ", std::string_view(said).substr(0, end)});
+    text += concat({"\n  ", heading(who), ": ", std::string_view(said).substr(0, end)});
     text += indented(std::string_view(said).substr(std::min(end + 1, said.size())), "    ");
   }
   return text;

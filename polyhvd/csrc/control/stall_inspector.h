@@ -6,9 +6,11 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "control/coordinator.h"
@@ -38,19 +40,23 @@ class StallInspector {
   // Whether answers are awaited; poll often then.
   bool is_asking() const noexcept { return asking_; }
 
-  // Begins an inquiry if one is due. `stalled` are those older than limit().
+  // Begins an inquiry if one is due. `stalled` are those older than limit(), the oldest first.
   std::optional<Inquiry> begin(std::span<const Stalled> stalled, Time now);
   // Answers to earlier inquiries are dropped.
   void add(Answer answer);
-  // The report, once all have answered or their time is over, on what is stalled
-  // by then; nothing if that is nothing. `remark` is said at its end.
+  // The report, once all have answered or their time is over, on what is older than
+  // limit() by then; nothing if that is nothing. `pending` are all operations that wait, the
+  // oldest first. A report on operations that the one before was about is one line. `remark`
+  // ends the others.
   bool is_complete(Time now) const;
-  std::optional<StallReport> finish(std::span<const Stalled> stalled, Time now,
+  std::optional<StallReport> finish(std::span<const Stalled> pending, Time now,
                                     std::string_view remark = {});
 
  private:
   bool is_fatal(std::span<const Stalled> stalled) const;
-  std::string text_of_answers(const std::vector<int>& absent) const;
+  bool is_repetition(std::span<const Stalled> stalled, Time now) const;
+  std::string text_of_repetition(std::span<const Stalled> stalled, std::string_view lone) const;
+  std::string text_of_answers(const std::vector<int>& ranks) const;
   std::string text_of_finished(std::span<const Stalled> stalled) const;
   std::string heading(const std::vector<int>& ranks) const;
 
@@ -61,6 +67,8 @@ class StallInspector {
   std::map<int, Answer> answers_;  // by rank
   Time deadline_{};
   Time next_report_{};
+  Time last_report_{};
+  std::set<std::pair<ProcessSetId, std::string>> reported_;  // that it was about
 };
 
 // Lines that say which operations wait for whom, those of the same ranks together.

@@ -109,7 +109,10 @@ void StallWatch::inspect(Time now) {
     return;
   }
   const std::string remark = mailbox_ ? mailbox_->remarked() : std::string();
-  const auto report = inspector_.finish(stalled, now, remark);
+  // Also of younger operations, which show where the absent ranks are.
+  const std::vector<Stalled> pending =
+      stalled.empty() ? stalled : controller_.stalled(std::chrono::seconds(0));
+  const auto report = inspector_.finish(pending, now, remark);
   if (!report) return;
   const std::string error = clipped(report->text, kErrorBytesMax);
   if (!report->fatal || error.size() < report->text.size()) log_(report->text);
