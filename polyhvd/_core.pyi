@@ -264,7 +264,10 @@ class Engine:
     #: Other ranks of this host whose processes have died while it was connected to them, without leaving.
     dead_here: list[int]
     notice: int  # the last that precedes an operation of all ranks for which the program has waited
-    has_shown_failure: bool  # an operation has raised that ranks were lost or have left
+    #: An operation has raised that ranks were lost or have left, or has no values although it has returned.
+    has_lost_results: bool
+    #: Devices have done all that operations have begun. Raises when a device has failed.
+    are_devices_done: bool
     def shutdown(self) -> None: ...
     def abort(self, reason: str) -> None: ...
     def abandon(self) -> None:

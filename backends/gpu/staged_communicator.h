@@ -31,7 +31,10 @@ class StagedCommunicator final : public Communicator {
   }
   DeviceEventPtr end() override { return staging_.end(); }
   void check() override { staging_.check(); }
-  void abort() noexcept override { staging_.settle(); }
+  bool abort() noexcept override {
+    staging_.settle();
+    return false;
+  }
 
  private:
   std::size_t part_bytes(std::size_t parts) const noexcept;

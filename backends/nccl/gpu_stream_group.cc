@@ -38,7 +38,7 @@ GpuStreamGroup::~GpuStreamGroup() {
     if (ended && connection_.close(Clock::now() + kFarewellTime)) return;
   } catch (const Failure&) {  // the GPU has failed: nothing can be ended in good order
   }
-  abort();
+  (void)abort();
 }
 
 FusionBuffer& GpuStreamGroup::fusion_buffer() {
@@ -87,10 +87,15 @@ void GpuStreamGroup::finish() noexcept {
   }
 }
 
-void GpuStreamGroup::abort() noexcept {
+bool GpuStreamGroup::abort() noexcept {
+  try {
+    land();
+  } catch (const Failure&) {  // the GPU has failed: nothing ends
+  }
   aborted_ = true;
   if (buffer_) buffer_->leave();
   connection_.abort();
+  return !flights_.empty();
 }
 
 }  // namespace polyhvd::nccl

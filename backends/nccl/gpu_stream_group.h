@@ -64,7 +64,8 @@ class GpuStreamGroup {
   void check();
   // Returns when every batch has ended, or check() would throw.
   void finish() noexcept;
-  void abort() noexcept;
+  // Returns whether a batch had not ended.
+  bool abort() noexcept;
 
  private:
   struct Flight {

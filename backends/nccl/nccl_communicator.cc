@@ -87,12 +87,13 @@ void NcclCommunicator::finish() noexcept {
   }
 }
 
-void NcclCommunicator::abort() noexcept {
-  staged_->abort();
-  if (hierarchy_) hierarchy_->abort();
+bool NcclCommunicator::abort() noexcept {
+  bool has_lost = staged_->abort();
+  if (hierarchy_) has_lost |= hierarchy_->abort();
   for (GpuStreamGroup* streams : {streams_here_.get(), streams_.get()}) {
-    if (streams != nullptr) streams->abort();
+    if (streams != nullptr) has_lost |= streams->abort();
   }
+  return has_lost;
 }
 
 std::optional<LibraryReduction> NcclCommunicator::reduction_by_nccl(DType dtype, ReduceOp op,

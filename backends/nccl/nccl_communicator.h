@@ -41,7 +41,7 @@ class NcclCommunicator final : public Communicator {
   DeviceEventPtr end() override;
   void check() override;
   void finish() noexcept override;
-  void abort() noexcept override;
+  bool abort() noexcept override;
 
  private:
   bool serves(Deadline deadline);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +18,8 @@ from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedIn
 from polyhvd.runtime import current
 
 __all__ = ["Handler", "HandlersState", "ObjectState", "State", "copied", "copied_by_name"]
+
+_DEVICES_POLL_S = 50e-6
 
 
 class State:
@@ -81,6 +84,7 @@ class State:
         """
         if self._owner:
             raise InvalidArgumentError(f"state.commit(): leave it to {self._owner}")
+        _await_devices()
         _require_whole_step()
         self.save()
         self._commits += 1
@@ -572,10 +576,18 @@ class HandlersState(ObjectState):
         super()._sync_from(root, among=among)
 
 
+def _await_devices() -> None:
+    """Wait until GPUs have made the results of all collectives; the loss of a rank ends that, too."""
+    world = current.find()
+    if process.find() is not None and world is not None:
+        while not world.engine.are_devices_done and not world.engine.has_lost_results:
+            time.sleep(_DEVICES_POLL_S)
+
+
 def _require_whole_step() -> None:
     """A program that catches the loss of a rank and goes on has nothing to commit."""
     world = current.find()
-    if process.find() is not None and world is not None and world.engine.has_shown_failure:
+    if process.find() is not None and world is not None and world.engine.has_lost_results:
         raise HorovodInternalError(
             f"rank {world.placement.rank}: state.commit() or check_host_updates() after a collective of this "
             "world has failed: the step is not whole, and the state goes back to the last commit; where the "

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import nccl_cases as cases
 import pytest
-from launching import wait_until
+from launching import Launcher, wait_until
 from pool import Pool
 from ranks_alive import wait_until_asleep
-from test_nccl import LIBRARY, REAL, Job, fallback, job, library
+from test_nccl import LIBRARY, REAL, SETTINGS, Job, fallback, job, library
 
 __all__ = ["fallback", "job", "library"]
 
@@ -144,3 +147,45 @@ def test_the_death_of_a_rank_frees_the_streams_of_the_others_within_a_second(job
             assert "rank 1" in message
             assert "was lost" in message
             assert freed - killed < 1.0 + 0.5
+
+
+LOSES_A_RANK_WHILE_GPUS_WAIT = """
+import ctypes, os, signal, time
+from pathlib import Path
+import numpy as np, polyhvd.numpy as hvd
+hvd.init()
+os.environ["POLYHVD_LOCAL_RANK"] = str(hvd.rank())  # has a GPU each
+import device_collectives as gpu
+from device_arrays import DeviceArray
+state = hvd.elastic.ArrayState(w=np.zeros(10, np.float32), step=0)
+arrays = []  # to free one would wait for the GPU
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 6:
+        arrays.append(DeviceArray.from_numpy(np.ones(10, np.float32)))
+        arrays.append(gpu.allreduce(arrays[-1], name="gradient", op=hvd.Sum))
+        if state.step == 3 and hvd.size() == 3:
+            Path(FOLDER, str(hvd.rank())).touch()
+            while hvd.rank() == 1:
+                if len(os.listdir(FOLDER)) == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        state.w += arrays[-1].to_numpy()
+        state.step += 1
+        state.commit()
+
+train(state)
+print("end", state.w[0], hvd.size(), flush=True)
+"""
+
+
+def test_an_elastic_state_does_not_commit_results_that_a_gpu_has_not_made(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    source = LOSES_A_RANK_WHILE_GPUS_WAIT.replace("FOLDER", repr(str(ranks)))
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = {**dict(SETTINGS), **paths, "POLYHVD_STAND_IN_NCCL_FAULT": "hang:1:4"}
+    status, out, err = Launcher(tmp_path).run("-np", "3", "--min-np", "2", source=source, env=env)
+    assert status == 0, err
+    # Three steps of three ranks, and three of two.
+    assert re.findall(r"end .*", out) == ["end 15.0 2"] * 2, out + err

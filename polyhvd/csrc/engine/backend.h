@@ -72,7 +72,8 @@ class Communicator {
   // would throw.
   virtual void finish() noexcept {}
   // The job has ended: lets go of what waits on a device for other ranks. No other calls follow.
-  virtual void abort() noexcept {}
+  // Returns whether operations that had returned are left without their values.
+  virtual bool abort() noexcept { return false; }
 };
 
 class Backend {

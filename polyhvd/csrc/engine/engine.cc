@@ -185,7 +185,7 @@ void Engine::wait(const OperationPtr& operation, const std::function<bool()>& in
 }
 
 const Error& Engine::shown(const Error& error) noexcept {
-  if (kind_of(error.code).is_consequence) has_shown_failure_.store(true);
+  if (kind_of(error.code).is_consequence) has_lost_results_.store(true);
   return error;
 }
 
@@ -399,7 +399,7 @@ void Engine::fail(const Error& error) noexcept {
   // wrong values without an error.
   for (const auto& [key, communicator] : communicators_) {
     if (error.code == ErrorCode::kPeerDeparted) communicator->finish();
-    communicator->abort();
+    if (communicator->abort()) has_lost_results_.store(true);
   }
   parking_->unwatch_all();
   for (const OperationPtr& operation : queue_.close(error)) {

@@ -133,8 +133,12 @@ class Engine {
   void notify(std::uint32_t notice);
   // The last such number that precedes an operation of all ranks for which the program has waited.
   std::uint32_t notice() const noexcept;
-  // Whether the program was told that the world, or a part of it, has failed. Any thread.
-  bool has_shown_failure() const noexcept { return has_shown_failure_.load(); }
+  // Whether an operation has raised since the world, or a part of it, has failed; or has no values
+  // although it has returned. Any thread.
+  bool has_lost_results() const noexcept { return has_lost_results_.load(); }
+  // Whether devices have done all that operations have begun. Any thread. Throws Failure when a
+  // device has failed.
+  bool are_devices_done() { return executor_.are_devices_done(); }
 
   // Both for any thread, in any state of the engine.
   Timeline& timeline() noexcept { return timeline_; }
@@ -205,12 +209,12 @@ class Engine {
   Lending lending_;  // likewise
   Tuner tuner_;      // likewise
 
-  std::atomic<bool> aborting_{false};           // somebody has said why, or is about to
-  std::atomic<bool> abort_said_{false};         // so that whoever has the role gives up
-  std::string abort_reason_;                    // written once, before abort_said_
-  std::atomic<bool> left_behind_{false};        // the parent has left, and so this engine ended
-  std::atomic<bool> has_shown_failure_{false};  // any thread that was told of one
-  std::atomic<bool> stopping_{false};           // by shutdown(): the engine's thread ends
+  std::atomic<bool> aborting_{false};          // somebody has said why, or is about to
+  std::atomic<bool> abort_said_{false};        // so that whoever has the role gives up
+  std::string abort_reason_;                   // written once, before abort_said_
+  std::atomic<bool> left_behind_{false};       // the parent has left, and so this engine ended
+  std::atomic<bool> has_lost_results_{false};  // any thread that raises; the driver
+  std::atomic<bool> stopping_{false};          // by shutdown(): the engine's thread ends
   std::atomic<bool> abandoned_{false};  // in a forked child, where that thread does not exist
   OrderedMutex<LockRank::shutdown>
       shutdown_mutex_;      // for one shutdown at a time, from begin to end

@@ -90,12 +90,23 @@ void Executor::run_on_device(const Work& work, Communicator& communicator, Commu
   communicator.begin(device_of(work.operations[0]->submission), ready, deadline);
   run_kind(work, communicator, on_cpu, deadline);
   const DeviceEventPtr arrived = communicator.end();
+  if (arrived) {
+    const std::lock_guard lock(mutex_);
+    while (!arrivals_.empty() && arrivals_.front()->reached()) arrivals_.pop_front();
+    arrivals_.push_back(arrived);
+  }
   for (const OperationPtr& operation : work.operations) {
     operation->arrived = arrived;
     const Submission& s = operation->submission;
     if (s.orders_stream && arrived) arrived->hold(s.stream);
     if (operation->stands_in && arrived) in_use_.emplace_back(arrived, operation);
   }
+}
+
+bool Executor::are_devices_done() {
+  const std::lock_guard lock(mutex_);
+  while (!arrivals_.empty() && arrivals_.front()->reached()) arrivals_.pop_front();
+  return arrivals_.empty();
 }
 
 // A rank that has joined made its terms in memory of the CPU, of no device in particular.

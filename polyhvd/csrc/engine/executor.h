@@ -11,6 +11,7 @@
 #include "engine/backend.h"
 #include "engine/controller.h"
 #include "engine/parking.h"
+#include "observe/lock_order.h"
 #include "observe/timeline.h"
 
 namespace polyhvd {
@@ -25,6 +26,9 @@ class Executor {
   // `work` has no error. Outputs are complete when this returns, or, on a device, when the
   // operations' `arrived` is reached. `on_cpu` moves bytes of CPUs between the same members.
   void run(const Work& work, Communicator& communicator, Communicator& on_cpu, Deadline deadline);
+  // Whether devices have done all that it has begun. Any thread. Throws Failure when a device has
+  // failed.
+  bool are_devices_done();
   // When bytes were on their way, where a timeline shows it.
   const Transfer& transfer() const noexcept { return transfer_; }
 
@@ -52,10 +56,12 @@ class Executor {
   Transfer transfer_;
   // Of stand-ins: a device may still read them, and to free them would wait for that.
   std::deque<std::pair<DeviceEventPtr, OperationPtr>> in_use_;
-  std::vector<Segment> in_;          // scratch
-  std::vector<Segment> out_;         // scratch
-  std::vector<Segment> results_;     // scratch
-  std::vector<std::size_t> counts_;  // scratch
+  OrderedMutex<LockRank::arrivals> mutex_;
+  std::deque<DeviceEventPtr> arrivals_;  // of what devices may still do; guarded by mutex_
+  std::vector<Segment> in_;              // scratch
+  std::vector<Segment> out_;             // scratch
+  std::vector<Segment> results_;         // scratch
+  std::vector<std::size_t> counts_;      // scratch
 };
 
 }  // namespace polyhvd

@@ -30,6 +30,7 @@ namespace polyhvd {
   LOCK(watched)          /* Parking: descriptors and their callbacks, which run without it */    \
   LOCK(mpi_calls)        /* BlockingCalls: the next call; drops the last one under it */         \
   LOCK(mpi_call)         /* BlockingCall: for the condition variable of its end */               \
+  LOCK(arrivals)         /* Executor: the ends of what devices may still do */                   \
   LOCK(gpu_devices)      /* gpu::Devices: opens the context, and so loads the driver */          \
   LOCK(gpu_driver)       /* gpu::Driver: while the library is loaded */                          \
   LOCK(gpu_events)       /* gpu::Context: the events that are free */                            \
