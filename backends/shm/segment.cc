@@ -77,7 +77,9 @@ Segment::Segment(int fd, int local_size) : bytes_(bytes(local_size)), local_size
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) {
     throw Failure(ErrorCode::kInternal,
-                  std::string("cannot map the shared segment: ") + std::strerror(errno));
+                  "cannot map " + std::to_string(bytes_ >> 20) +
+                      " MiB of addresses for the memory that the ranks of this host share: " +
+                      std::strerror(errno) + "; raise the limit of addresses (ulimit -v)");
   }
   base_ = static_cast<std::byte*>(mapped);
   madvise(base_, bytes_, MADV_DONTFORK);

@@ -1,4 +1,4 @@
-"""More process sets, one after the other, than there can be at one time; and names that are too long."""
+"""Many process sets, at one time and one after the other; and names that are too long."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import polyhvd.numpy as hvd
 import pytest
-from pool import Pool
+from pool import Pool, PoolSpec
 
 pytestmark = pytest.mark.slow
 
 #: More than have a place at one time, so that each place has had several sets.
-_SETS = 600
+_SETS = 1100
 
 
 def add_and_remove() -> None:
@@ -34,6 +34,24 @@ def add_and_remove() -> None:
 @pytest.mark.layouts(ranks_min=2, own=True)  # one rank has no process sets but the global one
 def test_process_sets_come_and_go_more_often_than_there_are_places(pool: Pool) -> None:
     pool.run(add_and_remove)
+
+
+def add_a_thousand() -> None:
+    """Ten ranks, whose subsets they are; each set has bytes of its own."""
+    size, rank = hvd.size(), hvd.rank()
+    chosen = [
+        hvd.add_process_set([r for r in range(size) if bits >> r & 1]) for bits in range(1, (1 << size) - 1)
+    ]
+    for number, process_set in enumerate(chosen):
+        if number % 100 == 0 and process_set.included():
+            total = hvd.allreduce(np.full(9, rank, np.float32), op=hvd.Sum, process_set=process_set)
+            assert (total == sum(process_set.ranks)).all()
+    assert len(chosen) == 1022
+
+
+def test_a_thousand_process_sets_exist_at_one_time() -> None:
+    with Pool(PoolSpec("numpy", (10,))) as pool:
+        pool.run(add_a_thousand)
 
 
 def refuse_long_names() -> None:

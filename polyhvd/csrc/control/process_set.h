@@ -66,8 +66,8 @@ class MemberMask {
 // Position of a rank among sorted members, or nothing when it is none of them.
 std::optional<int> position_in(std::span<const int> members, int world_rank) noexcept;
 
-// Process sets at one time, the world included: shared memory holds a place for each.
-inline constexpr std::size_t kProcessSetsMax = 256;
+// Process sets at one time, the world included: shared memory has addresses for each.
+inline constexpr std::size_t kProcessSetsMax = 1024;
 
 // Where in the memory that ranks share a process set has its part. What is left there of the set
 // that had the place before is told apart by the turn, and may still be read by ranks that have
