@@ -15,8 +15,8 @@ _GRADIENT = (
 _COPIES = _GRADIENT.replace("Differentiable for Average and Sum", "Differentiable")
 _SLICES = (
     "Of tf.IndexedSlices, whose rows may differ in number, the result is tf.IndexedSlices with the rows of "
-    "all ranks; scaled integers, an average too, are added up first, and have each index once. They have "
-    "Average and Sum alone."
+    "all ranks; scaled integers are added up first, and have each index once. An average of integers has "
+    "floating-point numbers. Only Average and Sum are possible."
 )
 _DEVICE = "accepted for Horovod's sake; collectives run on the host, and another device is refused."
 

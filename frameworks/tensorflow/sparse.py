@@ -29,6 +29,11 @@ def _scaled(values: tf.Tensor, factor: float) -> tf.Tensor:
     return tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
 
 
+def _divided(values: tf.Tensor, divisor: int, factor: float) -> tf.Tensor:
+    """Integers, as floating-point numbers."""
+    return tf.truediv(values, tf.cast(divisor, values.dtype)) * factor
+
+
 def allreduce(
     slices: Sequence[tf.IndexedSlices],
     *,
@@ -41,7 +46,8 @@ def allreduce(
 ) -> list[tf.IndexedSlices]:
     """Gather the slices of all ranks, as one operation: an index then stands for the sum of its slices.
 
-    Scaled integers come back with each index once, as they are to be added up before they are truncated.
+    Scaled integers come back with each index once, as they are to be added up before they are truncated. An
+    average of integers is of floating-point numbers, as Horovod's is.
 
     Args:
         slices: of any number of rows, which may differ between ranks.
@@ -61,8 +67,9 @@ def allreduce(
             f"op={ReduceOp(op).name}: tf.IndexedSlices are reduced with Average or Sum; for others convert "
             "them with tf.convert_to_tensor(), or pass sparse_as_dense=True to the optimizer or tape",
         )
-    post = postscale_factor / process_set.size() if op == ReduceOp.Average else postscale_factor
-    is_scaled = (prescale_factor, post) != (1.0, 1.0)
+    size = process_set.size() if op == ReduceOp.Average else 1
+    post = postscale_factor / size
+    is_scaled = op == ReduceOp.Average or (prescale_factor, post) != (1.0, 1.0)
     exact = [is_scaled and not each.dtype.is_floating for each in slices]
     parts = [
         _with_values(merged(each), lambda values: _scaled(values, prescale_factor)) if is_exact else each
@@ -80,9 +87,13 @@ def allreduce(
         with tf.control_dependencies([_alike(shapes, name)]):
             values: Any = tf.identity(compression.decompress(numbers, pairs[i][1]))
         result = tf.IndexedSlices(values, tf.cast(indices[:, 0], each.indices.dtype), each.dense_shape)
-        factor = post if exact[i] else prescale_factor * post
-        result = merged(result) if exact[i] else result
-        results.append(_with_values(result, partial(_scaled, factor=factor)))
+        if not exact[i]:
+            change = partial(_scaled, factor=prescale_factor * post)
+        elif op == ReduceOp.Average:
+            change = partial(_divided, divisor=size, factor=postscale_factor)
+        else:
+            change = partial(_scaled, factor=post)
+        results.append(_with_values(merged(result) if exact[i] else result, change))
     return results
 
 

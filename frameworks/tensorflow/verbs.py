@@ -63,9 +63,10 @@ def allreduce(
     All ranks get the same result, bit by bit.
 
     Of tf.IndexedSlices, whose rows may differ in number, the result is tf.IndexedSlices with the rows of all
-    ranks; scaled integers, an average too, are added up first, and have each index once. They have Average
-    and Sum alone. Differentiable for Average and Sum, where every rank runs the same backward. May be called
-    eagerly and in ``tf.function``, where every collective is asynchronous.
+    ranks; scaled integers are added up first, and have each index once. An average of integers has
+    floating-point numbers. Only Average and Sum are possible. Differentiable for Average and Sum, where every
+    rank runs the same backward. May be called eagerly and in ``tf.function``, where every collective is
+    asynchronous.
 
     Args:
         tensor: a tensor of any shape, which may be empty, or a number, which stands for a tensor without
@@ -203,10 +204,10 @@ def grouped_allreduce(
     All ranks get the same result, bit by bit.
 
     Of tf.IndexedSlices, whose rows may differ in number, the result is tf.IndexedSlices with the rows of all
-    ranks; scaled integers, an average too, are added up first, and have each index once. They have Average
-    and Sum alone. They are an operation of their own. Differentiable for Average and Sum, where every rank
-    runs the same backward. May be called eagerly and in ``tf.function``, where every collective is
-    asynchronous.
+    ranks; scaled integers are added up first, and have each index once. An average of integers has
+    floating-point numbers. Only Average and Sum are possible. They are an operation of their own.
+    Differentiable for Average and Sum, where every rank runs the same backward. May be called eagerly and in
+    ``tf.function``, where every collective is asynchronous.
 
     Args:
         tensors: tensors, as many on every rank, in the same order; each as ``tensor`` of :func:`allreduce`.

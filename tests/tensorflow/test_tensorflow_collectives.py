@@ -553,7 +553,6 @@ def test_scaled_slices_of_integers_equal_the_dense_reduction() -> None:
         terms = [tf.convert_to_tensor(my_slices(r, dtype)).numpy().astype(np.float64) for r in range(SIZE)]
         # A term and the sum are truncated, and nothing before.
         cases = [
-            ({}, np.trunc(sum(terms) / SIZE)),
             ({"op": hvd.Sum, "postscale_factor": 0.3}, np.trunc(sum(terms) * 0.3)),
             ({"op": hvd.Sum, "prescale_factor": 0.5}, sum(np.trunc(term * 0.5) for term in terms)),
         ]
@@ -565,6 +564,17 @@ def test_scaled_slices_of_integers_equal_the_dense_reduction() -> None:
                 equal(tf.convert_to_tensor(result), expected)
                 dense = mode(lambda s=slices, a=arguments: hvd.allreduce(tf.convert_to_tensor(s), **a))()
                 equal(dense, expected)
+
+
+def test_an_average_of_slices_of_integers_is_a_float_of_the_same_type_on_any_number_of_ranks() -> None:
+    for dtype, averaged in ((tf.uint8, tf.float32), (tf.int32, tf.float64), (tf.int64, tf.float64)):
+        terms = [tf.convert_to_tensor(my_slices(r, dtype)).numpy().astype(np.float64) for r in range(SIZE)]
+        for mode in MODES:
+            for factor in (1.0, 0.5):
+                slices = my_slices(RANK, dtype)
+                result = mode(lambda s=slices, f=factor: hvd.allreduce(s, postscale_factor=f))()
+                assert result.dtype == averaged
+                equal(tf.convert_to_tensor(result), sum(terms) / SIZE * factor, rtol=1e-6)
 
 
 def test_reductions_that_slices_lack_raise_what_users_of_either_library_catch() -> None:
