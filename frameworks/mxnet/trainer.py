@@ -115,6 +115,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn("DistributedTrainer: the DistributedOptimizer was unwrapped", stacklevel=2)
             optimizer = optimizer.wrapped
+        _check_optimizer(optimizer)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         if self._contains_sparse_weight:
             raise InvalidArgumentError(
@@ -264,3 +265,16 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         finite = mx.nd.multi_all_finite(*arrays, num_arrays=len(arrays)).asnumpy().astype(np.uint8)
         if not self._agree("finite", finite, ReduceOp.Min).all():
             fill(local[0], float("inf"))
+
+
+def _check_optimizer(given: Any) -> None:
+    if isinstance(given, (str, mx.optimizer.Optimizer)):
+        return
+    if isinstance(given, gluon.Trainer):
+        advice = "give the name or the optimizer that it was made with; DistributedTrainer takes its place"
+    else:
+        advice = "its arguments are DistributedTrainer(params, optimizer, optimizer_params)"
+    raise InvalidArgumentError(
+        "DistributedTrainer: optimizer: expected a name, such as 'sgd', or an mx.optimizer.Optimizer; "
+        f"found a {type(given).__qualname__}; {advice}"
+    )

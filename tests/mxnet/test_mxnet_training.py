@@ -212,6 +212,17 @@ def test_what_the_trainer_refuses(hvd, mx, np):
     assert any("unwrapped" in str(w.message) for w in caught)
 
 
+@pytest.mark.ranks(1)
+def test_what_is_no_optimizer_is_refused_with_the_order_of_the_arguments(hvd, mx, np):
+    hvd.init()
+    parameters = convolutional(mx, np).collect_params()
+    trainer = mx.gluon.Trainer(parameters, "sgd", kvstore=None)
+    with pytest.raises(hvd.InvalidArgumentError, match="found a Trainer; give the name or the optimizer"):
+        hvd.DistributedTrainer(parameters, trainer)
+    with pytest.raises(hvd.InvalidArgumentError, match=r"DistributedTrainer\(params, optimizer"):
+        hvd.DistributedTrainer("sgd", parameters)
+
+
 def requests_of(hvd, call):
     """Requests that a call makes."""
     before = hvd.counters()["operations"]
