@@ -163,7 +163,11 @@ def test_result_is_kept_for_jobs_of_the_same_shape(tmp_path: Path) -> None:
     assert not other.done
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', '{"x": {"cycle_us": "a"}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"x": 3}', '{"x": {"cycle_us": "a"}}', '{"x": {"fusion_bytes_max": 1e999}}', 20_000 * "["],
+    ids=["empty", "list", "number", "text", "infinite", "nested"],
+)
 def test_spoilt_cache_is_reported_and_not_used(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,6 +279,18 @@ def test_a_log_on_a_full_disk_is_warned_of_once_and_tuning_goes_on(
     assert len(tuned) == 10
     (said,) = [text for text in caplog.messages if "/dev/full" in text]
     assert "No space left on device" in said
+
+
+def test_a_full_disk_leaves_no_file_of_autotuning(full: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log, cache = full / "log.csv", full / "found.json"
+    with caplog.at_level(logging.WARNING, "polyhvd"):
+        mine, _ = tuner(full, autotune_log=str(log), autotune_cache=str(cache))
+        for i in range(9):
+            mine.observe(Sample(seconds=0.01 + 0.001 * i))
+    assert mine.done
+    assert [path.name for path in full.iterdir()] == ["filling"]
+    assert str(log) in caplog.text
+    assert "the result cannot be saved" in caplog.text
 
 
 def test_a_fifo_in_the_place_of_the_log_is_an_error(tmp_path: Path) -> None:

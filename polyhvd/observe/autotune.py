@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import stat
 import tempfile
 import warnings
 from collections import Counter
@@ -41,6 +42,8 @@ GRID: dict[str, tuple[int, ...]] = {
 Point = tuple[int, ...]  # an index into each field's values
 _NOISE_MIN = 1e-4
 _FIRST_POINTS = 5  # spread over the grid before the model is asked
+#: Raised when a cache that another program has written is read.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _COLUMNS = ("phase", *GRID, "steps", "bytes", "seconds", "bytes_per_second")
 
 
@@ -247,6 +250,10 @@ class Autotuner:
     def _give_log_up(self, error: OSError) -> None:
         path = self._settings.autotune_log
         _LOG.warning("autotune: the log %s ends here, and tuning goes on: %s", path, error)
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            if stat.S_ISREG(found.st_mode) and found.st_size == 0:
+                os.unlink(path)
         self.close()
 
     # Results of earlier jobs ---------------------------------------------------
@@ -265,7 +272,7 @@ class Autotuner:
                 key: tuple(_nearest(values, int(row[name])) for name, values in GRID.items())
                 for key, row in rows.items()
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             _LOG.warning("autotune: %s cannot be read, and is not used: %r", path, error)
             return {}
 
@@ -274,14 +281,18 @@ class Autotuner:
             return
         path = Path(self._settings.autotune_cache)
         rows = {known: _values(at) for known, at in self._saved().items()} | {key: _values(point)}
+        made = ""
         try:
             # In one go: another job may read it.
             with tempfile.NamedTemporaryFile(
                 "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
             ) as file:
+                made = file.name
                 json.dump(rows, file, indent=1)
-            os.replace(file.name, path)
+            os.replace(made, path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(made)
             _LOG.warning("autotune: the result cannot be saved: %s", error)
 
 

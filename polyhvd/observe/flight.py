@@ -6,11 +6,16 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from polyhvd.observe.terminal import printable
 
 __all__ = ["Dump", "FlightError", "Record", "explain", "load"]
 
 _SHOWN = 4  # operations in a list, and further differences
+_NUMBER_MAX = 1 << 64  # fits a float
+_RANKS_MAX = 1 << 20
+_T = TypeVar("_T", int, str)
 
 
 class FlightError(ValueError):
@@ -72,37 +77,57 @@ class Dump:
         return max((record.batch for record in self.records if record.key == key), default=0)
 
 
-def _record(fields: dict[str, Any]) -> Record:
+def _taken(fields: Any, name: str, kind: type[_T]) -> _T:
+    """A field of this type; raises ValueError."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{str(fields)[:40]!r} in the place of an object")
+    if name not in fields:
+        raise ValueError(f"no {name!r}")
+    value = fields[name]
+    if type(value) is not kind or (isinstance(value, int) and abs(value) > _NUMBER_MAX):
+        raise ValueError(f"{str(value)[:40]!r} in the place of {name!r}")
+    return value
+
+
+def _record(fields: Any) -> Record:
     return Record(
-        sequence=fields["sequence"],
-        state=fields["state"],
-        kind=fields["kind"],
-        name=fields["name"],
-        process_set=fields["process_set"],
-        batch=fields.get("batch", 0),
-        submitted_ns=fields.get("submitted_ns", 0),
+        sequence=_taken(fields, "sequence", int),
+        state=_taken(fields, "state", str),
+        kind=_taken(fields, "kind", str),
+        name=_taken(fields, "name", str),
+        process_set=_taken(fields, "process_set", int),
+        batch=_taken({"batch": 0, **fields}, "batch", int),
+        submitted_ns=_taken({"submitted_ns": 0, **fields}, "submitted_ns", int),
     )
 
 
 def _read(path: Path) -> Dump:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    # Not splitlines(), which also divides at separators that a name may hold.
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
     try:
+        if not lines:
+            raise ValueError("an empty file")
         first = json.loads(lines[0])
-        header = first["flight"]
-        return Dump(
+        header = first.get("flight") if isinstance(first, dict) else None
+        dump = Dump(
             path=path,
-            rank=first["rank"],
-            size=header["size"],
-            pid=first["pid"],
-            host=header["host"],
-            reason=first["reason"],
-            now_ns=first["now_ns"],
-            unix_s=first["unix_s"],
+            rank=_taken(first, "rank", int),
+            size=_taken(header, "size", int),
+            pid=_taken(first, "pid", int),
+            host=_taken(header, "host", str),
+            reason=_taken(first, "reason", str),
+            now_ns=_taken(first, "now_ns", int),
+            unix_s=_taken(first, "unix_s", int),
             records=tuple(_record(json.loads(line)) for line in lines[1:]),
         )
-    except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or "nothing"
-        raise FlightError(f"{path}: expected a flight dump of polyhvd, found {reason}") from None
+        count = _taken({"records": len(dump.records), **first}, "records", int)
+        if not 0 <= dump.rank < dump.size <= _RANKS_MAX:
+            raise ValueError(f"rank {dump.rank} of {dump.size}")
+        if len(dump.records) != count:
+            raise ValueError(f"{len(dump.records)} of {count} operations: it was cut off")
+        return dump
+    except (ValueError, RecursionError) as error:
+        raise FlightError(f"{path}: expected a flight dump of polyhvd, found {error}") from None
 
 
 def load(files: Iterable[Path]) -> list[Dump]:
@@ -163,11 +188,12 @@ def explain(dumps: Sequence[Dump]) -> list[str]:
 
 def _where(dump: Dump) -> str:
     last = dump.last_done
-    text = f"rank {dump.rank} (pid {dump.pid} on {dump.host}; written because: {dump.reason}): "
+    host, reason = printable(dump.host), printable(dump.reason)
+    text = f"rank {dump.rank} (pid {dump.pid} on {host}; written because: {reason}): "
     text += f"completed batch {last.batch}, {_name(last.key)}" if last else "completed nothing"
     pending = [record for record in dump.records if record.state not in ("done", "refused")]
     shown = [
-        f"{_name(record.key)} ({record.state}, {(dump.now_ns - record.submitted_ns) / 1e9:.1f} s)"
+        f"{_name(record.key)} ({printable(record.state)}, {(dump.now_ns - record.submitted_ns) / 1e9:.1f} s)"
         for record in pending[:_SHOWN]
     ]
     if len(pending) > _SHOWN:
@@ -194,7 +220,7 @@ def _unfinished(dumps: Sequence[Dump]) -> list[str]:
             state = by_rank[dump.rank].state if dump.rank in by_rank else "not there yet"
             states.setdefault(state, []).append(dump.rank)
         if done and states:
-            others = "; ".join(f"{_ranks(ranks)}: {state}" for state, ranks in states.items())
+            others = "; ".join(f"{_ranks(ranks)}: {printable(state)}" for state, ranks in states.items())
             found.append(f"batch {batch}, {_name(record.key)}: {_ranks(done)} finished it; {others}")
     return found
 
@@ -246,7 +272,7 @@ def _members(dumps: Sequence[Dump], process_set: int) -> set[int]:
 
 def _name(key: tuple[int, str, str]) -> str:
     process_set, kind, name = key
-    return f"{kind} '{name}'" + (f" of process set {process_set}" if process_set else "")
+    return printable(f"{kind} '{name}'") + (f" of process set {process_set}" if process_set else "")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 __all__ = ["Clock", "Trace", "TraceError", "merge", "read"]
 
+_NUMBER_MAX = 1e18
 _WINDOW_US = 10e6  # clocks drift apart: each stretch of this length is aligned by itself
 
 Event = dict[str, Any]
@@ -59,24 +60,57 @@ class Trace:
                     continue
                 try:
                     event = json.loads(text)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     if line.endswith("\n"):
                         raise TraceError(f"{self.path}:{number}: expected an event a line: {error}") from None
                     return  # cut off in the middle
-                if not isinstance(event, dict):
+                if not _is_event(event):
                     raise TraceError(f"{self.path}:{number}: expected an event, found {text[:40]!r}")
                 yield event
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= _NUMBER_MAX  # not NaN, and fits a float
+
+
+def _is_event(event: Any) -> bool:
+    """Whether what is read of an event has the types that polyhvd writes."""
+    if not isinstance(event, dict):
+        return False
+    phase, name, arguments = event.get("ph"), event.get("name"), event.get("args", {})
+    if not (isinstance(phase, str) and isinstance(name, str) and isinstance(arguments, dict)):
+        return False
+    if phase != "M" or name == "ALLREDUCE":
+        of_batch = (event.get("dur"), arguments.get("bytes"), arguments.get("batch"))
+        numbers = (event.get("ts"), *(of_batch if name == "ALLREDUCE" else ()))
+        return type(event.get("tid")) is int and all(map(_is_number, numbers))
+    if name == "thread_name":
+        return type(event.get("tid")) is int and isinstance(arguments.get("name"), str)
+    if name not in ("polyhvd", "polyhvd_end"):
+        return True
+    has_header = _is_header(arguments.get("header")) if name == "polyhvd" else "header" not in arguments
+    return has_header and type(arguments.get("events_dropped")) is int
+
+
+def _is_header(header: Any) -> bool:
+    return (
+        isinstance(header, dict)
+        and all(type(header.get(key)) is int for key in ("rank", "generation"))
+        and _is_number(header.get("clock_offset_ns"))
+        and isinstance(header.get("process"), (int, type(None)))
+        and all(isinstance(header.get(key), str) for key in ("host", "boot"))
+    )
 
 
 def read(path: Path) -> Trace:
     """Look at a file's headers; raises :class:`TraceError` when polyhvd has not written it."""
     trace = Trace(path)
     for event in trace.events():
-        if event.get("name") in ("polyhvd", "polyhvd_end") and event.get("ph") == "M":
+        if event["name"] in ("polyhvd", "polyhvd_end") and event["ph"] == "M":
             trace.dropped = event["args"]["events_dropped"]
             if (header := event["args"].get("header")) is not None:
                 trace.headers.append(header)
-    if not trace.headers or "rank" not in trace.header:
+    if not trace.headers:
         raise TraceError(f"{path}: expected a timeline of polyhvd, found none of its headers")
     return trace
 
@@ -131,10 +165,12 @@ def _stays(traces: Sequence[Trace]) -> _Stays:
     for trace in traces:
         generation = -1
         for event in trace.events():
-            if event.get("name") == "polyhvd":
-                generation = int(event["args"]["header"]["generation"])
-            elif event.get("name") == "ALLREDUCE" and event["args"]["bytes"] and event["args"]["batch"]:
-                key, end = (generation, int(event["args"]["batch"])), event["ts"] + event["dur"]
+            if event["ph"] == "M" and event["name"] == "polyhvd":
+                generation = event["args"]["header"]["generation"]
+                continue
+            arguments = event.get("args", {})
+            if event["name"] == "ALLREDUCE" and arguments["bytes"] and arguments["batch"]:
+                key, end = (generation, int(arguments["batch"])), event["ts"] + event["dur"]
                 last = found.get(key, _Stay(-float("inf"), float("inf")))
                 found[key] = _Stay(max(last.entered, event["ts"]), min(last.left, end))
     return found
@@ -192,6 +228,8 @@ def _copy(trace: Trace, clock: Clock, rows: _Rows, out: TextIO) -> int:
             if event["name"] == "thread_name":
                 names[event["tid"]] = event["args"]["name"]
             continue
+        if event["tid"] not in names:
+            raise TraceError(f"{trace.path}: expected an event of a row with a name, found {event['tid']}")
         event["pid"] = trace.process
         event["tid"] = rows.number(names[event["tid"]])
         event["ts"] = round(event["ts"] - clock.ahead_us(event["ts"]), 3)

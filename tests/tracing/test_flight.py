@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import odd_json
 import polyhvd.numpy as hvd
 import pytest
 from flight_ranks import reduce_until_it_fails
@@ -285,3 +286,35 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.Capt
     for path in [*bad, tmp_path / "absent", write_dump(tmp_path, 1, 3, [])]:
         assert cli.main(["flight", str(good), str(path)]) == 1
         assert path.name in capsys.readouterr().err
+
+
+def test_a_dump_with_values_of_wrong_types_is_refused_with_one_line(tmp_path: Path) -> None:
+    refusals = []
+    good = write_dump(tmp_path, 1, 2, [record(1, "a", 1)])
+    odd = write_dump(tmp_path, 0, 2, [record(1, "a", 1), record(2, "b", state="announced")])
+    for text in odd_json.variants(odd):
+        odd.write_text(text)
+        try:
+            flight.explain(flight.load([odd, good]))
+        except flight.FlightError as error:
+            refusals.append(str(error).splitlines())
+    assert {len(lines) for lines in refusals} == {1}
+
+
+def test_a_dump_that_was_cut_between_two_operations_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_dump(tmp_path, 0, 1, [record(1, "a", 1), record(2, "b", 2)])
+    header, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(header), "records": 3}), *rest]) + "\n")
+    assert cli.main(["flight", str(path)]) == 1
+    assert "found 2 of 3 operations" in capsys.readouterr().err
+
+
+def test_names_in_dumps_are_printed_without_escape_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["flight", str(write_dump(tmp_path, 0, 2, [record(1, "a\x1b[31m", 1)]))]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert r"a\x1b[31m" in printed

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -191,23 +190,6 @@ def test_a_folder_whose_name_is_no_utf8_serves(shared: Path) -> None:
 def test_what_is_wrong_with_such_a_folder_is_said(tmp_path: Path) -> None:
     text = said_of_a_dump(POLYHVD_FLIGHT_DIR=str(tmp_path / os.fsdecode(b"n\xfcll")))
     assert r"n\xfcll: No such file or directory" in text
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk without room."""
-    folder = tmp_path / "full"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(folder)], capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    with (folder / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(full: Path) -> None:

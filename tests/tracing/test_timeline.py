@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import odd_json
 import polyhvd.numpy as hvd
 import pytest
 from launching import ROOT, wait_until
@@ -344,6 +345,18 @@ def test_merge_names_the_file_that_it_cannot_use(tmp_path: Path, capsys: pytest.
         assert cli.main(["timeline", "merge", str(tmp_path / "out.json"), str(good), str(bad)]) == 1
         assert bad.name in capsys.readouterr().err
     assert cli.main(["timeline", "merge", str(good), str(good)]) == 1
+
+
+def test_merge_refuses_values_of_wrong_types_with_one_line(tmp_path: Path) -> None:
+    refusals = []
+    odd, other = tmp_path / "0.json", write_trace(tmp_path / "1.json", 1, [allreduce(1, 1, 5.0, 1.0)])
+    for text in odd_json.variants(write_trace(odd, 0, [allreduce(0, 1, 5.0, 1.0)])):
+        odd.write_text(text)
+        try:
+            timeline.merge(tmp_path / "out.json", [odd, other])
+        except timeline.TraceError as error:
+            refusals.append(str(error).splitlines())
+    assert {len(lines) for lines in refusals} == {1}
 
 
 # Clocks ------------------------------------------------------------------------
