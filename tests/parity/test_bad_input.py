@@ -417,3 +417,17 @@ def overwrite_read_only(name: str) -> None:
 @pytest.mark.drivers("numpy")
 def test_a_read_only_array_cannot_be_reduced_in_place(ranks: Ranks) -> None:
     ranks.run(overwrite_read_only)
+
+
+def disagree_under_a_name_with_controls(name: str) -> None:
+    driver = drivers.get(name)
+    hvd, root = driver.hvd, int(driver.hvd.rank() == 0)
+    tensor = driver.from_numpy(np.ones(4, np.float32))
+    error = _error_of(driver, lambda x: hvd.broadcast(x, root, name="a\x1b[31m\x9bb\u00e9"), tensor)
+    assert r"a\x1b[31m\x9bb\u00e9" in str(error).replace("\u00e9", r"\u00e9"), repr(error)
+    assert not set("\x1b\x9b") & set(str(error)), repr(error)
+    _assert_usable(driver)
+
+
+def test_names_in_errors_have_no_escape_sequences(ranks: Ranks) -> None:
+    ranks.run(disagree_under_a_name_with_controls)

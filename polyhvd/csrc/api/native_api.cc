@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "control/disagreement.h"
 #include "control/error.h"
 
 namespace polyhvd {
@@ -93,8 +94,8 @@ Submission submission_of(const polyhvd_submission& in) {
     };
   }
   s.done = [context, done = in.done](const Error* error) {
-    done(context, error == nullptr ? 0 : static_cast<std::int32_t>(error->code),
-         error == nullptr ? nullptr : error->message.c_str());
+    if (error == nullptr) return done(context, 0, nullptr);
+    done(context, static_cast<std::int32_t>(error->code), without_controls(error->message).c_str());
   };
   return s;
 }
@@ -139,8 +140,9 @@ std::int32_t NativeApi::submit(void* self, const polyhvd_submission* submission,
     error = {ErrorCode::kInternal, other.what()};
   }
   if (message != nullptr && message_bytes > 0) {
-    const std::size_t n = std::min(error.message.size(), message_bytes - 1);
-    std::memcpy(message, error.message.data(), n);
+    const std::string text = without_controls(error.message);
+    const std::size_t n = std::min(text.size(), message_bytes - 1);
+    std::memcpy(message, text.data(), n);
     message[n] = '\0';
   }
   return static_cast<std::int32_t>(error.code);

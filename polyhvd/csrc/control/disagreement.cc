@@ -20,6 +20,26 @@ std::string subject(OpKind kind, std::string_view name) {
   return concat({name_of(kind), " '", name, "'"});
 }
 
+std::string without_controls(std::string_view text) {
+  const auto code = [text](std::size_t at) { return static_cast<unsigned char>(text[at]); };
+  std::string shown;
+  shown.reserve(text.size());
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    unsigned control = code(at);
+    // U+0080 to U+009F; in UTF-8 other bytes above 0x7f are no control characters.
+    const bool is_c1 = control == 0xc2 && at + 1 < text.size() && (code(at + 1) & 0xe0) == 0x80;
+    if (is_c1) control = code(++at);
+    if (!is_c1 && (control == '\n' || control == '\t' || (control >= 0x20 && control != 0x7f))) {
+      shown += text[at];
+      continue;
+    }
+    char escaped[8];
+    std::snprintf(escaped, sizeof escaped, "\\x%02x", control);
+    shown += escaped;
+  }
+  return shown;
+}
+
 std::string text_of_ranks(std::span<const int> ranks) {
   std::string text(ranks.size() == 1 ? "rank " : "ranks ");
   for (std::size_t first = 0; first < ranks.size();) {

@@ -26,4 +26,8 @@ std::string subject(OpKind kind, std::string_view name);
 // "rank 3" or "ranks 0-2, 7"; `ranks` are sorted.
 std::string text_of_ranks(std::span<const int> ranks);
 
+// A message for a terminal, which must not interpret what is in names: control characters but line
+// ends and tabs as "\x1b".
+std::string without_controls(std::string_view text);
+
 }  // namespace polyhvd

@@ -1,5 +1,7 @@
 #include "python/text.h"
 
+#include "control/disagreement.h"
+
 namespace polyhvd {
 
 namespace py = pybind11;
@@ -21,7 +23,8 @@ std::string printable(const py::handle& text) {
       PyUnicode_AsEncodedString(py::str(text).ptr(), "utf-8", "backslashreplace"));
 }
 
-py::str readable(std::string_view text) {
+py::str readable(std::string_view message) {
+  const std::string text = without_controls(message);
   return checked<py::str>(PyUnicode_DecodeUTF8(text.data(), length_of(text), "backslashreplace"));
 }
 
