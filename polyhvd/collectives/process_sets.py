@@ -112,7 +112,11 @@ class _World(ProcessSet):
         world = current.find()
         return None if world is None else list(range(world.placement.size))
 
-        return list(range(current.world().placement.size)) if current.find() is not None else None
+    @property
+    def mpi_comm(self) -> Any:
+        """The communicator of mpi4py that ``init(comm=...)`` was called with, or None."""
+        world = current.find()
+        return None if world is None or world.met_by_mpi is None else world.met_by_mpi.world[0]
 
     def __reduce__(self) -> str:
         return "global_process_set"

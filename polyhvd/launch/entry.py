@@ -89,7 +89,9 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
                     f"{item}: ranks are 0 to {placement.size - 1}; found {bad or 'all'}"
                 )
         lists, settled = _settle(job, sets)
-        _check_distinct(lists)
+        twice = next((ranks for i, ranks in enumerate(lists) if ranks in lists[:i]), None)
+        if twice is not None:
+            lists, settled, sets = _distinct(lists, settled, sets)
         numbers: list[int | None] = list(settled)
         member = None if launched.member is None else _member()
         if member is not None:
@@ -117,6 +119,11 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
     current.enter(world)
     if identity and placement.size > 1:
         os.environ[_PARENT] = f"{os.getpid()}:{identity}"
+    if twice is not None:  # in a world, as with Horovod: a program that catches it has its rank and size
+        raise InvalidArgumentError(
+            f"init(process_sets=[...]): ranks {twice} are given as two process sets; use one for both. The "
+            "first is registered"
+        )
 
 
 def _identity() -> str:
@@ -248,10 +255,12 @@ def _settle(job: mpi.MpiJob | None, sets: list[ProcessSet]) -> tuple[list[list[i
     return lists, numbers
 
 
-def _check_distinct(lists: list[list[int]]) -> None:
-    """Raise for ranks that are named as two process sets: the second one could not be told from the first."""
-    twice = [ranks for i, ranks in enumerate(lists) if ranks in lists[:i]]
-    if twice:
-        raise InvalidArgumentError(
-            f"init(process_sets=[...]): ranks {twice[0]} are given as two process sets; use one for both"
-        )
+def _distinct(
+    lists: list[list[int]], numbers: list[int], sets: list[ProcessSet]
+) -> tuple[list[list[int]], list[int], list[ProcessSet]]:
+    """The first process set of each list of ranks, as :func:`_settle` returns them with ``sets``."""
+    distinct = [ranks for i, ranks in enumerate(lists) if ranks not in lists[:i]]
+    first: dict[int, ProcessSet] = {}
+    for number, item in zip(numbers, sets, strict=True):
+        first.setdefault(1 + distinct.index(lists[number - 1]), item)
+    return distinct, list(first), list(first.values())

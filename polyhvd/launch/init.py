@@ -42,8 +42,8 @@ def init(
     Raises:
         ConfigError: an environment variable cannot be used, or MPI, which is needed, cannot; or the variables
             of several launchers contradict each other, or the job of one cannot be joined.
-        InvalidArgumentError: a process set names a rank that does not exist, or the ranks of another one, or
-            ``comm`` cannot be used.
+        InvalidArgumentError: a process set names a rank that does not exist, or ``comm`` cannot be used; or
+            two process sets have the same ranks, and then the world exists, with the first of them.
         OSError: the file that TIMELINE names cannot be written.
         UnsupportedError: this is a child of a rank, forked or started by it.
         PeerLostError: some ranks did not come within ``START_TIMEOUT`` seconds; they are named.

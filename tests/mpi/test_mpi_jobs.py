@@ -78,6 +78,7 @@ def total(process_set=hvd.global_process_set):
 half = world.Split(world.rank % 2, key=-world.rank)
 hvd.init(comm=half)
 assert (hvd.rank(), hvd.size()) == (half.rank, half.size)
+assert hvd.global_process_set.mpi_comm is half
 assert total() == {0: 101, 1: 10}[world.rank % 2]
 hvd.shutdown()
 
@@ -96,6 +97,7 @@ if last.included():
     assert total(last) == 110
 hvd.barrier()
 hvd.shutdown()
+assert hvd.global_process_set.mpi_comm is None
 
 # Some ranks of the world, in an order of their own.
 if world.rank != 1:

@@ -74,10 +74,14 @@ def test_ranks_of_a_process_set_are_integers() -> None:
 
 def begin_with_the_same_set_twice(name: str) -> None:
     hvd = drivers.get(name).hvd
+    size = hvd.size()
     hvd.shutdown()
     try:
         with pytest.raises(ValueError, match=r"ranks \[0\] are given as two process sets"):
-            hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
+            hvd.init(process_sets=[first := hvd.ProcessSet([0]), second := hvd.ProcessSet([0])])
+        assert hvd.is_initialized()
+        assert (hvd.size(), first.process_set_id, second.process_set_id) == (size, 1, None)
+        hvd.shutdown()
         only = hvd.ProcessSet([0])
         hvd.init(process_sets=[only])
         assert only.process_set_id == 1
