@@ -9,13 +9,18 @@ from pathlib import Path
 
 from polyhvd.bench import command as bench
 from polyhvd.launch import doctor, leave
-from polyhvd.observe import autotune, flight, timeline
+from polyhvd.observe import autotune, flight, terminal, timeline
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 1 when a file cannot be used."""
+    with terminal.until_pipe_closes():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["bench"]:  # runs as every rank of a job, and so has its own way to complain
         return bench.main(words[1:])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
+from polyhvd.launch.job_spec import working_directory
 from polyhvd.launch.options import (
     ELASTIC_OPTIONS,
     SETTINGS,
@@ -32,6 +33,7 @@ from polyhvd.launch.output import STDERR, STDOUT, Output
 from polyhvd.launch.policy import LetOthersFinish, StopAtFirstFailure
 from polyhvd.launch.programs import Part, Program, lay_out
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
+from polyhvd.observe.terminal import until_pipe_closes
 
 if TYPE_CHECKING:
     from polyhvd.launch.providers.allocation import Allocation
@@ -46,6 +48,11 @@ _TEES = {0: (), 1: (STDOUT,), 2: (STDERR,), 3: (STDOUT, STDERR)}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``polyhvdrun`` and return its exit status; the first failing rank's, if one fails."""
     _open_standard_streams()
+    with until_pipe_closes():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     gc.freeze()  # what was imported is no garbage: not now, and not at the end, which it would prolong
     parser = make_parser()
     programs = parse(parser, arguments)
@@ -85,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _tell_of_other_containers(options)
         output = _output(options, len(spec.placements) or (spec.elastic.limits.size if spec.elastic else 0))
+    except BrokenPipeError:  # of a plan or a command line that was printed
+        raise
     except (ValueError, OSError) as error:
         parser.exit(USAGE_STATUS, f"polyhvdrun: {error}\n")
     with contextlib.closing(output):
@@ -149,10 +158,7 @@ def _print_completion(parser: Parser, shell: str) -> int:
     from polyhvd.launch.completion import completion
 
     try:
-        print(completion(parser, shell), flush=True)
-    except BrokenPipeError:  # as in "polyhvdrun --print-completion bash | head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+        print(completion(parser, shell))
     except ImportError:
         parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
     except ValueError as error:
@@ -215,7 +221,9 @@ def _take_config_file(options: argparse.Namespace) -> None:
         return
     from polyhvd.launch.config_file import read
 
-    settings = read(options.config_file)
+    settings = read(
+        options.config_file, lambda line: print(f"polyhvdrun: {line}", file=sys.stderr, flush=True)
+    )
     controller = settings.pop("controller", "")
     options.mpi = options.mpi or (controller == "mpi" and not options.gloo)
     for variable, value in settings.items():
@@ -226,6 +234,7 @@ def _take_config_file(options: argparse.Namespace) -> None:
 def _spec(programs: list[argparse.Namespace]) -> JobSpec:
     options = programs[0]
     _check(options)
+    working_directory()
     size, hosts, allocation = _size(programs), _hosts(options, options.slots_per_host), _allocation(programs)
     if options.jsrun:
         from polyhvd.launch.providers.lsf_agents import hosts_of_jsrun

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +70,15 @@ _CONTROLLER = "controller"
 _CHARACTERS_MAX = 1 << 20
 
 
-def read(path: str) -> dict[str, str]:
-    """Read a file; what it says is as of :func:`settings_of`.
+def read(path: str, warn: Callable[[str], None]) -> dict[str, str]:
+    """Read a file; its settings are as of :func:`settings_of`.
+
+    Args:
+        path: of the file.
+        warn: called with a line for each unknown key.
 
     Raises:
-        ConfigFileError: there is no PyYAML; the file cannot be read, is no YAML, or says something unknown.
+        ConfigFileError: there is no PyYAML; the file cannot be read, is no YAML, or has a wrong type.
     """
     try:
         import yaml
@@ -101,27 +105,27 @@ def read(path: str) -> dict[str, str]:
         raise ConfigFileError(f"--config-file {where}: this is no YAML: {problem}") from None
     except (TypeError, ValueError, RecursionError) as error:  # a date that is none, a mapping in itself, ...
         raise ConfigFileError(f"--config-file {path}: this is no YAML that can be read: {error}") from None
-    return settings_of(content, f"--config-file {path}")
+    return settings_of(content, f"--config-file {path}", warn)
 
 
-def settings_of(content: Any, where: str) -> dict[str, str]:
+def settings_of(content: Any, where: str, warn: Callable[[str], None]) -> dict[str, str]:
     """What a file says: variables of the ranks, as options name them, and "controller".
 
     Args:
         content: of the file, as YAML's mappings, numbers, switches and texts.
-        where: what a message begins with.
+        where: begins each message.
+        warn: called with a line for each unknown key, which is ignored as horovodrun ignores it.
 
     Raises:
-        ConfigFileError: an unknown key, or a value of another kind.
+        ConfigFileError: a value of another kind.
 
     Example::
 
-        settings_of({"stall_check": {"enabled": False}}, "x.yaml")  # {"STALL_CHECK_DISABLE": "1"}
+        settings_of({"stall_check": {"enabled": False}}, "x.yaml", print)  # {"STALL_CHECK_DISABLE": "1"}
     """
     settings: dict[str, str] = {}
     for section, values in _mapping(content, where, "a mapping of sections").items():
-        _known(section, [_CONTROLLER, *KEYS], where)
-        if values is None:
+        if not _is_known(section, [_CONTROLLER, *KEYS], where, warn) or values is None:
             continue
         if section == _CONTROLLER:
             name = str(values).lower()
@@ -130,8 +134,7 @@ def settings_of(content: Any, where: str) -> dict[str, str]:
             settings[_CONTROLLER] = name
             continue
         for key, value in _mapping(values, f"{where}: {section}", "a mapping").items():
-            _known(key, list(KEYS[section]), f"{where}: {section}")
-            if value is not None:
+            if _is_known(key, list(KEYS[section]), f"{where}: {section}", warn) and value is not None:
                 row = KEYS[section][key]
                 settings[row.variable] = _text(value, row, f"{where}: {section}.{key}")
     settings.pop(_IGNORED, None)
@@ -157,12 +160,13 @@ def _mapping(value: Any, where: str, expected: str) -> Mapping[Any, Any]:
     return value
 
 
-def _known(key: Any, names: list[str], where: str) -> None:
+def _is_known(key: Any, names: list[str], where: str, warn: Callable[[str], None]) -> bool:
     if isinstance(key, str) and key in names:
-        return
+        return True
     near = difflib.get_close_matches(str(key), names, 1)
     meant = f"was {near[0]!r} meant? " if near else ""
-    raise ConfigFileError(f"{where}: there is no {reprlib.repr(key)}; {meant}known are {', '.join(names)}")
+    warn(f"{where}: unknown key {reprlib.repr(key)} is ignored; {meant}known are {', '.join(names)}")
+    return False
 
 
 def _text(value: Any, key: _Key, where: str) -> str:

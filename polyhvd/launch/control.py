@@ -97,11 +97,6 @@ class Control:
         return True
 
 
-def printable(text: str) -> str:
-    """The text with control characters escaped, so that a terminal does not interpret them."""
-    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
-
-
 def jobs() -> list[int]:
     """Process ids of the launchers of this user's elastic jobs on this host; for root, of all users'."""
     return sorted(_places())

@@ -42,11 +42,12 @@ from polyhvd.elastic.places import (
     places_scope,
 )
 from polyhvd.launch.blame import Ending, describe
-from polyhvd.launch.control import Control, Request, printable
+from polyhvd.launch.control import Control, Request
 from polyhvd.launch.driven import RESUME_STATUS, DrivenJob, Elastic
 from polyhvd.launch.hosts import Host
 from polyhvd.launch.policy import Decision, GoOn, StartReplacement, StopOthers
 from polyhvd.launch.slow import SlowRanks
+from polyhvd.observe.terminal import printable
 from polyhvd.runtime.placement import Placement, placements
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from polyhvd.config import Launched, Settings
 from polyhvd.launch.blame import describe, traceback_lines
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
+from polyhvd.launch.job_spec import working_directory
 from polyhvd.launch.output import Output
 from polyhvd.launch.providers.allocation import find
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
@@ -64,6 +65,7 @@ def run_function(
         listed = allocation.sized(np, None)
     else:
         listed = [Host("localhost", 1 if np is None else max(np, 1))]
+    working_directory()
     # Ranks import what the function refers to from where this process would.
     path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
     settings = {"PYTHONPATH": path, "POLYHVD_START_TIMEOUT": f"{start_timeout_s:g}"}

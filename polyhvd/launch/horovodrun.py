@@ -46,8 +46,8 @@ REMARKS = {
     "--slots-per-host": "Slots of hosts that `-H` or the file names without a number.",
     "--network-interface": "Also a network (10.0.0.0/16) or an address, of IPv4 or IPv6.",
     "--start-timeout": "Or `HOROVOD_START_TIMEOUT`, or `POLYHVD_START_TIMEOUT`.",
-    "--config-file": "Needs PyYAML. Unknown keys are an error. Every option of the command line comes before "
-    "the file, not only those that stand after `--config-file`.",
+    "--config-file": "Needs PyYAML. Unknown keys are ignored, with a warning. Every option of the command "
+    "line comes before the file, not only those that stand after `--config-file`.",
     "-v": "`-v` alone is `--version`, as in horovodrun; with a command it is `--verbose`.",
     "-cb": "Says what was found on this host: nothing is chosen when polyhvd is built.",
     "--output-filename": "A full disk does not end the job.",

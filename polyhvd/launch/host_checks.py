@@ -18,6 +18,7 @@ from typing import Any
 from polyhvd.launch import agent, host_facts
 from polyhvd.launch.agent_program import examination
 from polyhvd.launch.providers.starting import HostAgent
+from polyhvd.observe.terminal import printable
 from polyhvd.rendezvous import auth, network
 from polyhvd.rendezvous.server import Server
 
@@ -103,7 +104,7 @@ def table(problems: Iterable[Problem]) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of equally many cells as aligned lines of text."""
-    cells = [[_printable(cell) for cell in row] for row in rows]
+    cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         ("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip()
@@ -404,8 +405,3 @@ def own_version() -> str:
         return importlib.metadata.version("polyhvd")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _printable(text: str) -> str:
-    """Without what a terminal would obey: it comes from other hosts."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

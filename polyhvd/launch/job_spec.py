@@ -21,7 +21,7 @@ from polyhvd.runtime.placement import Placement
 if TYPE_CHECKING:
     from polyhvd.launch.providers.allocation import Allocation
 
-__all__ = ["JobSpec", "address_of"]
+__all__ = ["JobSpec", "address_of", "working_directory"]
 
 
 @dataclass
@@ -104,7 +104,7 @@ class JobSpec:
         """
         return {
             "argv": self.argv_of([rank for rank, _ in ranks]),
-            "cwd": os.getcwd(),
+            "cwd": working_directory(),
             "env": {**inherited, "PYTHONUNBUFFERED": "1", **self.env, **told},
             "grace_s": self.term_grace_s,
             "unset": ["POLYHVD_SECRET_FILE", "HOROVOD_SECRET_FILE"],
@@ -112,11 +112,33 @@ class JobSpec:
         }
 
 
+def working_directory() -> str:
+    """The directory in which ranks start; raises ValueError if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ValueError(
+            "the working directory, in which ranks would start, was removed; cd to another one"
+        ) from None
+
+
 def address_of(spec: JobSpec, local: Sequence[bool]) -> str:
-    """Where the rendezvous of a job listens at first; ``local`` says of each host whether it is this one."""
+    """Where the rendezvous of a job listens at first; ``local`` says of each host whether it is this one.
+
+    Raises:
+        ValueError: there is no such interface, or the ranks of this host could not reach the rendezvous.
+    """
     if spec.address:
         return spec.address
     if spec.interface:
         return network.address_of(spec.interface)
     others = [host.name for host, is_local in zip(spec.hosts, local, strict=True) if not is_local]
-    return network.address_for(others[0].rpartition("@")[2]) if others else network.loopback()
+    if others:
+        return network.address_for(others[0].rpartition("@")[2])
+    address = network.loopback()
+    if not network.has_route(address):
+        raise ValueError(
+            f"ranks of this host could not reach polyhvdrun at {address}: the loopback interface is down; "
+            "bring it up with 'ip link set lo up'"
+        )
+    return address

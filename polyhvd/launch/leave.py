@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyhvd.launch import control
+from polyhvd.observe.terminal import printable
 
 __all__ = ["main"]
 
@@ -37,8 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     except TimeoutError:
         print(f"polyhvd leave: no answer in time from job {job}; is its polyhvdrun stopped?", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        print(f"polyhvd leave: {control.printable(error.strerror or str(error))}", file=sys.stderr)
+        print(f"polyhvd leave: {printable(error.strerror or str(error))}", file=sys.stderr)
         return 1
 
 
@@ -62,7 +65,7 @@ def _ask(job: int, options: argparse.Namespace) -> int:
         said.update(words)
         leaving = words.get("leaving", ())
         for line in leaving if isinstance(leaving, list) else ():
-            print(f"{control.printable(str(line))} leaves", flush=True)
+            print(f"{printable(str(line))} leaves", flush=True)
 
     words = {"hosts": options.host, "ranks": options.rank, "processes": options.process}
     control.request(job, {**words, "wait": not options.no_wait}, hear, options.timeout_s)

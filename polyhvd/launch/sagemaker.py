@@ -222,7 +222,7 @@ def _object(path: Path, complaint: str) -> dict[str, Any]:
         told = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ValueError(complaint.format(error.strerror)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(complaint.format(f"is not JSON: {error}")) from None
     if not isinstance(told, dict):
         raise ValueError(complaint.format("is no object in JSON"))
@@ -232,7 +232,7 @@ def _object(path: Path, complaint: str) -> dict[str, Any]:
 def _parsed(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "address_towards",
     "endpoint_text",
     "give_up_after",
+    "has_route",
     "host_identity",
     "interfaces",
     "is_local",
@@ -201,6 +202,17 @@ def address_of(interface: str) -> str:
 def loopback() -> str:
     """The address under which processes of this host reach each other: 127.0.0.1, or without IPv4 ::1."""
     return next(filter(_is_own_address, ("127.0.0.1", "::1")), "127.0.0.1")
+
+
+def has_route(address: str) -> bool:
+    """Whether this host knows how to reach an address; sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+    except OSError:
+        return False
+    return True
 
 
 def own_addresses() -> list[str]:

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALONE", "Placement", "placements"]
+__all__ = ["ALONE", "RANKS_MAX", "Placement", "placements"]
+
+#: More than any job has; a larger number is a mistake, and lists of so many ranks would take all memory.
+RANKS_MAX = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class Placement:
     """One rank's place in one generation of the world.
 
     Raises:
-        ValueError: a rank is not below its size.
+        ValueError: a rank is not below its size, or the world is larger than RANKS_MAX.
     """
 
     #: Which world this is, of those that follow one another in a job; from 1, the same on all its ranks.
@@ -39,6 +42,9 @@ class Placement:
             if not 0 <= rank < size:
                 sized = what.replace("RANK", "SIZE")
                 raise ValueError(f"POLYHVD_{what}={rank} is not below POLYHVD_{sized}={size}")
+
+        if self.size > RANKS_MAX:
+            raise ValueError(f"POLYHVD_SIZE={self.size}: at most {RANKS_MAX} ranks are possible")
 
     def values(self) -> dict[str, int]:
         """What launchers tell a rank of its place, by the names of variables without their prefix."""

@@ -102,7 +102,7 @@ def test_tables_are_aligned_and_obey_no_terminal_codes() -> None:
     lines = table([Problem("a", "no answer", "x\x1b[2J", "y"), Problem("a-long-one", "key", "z", "w")])
     assert lines.splitlines() == [
         "  host        problem    found, and what to do",
-        "  a           no answer  x?[2J; y",
+        "  a           no answer  x\\x1b[2J; y",
         "  a-long-one  key        z; w",
     ]
 

@@ -1,4 +1,4 @@
-"""Machines that lack something: IPv4, or memory files."""
+"""Machines that lack something: IPv4, the loopback interface, or memory files."""
 
 from __future__ import annotations
 
@@ -79,6 +79,15 @@ def test_jobs_run_without_ipv4(host: netns.Namespace, options: list[str]) -> Non
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"[{rank}] size 3" for rank in range(3)]
     assert f"rendezvous at [{'fd00:213::1' if '--network-interface' in options else '::1'}]:" in result.stderr
+
+
+def test_a_loopback_interface_that_is_down_is_a_line(host: netns.Namespace) -> None:
+    subprocess.run(["ip", "-n", host.name, "link", "set", "lo", "down"], check=True)
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", "2", sys.executable, "-c", PROGRAM]
+    result = host.run(*command, cwd=ROOT, capture_output=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert "the loopback interface is down; bring it up with 'ip link set lo up'" in line
 
 
 def test_unknown_interface_lists_addresses_of_both_kinds(host: netns.Namespace) -> None:

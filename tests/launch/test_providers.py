@@ -143,6 +143,7 @@ def test_the_doctor_s_lines_say_what_was_seen_and_which_came_first() -> None:
         ({"SM_HOSTS": '["a", "a"]', "SM_CURRENT_HOST": "a"}, "SM_HOSTS must name each host once"),
         ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "SM_CURRENT_HOST must be one of"),
         ({"SM_HOSTS": '["a", "b"', "SM_CURRENT_HOST": "a"}, "SM_HOSTS must be a list of names"),
+        ({"TF_CONFIG": '{"cluster": ' + 20_000 * "["}, "TF_CONFIG is no description of a cluster"),
         ({"TF_CONFIG": "[1]"}, "TF_CONFIG is no description of a cluster"),
         (cluster("worker", 2, worker=["a:1", "b:1"]), "is no rank of its cluster .TF_CONFIG: task worker 2"),
         (cluster("ps", worker=["a:1"], ps=["b:1"]), "is no rank of its cluster"),

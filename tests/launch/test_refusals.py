@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -90,3 +91,49 @@ def test_a_job_of_one_container_says_that_it_leaves_out_the_others(tmp_path: Pat
     done = run(["-np", "1", *PROGRAM], SAGEMAKER_BASE_DIR=str(tmp_path))
     assert done.returncode == 0
     assert "this job is one of b alone, of the containers a, b; --sagemaker in each" in done.stderr
+
+
+def test_a_working_directory_that_was_removed_is_a_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    words = [sys.executable, "-m", "polyhvd.launch", "-np", "2", *PROGRAM]
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *words],
+        env=environment(PYTHONPATH=str(ROOT)),
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert done.stderr == (
+        "polyhvdrun: the working directory, in which ranks would start, was removed; cd to another one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["polyhvd.launch", "-cb"],
+        ["polyhvd.launch", "--help"],
+        ["polyhvd.launch", "--dry-run", "-np", "2", "true"],
+        ["polyhvd.cli", "doctor"],
+        ["polyhvd.cli", "parity", "--list"],
+    ],
+    ids=" ".join,
+)
+def test_output_into_a_closed_pipe_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            env=environment(),
+            cwd=ROOT,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+    assert done.stderr == ""
+    assert done.returncode in (0, 1)  # argparse ignores it

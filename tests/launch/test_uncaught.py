@@ -61,6 +61,10 @@ def run(tmp_path: Path) -> Run:
         ({**SRUN, **BY_HAND}, "ConfigError: init(): variables contradict each other"),
         ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "ConfigError: SLURM_STEP_NODELIST: 'n[1-' is cut off"),
         ({**SRUN, "SLURM_PROCID": "7"}, "ConfigError: init(): rank 7 is not below the size 2"),
+        (
+            {**BY_HAND, "WORLD_SIZE": "99999999999"},
+            "job has 99999999999 ranks (RANK=0, WORLD_SIZE=99999999999",
+        ),
         ({**BY_HAND, "POLYHVD_SECRET": "5e"}, "ConfigError: POLYHVD_SECRET: the job's secret must have"),
         ({**BY_HAND, "POLYHVD_SECRET_FILE": "/no/file"}, "POLYHVD_SECRET_FILE=/no/file: No such file"),
         ({"TF_CONFIG": '{"cluster": {'}, "ConfigError: TF_CONFIG is no description of a cluster"),

@@ -49,7 +49,7 @@ class ClusterProvider(MeetingProvider):
             task = described.get("task") or {}
             kind, told = str(task.get("type", "")), task.get("index")
             index = None if told is None else int(told)
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, OverflowError, RecursionError):
             raise ConfigError(f"{self.name} is no description of a cluster in JSON: {text[:200]!r}") from None
         ranks = [(kind, number) for kind in _RANKS for number in range(len(cluster.get(kind, ())))]
         if not ranks and kind not in _RANKS:

@@ -29,7 +29,7 @@ from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
 from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, job_name
 from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
-from polyhvd.runtime.placement import Placement, placements
+from polyhvd.runtime.placement import RANKS_MAX, Placement, placements
 
 __all__ = ["MeetingProvider", "given_secret", "told_to_all"]
 
@@ -180,6 +180,11 @@ class MeetingProvider(ABC):
         if not rank < claim.size:
             raise ConfigError(
                 f"init(): rank {rank} is not below the size {claim.size} of {self.name}'s job ({claim.seen})"
+            )
+        if claim.size > RANKS_MAX:
+            raise ConfigError(
+                f"init(): {self.name}'s job has {claim.size} ranks ({claim.seen}); at most {RANKS_MAX} are "
+                "possible"
             )
         return rank, claim.size
 
