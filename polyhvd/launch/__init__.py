@@ -63,10 +63,14 @@ def run(
         network_interfaces: interface, network or address of all connections; several with commas, or as a
             list. ``network_interface`` is another name.
         executable: Python of the ranks; None: the path of this one.
+        min_num_proc, max_num_proc: fewest and most ranks of an elastic job, as polyhvdrun's ``--min-np`` and
+            ``--max-np``; ``min_np`` and ``max_np`` are other names. Each of these, of ``reset_limit``,
+            ``cooldown_range`` and ``host_discovery_script`` makes the job elastic, and the results are those
+            of its last world.
+        slots: of each host that is named without a number.
+        reset_limit, cooldown_range, host_discovery_script: as the options of polyhvdrun.
         disable_cache: has no effect, and neither has ``use_gloo``.
-        use_mpi: refused, as ``mpi_args`` is, and what is for elastic jobs: ``slots``, ``reset_limit``,
-            ``cooldown_range``, ``host_discovery_script``, and, unless they are the number of ranks,
-            ``min_num_proc``, ``min_np``, ``max_num_proc`` and ``max_np``.
+        use_mpi: refused, as ``mpi_args`` is.
         env: environment variables of the ranks, on top of those of this process.
         term_grace_s: seconds that ranks have from SIGTERM to SIGKILL.
 
@@ -90,20 +94,10 @@ def run(
     if np is not None and num_proc is not None and np != num_proc:
         raise ValueError(f"run(np={np}, num_proc={num_proc}): they are one argument; give one of them")
     ranks = num_proc if np is None else np
-    elastic = {
-        "min_np": min_np,
-        "max_np": max_np,
-        "min_num_proc": min_num_proc,
-        "max_num_proc": max_num_proc,
-        "slots": slots,
-        "reset_limit": reset_limit,
-        "cooldown_range": cooldown_range,
-        "host_discovery_script": host_discovery_script,
-    }
-    for name, value in elastic.items():
-        if value is not None and not (name.startswith(("min_n", "max_n")) and value == ranks):
+    for name, short, long in (("min", min_np, min_num_proc), ("max", max_np, max_num_proc)):
+        if short is not None and long is not None and short != long:
             raise ValueError(
-                f"run({name}={value!r}): there are no elastic jobs here yet; start one with polyhvdrun"
+                f"run({name}_np={short}, {name}_num_proc={long}): they are one argument; give one of them"
             )
     if use_mpi or mpi_args:
         raise ValueError("run(use_mpi, mpi_args): MPI starts scripts alone, with mpirun or polyhvdrun --mpi")
@@ -114,6 +108,14 @@ def run(
     return run_function(
         (func, tuple(args), dict(kwargs or {})),
         np=ranks,
+        elastic={
+            "min_np": min_num_proc if min_np is None else min_np,
+            "max_np": max_num_proc if max_np is None else max_np,
+            "reset_limit": reset_limit,
+            "blacklist_cooldown_range": cooldown_range,
+            "host_discovery_script": host_discovery_script,
+        },
+        slots=slots,
         hosts=hosts,
         hostfile=hostfile,
         env=dict(env or {}),

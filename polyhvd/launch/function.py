@@ -10,13 +10,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 import cloudpickle
 
 from polyhvd.config import Launched, Settings
 from polyhvd.launch.blame import describe, traceback_lines
+from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
 from polyhvd.launch.job_spec import working_directory
@@ -42,6 +43,8 @@ def run_function(
     call: Call,
     *,
     np: int | None,
+    elastic: Mapping[str, Any],
+    slots: int | None,
     hosts: str | None,
     hostfile: str | None,
     env: dict[str, str],
@@ -60,11 +63,17 @@ def run_function(
     start_timeout_s, term_grace_s = min(start_timeout_s, _SECONDS_MAX), min(term_grace_s, _SECONDS_MAX)
     allocation = None
     if hosts or hostfile:
-        listed = parse_hosts(hosts) if hosts else parse_hostfile(hostfile or "")
-    elif allocation := find(os.environ):
-        listed = allocation.sized(np, None)
+        listed = parse_hosts(hosts, slots or 1) if hosts else parse_hostfile(hostfile or "", slots or 1)
+    elif elastic["host_discovery_script"] is None and (allocation := find(os.environ)):
+        listed = allocation.sized(np, slots)
     else:
-        listed = [Host("localhost", 1 if np is None else max(np, 1))]
+        listed = []
+    changes = None
+    if any(value is not None for value in elastic.values()):
+        changes = _elastic(elastic, np, slots, listed, hostfile)
+        listed = changes.hosts
+    elif not listed:
+        listed = [Host("localhost", slots or (1 if np is None else max(np, 1)))]
     working_directory()
     # Ranks import what the function refers to from where this process would.
     path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
@@ -74,7 +83,8 @@ def run_function(
     spec = JobSpec(
         argv=[python or sys.executable, "-m", "polyhvd.launch.function"],
         hosts=listed,
-        placements=place(listed, np),
+        placements=[] if changes else place(listed, np),
+        elastic=changes,
         env={**settings, **env},
         interface=interface,
         remote=SshAgents(
@@ -95,16 +105,49 @@ def run_function(
             f"run(): {name} and its arguments cannot be sent to the ranks: {_in_a_line(error)}"
         ) from error
     stdout, stderr = _stream(sys.stdout, 1), _stream(sys.stderr, 2)
-    output = Output(len(spec.placements), directory=directory, stdout=stdout, stderr=stderr)
+    count = changes.limits.size if changes else len(spec.placements)
+    output = Output(count, directory=directory, stdout=stdout, stderr=stderr)
     with contextlib.closing(output), Job(spec, output) as job, _client(job) as client:
         client.put(_FUNCTION, 0, payload)
         _check(job, job.run(), client)
+        if changes:
+            return _results_of_last_world(client, output.size)
         try:
             values = client.gather(_RESULT, len(spec.placements), wait_s=0.0)
         except GatherTimeoutError as error:
             ranks = ", ".join(map(str, error.missing))
             raise RuntimeError(f"no result of rank {ranks}: the function has ended the process") from None
     return [_load_result(rank, value) for rank, value in enumerate(values)]
+
+
+def _elastic(
+    given: Mapping[str, Any], np: int | None, slots: int | None, hosts: list[Host], hostfile: str | None
+) -> Elastic:
+    """What makes the job elastic, as polyhvdrun would read it from its options."""
+    from polyhvd.launch.elastic_options import elastic_of  # no other job needs it
+    from polyhvd.launch.options import make_parser
+
+    options = make_parser().parse_args(["true"])
+    for name, value in {**given, "num_proc": np, "slots_per_host": slots, "hostfile": hostfile}.items():
+        setattr(options, name, value)
+    return elastic_of([options], hosts or None)
+
+
+def _results_of_last_world(client: Client, processes: int) -> list[Any]:
+    """The results of an elastic job, in rank order; those of ranks of worlds before are dropped."""
+    found: dict[int, dict[int, Any]] = {}
+    sizes = {}
+    for process in range(processes):
+        with contextlib.suppress(GatherTimeoutError):  # it was lost, or left
+            (value,) = client.gather(f"{_RESULT}/{process}", 1, wait_s=0.0)
+            generation, rank, sizes[generation], result = cloudpickle.loads(value)
+            found.setdefault(generation, {})[rank] = result
+    last = max(found, default=0)
+    missing = [rank for rank in range(sizes.get(last, 1)) if rank not in found.get(last, {})]
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise RuntimeError(f"no result of rank {ranks}: the function has ended the process")
+    return [_load_result(rank, value) for rank, value in sorted(found[last].items())]
 
 
 def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
@@ -177,7 +220,7 @@ def main() -> None:
         _call()
     except Exception as error:
         with contextlib.suppress(Exception):  # the launcher has the traceback, if not this
-            _hand_in(f"{_ERROR}/{Launched.from_environment().rank}", 0, _pickled(error), _ERROR_TIMEOUT_S)
+            _hand_in(f"{_ERROR}/{_number()}", 0, _pickled(error), _ERROR_TIMEOUT_S)
         raise
 
 
@@ -185,7 +228,7 @@ def _call() -> None:
     launched, start_timeout_s = Launched.from_environment(), Settings.from_environment().start_timeout_s
     deadline = time.monotonic() + start_timeout_s
     secret = parse_secret(launched.secret)
-    with Client(launched.rendezvous, secret, rank=launched.rank, generation=0, deadline=deadline) as client:
+    with Client(launched.rendezvous, secret, rank=_number(), generation=0, deadline=deadline) as client:
         (payload,) = client.gather(_FUNCTION, 1, start_timeout_s)
     func, args, kwargs = cloudpickle.loads(payload)
     value = func(*args, **kwargs)
@@ -196,7 +239,28 @@ def _call() -> None:
             f"rank {launched.rank}: a result of type {type(value).__name__} cannot be sent to polyhvd.run: "
             f"{_in_a_line(error)}"
         ) from error
-    _hand_in(_RESULT, launched.rank, result, start_timeout_s)
+    if launched.member is None:
+        _hand_in(_RESULT, launched.rank, result, start_timeout_s)
+    else:
+        value = cloudpickle.dumps((*_last_place(launched.member), result))
+        _hand_in(f"{_RESULT}/{launched.member}", 0, value, start_timeout_s)
+
+
+def _number() -> int:
+    """What the launcher calls this process: its rank, or its number in an elastic job."""
+    launched = Launched.from_environment()
+    return launched.rank if launched.member is None else launched.member
+
+
+def _last_place(member: int) -> tuple[int, int, int]:
+    """Generation, rank and size of the last world of this process of an elastic job; 0: it was in none."""
+    from polyhvd.elastic import process
+
+    found = process.find()
+    if found is None or member not in found.seat.answer.members:
+        return 0, member, 1
+    answer = found.seat.answer
+    return answer.generation, answer.members.index(member), len(answer.members)
 
 
 def _pickled(error: Exception) -> bytes:
@@ -211,9 +275,9 @@ def _hand_in(key: str, number: int, value: bytes, timeout_s: float) -> None:
     launched = Launched.from_environment()
     deadline = time.monotonic() + timeout_s
     secret = parse_secret(launched.secret)
-    with Client(launched.rendezvous, secret, rank=launched.rank, generation=0, deadline=deadline) as client:
+    with Client(launched.rendezvous, secret, rank=_number(), generation=0, deadline=deadline) as client:
         client.put(key, number, value)
-        client.gather(f"run/arrived/{launched.rank}", 1, 60.0, own=(0, b""))  # answered after it has arrived
+        client.gather(f"run/arrived/{_number()}", 1, 60.0, own=(0, b""))  # answered after it has arrived
 
 
 if __name__ == "__main__":

@@ -210,14 +210,63 @@ def test_what_horovod_takes_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank.2" / "stdout").exists()
 
 
+def test_an_elastic_run_returns_the_results_of_its_last_world_in_rank_order() -> None:
+    def train() -> tuple[int, int, int]:
+        import os
+        import signal
+
+        import polyhvd.numpy as hvd
+
+        hvd.init()
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+
+        @hvd.elastic.run
+        def loop(state):  # type: ignore[no-untyped-def]
+            while state.step < 3:
+                state.step += 1
+                state.commit()
+                if state.step == 2 and hvd.size() == 3 and hvd.rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                hvd.barrier()
+
+        loop(state)
+        return hvd.rank(), hvd.size(), int(os.environ["POLYHVD_MEMBER"])
+
+    assert run(train, np=3, min_np=2, max_np=3, reset_limit=5, cooldown_range=(600, 600)) == [
+        (0, 2, 0),
+        (1, 2, 2),
+    ]
+
+
+def test_hosts_of_an_elastic_run_come_from_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost\n")
+    script.chmod(0o755)
+
+    def size() -> int:
+        import polyhvd.numpy as hvd
+
+        hvd.init()
+        return hvd.size()
+
+    assert run(size, np=2, min_np=2, slots=2, host_discovery_script=str(script)) == [2, 2]
+
+
+def test_an_exception_of_an_elastic_run_is_raised_here() -> None:
+    def fail() -> None:
+        raise BadWeather("rain")
+
+    with pytest.raises(BadWeather, match="rain"):
+        run(fail, np=2, min_np=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"min_np": 1}, "min_np=1.*no elastic jobs"),
-        ({"min_np": 1, "np": 2}, "min_np=1.*no elastic jobs"),
-        ({"max_num_proc": 2}, "max_num_proc=2.*no elastic jobs"),
-        ({"host_discovery_script": "hosts.sh"}, "host_discovery_script='hosts.sh'.*no elastic jobs"),
-        ({"cooldown_range": (1, 2)}, "cooldown_range.*no elastic jobs"),
+        ({"min_np": 1, "min_num_proc": 2}, "they are one argument"),
+        ({"min_np": 3, "hosts": "localhost:2"}, "--min-np 3: the hosts have 2 slots"),
+        ({"max_np": 2}, "needs -np or --min-np"),
+        ({"host_discovery_script": "x", "hosts": "a"}, "leave out -H and --hostfile"),
         ({"use_mpi": True}, "polyhvdrun --mpi"),
         ({"mpi_args": "-v"}, "polyhvdrun --mpi"),
         ({"np": 2, "num_proc": 3}, "they are one argument"),
