@@ -113,6 +113,11 @@ class Gradients(Section):
         self._reduced_early: dict[int, int] = {}
         self._stepping_in = -1  # the graph task within which a step waits for gradients
         self._arriving = (-1, -1)  # the graph task and position that `before_gradient` has seen last
+        #: Older optimizers that have parameters of this one, too, and their positions, by position.
+        self._sharers: dict[int, list[tuple[weakref.ref[Gradients], int]]] = {}
+        #: Newer ones that have parameters of this one and reduce their gradients, likewise.
+        self._elsewhere: dict[int, tuple[Gradients, int]] = {}
+        self._asked_for: set[int] = set()  # started for the step of a sharer
         self._reported = b""  # in the last round
         self._backward = -1  # the graph task whose end we have asked to hear of
         self._entered = -1  # the graph task whose thread is known to use this
@@ -124,6 +129,8 @@ class Gradients(Section):
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
         """Take over parameters, at the next positions."""
+        parameters = list(parameters)
+        _registry.collect_owners(parameters)
         for parameter in parameters:
             if torch.nn.parameter.is_lazy(parameter):
                 raise InvalidArgumentError("a lazy parameter has no shape yet; run the model once before")
@@ -132,6 +139,44 @@ class Gradients(Section):
             self._passes.append(0)
             self.seat.size += 1
             _registry.take(parameter, self, position)
+
+    def hand_over(self, position: int, newer: Gradients, its_position: int) -> None:
+        """Let a newer optimizer that has a parameter of this one, too, reduce its gradients for both."""
+        if newer is self or newer._sharing_terms() != self._sharing_terms():
+            self.retired = (
+                "a newer DistributedOptimizer has taken over parameters of this one; use that one, or make "
+                "both with the same op, process_set and backward_passes_per_step"
+            )
+        if self.retired:
+            return
+        newer._sharers[its_position] = [*self._sharers.pop(position, []), (weakref.ref(self), position)]
+        for sharer, at in newer._sharers_of(its_position):
+            sharer._elsewhere[at] = newer, its_position
+        newer._passes[its_position], self._passes[position] = self._passes[position], 0
+        for mine, theirs in ((self._fresh, newer._fresh), (self._reduced, newer._reduced)):
+            if position in mine:
+                mine.discard(position)
+                theirs.add(its_position)
+        self._leftovers.move(position, newer._leftovers, its_position)
+        self._local.discard(position)
+        group = self._group_of.pop(position, None)
+        if group is not None:
+            group.positions = [other for other in group.positions if other != position]
+            group.absent -= position not in self._started
+
+    def _sharing_terms(self) -> tuple[Any, ...]:
+        return self._op, self.process_set, self.passes_per_step
+
+    def _sharers_of(self, position: int) -> list[tuple[Gradients, int]]:
+        found = [(reference(), at) for reference, at in self._sharers.get(position, ())]
+        return [(sharer, at) for sharer, at in found if sharer is not None]
+
+    def _lenders(self) -> dict[Gradients, list[int]]:
+        """Optimizers that reduce gradients for this one, and their positions of them."""
+        found: dict[Gradients, list[int]] = {}
+        for other, position in self._elsewhere.values():
+            found.setdefault(other, []).append(position)
+        return found
 
     def keep_local(self, parameter: Tensor) -> None:
         """Let gradients of a parameter stay on this rank from now on."""
@@ -144,6 +189,9 @@ class Gradients(Section):
                 "made with"
             )
         (position,) = positions
+        if position in self._elsewhere:
+            self._elsewhere[position][0].keep_local(parameter)
+            return
         if self._passes[position] or position in self._started or position in self._reduced:
             raise InvalidArgumentError(
                 f"register_local_var: {self.describe(position)} has a gradient already; call it before "
@@ -179,7 +227,8 @@ class Gradients(Section):
     @property
     def in_flight(self) -> bool:
         """Whether reductions run: within backward, or after one that has failed."""
-        return bool(self._started)
+        shared = any(position in other._started for other, position in self._elsewhere.values())
+        return shared or bool(self._started)
 
     def passes_held(self) -> int:
         """See :class:`polyhvd.training.passes.CountedPasses`."""
@@ -202,7 +251,7 @@ class Gradients(Section):
         self._group_of = {position: group for group in self._groups for position in group.positions}
         self._reducer.drop()
         self._forget_started()
-        self.forget_passes()
+        self._forget_own()
         self._lost = self._generation if is_under_way else 0
         self._backward = self._entered = -1
         self.settled, self.rounds = False, 0
@@ -228,7 +277,12 @@ class Gradients(Section):
             return  # a hook that was registered earlier has called step()
         self.settled, self._lost = False, 0
         self._fresh.add(position)
-        if self.on_hold:
+        on_hold = self.on_hold
+        if position in self._sharers:
+            for sharer, _ in self._sharers_of(position):
+                sharer.settled = False
+                on_hold = on_hold or sharer.on_hold
+        if on_hold:
             return
         self._passes[position] += 1
         if task != self._backward:
@@ -339,11 +393,14 @@ class Gradients(Section):
         if len(self._started) == count and not self._sparse and not self._as_dense:
             self._reported = bytes((READY,)) * count
             return self._reported
-        due = at_step or bool(self._started)
+        due = at_step or not self._started <= self._asked_for
         states = bytearray(count)
         for position, parameter in enumerate(self._parameters):
             computed = due and position in self._fresh
             if position in self._local:
+                continue
+            if position in self._elsewhere:  # and may be written until the step
+                states[position] = EXPECTED if parameter.requires_grad else FROZEN
                 continue
             if not at_step and not self._repeatable and self._leftovers.has(position, parameter.grad):
                 self._leftovers.keep(position)
@@ -370,7 +427,20 @@ class Gradients(Section):
         if gradient is None or position in self._reduced:
             return False
         # Where reducing twice changes nothing, it is the safe side: not all writes are seen.
-        return self._repeatable or not self._leftovers.has(position, gradient)
+        is_safe = self._repeatable and position not in self._sharers
+        return is_safe or not self._leftovers.has(position, gradient)
+
+    def _start_for_sharer(self, positions: Iterable[int]) -> None:
+        """Reduce what an older optimizer is about to step with."""
+        for position in positions:
+            is_fresh = position in self._fresh
+            if position in self._started or position in self._local:
+                continue
+            if is_fresh or self._is_set_by_hand(position):
+                if not is_fresh:
+                    self._note_early(position)
+                self._start(position)
+                self._asked_for.add(position)
 
     def _note_early(self, position: int) -> None:
         if self._stepping_in != -1 and self._parameters[position].grad is not None:
@@ -430,6 +500,7 @@ class Gradients(Section):
 
     def _forget_started(self) -> None:
         self._started.clear()
+        self._asked_for.clear()
         self._submitted.clear()
         self._sparse, self._as_dense = {}, {}
         for group in self._groups:
@@ -455,14 +526,26 @@ class Gradients(Section):
             return
         if self._lost:
             current.of_generation(self._lost, "the gradients of DistributedOptimizer")
-        self._stepping_in = torch._C._current_graph_task_id()
-        if self._stepping_in != -1:
-            self._forget_rounds_before()
+        task = torch._C._current_graph_task_id()
+        lenders = self._lenders()
+        for other in lenders:
+            if other.retired:
+                raise InvalidArgumentError(other.retired)
+            if other._lost:
+                current.of_generation(other._lost, "the gradients of DistributedOptimizer")
+            _registry.claim(other)
         try:
+            for each in (self, *lenders):
+                each._stepping_in = task
+                if task != -1:
+                    each._forget_rounds_before()
             while not self.settled:
+                for other, positions in lenders.items():
+                    other._start_for_sharer(positions)
                 self.board.hold_round(self)
         finally:
-            self._stepping_in = -1
+            for each in (self, *lenders):
+                each._stepping_in = -1
 
     def _forget_rounds_before(self) -> None:
         """A step within backward: a gradient that was reduced before may have been written since, unseen."""
@@ -481,6 +564,15 @@ class Gradients(Section):
 
     def forget_passes(self) -> None:
         """The gradients were set to zero."""
+        self._forget_own()
+        for other, positions in self._lenders().items():
+            for position in positions:
+                other._passes[position] = 0
+            other._fresh.difference_update(positions)
+            other._reduced.difference_update(positions)
+            other._leftovers.forget_kept(positions)
+
+    def _forget_own(self) -> None:
         self._lost = 0
         self._passes = [0] * len(self._parameters)
         self._fresh.clear()
@@ -489,11 +581,17 @@ class Gradients(Section):
 
     def end_step(self) -> None:
         """The gradients were used."""
-        if not self._repeatable:
-            self._leftovers.note(self._reduced, self._parameters)
+        self._note_used(self._reduced)
+        for other, positions in self._lenders().items():
+            other._note_used(other._reduced.intersection(positions))
+            other.settled = False
         self.forget_passes()
         self.settled = False
         self.rounds = 0
+
+    def _note_used(self, positions: set[int]) -> None:
+        known = positions & self._sharers.keys() if self._repeatable else positions
+        self._leftovers.note(known, self._parameters)
 
 
 def _zeros(parameter: Tensor, sparse_dimensions: int) -> Tensor:

@@ -211,7 +211,8 @@ def DistributedOptimizer(
     Reductions start during backward, as soon as a gradient is ready, and have ended when it returns: what
     lies between ``backward()`` and ``step()`` (clipping, ``GradScaler.unscale_``) sees the result.
     A gradient that only some ranks have is zero on the others; one that no rank has stays None.
-    A new DistributedOptimizer takes over the parameters of an older one.
+    Optimizers with the same ``op``, ``process_set`` and ``backward_passes_per_step`` may share parameters. If
+    these differ, the newer one takes the parameters over, and the older one raises when it is used.
 
     Ranks make their optimizers in the same order. Threads may use optimizers at the same time, each its own,
     the same ones on every rank.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class _Own(threading.local):
 
 
 class Registry:
-    """Parameters have one owner at a time, and process sets one board for each thread.
+    """The owner of each parameter, the newest optimizer that has it, and the boards of each thread.
 
     Args:
         prefix: begins the names of operations.
@@ -154,21 +155,26 @@ class Registry:
 
     def keep_local(self, parameter: Tensor, scale: Callable[[Tensor], Tensor]) -> None:
         """Let ``scale`` have each gradient of a parameter, before it is added up, instead of its owner."""
-        owner, hooks = self._owners[parameter]
+        owner, position, hooks = self._owners[parameter]
         _remove(hooks)
-        self._owners[parameter] = owner, _hooked(parameter, {"register_hook": scale})
+        self._owners[parameter] = owner, position, _hooked(parameter, {"register_hook": scale})
+
+    def collect_owners(self, parameters: Iterable[Tensor]) -> None:
+        """Free optimizers of these parameters that only reference cycles keep, and not on every rank."""
+        if any(entry is not None and entry[0]() is not None for entry in map(self._owners.get, parameters)):
+            gc.collect()
 
     def take(self, parameter: Tensor, gradients: Gradients, position: int) -> None:
-        """Let ``gradients`` handle a parameter from now on; the optimizer that had it loses it."""
+        """Let ``gradients`` reduce a parameter's gradients from now on, for all optimizers that have it."""
         previous = self._owners.pop(parameter, None)
         if previous is not None:
-            owner, hooks = previous
+            reference, its_position, hooks = previous
             _remove(hooks)
-            if owner() is not None:
-                owner().retired = (
-                    "a newer DistributedOptimizer has taken over parameters of this one; use that one"
-                )
-        self._owners[parameter] = (weakref.ref(gradients), _register(parameter, gradients, position))
+            owner = reference()
+            if owner is not None:
+                owner.hand_over(its_position, gradients, position)
+        hooks = _register(parameter, gradients, position)
+        self._owners[parameter] = weakref.ref(gradients), position, hooks
 
 
 def _hold_rounds(among: list[weakref.ref[Gradients]], generation: int) -> None:

@@ -62,9 +62,9 @@ class Leftovers:
         """Let a gradient stay one of them until the step's end, whoever writes to it, as clipping does."""
         self._kept.add(position)
 
-    def forget_kept(self) -> None:
-        """Writes to gradients that were kept count again."""
-        self._kept.clear()
+    def forget_kept(self, positions: Iterable[int] | None = None) -> None:
+        """Count writes to gradients that were kept again, at these positions or at all."""
+        self._kept.difference_update(self._kept.copy() if positions is None else positions)
 
     def note(self, positions: Iterable[int], parameters: Sequence[Tensor]) -> None:
         """The gradients at these positions, and those that were kept, have been used."""
@@ -72,6 +72,13 @@ class Leftovers:
             gradient = parameters[position].grad
             if gradient is not None:
                 self._known[position] = weakref.ref(gradient), _version(gradient)
+
+    def move(self, position: int, others: Leftovers, to: int) -> None:
+        """Let others know a gradient from now on, at another position."""
+        known = self._known.pop(position, None)
+        self._kept.discard(position)
+        if known is not None:
+            others._known[to] = known
 
     def has(self, position: int, gradient: Tensor | None) -> bool:
         """Whether this gradient is one of them."""

@@ -28,9 +28,10 @@ def test_an_optimizer_whose_backward_was_lost_goes_on_in_the_new_world(op: str) 
     cases.backward_across_a_rewiring_is_lost(op)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["one optimizer", "two that share parameters"])
 @pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_gradients_of_the_old_world_are_not_stepped_with(op: str) -> None:
-    cases.gradients_of_the_old_world_are_not_stepped_with(op)
+def test_gradients_of_the_old_world_are_not_stepped_with(op: str, shared: bool) -> None:
+    cases.gradients_of_the_old_world_are_not_stepped_with(op, shared)
 
 
 @pytest.mark.parametrize("groups", [0, 1])

@@ -36,6 +36,11 @@ def test_two_optimizers_are_stepped_by_hand() -> None:
     cases.manual_optimization_of_two_optimizers()
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_two_optimizers_may_share_parameters(accumulate: bool) -> None:
+    cases.manual_optimization_of_shared_parameters(accumulate)
+
+
 def test_logged_metrics_are_those_of_all_ranks() -> None:
     cases.metrics_are_those_of_all_ranks()
 

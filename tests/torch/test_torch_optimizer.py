@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch_optimizer_cases as cases
 
@@ -176,8 +178,46 @@ def test_a_hook_that_steps_after_a_second_backward_is_an_error_for_sums() -> Non
     cases.a_hook_that_steps_too_late_for_a_sum()
 
 
-def test_a_newer_optimizer_takes_over() -> None:
-    cases.a_newer_optimizer_takes_over()
+@pytest.mark.parametrize(
+    ("kind", "op", "options"),
+    [
+        *((kind, "Average", {}) for kind in cases.SHARING),
+        ("twice each", "Average", {"backward_passes_per_step": 2}),
+        ("twice crossed", "Average", {"backward_passes_per_step": 2}),
+        ("together", "Average", {"num_groups": 1}),
+        *((kind, "Sum", {}) for kind in ("in turns", "older twice", "without zeroing", "no_sync")),
+        ("twice each", "Sum", {"backward_passes_per_step": 2}),
+        ("one backward", "Sum", {"num_groups": 2}),
+    ],
+)
+def test_optimizers_may_share_parameters(kind: str, op: str, options: dict[str, Any]) -> None:
+    cases.optimizers_share_parameters(kind, op, **options)
+
+
+def test_ranks_may_skip_a_loss_of_a_shared_encoder() -> None:
+    cases.ranks_may_skip_a_loss_of_a_shared_encoder()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("in turns", 11), ("one backward", 9), ("together", 12)])
+def test_a_shared_gradient_is_sent_once_in_a_backward(kind: str, expected: int) -> None:
+    cases.a_shared_gradient_is_sent_once(kind, expected)
+
+
+def test_three_optimizers_may_share_parameters_and_the_newest_be_deleted() -> None:
+    cases.three_optimizers_share_parameters()
+
+
+def test_shared_parameters_may_be_local() -> None:
+    cases.shared_parameters_may_be_local()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["hook first", "optimizer first"])
+def test_hooks_may_step_with_shared_parameters(before: bool) -> None:
+    cases.hooks_that_step_with_shared_parameters(before)
+
+
+def test_a_newer_optimizer_of_another_op_takes_over() -> None:
+    cases.a_newer_optimizer_of_another_op_takes_over()
 
 
 def test_a_deleted_optimizer_leaves_no_trace() -> None:

@@ -130,16 +130,21 @@ def backward_across_a_rewiring_is_lost(op: str) -> None:
         trains(optimizer, module)
 
 
-def gradients_of_the_old_world_are_not_stepped_with(op: str) -> None:
+def gradients_of_the_old_world_are_not_stepped_with(op: str, shared: bool) -> None:
     module = model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.01), op=getattr(hvd, op))
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.001), op=getattr(hvd, op))
+        for _ in range(1 + shared)
+    ]
     loss(module).backward()
     before = rewire()
-    with raises(hvd.PeerLostError, "which has ended"):
-        optimizer.step()
+    for each in optimizers:
+        with raises(hvd.PeerLostError, "which has ended"):
+            each.step()
     assert hvd.counters()["operations"] == before
     for _ in range(3):
-        trains(optimizer, module)
+        for each in optimizers:
+            trains(each, module)
 
 
 def ranks_that_failed_at_different_places_meet_again(groups: int) -> None:

@@ -150,6 +150,38 @@ def manual_optimization_of_two_optimizers() -> None:
     assert_close(together, alone)
 
 
+class Shared(Manual):
+    """Two losses of one encoder, each with an optimizer that trains the encoder, too."""
+
+    def __init__(self, *, alone: bool, accumulate: bool) -> None:
+        super().__init__(alone=alone)
+        self.accumulate = accumulate
+        self.other = torch.nn.Linear(7, 1)
+
+    def configure_optimizers(self) -> Any:
+        encoder = list(self.net[0].parameters())
+        first = torch.optim.Adam([*encoder, *self.net[2].parameters()], 0.05)
+        return first, torch.optim.SGD([*encoder, *self.other.parameters()], 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        due = not self.accumulate or batch_idx % 2 == 1
+        for optimizer, head in zip(self.optimizers(), (self.net[2], self.other), strict=True):
+            with optimizer.toggle_model(sync_grad=due):
+                self.manual_backward((head(self.net[:2](x)) - y).square().mean())
+                if due:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+def manual_optimization_of_shared_parameters(accumulate: bool) -> None:
+    together, alone = (Shared(alone=alone, accumulate=accumulate) for alone in (False, True))
+    fit(together)
+    fit(alone, "auto")
+    assert_same_bits([p.detach() for p in together.parameters()])
+    assert_close(together, alone)
+
+
 class MeasuredElsewhere(Regression):
     """Logs other metrics on rank 1, by each of the two ways."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -756,8 +757,210 @@ def schedulers_work(before: bool) -> None:
     assert_same_bits(module)
 
 
-def a_newer_optimizer_takes_over() -> None:
-    module, old, oracle, oracle_optimizer = pair()
+def _heads(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, Any]:
+    """An encoder with two heads, and an optimizer for each head and the encoder."""
+    torch.manual_seed(3)
+    parts = torch.nn.ModuleList(torch.nn.Linear(*sizes) for sizes in ((5, 4), (4, 2), (4, 2)))
+    encoder, *heads = parts
+    return parts, [make([*encoder.parameters(), *head.parameters()]) for head in heads]
+
+
+def _losses(parts: Any, x: Tensor, y: Tensor) -> list[Tensor]:
+    between = parts[0](x).tanh()
+    return [(head(between) - y).square().mean() for head in parts[1:]]
+
+
+Program = Callable[[Any, list[Any], Callable[[], list[Tensor]]], None]
+
+
+def _in_turns(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    for number, optimizer in enumerate(optimizers):
+        optimizer.zero_grad()
+        losses()[number].backward()
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 0.1)
+        optimizer.step()
+
+
+def _older_twice(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    _in_turns(parts, [optimizers[0]], losses)
+    _in_turns(parts, optimizers, losses)
+
+
+def _without_zeroing(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    for number in (0, 0, 1, 0):
+        losses()[number].backward()
+        optimizers[number].step()
+
+
+def _together(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    first, second = losses()
+    first.backward(retain_graph=True)
+    second.backward()
+    torch.nn.utils.clip_grad_norm_(parts.parameters(), 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _together_reversed(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    _together(parts, optimizers[::-1], losses)
+
+
+def _one_backward(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    sum(losses()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _twice_each(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    """As with ``backward_passes_per_step=2``."""
+    for number, optimizer in enumerate(optimizers):
+        optimizer.zero_grad()
+        for _ in range(2):
+            losses()[number].backward()
+        optimizer.step()
+
+
+def _twice_crossed(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    """The older one steps while the other is in the middle of its passes."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    losses()[1].backward()
+    losses()[0].backward()
+    optimizers[0].step()
+    losses()[1].backward()
+    optimizers[1].step()
+
+
+def _no_sync(parts: Any, optimizers: list[Any], losses: Callable[[], list[Tensor]]) -> None:
+    for number, optimizer in enumerate(optimizers):
+        optimizer.zero_grad()
+        with optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext():
+            losses()[number].backward()
+        losses()[number].backward()
+        optimizer.step()
+
+
+SHARING: dict[str, Program] = {
+    "in turns": _in_turns,
+    "older twice": _older_twice,
+    "without zeroing": _without_zeroing,
+    "together": _together,
+    "together reversed": _together_reversed,
+    "one backward": _one_backward,
+    "twice each": _twice_each,
+    "twice crossed": _twice_crossed,
+    "no_sync": _no_sync,
+}
+
+
+def optimizers_share_parameters(kind: str, op_name: str, **options: Any) -> None:
+    program, op = SHARING[kind], getattr(hvd, op_name)
+    parts, optimizers = _heads(OPTIMIZERS["momentum"])
+    oracle, oracle_optimizers = _heads(OPTIMIZERS["momentum"])
+    optimizers = [hvd.DistributedOptimizer(optimizer, op=op, **options) for optimizer in optimizers]
+    factor = hvd.size() if op == hvd.Sum else 1
+    for x, y in batches(3):
+        program(parts, optimizers, lambda x=x, y=y: _losses(parts, own(x), own(y)))
+        program(oracle, oracle_optimizers, lambda x=x, y=y: [factor * z for z in _losses(oracle, x, y)])
+    assert_close(parts, oracle)
+    assert_same_bits([p.detach() for p in parts.parameters()])
+
+
+def ranks_may_skip_a_loss_of_a_shared_encoder() -> None:
+    """In each step each rank draws the losses that it computes, and leaves zeros where it has none."""
+    parts, optimizers = _heads(OPTIMIZERS["adam"])
+    oracle, oracle_optimizers = _heads(OPTIMIZERS["adam"])
+    optimizers = [hvd.DistributedOptimizer(optimizer) for optimizer in optimizers]
+    generator = torch.Generator().manual_seed(9)
+    for x, y in batches(6):
+        for optimizer in (*optimizers, *oracle_optimizers):
+            optimizer.zero_grad(set_to_none=False)
+        for rank in range(hvd.size()):
+            count = int(torch.randint(0, 3, (), generator=generator))
+            for number in torch.randint(0, 2, (count,), generator=generator):
+                if rank == hvd.rank():
+                    _losses(parts, own(x), own(y))[number].backward()
+                (_losses(oracle, own(x, rank), own(y, rank))[number] / hvd.size()).backward()
+        for optimizer in (*optimizers, *oracle_optimizers):
+            optimizer.step()
+    assert_close(parts, oracle)
+    assert_same_bits([p.detach() for p in parts.parameters()])
+
+
+def a_shared_gradient_is_sent_once(kind: str, expected: int) -> None:
+    """Rounds included: at the end of each backward, in a step of the older optimizer, and in the next one."""
+    parts, optimizers = _heads(sgd)
+    optimizers = [hvd.DistributedOptimizer(optimizer) for optimizer in optimizers]
+    ((x, y),) = batches(1)
+    before = hvd.counters()["operations"]
+    SHARING[kind](parts, optimizers, lambda: _losses(parts, own(x), own(y)))
+    assert hvd.counters()["operations"] - before == expected
+
+
+def three_optimizers_share_parameters() -> None:
+    module, oracle = model(), model()
+    optimizers = [hvd.DistributedOptimizer(sgd(module.parameters(), lr)) for lr in (0.1, 0.2, 0.3)]
+    oracle_optimizers = [sgd(oracle.parameters(), lr) for lr in (0.1, 0.2, 0.3)]
+    gc.collect()
+    newest = hvd.DistributedOptimizer(sgd(module.parameters()))
+    del newest  # the others go on
+    for number, (x, y) in enumerate(batches(6)):
+        for some, those, rows in ((module, optimizers, own), (oracle, oracle_optimizers, lambda t: t)):
+            those[number % 3].zero_grad()
+            loss_of(some, rows(x), rows(y)).backward()
+            those[number % 3].step()
+    assert_close(module, oracle)
+    assert_same_bits([p.detach() for p in module.parameters()])
+
+
+def shared_parameters_may_be_local() -> None:
+    parts, optimizers = _heads(sgd)
+    older, newer = (hvd.DistributedOptimizer(optimizer) for optimizer in optimizers)
+    older.register_local_var(parts[0].weight)
+    ((x, y),) = batches(1)
+    alone = copy.deepcopy(parts)
+    for number, optimizer in enumerate((older, newer)):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        _losses(parts, own(x), own(y))[number].backward()
+        _losses(alone, own(x), own(y))[number].backward()
+        torch.testing.assert_close(parts[0].weight.grad, alone[0].weight.grad / hvd.size())
+        torch.testing.assert_close(parts[0].bias.grad, hvd.allreduce(alone[0].bias.grad))
+        optimizer.step()
+        alone.load_state_dict(parts.state_dict())
+
+
+def hooks_that_step_with_shared_parameters(before: bool) -> None:
+    def train(distributed: bool) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizers = [sgd([parameter], lr) for lr in (1.0, 0.5)]
+        turns: list[int] = []
+
+        def step(_: Tensor) -> None:
+            turns.append(len(turns) % 2)
+            optimizers[turns[-1]].step()
+            optimizers[turns[-1]].zero_grad()
+
+        if before:
+            parameter.register_post_accumulate_grad_hook(step)
+        if distributed:
+            for optimizer in optimizers:
+                hvd.DistributedOptimizer(optimizer)
+        if not before:
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(5):
+            (parameter * (hvd.rank() + 1.0 if distributed else (hvd.size() + 1) / 2)).sum().backward()
+        return parameter.item()
+
+    assert train(True) == train(False)
+
+
+def a_newer_optimizer_of_another_op_takes_over() -> None:
+    module, old, oracle, oracle_optimizer = pair(op=hvd.Sum)
     new = hvd.DistributedOptimizer(sgd(module.parameters()))
     for x, y in batches(2):
         new.zero_grad()
@@ -767,9 +970,9 @@ def a_newer_optimizer_takes_over() -> None:
         new.step()
         oracle_optimizer.step()
     assert_close(module, oracle)
-    with raises(hvd.InvalidArgumentError, "newer"):
+    with raises(hvd.InvalidArgumentError, "newer", "the same op"):
         old.step()
-    part = hvd.DistributedOptimizer(sgd(module[0].parameters()))
+    part = hvd.DistributedOptimizer(sgd(module[0].parameters()), op=hvd.Sum)
     x, y = batches(1)[0]
     loss_of(module, own(x), own(y)).backward()
     part.step()
@@ -1210,10 +1413,10 @@ def local_parameters_are_declared_in_time() -> None:
     loss_of(module, own(x), own(y)).backward()
     loss_of(oracle, own(x), own(y)).backward()
     torch.testing.assert_close(frozen.grad, oracle[0].weight.grad / hvd.size())
-    newer = hvd.DistributedOptimizer(sgd(module.parameters()))
+    newer = hvd.DistributedOptimizer(sgd(module.parameters()), op=hvd.Sum)
     newer.zero_grad()
     loss_of(module, own(x), own(y)).backward()
-    torch.testing.assert_close(frozen.grad, hvd.allreduce(oracle[0].weight.grad))
+    torch.testing.assert_close(frozen.grad, hvd.allreduce(oracle[0].weight.grad, op=hvd.Sum))
     newer.step()
     with raises(hvd.InvalidArgumentError, "newer"):
         optimizer.register_local_var(frozen)
@@ -1448,7 +1651,9 @@ def ranks_with_another_past_meet_after_init() -> None:
     """As survivors of a job and a rank that has just come to it."""
     if hvd.rank() == 0:
         for _ in range(2):
-            hvd.DistributedOptimizer(sgd(model().parameters()))
+            dropped = hvd.DistributedOptimizer(sgd(model().parameters()))
+            dropped.itself = dropped  # only the garbage collector frees it
+        del dropped
         hvd.allreduce_async(torch.ones(1))  # nobody waits for it: its name is not given back
         hvd.SyncBatchNorm(3).eval()(torch.ones(2, 3))
     hvd.shutdown()
