@@ -316,10 +316,7 @@ class Gradients(Section):
                 "a backward that failed; call synchronize() on the optimizer after such an error"
             )
         if position in self._reduced and not self._repeatable:
-            raise InvalidArgumentError(
-                f"the gradient of {self.describe(position)} was computed again after its reduction; call "
-                "step() or zero_grad() of the optimizer before, or raise backward_passes_per_step"
-            )
+            raise self._computed_again(position)
         gradient = self._gradient(position, agreed)
         group = self._group_of.get(position)
         if gradient.layout is not torch.strided:
@@ -336,6 +333,12 @@ class Gradients(Section):
             group.absent -= 1
             if group.absent == 0:
                 self._start_group(group)
+
+    def _computed_again(self, position: int) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"the gradient of {self.describe(position)} was computed again after its reduction; call "
+            "step() or zero_grad() of the optimizer before, or raise backward_passes_per_step"
+        )
 
     def _gradient(self, position: int, agreed: int) -> Tensor:
         """The gradient of a parameter, zeros if it has none, in the layout in which it is reduced."""
@@ -534,6 +537,8 @@ class Gradients(Section):
             if other._lost:
                 current.of_generation(other._lost, "the gradients of DistributedOptimizer")
             _registry.claim(other)
+        again = set() if self._repeatable else self._fresh & self._reduced
+        self._fresh -= again  # an error, after all other gradients are reduced
         try:
             for each in (self, *lenders):
                 each._stepping_in = task
@@ -544,8 +549,11 @@ class Gradients(Section):
                     other._start_for_sharer(positions)
                 self.board.hold_round(self)
         finally:
+            self._fresh |= again
             for each in (self, *lenders):
                 each._stepping_in = -1
+        if again:
+            raise self._computed_again(min(again))
 
     def _forget_rounds_before(self) -> None:
         """A step within backward: a gradient that was reduced before may have been written since, unseen."""

@@ -41,6 +41,10 @@ def test_two_optimizers_may_share_parameters(accumulate: bool) -> None:
     cases.manual_optimization_of_shared_parameters(accumulate)
 
 
+def test_a_module_may_compile_its_step() -> None:
+    cases.a_compiled_step_trains()
+
+
 def test_logged_metrics_are_those_of_all_ranks() -> None:
     cases.metrics_are_those_of_all_ranks()
 

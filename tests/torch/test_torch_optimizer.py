@@ -19,10 +19,20 @@ def test_training_is_that_of_one_process_on_the_joined_batch(
     cases.trains_like_one_process(kind, set_to_none, clip)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])
-def test_checkpoints_that_call_backward_within_backward(passes: int, tied: bool) -> None:
-    cases.backward_within_backward(passes, tied)
+@pytest.mark.parametrize(
+    ("passes", "tied", "op"),
+    [*((passes, tied, "Average") for passes in (1, 2) for tied in (False, True)), (1, False, "Sum")],
+)
+def test_checkpoints_that_call_backward_within_backward(passes: int, tied: bool, op: str) -> None:
+    cases.backward_within_backward(passes, tied, op)
+
+
+def test_a_sum_of_a_parameter_in_two_reentrant_checkpoints_is_an_error() -> None:
+    cases.sums_of_a_parameter_of_two_segments()
+
+
+def test_backward_within_no_sync_may_come_before_or_after_another_collective() -> None:
+    cases.backward_and_another_collective_in_other_orders()
 
 
 @pytest.mark.parametrize("kind", ["none", "fp16", "bf16"])

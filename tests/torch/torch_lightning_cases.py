@@ -182,6 +182,27 @@ def manual_optimization_of_shared_parameters(accumulate: bool) -> None:
     assert_close(together, alone)
 
 
+class Compiled(Regression):
+    """Compiles its step by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(alone=False)
+        self.graphs = 0
+        self.training_step = torch.compile(self.training_step, backend=self.count)
+
+    def count(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def a_compiled_step_trains() -> None:
+    together, alone = Compiled(), Regression(alone=True)
+    fit(together)
+    fit(alone, "auto")
+    assert together.graphs
+    assert_close(together, alone)
+
+
 class MeasuredElsewhere(Regression):
     """Logs other metrics on rank 1, by each of the two ways."""
 

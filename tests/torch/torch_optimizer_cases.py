@@ -521,27 +521,61 @@ def shared_parameters_are_reduced_once() -> None:
     assert_same_bits(module)
 
 
-def backward_within_backward(passes: int, tied: bool) -> None:
+def _in_segments(module: Any, x: Tensor, use_reentrant: bool = True) -> Tensor:
+    layers = [module.first, module.second, module.last] if isinstance(module, Tied) else list(module)
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=use_reentrant)
+    return x
+
+
+def backward_within_backward(passes: int, tied: bool, op_name: str) -> None:
     """Reentrant checkpoints end a graph task of their own for each segment."""
-
-    def run(module: Any, x: Tensor) -> Tensor:
-        layers = [module.first, module.second, module.last] if tied else list(module)
-        for layer in layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
-
     module, oracle = (Tied(), Tied()) if tied else (model(), model())
-    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), backward_passes_per_step=passes)
+    op = getattr(hvd, op_name)
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), backward_passes_per_step=passes, op=op)
     oracle_optimizer = sgd(oracle.parameters())
+    factor = hvd.size() if op == hvd.Sum else 1
     for _ in range(2):
         optimizer.zero_grad()
         oracle_optimizer.zero_grad()
         for x, y in batches(passes):
             x.requires_grad_(True)
-            (run(module, own(x)) - own(y)).square().mean().backward()
-            (run(oracle, x) - y).square().mean().backward()
+            (_in_segments(module, own(x)) - own(y)).square().mean().backward()
+            ((_in_segments(oracle, x) - y).square().mean() * factor).backward()
         assert_same_bits(module)
         optimizer.step()
+        oracle_optimizer.step()
+    assert_close(module, oracle)
+
+
+def sums_of_a_parameter_of_two_segments() -> None:
+    module, oracle = Tied(), Tied()
+    optimizer = hvd.DistributedOptimizer(sgd(module.parameters()), op=hvd.Sum)
+    ((x, y),) = batches(1)
+    x.requires_grad_(True)
+    with raises(hvd.InvalidArgumentError, "after its reduction"):
+        (_in_segments(module, own(x)) - own(y)).square().mean().backward()
+    with raises(hvd.InvalidArgumentError, "after its reduction"):
+        optimizer.synchronize()
+    optimizer.zero_grad()
+    (_in_segments(module, own(x), use_reentrant=False) - own(y)).square().mean().backward()
+    ((_in_segments(oracle, x) - y).square().mean() * hvd.size()).backward()
+    for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def backward_and_another_collective_in_other_orders() -> None:
+    module, optimizer, oracle, oracle_optimizer = pair()
+    for x, y in batches(2):
+        loss = loss_of(module, own(x), own(y))
+        acts: list[Callable[[], Any]] = [loss.backward, lambda z=loss: hvd.allreduce(z.detach(), name="loss")]
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            for act in acts if hvd.rank() == 0 else acts[::-1]:
+                act()
+        optimizer.step()
+        oracle_optimizer.zero_grad()
+        loss_of(oracle, x, y).backward()
         oracle_optimizer.step()
     assert_close(module, oracle)
 
