@@ -77,7 +77,7 @@ def test_a_case_of_the_catalogue_agrees_and_all_reports_say_so(tmp_path: Path) -
     assert re.search(r"^numpy: 3 ranks against 1 rank +\S+ +\S+ +agree$", done.stdout, re.MULTILINE)
 
     told = json.loads(files["json"].read_text())
-    assert told["schema"] == {"name": "polyhvd.parity", "version": 2}
+    assert told["schema"] == {"name": "polyhvd.parity", "version": 3}
     assert (told["status"], told["outcome"], told["ranks"], told["steps"]) == (0, "agree", 3, 4)
     assert [check["agree"] for check in told["checks"]] == [True] * 3
     assert {mode: len(losses) for mode, losses in told["losses"]["numpy"].items()} == {
@@ -246,6 +246,58 @@ def test_scripts_that_agree(tmp_path: Path) -> None:
     assert (check["name"], check["times"], check["agree"]) == ("same", 2, True)
 
 
+def test_a_report_of_scripts_has_measured_differences_and_what_the_scripts_print(tmp_path: Path) -> None:
+    text = (
+        SCRIPT
+        + 'parity.compare("near", np.ones(3) * (1 + 1e-15 * hvd.rank()))\nprint("printed", hvd.rank())\n'
+    )
+    script, out = write(tmp_path, "a.py", text), tmp_path / "report.json"
+    done = parity("--scripts", script, script, "--json", str(out), "--html", str(tmp_path / "report.html"))
+    assert done.returncode == 0, done.stderr
+    same, near = json.loads(out.read_text())["checks"]
+    assert (same["loss"], same["worst"], same["margin"]) == (None, {"values": 0.0}, 0.0)
+    assert near["worst"]["values"] == pytest.approx(1.1e-15, rel=0.1)
+    assert 0 < near["margin"] < 1
+    assert re.search(r"^near +1 x +1.1e-15 +[0-9].*e-0[1-9] +agree$", done.stdout, re.MULTILINE), done.stdout
+    assert {"printed 0", "printed 1"} <= set(done.stdout.splitlines())
+    assert "0.0e+00" not in (tmp_path / "report.html").read_text().split("near")[-1]
+
+
+WATCHING = """
+import sys
+import torch
+import polyhvd.torch as hvd
+from polyhvd import parity
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + hvd.rank() * float(sys.argv[1])))
+with parity.watch(model, optimizer):
+    for step in range(2):
+        model(torch.ones(5, 4) * (1 + 1e-7 * hvd.rank())).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_report_of_a_watch_has_layers_margins_and_the_advice_of_the_kind(tmp_path: Path) -> None:
+    if not is_installed("torch"):
+        pytest.skip("torch is not installed")
+    script, out = write(tmp_path, "watching.py", WATCHING), tmp_path / "report.json"
+    done = parity("--scripts", f"{script} 0", f"{script} 1", "--json", str(out))
+    assert done.returncode == STATUSES["differ"], done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    (check,) = report["checks"]
+    assert report["layers"] == {"parity.watch": ["0.weight", "1.weight"]}
+    assert check["first"]["kind"] == "learning rate"
+    assert "compare the schedules" in check["first"]["advice"]
+    assert 0 < check["worst"]["input"] < 1e-6
+    assert check["worst"]["learning rate"] == pytest.approx(1.0)
+    assert [len(row) for row in check["cells"]] == [2, 2]
+    assert check["margin"] == pytest.approx(max(map(max, check["cells"])))
+    assert check["loss"] is None
+
+
 @pytest.mark.parametrize(
     ("other", "outcome", "told"),
     [
@@ -282,6 +334,14 @@ def test_scripts_that_compare_other_things_do_not_wait_for_each_other(
     assert re.search(told, done.stderr), done.stderr
     assert "(rank 0 is one.py, rank 1 is two.py)" in done.stderr
     assert done.stderr.count("Traceback") <= 1
+
+
+def test_a_script_whose_model_cannot_be_watched_is_a_bad_case_in_one_line(tmp_path: Path) -> None:
+    script = write(tmp_path, "a.py", SCRIPT + "parity.watch(7)\n")
+    done = parity("--scripts", script, script)
+    assert done.returncode == STATUSES["bad-case"], done.stdout + done.stderr
+    assert "parity.watch: expected a model of PyTorch, Gluon or Keras, built, found int" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_scripts_are_given_their_arguments_and_named_where_they_differ(tmp_path: Path) -> None:

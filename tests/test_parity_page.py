@@ -74,7 +74,25 @@ def test_what_differs_by_rounding_is_one_line() -> None:
 
 def test_a_column_of_differences_is_there_if_there_are_any() -> None:
     assert "first difference" not in as_html(report_of(AGREE))
-    assert 'class="where">step 1, layer 0, kind gradient, w / v</td>' in as_html(report_of(AGREE, DIFFER))
+    assert 'class="where" data-head="first difference">step 1, layer 0, kind gradient, w / v</td>' in as_html(
+        report_of(AGREE, DIFFER)
+    )
+
+
+def test_cells_stand_below_each_other_on_a_phone_so_that_no_column_is_cut() -> None:
+    phone = STYLE.partition("@media (max-width:40rem)")[2]
+    assert ".checks td{display:block}" in phone
+    assert ".where{min-width:0}" in phone
+    page = as_html(report_of(AGREE, DIFFER))
+    cells = re.findall(r"<td[^>]*>", page.partition('class="checks"')[2].partition("</table>")[0])
+    assert len(cells) == 8
+    assert all('data-head="' in cell for cell in cells)
+
+
+def test_what_was_not_compared_is_no_zero() -> None:
+    page = as_html(report_of(AGREE))
+    assert "0.0e+00" not in page
+    assert 'data-head="losses">-</td>' in page
 
 
 def test_comparisons_that_part_at_one_place_are_one_thing_to_do() -> None:

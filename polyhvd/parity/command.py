@@ -165,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with work_folder("polyhvd-parity-") as work:
             if options.scripts is not None:
-                found = scripts.run(options.scripts, options.np or 1, options.timeout, work)
+                is_piped = "-" in (options.json, options.junit, options.html)
+                printed = sys.stderr if is_piped else sys.stdout
+                found = scripts.run(options.scripts, options.np or 1, options.timeout, work, printed)
             else:
                 options.np = options.np or _RANKS
                 options.steps, options.seed = options.steps or _STEPS, options.seed or 0

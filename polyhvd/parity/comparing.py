@@ -75,6 +75,8 @@ class Comparison:
         fingerprints: of each rank's tensor.
         tolerance: for elements.
         differences: one for each rank that differs; empty: all agree.
+        relative: the largest difference of norms by that of the reference; None: shapes or dtypes differ.
+        margin: the largest difference of an element by what is allowed for it; None: likewise.
     """
 
     name: str
@@ -83,6 +85,8 @@ class Comparison:
     fingerprints: tuple[Fingerprint, ...]
     tolerance: Tolerance
     differences: tuple[Difference, ...] = ()
+    relative: float | None = None
+    margin: float | None = None
 
     @property
     def agree(self) -> bool:
@@ -200,7 +204,7 @@ def compare(
     found = Comparison(
         name, ranks, tuple(side[0] for side in told), tuple(side[1] for side in told), tolerance
     )
-    found = replace(found, differences=_differences(found, array, process_set))
+    found = _measured(found, array, process_set)
     log.note(_entry(found), ranks[0])
     if raises and not found.agree:
         raise ParityError(found)
@@ -246,12 +250,13 @@ def _entry(found: Comparison) -> dict[str, Any]:
         "agree": found.agree,
         "first": first,
         "text": "" if found.agree else str(found),
-        "relative": max((each.relative for each in found.differences), default=0.0),
+        "worst": {} if found.relative is None else {"values": found.relative},
+        "margin": found.margin,
         "frameworks": found.frameworks,
     }
 
 
-def _differences(found: Comparison, mine: Array, process_set: ProcessSet) -> tuple[Difference, ...]:
+def _measured(found: Comparison, mine: Array, process_set: ProcessSet) -> Comparison:
     reference = found.fingerprints[0]
     unlike = []
     for rank, fingerprint in zip(found.ranks, found.fingerprints, strict=True):
@@ -259,13 +264,20 @@ def _differences(found: Comparison, mine: Array, process_set: ProcessSet) -> tup
             if getattr(fingerprint, kind) != getattr(reference, kind):
                 unlike.append(Difference(rank, kind))
                 break
-    if unlike or all(each.digest == reference.digest for each in found.fingerprints):
-        return tuple(unlike)
+    if unlike:
+        return replace(found, differences=tuple(unlike))
+    if all(each.digest == reference.digest for each in found.fingerprints):
+        return replace(found, relative=0.0, margin=0.0)
     whole = _broadcast(found.name, mine, found.ranks[0], process_set)
     rank = current.world().placement.rank
     own = _difference(rank, mine, whole, found.tolerance)
     told = allgather_object(own, name=f"parity.{found.name}.differences", process_set=process_set)
-    return tuple(each for each in told if each is not None)
+    return replace(
+        found,
+        differences=tuple(each for each, _ in told if each.count),
+        relative=max(each.relative for each, _ in told),
+        margin=max(margin for _, margin in told),
+    )
 
 
 def _broadcast(name: str, mine: Array, root: int, process_set: ProcessSet) -> Array:
@@ -284,26 +296,31 @@ def _broadcast(name: str, mine: Array, root: int, process_set: ProcessSet) -> Ar
     return whole
 
 
-def _difference(rank: int, mine: Array, reference: Array, tolerance: Tolerance) -> Difference | None:
-    """Of two arrays of one shape and dtype; None: none beyond the tolerance."""
+def _difference(rank: int, mine: Array, reference: Array, tolerance: Tolerance) -> tuple[Difference, float]:
+    """Of two arrays of one shape and dtype, and the largest error by what is allowed.
+
+    Its ``count`` is 0 if no element is beyond the tolerance.
+    """
     a, b = mine.astype(np.float64), reference.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         finite = np.isfinite(a) & np.isfinite(b)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         error = np.where(same | ~finite, 0.0, np.abs(a - b))
-        beyond = np.where(finite, error > tolerance.atol + tolerance.rtol * np.abs(b), ~same)
-    if not beyond.any():
-        return None
+        allowed = tolerance.atol + tolerance.rtol * np.abs(b)
+        beyond = np.where(finite, error > allowed, ~same)
+        margins = np.where(same, 0.0, np.where(finite, error / allowed, np.inf))
     odd = beyond & ~finite
     worst = np.argmax(odd) if odd.any() else np.argmax(np.where(beyond, error, -1.0))
     at = np.unravel_index(int(worst), a.shape)
     norm = float(np.sqrt(np.square(b[finite]).sum()))
-    return Difference(
+    apart = float(np.sqrt(np.square(error).sum()))
+    found = Difference(
         rank=rank,
         kind="not finite" if odd.any() else "values",
         count=int(beyond.sum()),
         at=tuple(int(i) for i in at),
         value=float(a[at]),
         reference=float(b[at]),
-        relative=float(np.sqrt(np.square(error).sum())) / norm if norm else float("inf"),
+        relative=apart / norm if norm else float("inf") if apart or odd.any() else 0.0,
     )
+    return found, float(margins.max())

@@ -81,6 +81,13 @@ class Job:
             return self.log.read_text(errors="replace").splitlines()[-lines:]
         return []
 
+    def printed(self) -> list[str]:
+        """All lines of the programs, without those of the launcher."""
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").splitlines()
+            return [line for line in lines if not line.startswith("polyhvdrun: ")]
+        return []
+
     def said(self) -> list[str]:
         """What the launcher has said."""
         mark = "polyhvdrun: "

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from polyhvd.parity.folders import WorkFolder
 from polyhvd.parity.jobs import Job, launcher, run_all
@@ -24,10 +24,23 @@ _UNLIKE = "models are not alike"
 _OTHERS = "the ranks compare different things"
 #: For ranks to call init(), from the first to the last one.
 _START_S = 120.0
-_ADVICE = "Compare earlier: call parity.compare on what this was computed from, or parity.watch the models."
+#: What a rank prints whose model or optimizer cannot be watched or compared.
+_REFUSED = "InvalidArgumentError: parity."
+#: Where to look, by what parity.compare has found.
+_ADVICE = {
+    "shape": "Compare the shapes of what this was computed from, and pass layout= where axes lie otherwise.",
+    "batch": "Compare what the data pipelines return in this step: the batches have other numbers of rows.",
+    "dtype": "Compute and compare it in one type on all ranks, or convert it before parity.compare.",
+    "not finite": "Look before this for a log or a quotient of 0, an overflow in a half type, or a learning "
+    "rate that is too large.",
+    "values": "Compare earlier: call parity.compare on what this was computed from, or parity.watch the "
+    "models.",
+}
+#: Steps of a watch whose layers are in the report.
+_STEPS_MAX = 200
 
 
-def run(paths: Sequence[str], ranks: int, timeout_s: float, work: WorkFolder) -> Report:
+def run(paths: Sequence[str], ranks: int, timeout_s: float, work: WorkFolder, stream: IO[str]) -> Report:
     """Run programs, and report what they have compared.
 
     Args:
@@ -35,6 +48,7 @@ def run(paths: Sequence[str], ranks: int, timeout_s: float, work: WorkFolder) ->
         ranks: of each.
         timeout_s: for all of it.
         work: for what is written.
+        stream: where to print what programs that have succeeded have printed.
     """
     programs = [_words(path) for path in paths]
     names = [Path(program[0]).name for program in programs]
@@ -55,7 +69,11 @@ def run(paths: Sequence[str], ranks: int, timeout_s: float, work: WorkFolder) ->
         progress.close()
     entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     of_rank = [name for name in names for _ in range(ranks)]
-    report = replace(report, checks=_checks(entries, of_rank))
+    layers = {entry["name"]: entry["layers"] for entry in entries if entry.get("layers")}
+    report = replace(report, checks=_checks(entries, of_rank), layers=layers)
+    if job.status == 0:
+        for line in job.printed():
+            print(line, file=stream)
     return _concluded(report, entries, job, of_rank)
 
 
@@ -91,17 +109,37 @@ def _checks(entries: Sequence[dict[str, Any]], of_rank: Sequence[str]) -> list[C
     """One for each name, in the order of the first call; it tells of the first difference."""
     found: dict[str, Check] = {}
     for entry in entries:
+        first = {} if entry["agree"] else entry["first"]
+        if first and "advice" not in first:
+            first = first | {"advice": _ADVICE[first["kind"]]}
+        check = Check(
+            entry["name"],
+            "compare",
+            entry["agree"],
+            first,
+            _named(entry["text"], of_rank),
+            worst=entry["worst"],
+            margin=entry["margin"],
+            cells=[entry["cells"]] if entry.get("cells") else [],
+        )
         before = found.get(entry["name"])
-        first = {} if entry["agree"] else {**entry["first"], "advice": entry["first"].get("advice", _ADVICE)}
-        worst = entry["relative"]
-        text = _named(entry["text"], of_rank)
-        check = Check(entry["name"], "compare", entry["agree"], first, text, worst={"values": worst})
-        if before is not None:
-            keeps = before if not before.agree else check
-            most = max(before.worst["values"], worst)
-            check = replace(keeps, times=before.times + 1, worst={"values": most})
-        found[entry["name"]] = check
+        found[entry["name"]] = check if before is None else _joined(before, check)
     return list(found.values())
+
+
+def _joined(before: Check, check: Check) -> Check:
+    """Of two calls of one name: the first difference, and the largest of both."""
+    worst = dict(before.worst)
+    for kind, value in check.worst.items():
+        worst[kind] = max(value, worst.get(kind, value))
+    margins = [each.margin for each in (before, check) if each.margin is not None]
+    return replace(
+        check if before.agree else before,
+        times=before.times + 1,
+        worst=worst,
+        margin=max(margins, default=None),
+        cells=[*before.cells, *check.cells][:_STEPS_MAX],
+    )
 
 
 def _concluded(report: Report, entries: Sequence[dict[str, Any]], job: Job, of_rank: Sequence[str]) -> Report:
@@ -139,6 +177,9 @@ def _ended(report: Report, job: Job, of_rank: Sequence[str]) -> Report:
         reason = f"{report.case}: the programs were not ready in time; raise --timeout"
     elif any(_UNLIKE in line for line in lines):
         outcome = "models"
+    elif refused := next((line for line in lines if _REFUSED in line), ""):
+        outcome, shown = "bad-case", []
+        reason = refused.partition("InvalidArgumentError: ")[2]
     elif any(_OTHERS in line for line in lines):
         outcome = "bad-case"
     ranks = ", ".join(f"rank {rank} is {name}" for rank, name in enumerate(of_rank))

@@ -15,6 +15,7 @@ import numpy as np
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity import log
+from polyhvd.parity.judging import ADVICE
 from polyhvd.parity.models import framework_of, module_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
 from polyhvd.parity.recording import Recorder, view_of
@@ -35,6 +36,8 @@ _WHERE = {
 }
 
 
+#: By how much tensors differ, and by how much they may.
+_Apart = dict[Key, tuple[float, float]]
 #: For batches of so many sizes.
 _PLANS_MAX = 64
 
@@ -107,6 +110,8 @@ class Watch:
             raise InvalidArgumentError(
                 f"parity.watch: limit={limit!r}: expected a fraction of a norm above 0, such as 1e-3, or None"
             )
+        if hasattr(framework, "check_model"):
+            framework.check_model(model)
         if optimizer is not None:
             framework.check_optimizer(optimizer, weights_of(model))
         self._framework, self._optimizer = framework, optimizer
@@ -204,9 +209,12 @@ class Watch:
         known = functools.reduce(np.fmax, told[1:], told[0])[: len(self._known)]
         self.steps, self._largest = int(known[0]), known[1:]
         ranks = tuple(self._process_set.ranks or range(len(pages)))
-        found = None if self._agree(pages) else self._first_of(pages, ranks)
-        if current.world().settings.parity_log:
-            log.note(self._entry(found), ranks[0])
+        is_logged = bool(current.world().settings.parity_log)
+        agree = self._agree(pages)
+        sides, apart = self._apart(pages) if is_logged or not agree else ([], [])
+        found = None if agree else self._first_of(sides, apart, ranks)
+        if is_logged:
+            log.note(self._entry(found, sides, apart), ranks[0])
         self.steps += 1
         self._known[0], self._known[1:] = self.steps, self._largest
         if found is not None:
@@ -224,24 +232,40 @@ class Watch:
         self._largest = plan.grown(self._largest, pages[0].rows[1:])
         return plan.accepts([page.rows[1:] for page in pages])
 
-    def _entry(self, found: Divergence | None) -> dict[str, Any]:
-        """For the log."""
+    def _entry(
+        self, found: Divergence | None, sides: Sequence[dict[Key, Trace]], apart: Sequence[_Apart]
+    ) -> dict[str, Any]:
+        """For the log: the largest differences by kind, and by layer those by their limits."""
+        worst: dict[str, float] = {}
+        cells = [0.0] * len(self._recorder.layers)
+        for key, (relative, limit) in (item for each in apart for item in each.items()):
+            kind, layer = told(key[0]), sides[0][key].layer
+            worst[kind] = max(worst.get(kind, 0.0), relative)
+            cells[layer] = max(cells[layer], relative / (self._limit or limit))
         return {
             "name": self._prefix,
             "agree": found is None,
-            "first": {} if found is None else asdict(found),
+            "first": {} if found is None else asdict(found) | {"advice": ADVICE[found.kind]},
             "text": "" if found is None else str(found),
-            "relative": 0.0 if found is None else found.relative,
+            "worst": worst,
+            "margin": max(cells, default=0.0) if worst else None,
+            "cells": cells,
+            "layers": [weight.name for weight in self._recorder.layers],
         }
 
-    def _first_of(self, pages: Sequence[Page], ranks: Sequence[int]) -> Divergence | None:
+    def _apart(self, pages: Sequence[Page]) -> tuple[list[dict[Key, Trace]], list[_Apart]]:
+        """What each rank has recorded, and how far all but the first are from it."""
         sides = _with_zeros([page.traces for page in pages])
         largest = {kind: float(self._largest[KINDS.index(kind)]) for kind in FADING}
         bounds = Bounds(self.steps, largest=largest)  # what is between the layers of a model is not known
-        found = [
+        return sides, [
             {key: (relative, limit) for key, relative, limit in differences(side, sides[0], bounds)}
             for side in sides[1:]
         ]
+
+    def _first_of(
+        self, sides: Sequence[dict[Key, Trace]], found: Sequence[_Apart], ranks: Sequence[int]
+    ) -> Divergence | None:
         for key in in_order(set.intersection(*(set(side) for side in sides))):
             reference = sides[0][key]
             for rank, relatives in zip(ranks[1:], found, strict=True):
@@ -318,7 +342,7 @@ def watch(
 
     Raises:
         InvalidArgumentError: no such model or optimizer, weights are not made yet, or the optimizer has none
-            of them; an argument that cannot be.
+            of them; a model of Keras is compiled without ``run_eagerly=True``; an argument that cannot be.
 
     Example::
 

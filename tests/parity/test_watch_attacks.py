@@ -44,6 +44,10 @@ def test_a_layer_that_runs_twice_in_a_pass_is_watched(ranks: Ranks) -> None:
         assert first[:2] == (3, "input"), first
 
 
+def test_a_model_that_is_compiled_for_a_graph_is_refused_at_once(ranks: Ranks) -> None:
+    ranks.run(watch_attacks.compiled_for_a_graph)
+
+
 def test_bad_calls_say_who_what_and_what_was_found(ranks: Ranks) -> None:
     for said in ranks.run(watch_attacks.misuses):
         for text in said:

@@ -6,13 +6,23 @@ from typing import Any
 
 import drivers
 import mixed_training
+import pytest
 from mixed_training import Net, batch_of
 
 import polyhvd
 from polyhvd import parity
 from polyhvd.training.interception import intercept
 
-__all__ = ["begins_late", "ends_in_any_order", "evaluates", "fails_once", "freezes", "misuses", "shares"]
+__all__ = [
+    "begins_late",
+    "compiled_for_a_graph",
+    "ends_in_any_order",
+    "evaluates",
+    "fails_once",
+    "freezes",
+    "misuses",
+    "shares",
+]
 
 #: Of an optimizer, what takes a step.
 _STEPS = {"torch": "step", "mxnet": "step", "tensorflow": "apply"}
@@ -231,3 +241,25 @@ def misuses(name: str) -> list[str]:
             raise AssertionError(f"call {number} was accepted")
     net.step(*batch_of([0], 0))  # none has left a hook behind, or ranks would wait for each other
     return said
+
+
+def compiled_for_a_graph(name: str) -> None:
+    """Keras' models alone are, if they do not run eagerly."""
+    driver = drivers.get(name)
+    if driver.framework != "tensorflow":
+        return
+    import tensorflow as tf
+
+    net = mixed_training.net_of("tensorflow")
+    net.prepare(None)
+    for optimizer in (net.optimizer, None):
+        with pytest.raises(polyhvd.InvalidArgumentError, match=r"is compiled for a graph.*run_eagerly=True"):
+            parity.watch(net.model, optimizer)
+    tf.config.run_functions_eagerly(True)
+    try:
+        parity.watch(net.model, net.optimizer).close()
+    finally:
+        tf.config.run_functions_eagerly(False)
+    net.runs_eagerly = True
+    net.prepare(None)
+    parity.watch(net.model, net.optimizer).close()

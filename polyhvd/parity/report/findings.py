@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["SCHEMA", "Check", "Report", "counted"]
+__all__ = ["SCHEMA", "Check", "Report", "counted", "in_digits"]
 
 #: Of the JSON; the number changes when a field changes its meaning or goes away.
-SCHEMA = {"name": "polyhvd.parity", "version": 2}
+SCHEMA = {"name": "polyhvd.parity", "version": 3}
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,11 @@ class Check:
         agree: what has come of it.
         first: where the first difference is: step, kind, layer, names, relative, limit and advice; {}: none.
         text: the difference in a sentence.
-        loss: the largest relative difference of losses.
-        worst: the largest relative difference of each kind.
-        cells: for each step and layer, the largest difference by its limit.
+        loss: the largest relative difference of losses; None: losses were not compared.
+        worst: the largest relative difference of each kind that was compared.
+        margin: the largest difference by its limit; None: none was measured.
+        cells: for each step and layer, the largest difference by its limit; of a watch in a script, of the
+            first 200 steps.
         times: how often it was made.
     """
 
@@ -33,8 +35,9 @@ class Check:
     agree: bool
     first: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    loss: float = 0.0
+    loss: float | None = None
     worst: dict[str, float] = field(default_factory=dict)
+    margin: float | None = None
     cells: list[list[float]] = field(default_factory=list)
     times: int = 1
 
@@ -56,7 +59,7 @@ class Report:
         cannot_compute: of those left out, why some cannot compute the case in its precision.
         checks: in the order in which they were made.
         losses: by framework and mode.
-        layers: names of layers, by framework.
+        layers: names of layers, by framework; of scripts, by the name of the watch.
         seconds: it took.
         versions: of what is installed.
     """
@@ -79,9 +82,19 @@ class Report:
     cannot_compute: dict[str, str] = field(default_factory=dict)
 
     @property
+    def is_of_scripts(self) -> bool:
+        """Whether it is of programs of the user's."""
+        return not self.frameworks
+
+    @property
     def differing(self) -> list[Check]:
         """The checks that do not agree."""
         return [check for check in self.checks if not check.agree]
+
+
+def in_digits(value: float | None) -> str:
+    """A difference in two digits; "-": it was not measured."""
+    return "-" if value is None else f"{value:.1e}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from polyhvd.parity.report.charts import Curve, chart
-from polyhvd.parity.report.findings import Check, Report, counted
+from polyhvd.parity.report.findings import Check, Report, counted, in_digits
 from polyhvd.parity.report.style import STYLE
 
 __all__ = ["as_html"]
@@ -127,9 +127,14 @@ def _section(identity: str, title: str, body: str) -> str:
 def _checks(report: Report) -> str:
     if not report.checks:
         return _section("checks", "Comparisons", "<p>None was made.</p>")
+    heads = ["comparison", "result", "compared" if report.is_of_scripts else "losses", "worst"]
+    heads += ["by its limit"] * report.is_of_scripts + ["first difference"] * bool(report.differing)
     rows = []
     for check in report.checks:
-        worst = max(check.worst.values(), default=0.0)
+        worst = in_digits(max(check.worst.values(), default=None))
+        numbers = [in_digits(check.loss), worst]
+        if report.is_of_scripts:
+            numbers = [f"{check.times} x", worst, in_digits(check.margin)]
         result = "agree" if check.agree else "differ"
         where = ""
         if not check.agree:
@@ -139,19 +144,20 @@ def _checks(report: Report) -> str:
                 [f"{key} {place}" for key, place in places.items() if place is not None]
                 + [" / ".join(dict.fromkeys(map(str, names)))] * bool(names)
             )
-        rows.append(
-            f'<tr class="{result}"><th scope="row">{escape(check.name)}</th><td>{result}</td>'
-            f'<td class="number">{check.loss:.1e}</td><td class="number">{worst:.1e}</td>'
-            + (f'<td class="where">{escape(where)}</td></tr>' if report.differing else "</tr>")
-        )
-    last = '<th scope="col">first difference</th>' if report.differing else ""
+        cells = [f'<td data-head="{heads[1]}">{result}</td>']
+        cells += [
+            f'<td class="number" data-head="{head}">{text}</td>'
+            for head, text in zip(heads[2:], numbers, strict=False)
+        ]
+        if report.differing:
+            cells.append(f'<td class="where" data-head="{heads[-1]}">{escape(where)}</td>')
+        rows.append(f'<tr class="{result}"><th scope="row">{escape(check.name)}</th>{"".join(cells)}</tr>')
+    columns = "".join(f'<th scope="col">{head}</th>' for head in heads)
     table = (
         '<div class="wide" role="region" tabindex="0" aria-label="All comparisons">'
-        '<table class="checks"><thead><tr>'
-        '<th scope="col">comparison</th><th scope="col">result</th><th scope="col">losses</th>'
-        f'<th scope="col">worst</th>{last}</tr></thead>'
+        f'<table class="checks"><thead><tr>{columns}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
-        "<p>Differences are relative: of losses by the loss, of tensors by their norm.</p>"
+        "<p>Differences are relative: of losses by the loss, of tensors by their norm. “-”: not compared.</p>"
     )
     return _section("checks", "Comparisons", table)
 
@@ -204,6 +210,9 @@ def _heat_maps(report: Report) -> str:
     checks = [check for check in report.checks if check.cells and check.cells[0]]
     if not checks:
         return ""
+    if report.is_of_scripts:  # each of a model of its own
+        maps = [_map(check.name, check.cells, report.layers.get(check.name, [])) for check in checks]
+        return _section("heat", "Layers and steps", "".join([*_legend(), *maps[:_MAPS_MAX]]))
     steps = min(len(check.cells) for check in checks)
     layers = min(len(check.cells[0]) for check in checks)
     worst = [
@@ -211,18 +220,21 @@ def _heat_maps(report: Report) -> str:
         for step in range(steps)
     ]
     names = next(iter(report.layers.values()), [])
-    keys = "".join(f'<li><span class="cell {name}"></span>{text}</li>' for _, name, text in _LEVELS)
-    body = [
-        "<p>Of each layer and step the largest difference of an activation, gradient or update, in per cent "
-        "of what may be rounding; “!!” is 10,000 or more.</p>"
-        f'<ul class="legend">{keys}</ul>',
-        _map("Worst of all comparisons", worst, names),
-    ]
+    body = [*_legend(), _map("Worst of all comparisons", worst, names)]
     for check in report.differing[:_MAPS_MAX]:
         if check.cells and check.cells[0]:
             of_framework = report.layers.get(check.first.get("framework", ""), names)
             body.append(_map(check.name, check.cells, of_framework))
     return _section("heat", "Layers and steps", "".join(body))
+
+
+def _legend() -> list[str]:
+    keys = "".join(f'<li><span class="cell {name}"></span>{text}</li>' for _, name, text in _LEVELS)
+    return [
+        "<p>Of each layer and step the largest difference of an activation, gradient or update, in per cent "
+        "of what may be rounding; “!!” is 10,000 or more.</p>",
+        f'<ul class="legend">{keys}</ul>',
+    ]
 
 
 def _map(title: str, cells: list[list[float]], names: list[str]) -> str:

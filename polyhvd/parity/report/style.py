@@ -52,6 +52,10 @@ summary{cursor:pointer;padding:.3rem 0;color:var(--link)}
 dt{font-weight:600}dd{margin:0 0 .5rem}
 .checks tbody th{min-width:17rem}.where{min-width:18rem;overflow-wrap:anywhere}.number{white-space:nowrap}
 ol>li{margin-bottom:.6rem}
-@media (max-width:40rem){main{padding:.7rem}svg text{font-size:22px}.checks tbody th{min-width:8.8rem}
-.checks th,.checks td{padding:.25rem .35rem}.checks{font-size:.85rem}.heat th span{max-width:6rem}}
+@media (max-width:40rem){main{padding:.7rem}svg text{font-size:22px}
+.checks,.checks tbody,.checks tr,.checks th,.checks td{display:block}.checks tbody th,.where{min-width:0}
+.checks thead{position:absolute;left:-99rem}.checks tbody th,.checks td{border:0;padding:.1rem 0}
+.checks tbody th{font-weight:700}.checks tr{border-bottom:1px solid var(--edge);padding:.4rem 0}
+.checks td::before{content:attr(data-head) ": ";color:var(--weak);font-weight:400}.number{white-space:normal}
+.heat th span{max-width:6rem}}
 """

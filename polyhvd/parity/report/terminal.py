@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from polyhvd.installed import is_installed
-from polyhvd.parity.report.findings import Check, Report
+from polyhvd.parity.report.findings import Check, Report, in_digits
 
 __all__ = ["Progress", "print_report"]
 
@@ -75,15 +75,17 @@ def print_report(report: Report, stream: IO[str] | None = None) -> None:
 
 
 def _columns(check: Check) -> tuple[str, ...]:
-    worst = max(check.worst.values(), default=0.0)
+    worst = in_digits(max(check.worst.values(), default=None))
+    result = "agree" if check.agree else "DIFFER"
     if check.question == "compare":
-        return check.name, f"{check.times} x", f"{worst:.1e}", "agree" if check.agree else "DIFFER"
-    return check.name, f"{check.loss:.1e}", f"{worst:.1e}", "agree" if check.agree else "DIFFER"
+        return check.name, f"{check.times} x", worst, in_digits(check.margin), result
+    return check.name, in_digits(check.loss), worst, result
 
 
 def _heads(report: Report) -> tuple[str, ...]:
-    is_case = any(check.question != "compare" for check in report.checks)
-    return "comparison", "loss" if is_case else "compared", "worst", "result"
+    if report.is_of_scripts:
+        return "comparison", "compared", "worst", "by its limit", "result"
+    return "comparison", "loss", "worst", "result"
 
 
 def _details(report: Report) -> list[str]:
@@ -103,7 +105,7 @@ def _details(report: Report) -> list[str]:
 def _print_plain(report: Report, say: Callable[[str], None]) -> None:
     rows = [_heads(report), *map(_columns, report.checks)]
     if report.checks:
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
             say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
         say("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from polyhvd.training.mapping import Weight
 
 __all__ = [
     "batch_norm_of",
+    "check_model",
     "check_optimizer",
     "example_inputs",
     "on_evaluation",
@@ -309,6 +311,23 @@ def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
         raise InvalidArgumentError(
             f"parity.watch: optimizer: this {type(optimizer).__name__} has none of the model's weights; pass "
             "the one that the model was compiled with"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Whether the steps of a model run as its code is written, so that tensors in them have values.
+
+    Raises:
+        InvalidArgumentError: it is compiled for a graph.
+    """
+    if not getattr(model, "compiled", getattr(model, "_is_compiled", False)):
+        return  # steps are the program's own
+    tensorflow = sys.modules.get("tensorflow")
+    is_eager = tensorflow is not None and tensorflow.config.functions_run_eagerly()
+    if not is_eager and not is_a(model, "TorchTrainer") and not model.run_eagerly:
+        raise InvalidArgumentError(
+            f"parity.watch: {type(model).__name__} {model.name!r} is compiled for a graph, in which tensors "
+            "have no values; compile it with run_eagerly=True"
         )
 
 
