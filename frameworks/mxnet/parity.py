@@ -296,15 +296,34 @@ def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
     """Have each step within ``around``, which is given what returns the gradient of a source.
 
     Gluon divides gradients by the batch size in the step; they are told with the factor that does it. A
-    program that calls ``update()`` itself has averaged them before.
+    program that calls ``update()`` itself has averaged them in ``allreduce_grads()``: of each, a copy from
+    before that counts.
     """
+    own: dict[int, NDArray] = {}
+
+    def reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for parameter in optimizer._params:
+            if parameter.grad_req != "null":
+                own[id(parameter)] = parameter.list_grad()[0].copy()
+        return original(*args, **kwargs)
 
     def step(original: Callable[..., Any], batch_size: int, *args: Any, **kwargs: Any) -> Any:
         factor = optimizer._scale / batch_size
-        with around(lambda source: (source.list_grad()[0], factor)):
-            return original(batch_size, *args, **kwargs)
 
-    ends = [intercept(optimizer, "step", step), intercept(optimizer, "update", step)]
+        def gradient_of(source: Parameter) -> tuple[NDArray, float]:
+            found = own.get(id(source))
+            return source.list_grad()[0] if found is None else found, factor
+
+        with around(gradient_of):
+            made = original(batch_size, *args, **kwargs)
+        own.clear()
+        return made
+
+    ends = [
+        intercept(optimizer, "allreduce_grads", reduce),
+        intercept(optimizer, "step", step),
+        intercept(optimizer, "update", step),
+    ]
 
     def end() -> None:
         for each in ends:

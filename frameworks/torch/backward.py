@@ -118,6 +118,8 @@ class Gradients(Section):
         #: Newer ones that have parameters of this one and reduce their gradients, likewise.
         self._elsewhere: dict[int, tuple[Gradients, int]] = {}
         self._asked_for: set[int] = set()  # started for the step of a sharer
+        #: Are called with a parameter and its gradient before this is reduced.
+        self.observers: list[Callable[[Tensor, Tensor], None]] = []
         self._reported = b""  # in the last round
         self._backward = -1  # the graph task whose end we have asked to hear of
         self._entered = -1  # the graph task whose thread is known to use this
@@ -318,6 +320,9 @@ class Gradients(Section):
         if position in self._reduced and not self._repeatable:
             raise self._computed_again(position)
         gradient = self._gradient(position, agreed)
+        for observe in self.observers:
+            if position not in self._local:
+                observe(self._parameters[position], gradient)
         group = self._group_of.get(position)
         if gradient.layout is not torch.strided:
             self._start_sparse(position, gradient)

@@ -42,6 +42,8 @@ class MappedGradients:
             sources=self._trained,
         )
         self._are_reduced = False
+        #: Are called with a parameter and its gradient before this is reduced.
+        self.observers: list[Callable[[Tensor, Tensor], None]] = []
         #: ``step()`` reduces gradients, unless the program has done so.
         self.awaited_in_step = True
 
@@ -54,6 +56,8 @@ class MappedGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             gradients[position] = parameter.grad
+            for observe in self.observers:
+                observe(parameter, parameter.grad)
         self._reducer.reduce(gradients)
         self._are_reduced = True
 

@@ -163,13 +163,31 @@ def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
 
 
 def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
-    """Have each step within ``around``, which is given what returns the gradient of a source."""
+    """Have each step within ``around``, which is given what returns the gradient of a source.
+
+    A DistributedOptimizer has averaged gradients before the step: of each, a copy from before that counts.
+    """
+    own: dict[int, Tensor] = {}
+
+    def keep(parameter: Tensor, gradient: Tensor) -> None:
+        own[id(parameter)] = gradient.detach().clone()
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with around(lambda source: source.grad):
-            return original(*args, **kwargs)
+        with around(lambda source: own.get(id(source), source.grad)):
+            made = original(*args, **kwargs)
+        own.clear()
+        return made
 
-    return intercept(optimizer, "step", step)
+    distributed = getattr(optimizer, "_gradients", None) or getattr(optimizer, "_mapped", None)
+    observers: list[Any] = [] if distributed is None else distributed.observers
+    observers.append(keep)
+    end_step = intercept(optimizer, "step", step)
+
+    def end() -> None:
+        end_step()
+        observers.remove(keep)
+
+    return end
 
 
 def rate_of(optimizer: Any) -> float:

@@ -44,6 +44,16 @@ def test_a_layer_that_runs_twice_in_a_pass_is_watched(ranks: Ranks) -> None:
         assert first[:2] == (3, "input"), first
 
 
+@pytest.mark.drivers("torch+torch+mxnet+mxnet", "torch+torch+tensorflow+tensorflow")
+@pytest.mark.parametrize("is_split", [False, True], ids=["step", "allreduce_grads"])
+def test_gradients_of_two_data_parallel_jobs_are_compared_before_they_are_averaged(
+    ranks: Ranks, is_split: bool
+) -> None:
+    assert ranks.run(watch_attacks.data_parallel, (1.0, 1.0), is_split) == [None] * 4
+    slower = ranks.run(watch_attacks.data_parallel, (2.0, 1.0), is_split)
+    assert slower == [(0, "learning rate")] * 4
+
+
 def test_a_model_that_is_compiled_for_a_graph_is_refused_at_once(ranks: Ranks) -> None:
     ranks.run(watch_attacks.compiled_for_a_graph)
 

@@ -16,6 +16,7 @@ from polyhvd.training.interception import intercept
 __all__ = [
     "begins_late",
     "compiled_for_a_graph",
+    "data_parallel",
     "ends_in_any_order",
     "evaluates",
     "fails_once",
@@ -263,3 +264,56 @@ def compiled_for_a_graph(name: str) -> None:
     net.runs_eagerly = True
     net.prepare(None)
     parity.watch(net.model, net.optimizer).close()
+
+
+def _distribute(driver: drivers.Driver, net: Net, process_set: Any) -> None:
+    """Have the optimizer of a net average over a process set."""
+    net.runs_eagerly = True
+    net.prepare(None)
+    if driver.framework == "torch":
+        net.optimizer = driver.hvd.DistributedOptimizer(net.optimizer, process_set=process_set)
+    elif driver.framework == "mxnet":
+        net.optimizer = driver.hvd.DistributedTrainer(
+            net.model.collect_params(),
+            "sgd",
+            {"learning_rate": net.rate, "momentum": mixed_training.MOMENTUM},
+            process_set=process_set,
+        )
+    else:
+        import keras
+
+        net.optimizer = driver.hvd.DistributedOptimizer(
+            keras.optimizers.SGD(net.rate, momentum=mixed_training.MOMENTUM), process_set=process_set
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        net.model.compile(net.optimizer, loss, jit_compile=False, run_eagerly=True)
+
+
+def _step_of(driver: drivers.Driver, net: Net, source: int, step: int, *, is_split: bool) -> None:
+    """A step; split into its two parts where the framework has them."""
+    if not is_split or driver.framework != "mxnet":
+        net.step(*batch_of([source], step))
+        return
+    trainer = net.optimizer
+    net.optimizer = type("Trainer", (), {"step": lambda self, size: None})()
+    net.step(*batch_of([source], step))
+    net.optimizer = trainer
+    trainer.allreduce_grads()
+    trainer.update(1)
+
+
+def data_parallel(name: str, rates: tuple[float, float], is_split: bool) -> Any:
+    """Two frameworks train on two ranks each; those that have the same part of a batch watch each other."""
+    driver, net = _net(name)
+    hvd, rank = driver.hvd, driver.hvd.rank()
+    sides = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])]
+    pairs = [hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3])]
+    net.rate *= rates[rank // 2]
+    _distribute(driver, net, sides[rank // 2])
+    with parity.watch(net.model, net.optimizer, process_set=pairs[rank % 2]) as watched:
+        for step in range(3):
+            _step_of(driver, net, rank % 2, step, is_split=is_split)
+    hvd.barrier()
+    for process_set in (*sides, *pairs):
+        hvd.remove_process_set(process_set)
+    return watched.first and (watched.first.step, watched.first.kind)
