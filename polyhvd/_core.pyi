@@ -264,6 +264,7 @@ class Engine:
     #: Other ranks of this host whose processes have died while it was connected to them, without leaving.
     dead_here: list[int]
     notice: int  # the last that precedes an operation of all ranks for which the program has waited
+    behind: bool  # the other ranks are past what this rank submits, see csrc/engine/engine.h
     #: An operation has raised that ranks were lost or have left, or has no values although it has returned.
     has_lost_results: bool
     #: Devices have done all that operations have begun. Raises when a device has failed.

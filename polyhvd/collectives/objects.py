@@ -17,12 +17,14 @@ from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.seals import TAG_BYTES, Bytes, Seals
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.runtime.prologue import not_recorded
 from polyhvd.runtime.world import World
 
 __all__ = ["allgather_object", "broadcast_object", "gather_objects"]
 
 # From this size on the memory of an array travels by itself, without a copy in a pickle.
 _LARGE_BYTES = 1 << 20
+_ALL = 0  # the process set of all ranks
 
 
 def broadcast_object(
@@ -55,6 +57,8 @@ def broadcast_object(
     """
     world = process_set.world or current.world()
     set_id = process_set_id(process_set)
+    if world.engine.behind:
+        return _recorded(world, "broadcast_object", name, set_id)[0]
     wire = _Broadcast(world, name or "broadcast_object", root_rank, set_id)
     line = world.line("broadcast_object", set_id) if not name else nullcontext()
     if world.placement.rank == root_rank:
@@ -62,10 +66,12 @@ def broadcast_object(
         with line:
             wire.open()
             _send(wire, pickled, buffers, error)
+            _record(world, "broadcast_object", name, set_id, [pickled, *buffers])
         return obj
     with line:
         wire.open()
         pickled, buffers = _receive(wire)
+        _record(world, "broadcast_object", name, set_id, [pickled, *buffers])
     return pickle.loads(pickled.data, buffers=buffers)
 
 
@@ -182,12 +188,20 @@ def allgather_object(
     """
     world = process_set.world or current.world()
     number = process_set_id(process_set)
+    if world.engine.behind:
+        return _recorded(world, "allgather_object", name, number)
     with world.line("allgather_object", number) if not name else nullcontext():
-        return gather_objects(world, number, obj, name or "allgather_object")
+        pickles = _gathered_pickles(world, number, obj, name or "allgather_object")
+        _record(world, "allgather_object", name, number, pickles)
+    return [pickle.loads(part.data) for part in pickles]
 
 
 def gather_objects(world: World, number: int, obj: Any, label: str) -> list[Any]:
     """As :func:`allgather_object`, in a world, on the process set of that number; ``label`` is the name."""
+    return [pickle.loads(part.data) for part in _gathered_pickles(world, number, obj, label)]
+
+
+def _gathered_pickles(world: World, number: int, obj: Any, label: str) -> list[Bytes]:
     pickled, _, error = _pickled(obj, keep_together=True)
     rank, words = world.placement.rank, _signed(pickled, error).to_bytes(8, "little", signed=True)
     seals = _seals(world, "allgather_object", label, number)
@@ -209,7 +223,20 @@ def gather_objects(world: World, number: int, obj: Any, label: str) -> list[Any]
     failed = {sender: part for part, (sender, size, _) in zip(parts, told, strict=True) if size < 0}
     if failed:
         raise _not_sent(label, failed) from error
-    return [pickle.loads(part.data) for part in parts]
+    return parts
+
+
+def _record(world: World, call: str, name: str | None, set_id: int, pickles: list[Bytes]) -> None:
+    """Keep a result for processes that join an elastic job after this call; see :class:`Prologue`."""
+    if world.prologue is not None and set_id == _ALL:
+        world.prologue.record(call, name, [item.data for item in pickles])
+
+
+def _recorded(world: World, call: str, name: str | None, set_id: int) -> list[Any]:
+    """The result of a call that the other ranks are past."""
+    if world.prologue is None or set_id != _ALL:
+        raise not_recorded(call, name, "calls on a process set are not recorded")
+    return world.prologue.result(call, name)
 
 
 def _told(rows: Bytes, seals: Seals | None) -> list[tuple[int, int, bytes]]:

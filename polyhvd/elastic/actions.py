@@ -43,6 +43,7 @@ class Lose:
 
     generation: int
     member: int
+    reason: str = ""  #: why it counts as lost though its process has not ended; empty: it has
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from polyhvd.elastic import process
-from polyhvd.elastic.limits import BEGUN, FINISHED
+from polyhvd.elastic.limits import FINISHED
 from polyhvd.elastic.state import State
 from polyhvd.errors import HorovodInternalError, HostsUpdatedInterrupt, RankMismatchError
 from polyhvd.runtime import current
@@ -118,8 +118,9 @@ def looped(
         must_reset = skip_sync = False
         number = next(_numbers)
         if (member := process.find()) is not None:
-            member.call = number  # also where it is skipped: those before it are done
-            member.report(BEGUN)
+            if member.is_behind:
+                state._end_background()  # or it would meet the others' operations
+            member.begin_call(number)
         while True:
             try:
                 if must_reset:
@@ -130,7 +131,7 @@ def looped(
                     state.on_reset()
                 must_reset = False
                 if not skip_sync:
-                    if _is_behind(number):
+                    if _is_skipped(number):
                         return cast(T, None)
                     state.sync()
                 skip_sync = state._is_commit = False
@@ -170,18 +171,12 @@ def _way_back() -> Callable[[], None] | None:
     return None if member is None else member.rejoin
 
 
-def _is_behind(number: int) -> bool:
-    """Whether other ranks have done already what this call is to do; else all come to this very call.
-
-    The launcher has said which call the others of this world were in when they asked for it. No rank passes
-    the first exchange of a call before all have come to it.
-
-    Args:
-        number: of the call, from 1: programs are the same on all ranks, and so are numbers.
-    """
+def _is_skipped(number: int) -> bool:
+    """Whether other ranks have done already what this call is to do; else all come to this very call."""
     member = process.find()
-    if member is None or number >= (newest := member.seat.answer.call):
+    if member is None or not member.is_behind:
         return False
+    newest = member.seat.answer.call
     _LOG.warning(
         "elastic: other ranks are in call %d of elastic functions: call %d is skipped; what it has "
         "made counts as far as the state of call %d keeps it",

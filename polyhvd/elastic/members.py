@@ -21,6 +21,9 @@ class Member:
     leaving: bool = False  # with notice: it is in no further world
     left: tuple[int, ...] = ()  # see Membership.world_left_by; set when it is dismissed from that world
     commit: tuple[int, int] = (0, -1)  # its last one: number of the call, and of the commit in that call
+    #: When it got its first place, beside members that were in an elastic function already; None: it did not,
+    #: or has come to its own since.
+    joins_since: float | None = None
     is_founder: bool = False  # it was in the first world, or the first after a lost state: it has the state
     dying: bool = False  # others of its world have seen it dead; what it has died of is yet to be told
 
@@ -55,5 +58,7 @@ class World:
     progressed: bool = False  # somebody has committed in it
     failed: bool = False  # a collective has failed in it, though no member may be lost
     killed: bool = False  # a member was killed from outside
+    #: Members that have ended, or were given up, before they came to their elastic function.
+    early: list[int] = field(default_factory=list)
     struck: list[tuple[Slot, float]] = field(default_factory=list)  # slots of those, and when
     judged: bool = False  # whether its failure was counted

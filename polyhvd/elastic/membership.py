@@ -44,6 +44,8 @@ _QUIET_S = 0.5
 _SAID_AFTER_S = 3.0
 #: Time for members to leave after a shortage has lasted for --elastic-timeout.
 _PARTING_S = 30.0
+#: Least time for a new member to come to its elastic function, while the others wait for it.
+_PROLOGUE_S_MIN = 10.0
 
 
 class Membership:
@@ -275,13 +277,17 @@ class Membership:
             self._forgive(world)
         return self._settle(now)
 
-    def ended(self, member: int, fate: Fate, now: float, *, has_finished: bool = False) -> list[Action]:
+    def ended(
+        self, member: int, fate: Fate, now: float, *, has_begun: bool = True, has_finished: bool = False
+    ) -> list[Action]:
         """A member has ended.
 
         Args:
             member: which.
             fate: how.
             now: the time.
+            has_begun: whether it had come to an elastic function. The job goes on without a new member that
+                ends or fails before.
             has_finished: whether its elastic functions had returned. If it was lost after that, no step is
                 repeated, and the job fails when the other members have ended.
         """
@@ -291,19 +297,23 @@ class Membership:
         slot = self._slots[found.host, found.slot]
         world = self._world
         placed = world is not None and member in world.members
+        is_early = found.joins_since is not None and not has_begun
         if placed and world is not None:
             world.members.remove(member)
+            world.early += [member] if is_early else []
         if fate is Fate.WELL or found.dismissed:
             slot.done = slot.done or (fate is Fate.WELL and not found.dismissed)
             in_world = placed or found.dying
             self._cut_short |= in_world and found.dismissed and self._leaving
-            self._finishing |= in_world and fate is Fate.WELL and not found.dismissed
+            self._finishing |= in_world and fate is Fate.WELL and not found.dismissed and not is_early
             return self._settle(now)
         if has_finished and placed and world is not None and fate in (Fate.LOST, Fate.KILLED):
             slot.done = self._finishing = True
             world.lost.append(member)
             return self._settle(now)
-        if fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
+        if fate is Fate.FAILED and is_early:
+            slot.left = True  # another one would fail again
+        elif fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
             return self._end("", cause=member)
         self._fail_slot(slot, found, now)
         self.replaced += found.generation > 0
@@ -325,6 +335,11 @@ class Membership:
             actions += self._dismiss_where_all_leave()  # it may have been the only one to stay
         return actions + self._settle(now)
 
+    def begins(self, member: int) -> None:
+        """A member that has joined has come to its elastic function."""
+        if (found := self._members.get(member)) is not None:
+            found.joins_since = None
+
     def progress(self) -> None:
         """A member has made its first commit."""
         self._has_progressed = True
@@ -344,6 +359,7 @@ class Membership:
             times.append(self._too_few_since + self.limits.timeout_s)
             times.append(self._too_few_since + self._said_after_s)
         times.append(self._parts_until)
+        times += [self._joins_until(item) for item in self._members.values()]
         times += [item.ready_at + _GATHER_S for item in self._members.values() if self._may_join(item)]
         return min((moment for moment in times if moment > now), default=float("inf"))
 
@@ -365,7 +381,8 @@ class Membership:
                 return self._end("", cause=lost[0])
             self._over = True
             return [Finish()]
-        actions = self._start_missing(now)
+        actions = self._give_up_joining(now)
+        actions += self._start_missing(now)
         if self._is_complete():
             actions += self._form(now)
         else:
@@ -385,6 +402,35 @@ class Membership:
     def _has_finished(self) -> bool:
         """Whether all members of the last world have finished the program."""
         return self._finishing and not self._cut_short and self._world is not None and not self._world.lost
+
+    def _joins_until(self, member: Member) -> float:
+        """When the others have waited long enough for it; infinite: it is not joining."""
+        since = float("inf") if member.joins_since is None or member.asks else member.joins_since
+        return since + max(self.limits.timeout_s, _PROLOGUE_S_MIN)
+
+    def _give_up_joining(self, now: float) -> list[Action]:
+        """Go on without new members that have not come to their elastic function in time."""
+        actions: list[Action] = []
+        world = self._world
+        if world is None:
+            return actions
+        for number in list(world.members):
+            member = self._members[number]
+            if now < self._joins_until(member):
+                continue
+            del self._members[number]
+            self._slots[member.host, member.slot].left = True
+            world.members.remove(number)
+            world.lost.append(number)
+            world.early.append(number)
+            self.replaced += 1
+            limit = max(self.limits.timeout_s, _PROLOGUE_S_MIN)
+            reason = (
+                f"process {number} on {member.host} has not come to its elastic function within {limit:g} s "
+                "(--elastic-timeout)"
+            )
+            actions.append(Lose(world.generation, number, reason))
+        return actions
 
     def _fail_slot(self, slot: Slot, member: Member, now: float) -> None:
         slot.failures = 1 if now - member.since >= _FORGIVEN_AFTER_S else slot.failures + 1
@@ -527,7 +573,10 @@ class Membership:
         state_lost = self._has_progressed and not any(self._holds_state(number) for number in chosen)
         begins = self._world is None or state_lost
         self._has_progressed &= not state_lost
+        runs = any(self._members[number].commit[0] for number in chosen)  # an elastic function
         for number in chosen:
+            if runs and self._members[number].generation == 0:
+                self._members[number].joins_since = now
             self._members[number].is_founder |= begins
             self._members[number].generation = self.formed
             self._members[number].asks = False
@@ -565,6 +614,8 @@ class Membership:
         if world.judged:
             return None
         world.judged = True
+        if world.early and set(world.lost) <= set(world.early) and len(world.members) >= self._least():
+            return None  # the others are enough without those that have not begun
         if world.progressed:
             self._barren = self._crashed = 0
             self._first_cause = None

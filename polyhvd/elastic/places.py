@@ -19,6 +19,7 @@ from polyhvd.runtime.placement import Placement, placements
 
 __all__ = [
     "ASKS",
+    "BEGINS",
     "GENERATIONS_MAX",
     "LEAVES",
     "PROGRESS",
@@ -40,6 +41,10 @@ ASKS = "elastic/asks"
 LEAVES = "elastic/leaves"
 #: Scope in which members say how long their steps take; each forgets what it has said.
 STEPS = "elastic/steps"
+#: A member that has joined a running job has come to its elastic function.
+BEGINS = "elastic/begins"
+#: The results of object collectives before the first elastic function; rank 0 writes them once.
+PROLOGUE = "elastic/prologue"
 #: It has made its first commit.
 PROGRESS = "elastic/progress"
 #: A line for the user, in UTF-8.
@@ -48,6 +53,7 @@ GENERATIONS_MAX = 1 << 20
 #: Of one request to the store; it is asked again for as long as the job lives.
 _WAIT_S = 1e6
 _MOMENT_S = 0.2
+_PROLOGUE_S = 30.0
 
 
 def asks_scope(after: int) -> str:
@@ -206,6 +212,27 @@ class Seat:
             except StoreError:  # with the launcher gone the process is about to be ended
                 self._notice = 0
                 return False
+
+    def publish(self, prologue: bytes) -> None:
+        """Write the results that :meth:`published` returns on members that join; the first ones count.
+
+        Raises:
+            StoreError: the launcher is gone.
+        """
+        with self._lock:
+            self._store.put(PROLOGUE, 0, prologue)
+
+    def published(self) -> bytes:
+        """The results that a rank 0 has written when it came to its first elastic function.
+
+        Raises:
+            StoreError: there are none, or the launcher is gone.
+        """
+        with self._lock:
+            try:
+                return self._store.gather(PROLOGUE, 1, _PROLOGUE_S)[0]
+            except GatherTimeoutError:
+                raise StoreError(f"no rank has written results within {_PROLOGUE_S:g} s") from None
 
     def is_silent(self, silence_s: float) -> bool:
         """Whether nothing was heard of the launcher on this connection, either; from any thread."""

@@ -10,18 +10,20 @@ import os
 import select
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from polyhvd.collectives.adapter import OpKind
 from polyhvd.config import Settings
 from polyhvd.elastic import leaving
-from polyhvd.elastic.limits import RESUME_STATUS, UNKNOWN
+from polyhvd.elastic.limits import BEGUN, RESUME_STATUS, UNKNOWN
 from polyhvd.elastic.pace import Pace, SlowRank
-from polyhvd.elastic.places import PROGRESS, SAYS, STEPS, Answer, Question, Seat
+from polyhvd.elastic.places import BEGINS, PROGRESS, SAYS, STEPS, Answer, Question, Seat
 from polyhvd.elastic.watch import Watch
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
 from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime import current
+from polyhvd.runtime.prologue import Prologue
 from polyhvd.runtime.world import Member, World
 
 __all__ = ["Process", "find", "leave_for_next", "take_seat"]
@@ -67,6 +69,8 @@ class Process:
         self._has_progressed = False  # in any world
         self._reports = 0
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
+        self._prologue = Prologue(seat.published)
+        self._has_published = False
         current.on_leave(self._remember)
 
     def say(self, text: str) -> None:
@@ -85,6 +89,38 @@ class Process:
             return
         if select.select([], [descriptor], [], 0)[1]:
             os.write(descriptor, (progress if self._reports < _REPORTS_MAX else UNKNOWN) + b"\0")
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the other ranks are in an elastic function that this process has not come to.
+
+        The launcher has said which call the others were in when they asked for this world. No rank passes the
+        first exchange of a call before all have come to it.
+        """
+        return self.call < self.seat.answer.call
+
+    def begin_call(self, number: int) -> None:
+        """The program has called an outermost elastic function, also where it is skipped.
+
+        Args:
+            number: of the call, from 1: programs are the same on all ranks, and so are numbers.
+        """
+        joins, self.call = self.is_behind, number
+        self._prologue.end()
+        if not self.is_behind:
+            self.report(BEGUN)
+            if joins:
+                self.watch.tell(BEGINS, b"", again=True)
+        if (world := current.find()) is not None:
+            world.engine.behind = self.is_behind
+            self._publish(world)
+
+    def _publish(self, world: World) -> None:
+        """Have the launcher keep what was recorded; a later rank 0 does it again where the first was lost."""
+        if self.call and world.placement.rank == 0 and not self._has_published:
+            self._has_published = True
+            with suppress(StoreError):  # it is seen where the next place is asked for
+                self.seat.publish(self._prologue.encoded())
 
     def next_place(self) -> Answer:
         """Wait for a place in the next world; raises SystemExit where there is none."""
@@ -214,6 +250,13 @@ class Process:
         """The next world is there; objects of the last one's process sets stand for those that it has."""
         self.rejoin = rejoin
         self._wired = True
+        world.prologue, world.engine.behind = self._prologue, self.is_behind
+        if self.is_behind:
+            _LOG.info(
+                "elastic: this process joins a running job: until it comes to its elastic function, "
+                "broadcasts leave its own values, and barriers return at once"
+            )
+        self._publish(world)
         self._pace = Pace(world.placement.generation) if world.placement.size > 1 else None
         self.watch.follow(world)
         for item, place in self._objects:

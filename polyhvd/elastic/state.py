@@ -84,6 +84,11 @@ class State:
         """
         if self._owner:
             raise InvalidArgumentError(f"state.commit(): leave it to {self._owner}")
+        self._commit()
+        self.check_host_updates()
+        self._is_commit = False
+
+    def _commit(self) -> None:
         _await_devices()
         _require_whole_step()
         self.save()
@@ -94,14 +99,12 @@ class State:
             member.progress()
         self._committed()
         self._is_commit = True
-        self.check_host_updates()
-        self._is_commit = False
 
     def _committed(self) -> None:
         """What else a commit does, before the world may change."""
 
     def check_host_updates(self) -> None:
-        """Let the world change here, if it is to; costs next to nothing.
+        """Let the world change here, if it is to; costs next to nothing. Before a change it commits.
 
         Raises:
             HostsUpdatedInterrupt: processes are waiting to join, or are to leave; on all ranks alike.
@@ -119,6 +122,8 @@ class State:
         member.step()
         self._checks += 1
         if member.is_awaited():
+            if not self._is_commit:
+                self._commit()  # the next world may fail before it has told these values to anybody
             if member.meet("elastic.boundary"):
                 self._at_boundary()
                 self._boundary = member.seat.answer.generation, self._checks
@@ -282,6 +287,8 @@ class ObjectState(State):
 
             state.sync()
         """
+        if current.world().engine.behind:
+            return  # before an elastic function, in which it is synced
         mine = Version(self._commits, self._is_commit, self._boundary)
         kept_by = self._kept_names(), self._kept_forms()
         told = allgather_object((mine, *kept_by, has_gpus()), name="elastic.state.commits")

@@ -57,6 +57,7 @@ SIGNAL = 17  # to all ranks that still run; payload: number
 SUSPENDED = 18  # nothing more will come until the launcher is continued
 HOLD, GO_ON = 19, 20  # nobody reads what ranks write, so they are to wait; somebody does
 EXAMINE = 21  # payload: a program in Python that looks at this host; in place of a rank a number below 0
+KILL = 22  # the rank in this place of the frame, with its process group
 # From both
 BEAT = 32  # a sign of life, where there is nothing else to send
 
@@ -337,6 +338,8 @@ class Agent:
                 self._start(json.loads(payload))
             elif kind == EXAMINE:
                 self._watch_pipe(run_aside(payload), number, FACTS)
+            elif kind == KILL:
+                self._kill(number)
             elif kind == SIGNAL:
                 told = _NUMBER.unpack(payload)[0]
                 if told == signal.SIGKILL:
@@ -491,6 +494,11 @@ class Agent:
             if data := os.read(report, _READ_BYTES):
                 self._send(REPORT, rank, data)
         os.close(report)
+
+    def _kill(self, rank: int) -> None:
+        for pid in [pid for pid, own in self._ranks.items() if own == rank]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
     def _signal(self, number: int, *, where_missed: bool = False) -> None:
         """Send a signal to the ranks; with ``where_missed`` only to those that cannot have received it.

@@ -50,6 +50,9 @@ class DrivenJob(Protocol):
         Without ``knows_rank`` only the place on its host counts.
         """
 
+    def kill_member(self, member: int) -> None:
+        """End a process at once."""
+
     def endpoint(self, number: int, numbers: Set[int]) -> str:
         """Where the ranks of the host of this number meet those of the hosts of these."""
 

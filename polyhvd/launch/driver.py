@@ -30,6 +30,7 @@ from polyhvd.elastic.membership import (
 from polyhvd.elastic.pace import Figure
 from polyhvd.elastic.places import (
     ASKS,
+    BEGINS,
     LEAVES,
     PROGRESS,
     SAYS,
@@ -62,7 +63,7 @@ _SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
 #: Raised when decoding a message that is invalid.
 _INVALID = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 #: Scopes of messages from members, besides their questions.
-_SCOPES = (LEAVES, PROGRESS, SAYS, STEPS)
+_SCOPES = (BEGINS, LEAVES, PROGRESS, SAYS, STEPS)
 _FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
@@ -167,6 +168,9 @@ class Driver:
             if scope == STEPS:
                 self._hear_of_steps(member, value, now)
                 continue
+            if scope == BEGINS:
+                self._membership.begins(member)
+                continue
             if scope == PROGRESS:
                 self._job.rendezvous.drop(PROGRESS)
                 self._membership.progress()
@@ -249,11 +253,16 @@ class Driver:
         staying = self._membership.staying & set(self._membership.ranks)
         if fate is Fate.WELL and ending.progress == BEGUN and ending.rank in staying:
             self._say(f"{describe(ending)} before its training was over; the others go on without it")
-        actions = self._membership.ended(ending.rank, fate, now, has_finished=has_finished)
+        has_begun = bool(ending.progress)
+        actions = self._membership.ended(
+            ending.rank, fate, now, has_begun=has_begun, has_finished=has_finished
+        )
         ends = [action for action in actions if isinstance(action, End)]
         is_loss = ending.rank in counted and not self._membership.all_are_leaving and not has_finished
         if fate in (Fate.LOST, Fate.KILLED) and not ends and is_loss:
             self._say(f"{describe(ending)}; the job goes on")
+        if fate is Fate.FAILED and not (ends or has_begun) and is_loss:
+            self._say(f"{describe(ending)} before its elastic function; the job goes on without it")
         if not any(end.cause == ending.rank for end in ends):
             self._do(actions)
             return GoOn() if fate is Fate.WELL else StartReplacement()
@@ -367,10 +376,13 @@ class Driver:
             elif isinstance(action, Form):
                 self._form(action)
             elif isinstance(action, Lose):
-                ending = self._endings[action.member]
-                text = json.dumps([True, f"{describe(ending)} while the ranks met"]).encode()
+                if action.reason:
+                    self._say(f"{action.reason}; the job goes on without it")
+                    self._job.kill_member(action.member)
+                reason = action.reason or describe(self._endings[action.member])
+                text = json.dumps([True, f"{reason} while the ranks met"]).encode()
                 self._job.rendezvous.post(f"init/{action.generation}/failed", 0, text)
-                self._job.rendezvous.post(lost_scope(action.generation), 0, describe(ending).encode())
+                self._job.rendezvous.post(lost_scope(action.generation), 0, reason.encode())
             elif isinstance(action, Notify):
                 self._job.rendezvous.post(notice_scope(action.generation), 0, b"")
             elif isinstance(action, Dismiss):

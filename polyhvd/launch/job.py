@@ -230,6 +230,12 @@ class Job:
 
         self._admission.when_fit(process, start)
 
+    def kill_member(self, member: int) -> None:
+        """For the driver of an elastic job, see :class:`polyhvd.launch.driven.DrivenJob`."""
+        for process in self._agents:
+            if member in process.ranks:
+                process.tell(agent.KILL, number=member)
+
     def _agent_on(self, host: Host, number: int) -> HostAgent:
         """The agent on a host of an elastic job; a new one is to say first whether the host is fit."""
         while number >= len(self._hosts):

@@ -277,7 +277,8 @@ def _add_elastic(parser: Parser) -> None:
         "--elastic-timeout",
         type=_seconds,
         metavar="S",
-        help="end the job after so long with fewer than --min-np ranks; default: 600",
+        help="end the job after so long with fewer than --min-np ranks, and a new process that takes longer "
+        "from init() to its elastic function; default: 600",
     )
     add(
         "--blacklist-cooldown-range",

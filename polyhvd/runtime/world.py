@@ -22,6 +22,7 @@ from polyhvd.runtime import bootstrap, current, gpu, mpi
 from polyhvd.runtime.connections import Connections
 from polyhvd.runtime.mailbox_thread import MailboxThread
 from polyhvd.runtime.placement import ALONE, Placement
+from polyhvd.runtime.prologue import Prologue
 
 __all__ = ["Member", "World"]
 
@@ -72,6 +73,8 @@ class World:
         #: Process sets that are there for one exchange, and are not for the next world. Written and read by
         #: the thread that enters and leaves worlds.
         self.passing_sets: set[int] = set()
+        #: Of a process of an elastic job.
+        self.prologue: Prologue | None = None
         #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
         self.key: bytes = connections.world_key
         self._domains = connections.domains

@@ -656,3 +656,81 @@ TEST_CASE("a join tells a native adapter which rank was the last") {
   CHECK(last == std::array<std::int32_t, 3>{1, 1, 1});
   world.shutdown();
 }
+
+TEST_CASE("an engine that is behind broadcasts and waits at barriers without the other ranks") {
+  ThreadWorld world(one_host(2));
+  Engine& engine = world.engine(1);
+  engine.set_behind(true);
+  auto v = values(1, 100);
+  Submission in_place = allreduce("x", v);
+  in_place.kind = OpKind::kBroadcast;
+  in_place.root = 0;
+  Submission apart = in_place;
+  apart.outputs.clear();
+  bool told = false;
+  apart.done = [&told](const Error* error) { told = error == nullptr; };
+  engine.wait(engine.submit(std::move(in_place)));
+  CHECK(v == values(1, 100));
+  const OperationPtr made = engine.submit(std::move(apart));
+  engine.wait(made);
+  CHECK(told);
+  CHECK(std::memcmp(made->buffers.at(0)->data(), v.data(), v.size() * sizeof v[0]) == 0);
+  Submission barrier;
+  barrier.kind = OpKind::kBarrier;
+  leave_unnamed(barrier);
+  engine.wait(engine.submit(std::move(barrier)));
+  world.shutdown();
+}
+
+TEST_CASE("an engine that is behind refuses what needs other ranks, with the line and the cure") {
+  ThreadWorld world(one_host(2));
+  Engine& engine = world.engine(1);
+  engine.set_behind(true);
+  auto v = values(1, 100);
+  const auto where = [] { return std::string("train.py:7"); };
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kAllgather, OpKind::kAlltoall,
+                            OpKind::kReducescatter, OpKind::kJoin, OpKind::kAddProcessSet}) {
+    Submission s = allreduce("x", v);
+    s.kind = kind;
+    if (!has_tensors(kind)) s.inputs.clear();
+    if (kind != OpKind::kAllreduce) s.outputs.clear();
+    std::string text;
+    try {
+      engine.submit(std::move(s), false, where);
+    } catch (const Failure& failure) {
+      CHECK(failure.error().code == ErrorCode::kInvalidArgument);
+      text = failure.error().message;
+    }
+    CAPTURE(text);
+    CHECK(text.find("at train.py:7: rank 1 joins an elastic job that is running") !=
+          std::string::npos);
+  }
+  world.shutdown();
+}
+
+TEST_CASE("calls without a name that an engine makes while it is behind do not count") {
+  ThreadWorld world(one_host(2));
+  std::atomic<int> wrong{0};
+  world.run([&](int rank, Engine& engine) {
+    if (rank == 1) {
+      engine.set_behind(true);
+      engine.take_turn(kWorld, OpKind::kBroadcast);
+      auto own = values(rank, 10);
+      Submission s = allreduce("", own);
+      s.kind = OpKind::kBroadcast;
+      s.root = 0;
+      leave_unnamed(s);
+      engine.wait(engine.submit(std::move(s)));
+      engine.set_behind(false);
+    }
+    auto v = values(rank, 10);
+    Submission s = allreduce("", v);
+    s.kind = OpKind::kBroadcast;
+    s.root = 0;
+    leave_unnamed(s);
+    engine.wait(engine.submit(std::move(s)));
+    wrong += v != values(0, 10);
+  });
+  CHECK(wrong == 0);
+  world.shutdown();
+}

@@ -857,3 +857,81 @@ def test_slot_that_was_left_stays_empty_where_no_other_is_free() -> None:
     membership.leaves([1], 1.0)
     assert started(membership.hosts_are({"a": 3}, 2.0)) == []
     assert started(membership.time_is(60.0)) == []
+
+
+def joined(limits: Limits, hosts: dict[str, int]) -> Membership:
+    """A job of two whose functions have begun, and that process 2 has joined at time 2, in generation 2."""
+    membership = running(limits, hosts)
+    membership.hosts_are({"a": 3}, 1.0)
+    membership.asks(2, 0, 1.0)
+    membership.asks(0, 1, 2.0, wired=True, progressed=True, commit=(1, 0))
+    assert formed(membership.asks(1, 1, 2.0, wired=True, progressed=True, commit=(1, 0))) == [(0, 1, 2)]
+    return membership
+
+
+def fail_together(membership: Membership, after: int, now: float) -> list[Action]:
+    actions = membership.asks(0, after, now, wired=True, failed=True, commit=(1, 0))
+    return actions + membership.asks(1, after, now, wired=True, failed=True, commit=(1, 0))
+
+
+@pytest.mark.parametrize("fate", [Fate.FAILED, Fate.KILLED, Fate.LOST, Fate.WELL])
+def test_world_goes_on_without_a_new_member_that_ends_before_its_function(fate: Fate) -> None:
+    membership = joined(Limits(2, 2, 3), {"a": 2})
+    assert not ends(membership.ended(2, fate, 3.0, has_begun=False))
+    assert formed(fail_together(membership, 2, 3.0)) == [(0, 1)]
+    membership.ended(0, Fate.WELL, 4.0)
+    assert membership.ended(1, Fate.WELL, 4.0) == [Finish()]
+
+
+def test_new_member_that_fails_in_its_function_ends_the_job() -> None:
+    membership = joined(Limits(2, 2, 3), {"a": 2})
+    assert ends(membership.ended(2, Fate.FAILED, 3.0)) == [End("", 2)]
+
+
+def test_slot_of_a_new_member_that_fails_before_its_function_stays_empty() -> None:
+    membership = joined(Limits(2, 2, 3), {"a": 2})
+    membership.ended(2, Fate.FAILED, 3.0, has_begun=False)
+    fail_together(membership, 2, 3.0)
+    assert started(membership.time_is(100.0)) == []
+
+
+def test_new_members_that_end_before_their_function_do_not_end_the_job_however_many() -> None:
+    membership = joined(Limits(2, 2, 3), {"a": 2})
+    number, now = 2, 3.0
+    for generation in range(2, 20, 2):
+        membership.ended(number, Fate.KILLED, now, has_begun=False)
+        now += 100.0
+        (number,) = started(fail_together(membership, generation, now) + membership.time_is(now))
+        membership.asks(number, 0, now)
+        membership.asks(0, generation + 1, now, wired=True, commit=(1, 0))
+        assert formed(membership.asks(1, generation + 1, now, wired=True, commit=(1, 0))) == [(0, 1, number)]
+
+
+def test_new_members_that_are_needed_and_fail_before_their_function_end_the_job() -> None:
+    membership = running(Limits(2, 2, 2), {"a": 2})
+    membership.asks(0, 1, 1.0, wired=True, progressed=True, failed=True, commit=(1, 0))
+    (number,) = started(membership.ended(1, Fate.KILLED, 1.0) + membership.time_is(2.0))
+    assert formed(membership.asks(number, 0, 2.0)) == [(0, number)]
+    membership.asks(0, 2, 3.0, wired=True, failed=True, commit=(1, 0))
+    (other,) = started(membership.ended(number, Fate.FAILED, 3.0, has_begun=False) + membership.time_is(9.0))
+    assert formed(membership.asks(other, 0, 9.0)) == [(0, other)]
+    membership.asks(0, 3, 10.0, wired=True, failed=True, commit=(1, 0))
+    (end,) = ends(membership.ended(other, Fate.FAILED, 10.0, has_begun=False))
+    assert end.cause == number
+
+
+def test_new_member_that_does_not_come_to_its_function_in_time_is_given_up() -> None:
+    membership = joined(Limits(2, 2, 3, timeout_s=60.0), {"a": 2})
+    assert membership.time_is(61.9) == []
+    assert membership.next_at(61.9) == 62.0
+    (lose,) = membership.time_is(62.0)
+    assert isinstance(lose, Lose)
+    assert "has not come to its elastic function within 60 s" in lose.reason
+    assert formed(fail_together(membership, 2, 62.0)) == [(0, 1)]
+    assert not membership.has(2)
+
+
+def test_new_member_that_has_come_to_its_function_is_given_any_time() -> None:
+    membership = joined(Limits(2, 2, 3, timeout_s=60.0), {"a": 2})
+    membership.begins(2)
+    assert membership.time_is(1000.0) == []

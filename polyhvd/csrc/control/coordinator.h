@@ -38,7 +38,7 @@ struct Stalled {
   std::vector<int> ready_ranks;
   std::vector<int> absent_ranks;
   OpKind kind = OpKind::kAllreduce;
-  RunCount runs{};  // before
+  RunCount runs{};      // before
   std::string where{};  // "train.py:88" of one of the ready ranks; empty: unknown
 };
 

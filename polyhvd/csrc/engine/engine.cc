@@ -107,6 +107,50 @@ void Engine::take_from_device(Submission& s) const {
                                : parts_.devices->borrow(device, s.event);
 }
 
+OperationPtr Engine::run_behind(Submission submission,
+                                const std::function<std::string()>& where) const {
+  const auto operation = std::make_shared<Operation>(std::move(submission));
+  Submission& s = operation->submission;
+  const auto refuse = [&](const std::string& cure) {
+    std::string place = s.where.empty() && where ? where() : s.where;
+    if (!place.empty()) place.insert(0, " at ");
+    throw Failure(ErrorCode::kInvalidArgument,
+                  subject(s.kind, s.name) + place + ": rank " + std::to_string(rank_) +
+                      " joins an elastic job that is running, and the other ranks are past this "
+                      "call, in a function of elastic.run or elastic.train; " +
+                      cure);
+  };
+  if (s.kind == OpKind::kAddProcessSet) refuse("pass the process set to init(process_sets=[...])");
+  if (s.kind != OpKind::kBroadcast && s.kind != OpKind::kBarrier) {
+    refuse("move it into that function, or keep its result in the state");
+  }
+  queue_.require_valid(s);
+  for (std::size_t i = 0; i < s.inputs.size(); ++i) {
+    const TensorView& from = s.inputs[i];
+    const std::size_t bytes =
+        static_cast<std::size_t>(element_count(from.shape)) * item_size(from.dtype);
+    std::byte* to = nullptr;
+    if (!s.outputs.empty()) {
+      to = static_cast<std::byte*>(s.outputs[i].data);
+    } else if (s.allocate) {
+      to = static_cast<std::byte*>(s.allocate(static_cast<int>(i), from.shape));
+    } else if (from.device.kind == DeviceKind::kCpu) {
+      operation->buffers.push_back(std::make_shared<OwnedBuffer>(from.shape, from.dtype, bytes));
+      to = operation->buffers.back()->data();
+    }
+    if (to == from.data || bytes == 0) continue;
+    if (from.device.kind != DeviceKind::kCpu) refuse("broadcast a tensor on a GPU in place");
+    if (to == nullptr) {
+      throw Failure(ErrorCode::kInternal, "no memory for the output of '" + s.name + "'");
+    }
+    std::memcpy(to, from.data, bytes);
+  }
+  const auto done = std::move(s.done);
+  operation->finish();
+  if (done) done(nullptr);
+  return operation;
+}
+
 OperationPtr Engine::submit(Submission submission, bool blocking,
                             const std::function<std::string()>& where) {
   const auto is_bool = [](const TensorView& tensor) { return tensor.dtype == DType::kBool; };
@@ -120,6 +164,7 @@ OperationPtr Engine::submit(Submission submission, bool blocking,
     take_from_device(submission);
   }
   backend_for(submission);
+  if (is_behind()) return run_behind(std::move(submission), where);
   OperationPtr operation;
   try {
     if (left_behind_.load(std::memory_order_acquire)) {

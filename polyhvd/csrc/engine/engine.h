@@ -84,8 +84,15 @@ class Engine {
   OperationPtr submit(Submission submission, bool blocking = false,
                       const std::function<std::string()>& where = {});
 
-  // See OpQueue::take_turn().
-  Turn take_turn(ProcessSetId set, OpKind kind) { return queue_.take_turn(set, kind); }
+  // See OpQueue::take_turn(). While this rank is behind nothing is counted.
+  Turn take_turn(ProcessSetId set, OpKind kind) {
+    return is_behind() ? 1 : queue_.take_turn(set, kind);
+  }
+  // Whether the other ranks are past what this rank submits, as it joins an elastic job that runs.
+  // A broadcast then leaves this rank its own values, a barrier is done at once, and everything
+  // else is refused. No other rank takes part in it. Any thread.
+  void set_behind(bool behind) noexcept { behind_.store(behind, std::memory_order_release); }
+  bool is_behind() const noexcept { return behind_.load(std::memory_order_acquire); }
   // Members of every process set, by its number.
   std::map<ProcessSetId, std::vector<int>> process_sets() const { return queue_.process_sets(); }
 
@@ -158,6 +165,7 @@ class Engine {
   void disconnect(ProcessSetId set);
   Backend& backend_for(const Submission& submission) const;
   void take_from_device(Submission& submission) const;
+  OperationPtr run_behind(Submission submission, const std::function<std::string()>& where) const;
   Communicator& communicator_for(const Work& work);
   void record_end(const Operation& operation, bool error);
   void complete(const OperationPtr& operation, std::optional<Error> error);
@@ -214,6 +222,7 @@ class Engine {
   std::string abort_reason_;                   // written once, before abort_said_
   std::atomic<bool> left_behind_{false};       // the parent has left, and so this engine ended
   std::atomic<bool> has_lost_results_{false};  // any thread that raises; the driver
+  std::atomic<bool> behind_{false};            // see set_behind()
   std::atomic<bool> stopping_{false};          // by shutdown(): the engine's thread ends
   std::atomic<bool> abandoned_{false};  // in a forked child, where that thread does not exist
   OrderedMutex<LockRank::shutdown>

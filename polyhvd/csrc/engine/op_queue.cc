@@ -102,6 +102,11 @@ void OpQueue::check(const Submission& s) const {
   }
 }
 
+void OpQueue::require_valid(const Submission& s) const {
+  std::lock_guard lock(mutex_);
+  check(s);
+}
+
 void OpQueue::check_splits(const Submission& s) const {
   if (s.inputs.size() != 1) invalid(s, "it takes one tensor");
   const auto members = static_cast<std::int64_t>(sets_.members(s.process_set).size());

@@ -32,6 +32,9 @@ class OpQueue {
   // Failure: kInvalidArgument, or why the queue is closed.
   OperationPtr submit(Submission&& submission, const std::function<std::string()>& where);
 
+  // Throws as submit() does for a bad call, and queues nothing.
+  void require_valid(const Submission& submission) const;
+
   // The turn of a call without a name that is submitted later. Throws as submit() does for a
   // rank that is no member, or has joined; that the queue is closed is said in submit().
   Turn take_turn(ProcessSetId set, OpKind kind);

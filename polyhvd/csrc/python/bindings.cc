@@ -261,6 +261,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   Tuning tuning() const { return engine_->tuning(); }
   void notify(std::uint32_t notice) { engine_->notify(notice); }
   std::uint32_t notice() const { return engine_->notice(); }
+  void set_behind(bool behind) { engine_->set_behind(behind); }
+  bool is_behind() const { return engine_->is_behind(); }
   bool has_lost_results() const { return engine_->has_lost_results(); }
   bool are_devices_done() const { return engine_->are_devices_done(); }
   std::pair<double, std::uint64_t> waits() const {
@@ -547,6 +549,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("tuning", &PyEngine::tuning)
       .def("notify", &PyEngine::notify, py::arg("notice"))
       .def_property_readonly("notice", &PyEngine::notice)
+      .def_property("behind", &PyEngine::is_behind, &PyEngine::set_behind)
       .def_property_readonly("has_lost_results", &PyEngine::has_lost_results)
       .def_property_readonly("are_devices_done", &PyEngine::are_devices_done)
       .def_property_readonly("waits", &PyEngine::waits)
