@@ -48,6 +48,7 @@ MPI_LAUNCHERS = (
 )
 #: By the number of the core's host::Attaching.
 _ATTACHING = ("0", "auto", "1")
+_DRIFT = ("warn", "error", "off")
 _LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -309,6 +310,14 @@ class Settings(_Table):
         False,
         "1: tensors on GPUs are reduced by NCCL within hosts and by CPUs between them; the same on every "
         "rank. On CPUs a host's ranks reduce first in any case.",
+    )
+    check_drift: str = _row(
+        "CHECK_DRIFT",
+        _one_of(*_DRIFT),
+        "warn",
+        "Whether optimizers compare the weights of their ranks in one of the first two steps, and handlers "
+        "and callbacks that average metrics at the end of each epoch: `warn`: one rank logs what differs; "
+        "`error`: every rank raises; `off`: no comparison. The same on every rank.",
     )
     cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
     data_timeout_s: float = _row(

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from polyhvd.torch.base import collectives, increment_version
+from polyhvd.torch.weights import DRIFT_REMEDY, values_of
 
 from polyhvd.collectives.numbering import ObjectNumbers
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options, passes_per_step
 from polyhvd.training.reducer import Exchange, GradientReducer
@@ -30,9 +32,11 @@ class Steps:
     """
 
     def __init__(self, options: Options, groups: Sequence[Sequence[int]]) -> None:
+        self._prefix = f"DistributedOptimizer.adasum.{_numbers.of(self, options.process_set)}"
+        self._drift = DriftCheck("DistributedOptimizer", options.process_set, DRIFT_REMEDY)
         self._reducer = GradientReducer(
             Exchange(collectives),
-            prefix=f"DistributedOptimizer.adasum.{_numbers.of(self, options.process_set)}",
+            prefix=self._prefix,
             options=options,
             groups=KeyGroups(groups),
         )
@@ -42,6 +46,13 @@ class Steps:
     def is_member(self) -> bool:
         """Whether this rank takes part."""
         return self._reducer.takes_part()
+
+    def compare(self, parameters: Sequence[Tensor]) -> None:
+        """In the first step, compare the ranks' parameters; :meth:`combine` reports what differs."""
+        if self._drift.is_due():
+            local = {i for i, parameter in enumerate(parameters) if id(parameter) in self.local}
+            names = [str(position) for position in range(len(parameters))]
+            self._drift.begin(self._prefix, values_of(names, parameters, local))
 
     @torch.no_grad()
     def combine(self, parameters: Sequence[Tensor], starts: dict[int, Tensor]) -> None:
@@ -57,6 +68,7 @@ class Steps:
         shared = [i for i in starts if id(parameters[i]) not in self.local]
         try:
             self._reducer.reduce({i: differences[i] for i in shared})
+            self._drift.finish()
         except BaseException:
             for i, start in starts.items():
                 parameters[i].copy_(start)
@@ -121,6 +133,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
         if not steps.is_member():
             return self._local_step(*args, **kwargs)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        steps.compare(parameters)
         starts = {i: p.detach().clone() for i, p in enumerate(parameters) if p.requires_grad}
         result = self._local_step(*args, **kwargs)
         steps.combine(parameters, starts)

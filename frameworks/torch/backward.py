@@ -14,12 +14,14 @@ from polyhvd.torch.reducer import TorchExchange
 from polyhvd.torch.registry import Registry
 from polyhvd.torch.rounds import EXPECTED, FROZEN, READY, REDUCED, Section
 from polyhvd.torch.sparse import check_sparse_op
+from polyhvd.torch.weights import DRIFT_REMEDY, values_of
 from polyhvd.torch.written import Leftovers, Submitted
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training import passes
+from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
@@ -101,6 +103,7 @@ class Gradients(Section):
         self._submitted = Submitted()
         self._sparse_as_dense = options.sparse_as_dense
         self.process_set = options.process_set
+        self._drift = DriftCheck(_PREFIX, options.process_set, DRIFT_REMEDY)
         self._groups = [_Group(number, positions) for number, positions in enumerate(groups)]
         self._group_of = {position: group for group in self._groups for position in group.positions}
         self._passes: list[int] = []  # counted up to passes_per_step
@@ -456,6 +459,9 @@ class Gradients(Section):
 
     def start_missing(self, states: bytes) -> None:
         """See :class:`Section`. An absent gradient is zero."""
+        if self._drift.is_due():
+            names = [self._names.get(id(parameter), str(i)) for i, parameter in enumerate(self._parameters)]
+            self._drift.begin(self._prefix, values_of(names, self._parameters, self._local))
         if states != self._reported:
             for position, state in enumerate(states):
                 if state >= READY and position not in self._started:
@@ -476,10 +482,11 @@ class Gradients(Section):
         touched = self._submitted.touched(self._parameters)
         self._forget_started()
         errors: list[Exception] = []
-        try:
-            self._reducer.finish()
-        except Exception as error:
-            errors.append(error)
+        for finish in (self._reducer.finish, self._drift.finish):
+            try:
+                finish()
+            except Exception as error:
+                errors.append(error)
         for position, dimensions in as_dense.items():
             gradient = self._parameters[position].grad
             if gradient is not None and gradient.layout is torch.strided:

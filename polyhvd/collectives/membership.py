@@ -72,7 +72,9 @@ def join() -> int:
             train(batch)
         last = hvd.join()
     """
-    return _run_alone(current.world(), OpKind.JOIN)
+    world = current.world()
+    world.has_joined = True
+    return _run_alone(world, OpKind.JOIN)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:

@@ -98,6 +98,7 @@ class _Card:
     data_checksums: bool = False
     backends: list[str] = field(default_factory=list)
     hierarchical_allreduce: bool = False
+    check_drift: str = "warn"
 
     @property
     def label(self) -> str:
@@ -209,6 +210,7 @@ class _Meeting:
             reproducible=self._settings.reproducible,
             data_checksums=self._settings.data_checksums,
             hierarchical_allreduce=self._settings.hierarchical_allreduce,
+            check_drift=self._settings.check_drift,
             backends=list(self._settings.backends),
         )
 
@@ -228,6 +230,7 @@ class _Meeting:
             "data_checksums",
             "backends",
             "hierarchical_allreduce",
+            "check_drift",
         ):
             sides: dict[str, list[int]] = {}
             for card in self._cards:

@@ -75,6 +75,8 @@ class World:
         self.passing_sets: set[int] = set()
         #: Of a process of an elastic job.
         self.prologue: Prologue | None = None
+        #: Whether this rank has called join(): others may take steps that it does not.
+        self.has_joined = False
         #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
         self.key: bytes = connections.world_key
         self._domains = connections.domains

@@ -1,0 +1,237 @@
+"""Reports weights that ranks train together and that differ between them, as after a forgotten broadcast."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyhvd.collectives.adapter import OpKind
+from polyhvd.collectives.operation import process_set_id
+from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.errors import HorovodInternalError, RankMismatchError
+from polyhvd.runtime import current
+from polyhvd.runtime.world import World
+
+__all__ = ["Drift", "DriftCheck", "Weights", "compare_now", "report"]
+
+#: Name and values of each weight, in the order of the optimizer; None where a weight is not compared.
+Weights = Iterable[tuple[str, NDArray[Any]] | None]
+
+_LOG = logging.getLogger("polyhvd")
+_RANKS_SHOWN = 8
+_lock = threading.Lock()  # of the next
+_numbers: weakref.WeakKeyDictionary[World, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How weights differ between ranks.
+
+    Args:
+        text: which weights, on which ranks.
+        is_reporter: whether this rank is the one of them that logs it.
+    """
+
+    text: str
+    is_reporter: bool
+
+
+class DriftCheck:
+    """Compares the weights of one optimizer over its ranks, once in each world.
+
+    It is one allgather of 24 bytes per weight, at a step that every rank of the process set takes. Nothing
+    waits for it unless ``POLYHVD_CHECK_DRIFT=error``: a thread reports a result that comes after the step. A
+    rank that has called ``join()`` begins no comparison, since it may have missed the step of the others.
+
+    Args:
+        call: the optimizer, as the report names it.
+        process_set: the ranks that share the weights.
+        remedy: how to broadcast weights in this framework.
+        step: number of the step at which weights are compared.
+    """
+
+    def __init__(self, call: str, process_set: ProcessSet, remedy: str, *, step: int = 1) -> None:
+        self._call = call
+        self._process_set = process_set
+        self._remedy = remedy
+        self._step = step
+        self._left = step
+        self._world: weakref.ref[World] | None = None
+        self._begun: _Comparison | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to compare in this world."""
+        return self._left == 0 and self._world is not None and self._world() is current.find()
+
+    def is_due(self) -> bool:
+        """Count a step; return whether the weights are to be compared in it."""
+        if self.is_settled:
+            return False
+        world = current.world()
+        if self._world is None or self._world() is not world:
+            self._world, self._left = weakref.ref(world), self._step
+        self._left -= 1
+        return self._left == 0 and _is_compared(world, self._process_set)
+
+    def begin(self, name: str, weights: Weights) -> None:
+        """Send fingerprints of the weights.
+
+        Args:
+            name: begins the name of the operation.
+            weights: of this rank.
+        """
+        world = self._process_set.world or current.world()
+        with _lock:
+            counter = _numbers.setdefault(world, Counter())
+            number = counter[name]
+            counter[name] += 1
+        self._begun = _Comparison(world, process_set_id(self._process_set), f"{name}.drift.{number}", weights)
+
+    def compare(self, name: str, weights: Callable[[], Weights]) -> None:
+        """In the step at which it is due, :meth:`begin` and :meth:`finish`."""
+        if self.is_due():
+            self.begin(name, weights())
+            self.finish()
+
+    def finish(self) -> None:
+        """After the gradients of the step: report what differs, or let a thread do so when it is known.
+
+        Raises:
+            RankMismatchError: the weights differ, with ``POLYHVD_CHECK_DRIFT=error``; on every rank.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        if begun.raises or begun.is_done():
+            self._report(begun)
+        else:
+            threading.Thread(target=self._report, args=(begun,), name="polyhvd drift", daemon=True).start()
+
+    def _report(self, begun: _Comparison) -> None:
+        found = begun.wait()
+        if found is not None:
+            text = f"{self._call}: {found.text}"
+            report(begun.world, text, self._remedy, is_reporter=found.is_reporter)
+
+
+class _Comparison:
+    """An allgather of fingerprints that is under way."""
+
+    def __init__(self, world: World, number: int, name: str, weights: Weights) -> None:
+        self.world = world
+        self.raises = world.settings.check_drift == "error"
+        self._ranks = world.engine.process_sets()[number]
+        self._names, rows = _fingerprints(world.placement.rank, weights)
+        self._handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number)
+
+    def is_done(self) -> bool:
+        return self._handle.done()
+
+    def wait(self) -> Drift | None:
+        """How the weights differ; None if they do not, or if the world has failed."""
+        try:
+            self._handle.wait()
+        except HorovodInternalError:
+            return None
+        return _drift(self._handle, self.world.placement.rank, self._ranks, self._names)
+
+
+def compare_now(name: str, sharing: ProcessSet, weights: Weights, among: ProcessSet) -> Drift | None:
+    """Compare weights where every rank of a process set comes in the same order, and wait for the result.
+
+    Args:
+        name: of the operation.
+        sharing: the ranks that share the weights.
+        weights: of this rank.
+        among: the ranks that make the call.
+
+    Returns:
+        How they differ; None if they do not.
+
+    Raises:
+        HorovodInternalError: a rank was lost.
+    """
+    world, number = among.world or current.world(), process_set_id(among)
+    if world.settings.check_drift == "off" or among.size() == 1:
+        return None
+    names, rows = _fingerprints(world.placement.rank, weights)
+    with world.line(name, number):
+        handle = world.engine.submit(OpKind.ALLGATHER, name, (rows,), None, process_set=number, blocking=True)
+        handle.wait()
+    ranks = range(world.placement.size) if sharing.ranks is None else sharing.ranks
+    return _drift(handle, world.placement.rank, ranks, names)
+
+
+def report(world: World, text: str, remedy: str, *, is_reporter: bool) -> None:
+    """Warn, or raise, as ``POLYHVD_CHECK_DRIFT`` says.
+
+    Args:
+        world: whose setting it is.
+        text: who has found what.
+        remedy: what to do.
+        is_reporter: whether this rank warns.
+
+    Raises:
+        RankMismatchError: with ``error``.
+    """
+    setting = world.settings.check_drift
+    if setting == "error":
+        raise RankMismatchError(f"{text}; {remedy}")
+    if setting == "warn" and is_reporter:
+        _LOG.warning("%s; %s; POLYHVD_CHECK_DRIFT=off turns this check off", text, remedy)
+
+
+def _is_compared(world: World, process_set: ProcessSet) -> bool:
+    if world.settings.check_drift == "off" or world.has_joined:
+        return False
+    is_known = process_set is global_process_set or process_set.process_set_id is not None
+    return is_known and process_set.size() > 1 and process_set.included()
+
+
+def _fingerprints(rank: int, weights: Weights) -> tuple[dict[int, str], NDArray[np.int64]]:
+    """Names by position, and rows of rank, position and fingerprint: ranks that have joined send no rows."""
+    names: dict[int, str] = {}
+    rows: list[tuple[int, int, int]] = []
+    for position, weight in enumerate(weights):
+        if weight is not None:
+            names[position], values = weight
+            data: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            rows.append((rank, position, zlib.crc32(data)))
+    return names, np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _drift(handle: Any, own_rank: int, ranks: Sequence[int], names: Mapping[int, str]) -> Drift | None:
+    """Which of the gathered fingerprints of some ranks differ; None if none do."""
+    rows = np.frombuffer(memoryview(handle.buffers()[0]), dtype=np.int64).reshape(-1, 3)
+    found: dict[int, dict[int, int]] = {}
+    for rank, position, fingerprint in rows.tolist():
+        if rank in ranks:
+            found.setdefault(position, {})[rank] = fingerprint
+    different = sorted(position for position, by_rank in found.items() if len(set(by_rank.values())) > 1)
+    if not different:
+        return None
+    first = different[0]
+    text = (
+        f"{len(different)} of {len(found)} weights differ between ranks, the first is "
+        f"{names.get(first, f'number {first}')!r}: {_sides(found[first])}"
+    )
+    return Drift(text, is_reporter=own_rank == min(found[first]))
+
+
+def _sides(by_rank: dict[int, int]) -> str:
+    root = min(by_rank)
+    others = [rank for rank, fingerprint in by_rank.items() if fingerprint != by_rank[root]]
+    shown = ", ".join(map(str, others[:_RANKS_SHOWN]))
+    more = f" and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    subject = f"rank {shown} has" if len(others) == 1 else f"ranks {shown}{more} have"
+    return f"{subject} other values than rank {root}"
