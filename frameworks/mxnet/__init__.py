@@ -26,7 +26,7 @@ if _is_installed("mxnet"):
 else:
     raise _missing(__name__, "MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'")
 
-from polyhvd.mxnet import estimator, verbs
+from polyhvd.mxnet import estimator, kvstore, verbs
 from polyhvd.mxnet.base import Compression
 from polyhvd.mxnet.batch_norm import SyncBatchNorm
 from polyhvd.mxnet.optimizer import DistributedOptimizer
@@ -39,6 +39,8 @@ from polyhvd.exports import *
 
 if TYPE_CHECKING:
     from polyhvd.mxnet import elastic
+
+kvstore.install()
 
 __all__ = [
     "Compression",

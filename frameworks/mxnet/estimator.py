@@ -8,29 +8,39 @@ from typing import Any
 from mxnet.gluon.contrib.estimator import EpochEnd, TrainBegin
 from mxnet.metric import PCC, CompositeEvalMetric, EvalMetric
 from polyhvd.mxnet.errors import InvalidArgumentError, as_mxnets
+from polyhvd.mxnet.kvstore import Horovod
+from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.state import broadcast_optimizer_state, broadcast_parameters
+from polyhvd.mxnet.trainer import DistributedTrainer
+from polyhvd.mxnet.weights import DRIFT_REMEDY, values_of
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.runtime import current
+from polyhvd.training.drift import compare_now, report
 from polyhvd.training.naming import gather_by_name, numbered
 
 __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
 
 #: What the metrics of MXNet divide one by the other, whatever they make of it then.
 _SUMS = ("sum_metric", "num_inst", "global_sum_metric", "global_num_inst")
+_PLAIN = "the trainer is not distributed, so that each rank trains a model of its own"
+_DISTRIBUTE = "give the estimator a trainer of hvd.DistributedTrainer"
 _ADVICE = "use the same metrics on every rank; Loss(name='validation loss') gives one a name"
 
 
 class BroadcastHandler(TrainBegin):  # type: ignore[misc]
     """Gives every rank the root's parameters and optimizer states when training begins.
 
-    Parameters that are not initialised yet are broadcast right after their initialisation.
+    Parameters that are not initialised yet are broadcast right after their initialisation. It logs a warning
+    if the estimator's trainer is not distributed: ``POLYHVD_CHECK_DRIFT``.
 
     Args:
         root_rank: world rank of the sender.
         process_set: the ranks that take part.
 
     Raises:
-        RankMismatchError: when training begins, the ranks' parameters or optimizers differ.
+        RankMismatchError: when training begins, the ranks' parameters or optimizers differ; or, with
+            ``POLYHVD_CHECK_DRIFT=error``, the trainer is not distributed.
 
     Example::
 
@@ -44,6 +54,12 @@ class BroadcastHandler(TrainBegin):  # type: ignore[misc]
 
     def train_begin(self, estimator: Any, *_: Any, **__: Any) -> None:
         """Broadcast both."""
+        ranks = self._process_set
+        if ranks.size() > 1 and not _is_distributed(estimator.trainer):
+            with as_mxnets():
+                report(
+                    current.world(), f"BroadcastHandler: {_PLAIN}", _DISTRIBUTE, is_reporter=ranks.rank() == 0
+                )
         parameters = estimator.net.collect_params()
         broadcast_parameters(parameters, self._root_rank, process_set=self._process_set)
         if not any(parameter._deferred_init for parameter in parameters.values()):
@@ -53,7 +69,8 @@ class BroadcastHandler(TrainBegin):  # type: ignore[misc]
 class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
     """Replaces metrics by those over all ranks at the end of each epoch.
 
-    It runs after metrics and validation, before what reports, saves or stops. For logs of validation, pass
+    It compares the weights that the ranks train, too: ``POLYHVD_CHECK_DRIFT``. It runs after metrics and
+    validation, before what reports, saves or stops. For logs of validation, pass
     another one to ``ValidationHandler(event_handlers=[...])``.
 
     Args:
@@ -78,6 +95,7 @@ class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
         self.metrics = list(metrics or ())
         self.priority = priority
         self._process_set = process_set
+        self._has_reported = False
 
     def _of(self, estimator: Any) -> list[EvalMetric]:
         return self.metrics or estimator.train_metrics + estimator.val_metrics
@@ -88,8 +106,34 @@ class MetricAverageHandler(TrainBegin, EpochEnd):  # type: ignore[misc]
 
     def epoch_end(self, estimator: Any, *_: Any, **__: Any) -> bool:
         """Average; training goes on."""
+        self._compare(estimator.trainer)
         average_metrics(self._of(estimator), self._process_set)
         return False
+
+    def _compare(self, trainer: Any) -> None:
+        is_ours = isinstance(trainer, DistributedTrainer)
+        weights = trainer.shared_values() if is_ours else values_of(trainer._params)
+        sharing = trainer.process_set if is_ours else self._process_set
+        with as_mxnets():
+            found = compare_now("MetricAverageHandler.drift", sharing, weights, self._process_set)
+            if found is not None and not self._has_reported:
+                self._has_reported = True
+                remedy = DRIFT_REMEDY if _is_distributed(trainer) else f"{_PLAIN}: {_DISTRIBUTE}"
+                text = f"MetricAverageHandler: at the end of an epoch {found.text}"
+                report(current.world(), text, remedy, is_reporter=found.is_reporter)
+
+
+def _is_distributed(trainer: Any) -> bool:
+    """Whether gradients are reduced over ranks, by us or by a store of MXNet's."""
+    store = trainer._kvstore_params["kvstore"]
+    name = store if isinstance(store, str) else getattr(store, "type", "")
+    return (
+        isinstance(trainer, DistributedTrainer)
+        or isinstance(trainer._optimizer, DistributedOptimizer)
+        or isinstance(store, Horovod)
+        or "dist" in name
+        or name.lower() == "horovod"
+    )
 
 
 def average_metrics(

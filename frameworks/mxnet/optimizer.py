@@ -14,9 +14,11 @@ from polyhvd.mxnet import reads
 from polyhvd.mxnet.errors import as_mxnets
 from polyhvd.mxnet.passes import Sums, scale
 from polyhvd.mxnet.reducer import MxnetExchange
+from polyhvd.mxnet.weights import DRIFT_REMEDY
 
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
@@ -66,6 +68,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         {
             "_arguments",
             "_calls",
+            "_drift",
             "_exchange",
             "_factor",
             "_groups",
@@ -73,6 +76,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             "_process_set",
             "_reducer",
             "_sums",
+            "_weights",
             "wrapped",
         }
     )
@@ -99,6 +103,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._factor = options.passes_factor
         self._calls: collections.Counter[Any] = collections.Counter()
         self._sums = Sums()
+        self._drift = DriftCheck("DistributedOptimizer", options.process_set, DRIFT_REMEDY)
+        self._weights: dict[Any, NDArray] = {}  # of the first step, by index, to be compared in the next one
         self._arguments = options.changed()
         self._process_set = options.process_set
         self._exchange = MxnetExchange()
@@ -125,6 +131,26 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         """How many weights one update may concern: a group has to come in one piece."""
         number: int = self.wrapped.aggregate_num
         return sys.maxsize if self._groups else number
+
+    def _compare(self, index: Any, weight: Any) -> None:
+        """Compare the ranks' weights when the first update comes again: all of them are known then."""
+        if self._drift.is_settled or not self._reducer.takes_part():
+            return
+        several = isinstance(index, (tuple, list))
+        pairs = list(zip(index, weight, strict=True)) if several else [(index, weight)]
+        if pairs and pairs[0][0] in self._weights:
+            weights, self._weights = self._weights, {}
+            with as_mxnets():
+                self._drift.compare(
+                    self._reducer.prefix,
+                    lambda: ((self._name(i), array.asnumpy()) for i, array in weights.items()),
+                )
+        else:
+            self._weights.update(pairs)
+
+    def _name(self, index: Any) -> str:
+        parameter = self.wrapped.param_dict.get(index)
+        return str(self.wrapped.idx2name.get(index, index)) if parameter is None else str(parameter.name)
 
     def _due(self, arguments: _Arguments) -> _Arguments:
         """The updates that are the last of their passes, with the gradients of all of these."""
@@ -162,12 +188,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def update(self, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
         """Average the gradient (or the list of them), then update."""
+        self._compare(index, weight)
         with reads.updates:
             for arguments in self._reduced(index, weight, grad, state):
                 self.wrapped.update(*arguments)
 
     def update_multi_precision(self, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
         """Average the gradient (or the list of them), then update with a master copy of the weight."""
+        self._compare(index, weight)
         with reads.updates:
             for arguments in self._reduced(index, weight, grad, state):
                 self.wrapped.update_multi_precision(*arguments)

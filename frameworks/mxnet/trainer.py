@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -17,12 +17,14 @@ from polyhvd.mxnet.errors import InvalidArgumentError, UnsupportedError, as_mxne
 from polyhvd.mxnet.optimizer import DistributedOptimizer
 from polyhvd.mxnet.passes import Passes, fill
 from polyhvd.mxnet.reducer import MxnetExchange
+from polyhvd.mxnet.weights import DRIFT_REMEDY, values_of
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import process_set_id
 from polyhvd.runtime import current
 from polyhvd.training.compression import Compressor
+from polyhvd.training.drift import DriftCheck
 from polyhvd.training.gradient_groups import KeyGroups, parameter_groups
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
@@ -144,6 +146,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
                 sources={position: self._in_order[position] for position in trained},
             )
         self._is_mapped = options.mapping is not None
+        self._drift = DriftCheck("DistributedTrainer", options.process_set, DRIFT_REMEDY)
 
     def register_local_var(self, var: Parameter) -> None:
         """Let the gradient of a parameter stay on its rank; on every rank alike.
@@ -189,7 +192,21 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         self._reducer.drop()
         self._exchange.begin_anew()
 
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self._process_set
+
+    def shared_values(self) -> Iterator[tuple[str, Any] | None]:
+        """Name and values of each parameter that is trained; None for others, and for a rank's own."""
+        if self._is_mapped:
+            return iter(())
+        return values_of(self._in_order, self._reducer.local)
+
     def _allreduce_grads(self) -> None:
+        if not self._is_mapped and self._reducer.takes_part():
+            with as_mxnets():  # reads, which updates do not wait for
+                self._drift.compare(self._prefix, self.shared_values)
         with reads.updates:
             self._reduce()
 
