@@ -29,6 +29,12 @@ _ERROR_LINES_MAX = 3  # of one that ends a program, where nothing may follow it
 _TRACEBACK = b"Traceback (most recent call last)"
 #: In place of a traceback, what polyhvd.launch.uncaught has printed of an error of init().
 _LINE = re.compile(rb"\S.*:\d+: (polyhvd\.(config|errors)\.)?\w+Error: ")
+#: What polyhvd logs, errors apart (see polyhvd/log.py): by a thread, also in the midst of a traceback's line.
+_LOGGED = re.compile(
+    rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} )?polyhvd rank \d+ (TRACE|DEBUG|INFO|WARNING): [^\n]*(\n|$)"
+)
+#: The line of an exception, among others that are not indented.
+_EXCEPTION = re.compile(rb"(\w+\.)*[A-Z_]\w*[a-z]\w*(: |$)")
 #: Between the tracebacks of an exception and of what it has led to.
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 #: Before exceptions that Python prints and goes on from: in destructors, and in functions of atexit.
@@ -119,7 +125,7 @@ def others(endings: Sequence[Ending], cause: Ending) -> list[str]:
     for ending in endings:
         if ending is cause or (ending.reason and ending.reason == cause.reason):
             continue
-        error = _error_line(ending.tail)
+        error = _error_line(ending)
         lines.append(f"{describe(ending)}: {error}" if error else describe(ending))
     if len(lines) > _OTHERS_MAX + 1:
         lines[_OTHERS_MAX:] = [f"{len(lines) - _OTHERS_MAX} more ranks failed"]
@@ -138,7 +144,8 @@ def traceback_lines(tail: Sequence[bytes]) -> list[bytes]:
 
 
 def _of_the_end(tail: Sequence[bytes]) -> Sequence[bytes]:
-    """The lines without exceptions that ended nothing, unless there are no others."""
+    """The lines without polyhvd's log; and without exceptions that ended nothing, if there are others."""
+    tail = _LOGGED.sub(b"", b"\n".join(tail)).split(b"\n") if any(map(_LOGGED.search, tail)) else tail
     kept = []
     part = ""  # of such an exception: where the line before was
     for line in tail:
@@ -177,12 +184,15 @@ def _last_error(tail: Sequence[bytes]) -> list[bytes]:
     return [line for line in lines if line[:1] not in (b" ", b"")]
 
 
-def _error_line(tail: Sequence[bytes]) -> str:
-    """The exception of the last traceback; without one the last line."""
-    named = _last_error(tail)
-    if not named:
-        return ""
-    text = named[0 if _starts(_of_the_end(tail)) else -1].decode("utf-8", "surrogateescape").strip()
+def _error_line(ending: Ending) -> str:
+    """The exception of the last traceback; else what the rank's engine has reported; else the last line."""
+    named = _last_error(ending.tail)
+    in_traceback = bool(_starts(_of_the_end(ending.tail)))
+    found = next((line for line in named if _EXCEPTION.match(line)), None) if in_traceback else None
+    if found is None:
+        likely = named[:1] if in_traceback else named[-1:]
+        found = next(iter([*ending.suffered, *likely]), b"")
+    text = found.decode("utf-8", "surrogateescape").strip()
     return text if len(text) <= _ERROR_CHARACTERS_MAX else f"{text[:_ERROR_CHARACTERS_MAX]} ..."
 
 

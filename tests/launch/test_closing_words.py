@@ -126,6 +126,43 @@ def test_all_lines_of_a_multiline_error_are_of_the_cause_alone() -> None:
     ]
 
 
+TRACEBACK = [
+    b"Traceback (most recent call last):",
+    b'  File "train.py", line 9, in <module>',
+    b'    hvd.allreduce(x, name="x")',
+    b"polyhvd.errors.PeerLostError: allreduce 'x': rank 1 was lost",
+]
+LOGGED = b"2026-11-26 23:15:57,049 polyhvd rank 0 WARNING: rank 0: the last operations are in /tmp/x.json"
+
+
+def reason_of(tail: list[bytes], suffered: tuple[bytes, ...] = ()) -> str:
+    """What is said of a victim beside the cause."""
+    victim = Ending(0, "h", 1, tail, suffered=suffered)
+    (line,) = others([victim, cause := Ending(1, "h", -9)], cause)
+    return line.removeprefix("rank 0 on h exited with status 1").removeprefix(": ")
+
+
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("logged", [LOGGED, LOGGED[24:], b"WARNING:polyhvd:rank 0: the last operations"])
+def test_a_line_of_the_log_within_a_traceback_is_not_the_reason(at: int, logged: bytes) -> None:
+    assert reason_of([*TRACEBACK[:at], logged, *TRACEBACK[at:]]) == TRACEBACK[-1].decode()
+
+
+@pytest.mark.parametrize("at", [0, 4, 10, 30])
+@pytest.mark.parametrize("line", range(4))
+def test_a_line_of_the_log_that_breaks_a_line_of_a_traceback_is_cut_out(line: int, at: int) -> None:
+    broken = [TRACEBACK[line][:at] + LOGGED, TRACEBACK[line][at:]]
+    tail = [*TRACEBACK[:line], *broken, *TRACEBACK[line + 1 :]]
+    assert reason_of(tail) == TRACEBACK[-1].decode()
+    assert traceback_lines(tail) == TRACEBACK
+
+
+def test_without_a_traceback_the_reason_is_what_the_engine_has_reported() -> None:
+    suffered = (b"allreduce 'x': rank 1 has failed: ValueError: bad batch (train.py:12)",)
+    assert reason_of([b"saving", LOGGED], suffered) == suffered[0].decode()
+    assert reason_of([b"saving", LOGGED]) == "saving"
+
+
 @pytest.mark.parametrize("path", ["train.py", "./train.py", "{folder}/train.py"])
 def test_script_that_is_no_program_is_recognised(launcher: Launcher, tmp_path: Path, path: str) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
