@@ -38,6 +38,7 @@ __all__ = [
     "wants_gradient",
 ]
 
+_functorch: Any = torch._C._functorch
 Tensor = torch.Tensor
 Gradients = list[Tensor | None]
 
@@ -45,7 +46,12 @@ Gradients = list[Tensor | None]
 def wants_gradient(tensor: Tensor) -> bool:
     """Whether autograd is to know of an operation on ``tensor``; False for what is no tensor."""
     # The adapter refuses that, with the name of the operation.
-    return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+        return True
+    # Tensors of torch.func have no memory of their own; autograd unwraps them.
+    if _functorch.peek_interpreter_stack() is None:
+        return False
+    return isinstance(tensor, Tensor) and bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _any_wants_gradient(tensors: Sequence[Tensor]) -> bool:
@@ -127,15 +133,14 @@ def reducescatter_gradients(
     if all(t.shape[0] == count for t, count in zip(gathered, rows, strict=True)):
         return gathered
     # Ranks have joined; all others see it alike, and take part in this.
-    members = (
-        _within(world)
-        .allgather(
-            torch.tensor([process_set.rank()]), name=label and f"{label}.ranks", process_set=process_set
-        )
-        .tolist()
+    (members,) = allgather_group(
+        [torch.tensor([process_set.rank()])],
+        name=label and f"{label}.ranks",
+        process_set=process_set,
+        world=world,
     )
     return [
-        _in_their_places(t, rows_kept(count, size), members, count)
+        _in_their_places(t, rows_kept(count, size), members.tolist(), count)
         for t, count in zip(gathered, rows, strict=True)
     ]
 
@@ -152,8 +157,11 @@ def allgather_gradients(
     label = _gradient_name(name)
     own, size = process_set.rank(), process_set.size()
     # With the rank, since those that have joined are missing from it.
-    table = _within(world).allgather(
-        torch.tensor([[own, *rows]]), name=label and f"{label}.rows", process_set=process_set
+    (table,) = allgather_group(
+        [torch.tensor([[own, *rows]])],
+        name=label and f"{label}.rows",
+        process_set=process_set,
+        world=world,
     )
     before = rows_before(table.tolist(), own, size, [g.shape[0] for g in gradients], name or "without a name")
     totals = _sums(gradients, label, process_set, gradient_factor(OpKind.ALLGATHER, size, exact), world)
@@ -236,30 +244,38 @@ def _sums(
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, world: World | None, arguments: dict[str, Any], *tensors: Tensor
+        generation: int, world: World | None, arguments: dict[str, Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.generation, ctx.arguments = _generation(world), arguments
-        results = tuple(_within(world).grouped_allreduce(tensors, **arguments))
-        _mark_integers(ctx, results)
-        return results
+        return tuple(_within(world).grouped_allreduce(tensors, **arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.generation, _, ctx.arguments = inputs[:3]
+        _mark_integers(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         world, chosen = _world_of(ctx, "allreduce", ctx.arguments["name"]), floating(gradients)
         own = allreduce_gradients([gradients[i] for i in chosen], ctx.arguments, world)
-        return None, None, *spread(len(gradients), chosen, own)
+        return None, None, None, *spread(len(gradients), chosen, own)
 
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, world: World | None, exact: bool | None, arguments: dict[str, Any], *tensors: Tensor
+        generation: int,
+        world: World | None,
+        exact: bool | None,
+        arguments: dict[str, Any],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.generation = _generation(world)
-        ctx.rows, ctx.exact, ctx.arguments = [tensor.shape[0] for tensor in tensors], exact, arguments
-        results = tuple(_within(world).grouped_reducescatter(tensors, **arguments))
-        _mark_integers(ctx, results)
-        return results
+        return tuple(_within(world).grouped_reducescatter(tensors, **arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.generation, _, ctx.exact, ctx.arguments, *tensors = inputs
+        ctx.rows = [tensor.shape[0] for tensor in tensors]
+        _mark_integers(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -267,24 +283,26 @@ class _Reducescatter(torch.autograd.Function):
         own = reducescatter_gradients(
             [gradients[i] for i in chosen], [ctx.rows[i] for i in chosen], ctx.exact, ctx.arguments, world
         )
-        return None, None, None, *spread(len(gradients), chosen, own)
+        return None, None, None, None, *spread(len(gradients), chosen, own)
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        generation: int,
         world: World | None,
         name: str | None,
         process_set: ProcessSet,
         exact: bool | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.generation = _generation(world)
-        results = tuple(_within(world).grouped_allgather(tensors, name=name, process_set=process_set))
+        return tuple(_within(world).grouped_allgather(tensors, name=name, process_set=process_set))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.generation, _, name, process_set, exact, *tensors = inputs
         ctx.arguments = [tensor.shape[0] for tensor in tensors], name, process_set, exact
-        _mark_integers(ctx, results)
-        return results
+        _mark_integers(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -293,22 +311,24 @@ class _Allgather(torch.autograd.Function):
         own = allgather_gradients(
             [gradients[i] for i in chosen], [rows[i] for i in chosen], name, process_set, exact, world
         )
-        return None, None, None, None, *spread(len(gradients), chosen, own)
+        return *[None] * 5, *spread(len(gradients), chosen, own)
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
         tensor: Tensor,
-        world: World | None,
+        generation: int,
         root_rank: int,
         name: str | None,
         process_set: ProcessSet,
         exact: bool | None,
     ) -> Tensor:
-        ctx.generation, ctx.arguments = _generation(world), (root_rank, name, process_set, exact)
-        return _within(world).broadcast(tensor, root_rank, name=name, process_set=process_set)
+        return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.generation, *ctx.arguments = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -321,25 +341,28 @@ class _Broadcast(torch.autograd.Function):
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
         tensor: Tensor,
+        generation: int,
         world: World | None,
         splits: Any,
         name: str | None,
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor]:
-        ctx.generation = _generation(world)
         output, received = _within(world).alltoall(tensor, splits, name=name, process_set=process_set)
-        ctx.arguments = tensor.shape[0], splits_of(splits), received.tolist(), name, process_set
-        ctx.mark_non_differentiable(received)
         return output, received
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensor, ctx.generation, _, splits, name, process_set = inputs
+        ctx.arguments = tensor.shape[0], splits_of(splits), output[1].tolist(), name, process_set
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
         rows, splits, received, name, process_set = ctx.arguments
         world = _world_of(ctx, "alltoall", name)
         own = alltoall_gradient(gradient, rows, splits, received, name, process_set, world)
-        return own, *[None] * 4
+        return own, *[None] * 5
 
 
 # torch declares no types for apply().
@@ -360,7 +383,7 @@ def allreduce_group(
     if compiled.is_compiling():
         return compiled.allreduce(tensors, **arguments)
     if _any_wants_gradient(tensors):
-        return list(_apply_allreduce(world, arguments, *tensors))
+        return list(_apply_allreduce(_generation(world), world, arguments, *tensors))
     return _within(world).grouped_allreduce(tensors, **arguments)
 
 
@@ -371,7 +394,7 @@ def reducescatter_group(
     if compiled.is_compiling():
         return compiled.reducescatter(tensors, exact_gradient, **arguments)
     if _any_wants_gradient(tensors):
-        return list(_apply_reducescatter(world, exact_gradient, arguments, *tensors))
+        return list(_apply_reducescatter(_generation(world), world, exact_gradient, arguments, *tensors))
     return _within(world).grouped_reducescatter(tensors, **arguments)
 
 
@@ -387,7 +410,7 @@ def allgather_group(
     if compiled.is_compiling():
         return compiled.allgather(tensors, name, process_set, exact_gradient)
     if _any_wants_gradient(tensors):
-        return list(_apply_allgather(world, name, process_set, exact_gradient, *tensors))
+        return list(_apply_allgather(_generation(world), world, name, process_set, exact_gradient, *tensors))
     return _within(world).grouped_allgather(tensors, name=name, process_set=process_set)
 
 
@@ -403,7 +426,9 @@ def broadcast_one(
     if compiled.is_compiling():
         return compiled.broadcast(tensor, root_rank, name, process_set, exact_gradient)
     if wants_gradient(tensor):
-        result: Tensor = _apply_broadcast(tensor, None, root_rank, name, process_set, exact_gradient)
+        result: Tensor = _apply_broadcast(
+            tensor, _generation(None), root_rank, name, process_set, exact_gradient
+        )
         return result
     return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
 
@@ -419,7 +444,7 @@ def alltoall_parts(
         parts = equal_parts(tensor, process_set)
     if parts is None or not wants_gradient(tensor):
         return _within(world).alltoall(tensor, splits, name=name, process_set=process_set)
-    output, received = _apply_alltoall(tensor, world, parts, name, process_set)
+    output, received = _apply_alltoall(tensor, _generation(world), world, parts, name, process_set)
     return output if splits is None else (output, received)
 
 

@@ -124,6 +124,22 @@ def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(case: str) -> None
     getattr(cases, case)()
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "allreduce",
+        "grouped_allreduce",
+        "allgather",
+        "broadcast",
+        "alltoall",
+        "alltoall with splits",
+        "reducescatter",
+    ],
+)
+def test_torch_func_has_the_gradients_of_autograd(kind: str) -> None:
+    cases.gradients_of_torch_func(kind)
+
+
 def test_there_is_no_gradient_where_none_is_defined() -> None:
     cases.no_gradient_where_there_is_none()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import polyhvd.torch as hvd
@@ -621,6 +622,33 @@ def second_derivatives() -> None:
     torch.testing.assert_close(gradient, 2 * hvd.size() * x)
     (second,) = torch.autograd.grad(gradient.sum(), x)
     torch.testing.assert_close(second, torch.full((3,), 2.0 * hvd.size()))
+
+
+def gradients_of_torch_func(kind: str) -> None:
+    call: Callable[[Tensor], Tensor] = {
+        "allreduce": lambda x: hvd.allreduce(x, op=hvd.Sum),
+        "grouped_allreduce": lambda x: sum(hvd.grouped_allreduce([x, 2 * x])),
+        "allgather": hvd.allgather,
+        "broadcast": lambda x: hvd.broadcast(x, 0),
+        "alltoall": hvd.alltoall,
+        "alltoall with splits": lambda x: hvd.alltoall(x, [2] * hvd.size())[0],
+        "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Average),
+    }[kind]
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x).pow(3).sum()
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.grad(loss)(x).square().sum()
+
+    x = rank_tensor(2 * hvd.size())
+    y = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(y), y, create_graph=True)
+    torch.testing.assert_close(torch.func.grad(loss)(x), first.detach())
+    (second,) = torch.autograd.grad(first.square().sum(), y)
+    torch.testing.assert_close(torch.func.grad(slope)(x), second)
+    (plain,) = torch.autograd.grad(call(y).sum(), y)
+    torch.testing.assert_close(torch.func.grad(lambda x: call(x).sum())(x), plain)
 
 
 def no_gradient_where_there_is_none() -> None:
