@@ -149,7 +149,7 @@ FLAT_FILES_MAX = 10
 FILES_OF_ALL = ("adapter", "dialect", "functions", "state", "verbs")
 FILES_OF_MANY = (
     *("base", "batch_norm", "cases", "compression", "derivatives", "elastic", "errors", "names", "native"),
-    *("optimizer", "parity", "passes", "reducer", "samplers", "sparse"),
+    *("optimizer", "parity", "passes", "reducer", "samplers", "sparse", "weights"),
 )
 
 

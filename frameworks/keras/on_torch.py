@@ -194,12 +194,12 @@ class _OnTheHost:
     def _accept_device(self, device: str) -> None:
         accept_device(type(self).__name__, device=device)
 
+    def _reference(self, variable: Any) -> Any:
+        return id(variable)
+
 
 class BroadcastGlobalVariables(_OnTheHost, keras_callbacks.BroadcastGlobalVariables):  # noqa: D101
     __doc__ = keras_callbacks.BroadcastGlobalVariables.__doc__
-
-    def _reference(self, variable: Any) -> Any:
-        return id(variable)
 
     def _send(self, variables: Sequence[Any]) -> None:
         broadcast_variables(variables, self.root_rank)

@@ -15,7 +15,9 @@ from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training import passes
 from polyhvd.training.compression import Compressor
+from polyhvd.training.drift import DriftCheck
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
+from polyhvd.training.keras.weights import DRIFT_REMEDY, values_of
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import Exchange, GradientReducer, keras_layers
 
@@ -79,7 +81,10 @@ class _Exchange(Exchange[Tensor]):
 
 @torch.compiler.disable
 def _reduced(
-    reducer: GradientReducer[Tensor], gradients: Sequence[Any], sources: Sequence[Any] | None
+    reducer: GradientReducer[Tensor],
+    drift: DriftCheck,
+    gradients: Sequence[Any],
+    sources: Sequence[Any] | None,
 ) -> list[Any]:
     """The reduced gradients, None where there was none; operations of torch.compile end before it.
 
@@ -87,8 +92,11 @@ def _reduced(
     """
     if not reducer.takes_part():
         return list(gradients)
+    if drift.is_due() and sources is not None and reducer.options.mapping is None:
+        drift.begin(reducer.prefix, values_of(sources, reducer.are_local(sources)))
     given = {i: torch.as_tensor(g).detach() for i, g in enumerate(gradients) if g is not None}
     reduced = reducer.reduce(given, sources)
+    drift.finish()
     return [reduced.get(i) for i in range(len(gradients))]
 
 
@@ -130,6 +138,7 @@ class _Distributed(Wrapped):
     """What the wrapped optimizer has before its own class."""
 
     _polyhvd: GradientReducer[Tensor]
+    _polyhvd_drift: DriftCheck
     _polyhvd_passes: _Passes
 
     def register_local_var(self, var: Any) -> None:
@@ -146,9 +155,11 @@ class _Distributed(Wrapped):
             return apply(parts)
         sources = None if variables is None else list(variables)
         if self._polyhvd_passes.number == 1:
-            return apply(_reduced(self._polyhvd, parts, sources))
+            return apply(_reduced(self._polyhvd, self._polyhvd_drift, parts, sources))
         totals = self._polyhvd_passes.add(parts)
-        return None if totals is None else apply(_reduced(self._polyhvd, totals, sources))
+        if totals is None:
+            return None
+        return apply(_reduced(self._polyhvd, self._polyhvd_drift, totals, sources))
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Reduce, then let the optimizer clip and apply."""
@@ -220,7 +231,11 @@ def DistributedOptimizer(
     reducer = GradientReducer(
         _Exchange(), prefix=name or f"Distributed{type(optimizer).__name__}", options=options
     )
-    attributes = {"_polyhvd": reducer, "_polyhvd_passes": _Passes(options)}
+    attributes = {
+        "_polyhvd": reducer,
+        "_polyhvd_drift": DriftCheck("DistributedOptimizer", options.process_set, DRIFT_REMEDY, step=2),
+        "_polyhvd_passes": _Passes(options),
+    }
     return sharing_state(optimizer, _Distributed, attributes)
 
 

@@ -386,4 +386,5 @@ def join() -> Any:
     if tf.executing_eagerly():
         with as_tensorflow():
             return polyhvd.join()
+    current.world().has_joined = True  # on every rank that has this graph
     return run_op(library.polyhvd_join, OpKind.JOIN, None, _number_of(global_process_set))

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from polyhvd.tensorflow.compression import Compression
+from polyhvd.tensorflow.drift import DriftOp
 from polyhvd.tensorflow.errors import invalid
 from polyhvd.tensorflow.gradients import accept_device, options_of
 from polyhvd.tensorflow.keras_hooks import build_before_branching, teach_keras_2, teach_keras_3
@@ -33,6 +34,7 @@ class _Distributed(Wrapped):
     """What the optimizers have in common."""
 
     _polyhvd: TensorflowReducer
+    _polyhvd_drift: DriftOp
     _polyhvd_new_passes: Callable[[], Passes]
     _polyhvd_known_passes: WeakKeyDictionary[Any, Passes]
 
@@ -62,11 +64,15 @@ class _Distributed(Wrapped):
             return apply(gradients)
         sources = None if variables is None else list(variables)
         if self.polyhvd_passes.number == 1:
-            return apply(self._polyhvd(gradients, sources))
+            with self._polyhvd_drift.before(sources):
+                reduced = self._polyhvd(gradients, sources)
+            return apply(reduced)
         prefix = self._polyhvd.name_of_step()
 
         def complete(totals: list[Any]) -> Any:
-            return only_effects(apply(self._polyhvd(totals, sources, prefix)))
+            with self._polyhvd_drift.before(sources):
+                reduced = self._polyhvd(totals, sources, prefix)
+            return only_effects(apply(reduced))
 
         return self.polyhvd_passes.run(gradients, sources, complete, only_effects)[0]
 
@@ -190,6 +196,7 @@ def wrap(optimizer: Any, reducer: TensorflowReducer, new_passes: Callable[[], Pa
         raise invalid("the optimizer is distributed already; wrap it once")
     attributes = {
         "_polyhvd": reducer,
+        "_polyhvd_drift": DriftOp(reducer),
         "_polyhvd_new_passes": staticmethod(new_passes),
         "_polyhvd_known_passes": WeakKeyDictionary(),
     }

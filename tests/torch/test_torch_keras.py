@@ -30,6 +30,11 @@ def test_callbacks_do_what_they_do_on_tensorflow(tmp_path: Path) -> None:
     cases.callbacks_do_what_they_do_elsewhere(str(tmp_path))
 
 
+@pytest.mark.ranks(2, framework="torch", env={"POLYHVD_CHECK_DRIFT": "warn"})
+def test_weights_that_differ_between_ranks_are_reported() -> None:
+    cases.other_weights_are_reported()
+
+
 def test_metrics_of_several_threads_are_averaged() -> None:
     cases.metrics_of_several_threads_are_averaged()
 

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import polyhvd.keras as hvd
 import torch
+from drift_reports import drift_reports
 from torch_common import raises
 
 from polyhvd import InvalidArgumentError, RankMismatchError
@@ -116,6 +117,22 @@ def several_passes_make_a_step() -> None:
     summed = make_model()
     together(summed, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2))
     assert_equal(summed, alone(keras.optimizers.SGD(0.1), batches=2))
+
+
+def other_weights_are_reported() -> None:
+    broadcast, average = hvd.callbacks.BroadcastGlobalVariablesCallback, hvd.callbacks.MetricAverageCallback
+    expected = {
+        "DistributedOptimizer: 2 of 4 weights differ between ranks": (hvd.DistributedOptimizer(sgd()), []),
+        "BroadcastGlobalVariablesCallback: the optimizer is not distributed": (sgd(), [broadcast(0)]),
+        "at the end of epoch 1 4 of 4 weights differ between ranks": (sgd(), [average()]),
+        "": (hvd.DistributedOptimizer(sgd()), [broadcast(0), average()]),
+    }
+    for text, (optimizer, callbacks) in expected.items():
+        with drift_reports() as reports:
+            together(make_model(seed=hvd.rank()), optimizer, callbacks)
+        found = [report for some in hvd.allgather_object(reports) for report in some]
+        assert len(found) == bool(text), found
+        assert all(text in report for report in found), found
 
 
 def metrics_of_several_threads_are_averaged() -> None:

@@ -18,12 +18,12 @@ class _OnTheHost:
     def _accept_device(self, device: str) -> None:
         accept_device(type(self).__name__, device=device)
 
+    def _reference(self, variable: Any) -> Any:
+        return reference(variable)
+
 
 class BroadcastGlobalVariables(_OnTheHost, keras_callbacks.BroadcastGlobalVariables):
     __doc__ = keras_callbacks.BroadcastGlobalVariables.__doc__
-
-    def _reference(self, variable: Any) -> Any:
-        return reference(variable)
 
     def _send(self, variables: Sequence[Any]) -> None:
         broadcast_variables(variables, self.root_rank)

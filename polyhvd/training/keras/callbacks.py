@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from polyhvd.collectives.process_sets import global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
+from polyhvd.training.drift import compare_now, report
+from polyhvd.training.keras.optimizers import is_distributed
+from polyhvd.training.keras.weights import DRIFT_REMEDY, values_of
 from polyhvd.training.naming import gather_by_name
 
 __all__ = [
@@ -20,6 +25,13 @@ __all__ = [
 
 # Optimizers whose velocity has the learning rate in it.
 _WITH_VELOCITY = frozenset({"SGD", "RMSprop"})
+_PLAIN = "the optimizer is not distributed, so that each rank trains a model of its own"
+_DISTRIBUTE = (
+    "compile the model with hvd.DistributedOptimizer(optimizer), and load it with hvd.load_model(), not "
+    "keras.models.load_model()"
+)
+#: By model, references of the variables that each rank keeps for itself.
+_local_variables: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 _METRIC_ADVICE = (
     "name the model's outputs, as in Dense(1, name='score'), and use the same metrics and validation data "
     "on every rank"
@@ -28,6 +40,8 @@ _METRIC_ADVICE = (
 
 class BroadcastGlobalVariables(abc.ABC):
     """Starts all ranks with the root's weights and optimizer state.
+
+    It logs a warning if the model's optimizer is not distributed: ``POLYHVD_CHECK_DRIFT``.
 
     Before the first step if the model and its layers are built by then, else after it. Seeds of random
     layers stay as they are, so that ranks drop out different units.
@@ -39,7 +53,8 @@ class BroadcastGlobalVariables(abc.ABC):
 
     Raises:
         InvalidArgumentError: ``device`` is not the host.
-        RankMismatchError: when training begins, the ranks' models differ.
+        RankMismatchError: when training begins, the ranks' models differ; or, with
+            ``POLYHVD_CHECK_DRIFT=error``, the optimizer is not distributed.
 
     Example::
 
@@ -71,6 +86,11 @@ class BroadcastGlobalVariables(abc.ABC):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, if there is something to broadcast."""
+        world = current.world()
+        _local_variables[self.model] = self._local
+        if world.placement.size > 1 and _trains_apart(self.model):
+            text = f"BroadcastGlobalVariablesCallback: {_PLAIN}"
+            report(world, text, _DISTRIBUTE, is_reporter=world.placement.rank == 0)
         model, optimizer = self.model, self.model.optimizer
         build = getattr(optimizer, "build", None)
         if self.broadcast_done or not _is_built(model) or build is None:
@@ -101,30 +121,61 @@ class MetricAverage(abc.ABC):
     Metrics are paired by name. Keras numbers layers without a name within each process, so name the outputs
     of a model that has several. A metric that is an array is averaged element by element.
 
+    With the metrics it compares the weights that the ranks train: ``POLYHVD_CHECK_DRIFT``.
+
     Args:
         device: accepted for Horovod's sake.
 
     Raises:
         InvalidArgumentError: ``device`` is not the host, or, at the end of an epoch, a metric is not a
             number.
-        RankMismatchError: at the end of an epoch, the ranks' metrics have different names or shapes.
+        RankMismatchError: at the end of an epoch, the ranks' metrics have different names or shapes; or, with
+            ``POLYHVD_CHECK_DRIFT=error``, their weights differ.
 
     Example::
 
         model.fit(data, callbacks=[hvd.callbacks.MetricAverageCallback(), keras.callbacks.EarlyStopping()])
     """
 
+    model: Any
+
     def __init__(self, device: str = "") -> None:
         super().__init__()
         self._accept_device(device)
+        self._has_reported = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Overwrite the metrics."""
         if logs is None:
             return
+        self._compare(epoch)
         for name, rows in gather_by_name("MetricAverageCallback", logs, advice=_METRIC_ADVICE).items():
             mean = rows.mean(axis=0)
             logs[name] = mean if mean.ndim else float(mean)
+
+    def _compare(self, epoch: int) -> None:
+        """Compare the ranks' weights, of models whose way of training is known."""
+        if self.model is None:  # called by a loop of the user's own
+            return
+        reducer, variables = _reducer_of(self.model.optimizer), self.model.trainable_variables
+        sharing = global_process_set if reducer is None else reducer.process_set
+        kept = _local_variables.get(self.model, set())
+        local = [self._reference(variable) in kept for variable in variables]
+        if reducer is not None and reducer.options.mapping is None:
+            local = [a or b for a, b in zip(local, reducer.are_local(variables), strict=True)]
+        elif not _trains_apart(self.model):
+            local = [True] * len(variables)
+        weights = values_of(variables, local)
+        found = compare_now("MetricAverageCallback.drift", sharing, weights, global_process_set)
+        if found is not None and not self._has_reported:
+            self._has_reported = True
+            text = f"MetricAverageCallback: at the end of epoch {epoch + 1} {found.text}"
+            remedy = f"{_PLAIN}: {_DISTRIBUTE}" if reducer is None else DRIFT_REMEDY
+            report(current.world(), text, remedy, is_reporter=found.is_reporter)
+
+    @abc.abstractmethod
+    def _reference(self, variable: Any) -> Any:
+        """What a variable and its wrappers have in common."""
 
     @abc.abstractmethod
     def _accept_device(self, device: str) -> None:
@@ -336,6 +387,20 @@ class BestModel:
         """As of the base class, on rank 0."""
         if current.world().placement.rank == 0:
             super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+
+
+def _reducer_of(optimizer: Any) -> Any:
+    """What reduces the gradients of an optimizer, or of the one that it scales losses for; None: nothing."""
+    both: list[Any] = [optimizer, getattr(optimizer, "inner_optimizer", None)]
+    return next((each._polyhvd for each in both if is_distributed(each)), None)
+
+
+def _trains_apart(model: Any) -> bool:
+    """Whether nothing reduces gradients: the optimizer does not, and ``train_step`` is Keras' own."""
+    if model.optimizer is None or _reducer_of(model.optimizer) is not None:
+        return False
+    step = getattr(type(model), "train_step", None)
+    return getattr(step, "__module__", "").partition(".")[0] in ("keras", "tf_keras")
 
 
 def _is_built(model: Any) -> bool:

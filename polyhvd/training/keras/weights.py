@@ -18,6 +18,7 @@ from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight
 
 __all__ = [
+    "DRIFT_REMEDY",
     "batch_norm_of",
     "check_model",
     "check_optimizer",
@@ -27,11 +28,20 @@ __all__ = [
     "on_output",
     "on_step",
     "outputs_of",
+    "path_of",
     "rate_of",
     "states_of",
     "to_numpy",
+    "values_of",
     "weights_of",
 ]
+
+#: What to do where ranks have other weights; see polyhvd/training/drift.py.
+DRIFT_REMEDY = (
+    "pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit(), or call "
+    "hvd.broadcast_variables(model.variables, root_rank=0) before the second step; "
+    "register_local_var(variable) of the optimizer excludes variables that each rank keeps for itself"
+)
 
 #: What the last part of a variable's name means in a layer.
 _ROLES = {
@@ -176,7 +186,7 @@ def _of_cell(cell: Any, variable: Any, order: Order) -> list[Weight]:
 
 
 def _weight(layer: Any, variable: Any, order: Order, units: Shape | None = None) -> Weight:
-    path = getattr(variable, "path", variable.name)
+    path = path_of(variable)
     last = path.rpartition("/")[2].partition(":")[0]
     dtype = variable.dtype if isinstance(variable.dtype, str) else variable.dtype.name
     role, shape = _ROLES.get(last, ""), tuple(variable.shape)
@@ -375,6 +385,17 @@ def batch_norm_of(layer: Any) -> tuple[float, bool] | None:
     if not is_a(layer, "BatchNormalization") or not hasattr(layer, "moving_variance"):
         return None
     return float(layer.momentum), False
+
+
+def values_of(variables: Sequence[Any], local: Sequence[bool]) -> Iterator[tuple[str, Any] | None]:
+    """Name and values of each variable; None in the place of those that each rank keeps for itself."""
+    for variable, stays in zip(variables, local, strict=True):
+        yield None if stays else (path_of(variable), to_numpy(variable))
+
+
+def path_of(variable: Any) -> str:
+    """The name of a variable, with those of its layers where Keras has them."""
+    return str(getattr(variable, "path", variable.name))
 
 
 def to_numpy(variable: Any) -> Any:

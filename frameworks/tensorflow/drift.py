@@ -1,0 +1,108 @@
+"""Comparison of the weights of an optimizer over its ranks, eager and in graphs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+from polyhvd.tensorflow.errors import as_tensorflow
+from polyhvd.tensorflow.passes import only_effects
+from polyhvd.tensorflow.reducer import TensorflowReducer
+from tensorflow.core.framework import attr_value_pb2
+
+from polyhvd.runtime import current
+from polyhvd.training.drift import DriftCheck
+from polyhvd.training.keras.weights import DRIFT_REMEDY, path_of
+
+__all__ = ["DriftOp"]
+
+#: Attribute of a graph: the last comparison in it.
+_LAST = "_polyhvd_drift"
+
+
+class DriftOp:
+    """Compares weights in the second step of each world: programs may broadcast them after the first one.
+
+    In a graph a variable says whether there is something left to compare, and other steps only read it.
+
+    Args:
+        reducer: of the optimizer's gradients.
+    """
+
+    def __init__(self, reducer: TensorflowReducer) -> None:
+        self._reducer = reducer
+        self._check = DriftCheck("DistributedOptimizer", reducer.process_set, DRIFT_REMEDY, step=2)
+        self._is_left: Any = None  # a variable, once there is a graph
+        _everyone.add(self)
+
+    def before(self, sources: Sequence[Any] | None) -> AbstractContextManager[Any]:
+        """Compare the variables that a step is about to change; reduce its gradients within."""
+        if sources is None or self._reducer.options.mapping is not None or not self._reducer.takes_part():
+            return nullcontext()
+        shared = [
+            (i, source)
+            for i, (source, stays) in enumerate(zip(sources, self._reducer.are_local(sources), strict=True))
+            if not stays
+        ]
+        positions = [i for i, _ in shared]
+        names = [path_of(source) for _, source in shared]
+
+        def compare(*values: Any) -> bool:
+            given: list[Any] = [None] * len(sources)
+            for i, name, value in zip(positions, names, values, strict=True):
+                given[i] = name, value
+            self._check.compare(self._reducer.prefix, lambda: given)
+            return not self._check.is_settled
+
+        if tf.executing_eagerly():
+            if not self._check.is_settled:
+                with as_tensorflow():
+                    compare(*(tf.convert_to_tensor(source).numpy() for _, source in shared))
+            return nullcontext()
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return nullcontext()
+
+        def compare_in_graph() -> tf.Tensor:
+            values = [tf.convert_to_tensor(source) for _, source in shared]
+            left = tf.ensure_shape(tf.numpy_function(compare, values, tf.bool), [])
+            return only_effects([is_left.assign(left, read_value=False)])
+
+        is_left, graph = self._variable(), tf.compat.v1.get_default_graph()
+        # One after the other, as on the other ranks: with "error" they wait.
+        with tf.control_dependencies(getattr(graph, _LAST, [])):
+            done = tf.cond(tf.convert_to_tensor(is_left), compare_in_graph, lambda: tf.constant(True))
+        _keep_whole(done)
+        setattr(graph, _LAST, [done])
+        return tf.control_dependencies([done])
+
+    def _variable(self) -> Any:
+        if self._is_left is None:
+            with tf.init_scope():
+                self._is_left = tf.Variable(True, trainable=False)
+        return self._is_left
+
+    def begin_anew(self) -> None:
+        """Another world is current."""
+        if self._is_left is not None:
+            with tf.init_scope():
+                self._is_left.assign(True)
+
+
+def _keep_whole(result: tf.Tensor) -> None:
+    """Leave the branches of a tf.cond functions: else each variable that one reads costs time in a step."""
+    operation = result.op if "If" in result.op.type else result.op.inputs[0].op
+    operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
+
+
+_everyone: weakref.WeakSet[DriftOp] = weakref.WeakSet()
+
+
+def _on_change(_: object) -> None:
+    for operation in list(_everyone):
+        operation.begin_anew()
+
+
+current.on_change(_on_change)

@@ -1,0 +1,118 @@
+"""Weights of Keras' models that differ between ranks, and plain optimizers, are reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import polyhvd.keras as hvd
+import pytest
+import tensorflow as tf
+from drift_reports import drift_reports
+from keras_common import RANK
+from tensorflow_common import raises
+
+WARN = {"POLYHVD_CHECK_DRIFT": "warn"}
+pytestmark = pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env=WARN)
+LABEL = "DistributedOptimizer: "
+
+
+def make_model(seed: int | None = None, *, built: bool = True) -> Any:
+    keras.utils.set_random_seed(RANK if seed is None else seed)
+    layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((5,)), *layers] if built else layers)
+
+
+def compiled(model: Any, optimizer: Any = None, **arguments: Any) -> Any:
+    model.compile(optimizer or hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse", **arguments)
+    return model
+
+
+def reports_of_fit(model: Any, *callbacks: Any, epochs: int = 2) -> list[str]:
+    """Those of all ranks."""
+    x = np.random.default_rng(RANK).normal(size=(16, 5)).astype(np.float32)
+    with drift_reports() as reports:
+        model.fit(x, x[:, :1], batch_size=4, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    return [report for some in hvd.allgather_object(reports) for report in some]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_one_report_names_the_first_weight_and_the_ranks(eager: bool, passes: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=passes)
+    model = compiled(make_model(), optimizer, run_eagerly=eager)
+    (report,) = reports_of_fit(model)
+    assert f"{LABEL}2 of 6 weights differ between ranks, the first is '{model.weights[0].path}'" in report
+    assert (
+        "rank 1 has other values than rank 0; pass hvd.callbacks.BroadcastGlobalVariablesCallback(0)"
+        in report
+    )
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["before the first step", "after it"])
+def test_weights_that_the_callback_has_broadcast_are_not_reported(built: bool) -> None:
+    model = compiled(make_model(built=built))
+    callbacks = hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()
+    assert reports_of_fit(model, *callbacks) == []
+
+
+def test_layers_that_ranks_keep_for_themselves_are_not_reported() -> None:
+    model = make_model()
+    first = model.layers[0]
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.05), local_layers=[first])
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=first.weights)
+    assert reports_of_fit(compiled(model, optimizer), broadcast, hvd.callbacks.MetricAverageCallback()) == []
+
+
+def test_a_plain_optimizer_is_reported_when_training_begins(tmp_path: Path) -> None:
+    path = str(tmp_path / f"model{RANK}.keras")
+    compiled(make_model(1)).save(path)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback
+    (report,) = reports_of_fit(keras.models.load_model(path), broadcast(0))
+    assert "BroadcastGlobalVariablesCallback: the optimizer is not distributed" in report
+    assert "load it with hvd.load_model(), not keras.models.load_model()" in report
+    assert reports_of_fit(hvd.load_model(path), broadcast(0), hvd.callbacks.MetricAverageCallback()) == []
+
+
+def test_a_plain_optimizer_with_averaged_metrics_is_reported_once() -> None:
+    (report,) = reports_of_fit(
+        compiled(make_model(1), keras.optimizers.SGD(0.05)), hvd.callbacks.MetricAverageCallback(), epochs=3
+    )
+    assert "MetricAverageCallback: at the end of epoch 1 6 of 6 weights differ" in report
+    assert "the optimizer is not distributed" in report
+
+
+def test_a_train_step_of_the_users_own_may_have_a_plain_optimizer() -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {"loss": tf.reduce_mean(self(data[0]))}
+
+    model = compiled(Own([keras.Input((5,)), keras.layers.Dense(1)]), keras.optimizers.SGD(0.05))
+    callbacks = hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()
+    assert reports_of_fit(model, *callbacks) == []
+
+
+def test_two_optimizers_of_one_graph_report_their_weights() -> None:
+    variables = [tf.Variable([float(RANK)], name=name) for name in "ab"]
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in variables]
+
+    @tf.function
+    def step() -> None:
+        for variable, optimizer in zip(variables, optimizers, strict=True):
+            optimizer.apply([tf.ones(1)], [variable])
+
+    with drift_reports() as reports:
+        for _ in range(3):
+            step()
+    assert len(reports) == (2 if RANK == 0 else 0)
+
+
+@pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"POLYHVD_CHECK_DRIFT": "error"})
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
+def test_an_error_is_raised_on_every_rank(eager: bool) -> None:
+    model = compiled(make_model(), run_eagerly=eager)
+    message = raises(Exception, reports_of_fit, model)
+    assert "2 of 6 weights differ between ranks" in message
+    assert "rank 1 has other values than rank 0" in message
