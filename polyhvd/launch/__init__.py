@@ -70,7 +70,8 @@ def run(
         slots: of each host that is named without a number.
         reset_limit, cooldown_range, host_discovery_script: as the options of polyhvdrun.
         disable_cache: has no effect, and neither has ``use_gloo``.
-        use_mpi: refused, as ``mpi_args`` is.
+        use_mpi: start the ranks with MPI's launcher, as ``polyhvdrun --mpi`` does.
+        mpi_args: options of MPI's launcher, which imply ``use_mpi``.
         env: environment variables of the ranks, on top of those of this process.
         term_grace_s: seconds that ranks have from SIGTERM to SIGKILL.
 
@@ -99,8 +100,9 @@ def run(
             raise ValueError(
                 f"run({name}_np={short}, {name}_num_proc={long}): they are one argument; give one of them"
             )
-    if use_mpi or mpi_args:
-        raise ValueError("run(use_mpi, mpi_args): MPI starts scripts alone, with mpirun or polyhvdrun --mpi")
+    if (use_mpi or mpi_args) and (use_gloo or output_filename):
+        other = "use_gloo" if use_gloo else "output_filename"
+        raise ValueError(f"run(): use_mpi and mpi_args exclude {other}")
     _check_call(func, args, kwargs, ranks, env)
     from polyhvd.launch.function import run_function  # not needed by ranks
 
@@ -116,6 +118,7 @@ def run(
             "host_discovery_script": host_discovery_script,
         },
         slots=slots,
+        mpi_args=(mpi_args or "") if use_mpi or mpi_args else None,
         hosts=hosts,
         hostfile=hostfile,
         env=dict(env or {}),

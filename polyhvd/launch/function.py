@@ -6,30 +6,40 @@ This file is both sides: :func:`run_function` in the launcher, :func:`main` in e
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import os
+import shlex
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import IO, Any, TextIO
 
 import cloudpickle
 
-from polyhvd.config import Launched, Settings
+from polyhvd.config import Launched, Settings, mpi_launch
+from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.blame import describe, traceback_lines
 from polyhvd.launch.driven import Elastic
 from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
 from polyhvd.launch.job import Job, JobSpec
-from polyhvd.launch.job_spec import working_directory
+from polyhvd.launch.job_spec import address_of, working_directory
 from polyhvd.launch.output import Output
 from polyhvd.launch.providers.allocation import find
+from polyhvd.launch.providers.mpirun import find_launcher
 from polyhvd.launch.providers.ssh import SshAgents, SshOptions
-from polyhvd.rendezvous.auth import NO_RANK, parse_secret
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import NO_RANK, new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
+from polyhvd.rendezvous.server import Server
 from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
 
 __all__ = ["main", "run_function"]
 
+_BY_MPI = "--mpi"
 _FUNCTION, _RESULT, _ERROR = "run/function", "run/result", "run/error"
 #: How long a rank that has failed tries to say what with.
 _ERROR_TIMEOUT_S = 10.0
@@ -45,6 +55,7 @@ def run_function(
     np: int | None,
     elastic: Mapping[str, Any],
     slots: int | None,
+    mpi_args: str | None,
     hosts: str | None,
     hostfile: str | None,
     env: dict[str, str],
@@ -70,6 +81,8 @@ def run_function(
         listed = []
     changes = None
     if any(value is not None for value in elastic.values()):
+        if mpi_args is not None:
+            raise ValueError("run(): use_mpi and mpi_args are not for elastic jobs")
         changes = _elastic(elastic, np, slots, listed, hostfile)
         listed = changes.hosts
     elif not listed:
@@ -80,6 +93,7 @@ def run_function(
     settings = {"PYTHONPATH": path, "POLYHVD_START_TIMEOUT": f"{start_timeout_s:g}"}
     if interface:
         settings["POLYHVD_GLOO_IFACE"] = interface
+    ssh = SshOptions(port=ssh_port, identity_file=ssh_identity_file, connect_timeout_s=start_timeout_s)
     spec = JobSpec(
         argv=[python or sys.executable, "-m", "polyhvd.launch.function"],
         hosts=listed,
@@ -87,14 +101,12 @@ def run_function(
         elastic=changes,
         env={**settings, **env},
         interface=interface,
-        remote=SshAgents(
-            SshOptions(port=ssh_port, identity_file=ssh_identity_file, connect_timeout_s=start_timeout_s)
-        ),
+        remote=SshAgents(ssh),
         start_timeout_s=start_timeout_s,
         term_grace_s=term_grace_s,
         verbose=verbose,
     )
-    if allocation is not None:
+    if allocation is not None and mpi_args is None:
         chosen = {"network_interface": interface, "remote_python": python or sys.executable}
         spec = spec.within(allocation, argparse.Namespace(**chosen, mpi=False, jsrun=False))
     try:
@@ -105,19 +117,96 @@ def run_function(
             f"run(): {name} and its arguments cannot be sent to the ranks: {_in_a_line(error)}"
         ) from error
     stdout, stderr = _stream(sys.stdout, 1), _stream(sys.stderr, 2)
+    if mpi_args is not None:
+        return _run_by_mpi(spec, ssh, payload, mpi_args, (stdout, stderr))
     count = changes.limits.size if changes else len(spec.placements)
     output = Output(count, directory=directory, stdout=stdout, stderr=stderr)
-    with contextlib.closing(output), Job(spec, output) as job, _client(job) as client:
+    with (
+        contextlib.closing(output),
+        Job(spec, output) as job,
+        _client(job.rendezvous, job.secret) as client,
+    ):
         client.put(_FUNCTION, 0, payload)
         _check(job, job.run(), client)
         if changes:
             return _results_of_last_world(client, output.size)
-        try:
-            values = client.gather(_RESULT, len(spec.placements), wait_s=0.0)
-        except GatherTimeoutError as error:
-            ranks = ", ".join(map(str, error.missing))
-            raise RuntimeError(f"no result of rank {ranks}: the function has ended the process") from None
+        return _results(client, len(spec.placements))
+
+
+def _results(client: Client, size: int) -> list[Any]:
+    try:
+        values = client.gather(_RESULT, size, wait_s=0.0)
+    except GatherTimeoutError as error:
+        ranks = ", ".join(map(str, error.missing))
+        raise RuntimeError(f"no result of rank {ranks}: the function has ended the process") from None
     return [_load_result(rank, value) for rank, value in enumerate(values)]
+
+
+def _run_by_mpi(
+    spec: JobSpec, ssh: SshOptions, payload: bytes, mpi_args: str, outputs: Sequence[int | TextIO]
+) -> list[Any]:
+    """Start the ranks with MPI's launcher, which also ends the job when one of them fails."""
+    launcher = find_launcher()
+    local = [network.is_local(host.name) for host in spec.hosts]
+    secret, size = new_secret(), len(spec.placements)
+    with Server(parse_secret(secret), address_of(spec, local)) as server, _client(server, secret) as client:
+        client.put(_FUNCTION, 0, payload)
+        settings = {**spec.env, "POLYHVD_RENDEZVOUS": server.endpoint, "POLYHVD_SECRET": secret}
+        given = [name for name in spec.env if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTHONPATH"))]
+        extra = [word for name in given for word in ("-x", name)] if launcher.open_mpi else []
+        words, env = launcher.command(
+            [*spec.argv, _BY_MPI],
+            spec.hosts,
+            size,
+            settings,
+            ssh,
+            [*extra, *shlex.split(mpi_args)],
+        )
+        if status := _run_program(words, env, spec.term_grace_s, outputs):
+            told = RuntimeError(f"{launcher.path} ended with status {status}")
+            errors = [error for rank in range(size) if (error := _error_of(rank, client))]
+            # The others' are what that of the first has led to.
+            errors.sort(key=lambda error: isinstance(error, HorovodInternalError))
+            if errors and isinstance(errors[0], Exception):
+                raise errors[0] from told
+            raise RuntimeError(f"{told}\n({errors[0]})") if errors else told
+        return _results(client, size)
+
+
+def _run_program(
+    words: list[str], env: dict[str, str], grace_s: float, outputs: Sequence[int | TextIO]
+) -> int:
+    """Run a program that prints to these outputs, and return its exit status."""
+    pipes = [output if isinstance(output, int) else subprocess.PIPE for output in outputs]
+    with subprocess.Popen(
+        words, env=env, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1]
+    ) as process:
+        pumps = [
+            threading.Thread(target=_pump, args=(pipe, output), daemon=True)
+            for pipe, output in zip((process.stdout, process.stderr), outputs, strict=True)
+            if pipe is not None
+        ]
+        for pump in pumps:
+            pump.start()
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+            process.kill()
+            raise
+        for pump in pumps:
+            pump.join()
+    return status
+
+
+def _pump(pipe: IO[bytes], output: TextIO) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while data := os.read(pipe.fileno(), 65536):
+        with contextlib.suppress(OSError, ValueError):  # it was closed: the program goes on
+            output.write(decoder.decode(data))
+            output.flush()
 
 
 def _elastic(
@@ -208,27 +297,32 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _client(job: Job) -> Client:
+def _client(server: Server, secret: str) -> Client:
     deadline = time.monotonic() + 10
-    secret = parse_secret(job.secret)
-    return Client(job.rendezvous.endpoint, secret, rank=NO_RANK, generation=0, deadline=deadline)
+    return Client(server.endpoint, parse_secret(secret), rank=NO_RANK, generation=0, deadline=deadline)
 
 
 def main() -> None:
     """Call the function on this rank and hand its result in, or what it has raised."""
+    launched = Launched.from_environment()
+    if sys.argv[1:] == [_BY_MPI] and (launch := mpi_launch()) is not None:
+        launched = replace(launched, rank=launch.rank)
+        for name in ("POLYHVD_RENDEZVOUS", "POLYHVD_SECRET"):  # init() meets through MPI
+            del os.environ[name]
     try:
-        _call()
+        _call(launched)
     except Exception as error:
         with contextlib.suppress(Exception):  # the launcher has the traceback, if not this
-            _hand_in(f"{_ERROR}/{_number()}", 0, _pickled(error), _ERROR_TIMEOUT_S)
+            _hand_in(launched, f"{_ERROR}/{_number(launched)}", 0, _pickled(error), _ERROR_TIMEOUT_S)
         raise
 
 
-def _call() -> None:
-    launched, start_timeout_s = Launched.from_environment(), Settings.from_environment().start_timeout_s
+def _call(launched: Launched) -> None:
+    start_timeout_s = Settings.from_environment().start_timeout_s
     deadline = time.monotonic() + start_timeout_s
     secret = parse_secret(launched.secret)
-    with Client(launched.rendezvous, secret, rank=_number(), generation=0, deadline=deadline) as client:
+    number = _number(launched)
+    with Client(launched.rendezvous, secret, rank=number, generation=0, deadline=deadline) as client:
         (payload,) = client.gather(_FUNCTION, 1, start_timeout_s)
     func, args, kwargs = cloudpickle.loads(payload)
     value = func(*args, **kwargs)
@@ -240,15 +334,14 @@ def _call() -> None:
             f"{_in_a_line(error)}"
         ) from error
     if launched.member is None:
-        _hand_in(_RESULT, launched.rank, result, start_timeout_s)
+        _hand_in(launched, _RESULT, launched.rank, result, start_timeout_s)
     else:
         value = cloudpickle.dumps((*_last_place(launched.member), result))
-        _hand_in(f"{_RESULT}/{launched.member}", 0, value, start_timeout_s)
+        _hand_in(launched, f"{_RESULT}/{launched.member}", 0, value, start_timeout_s)
 
 
-def _number() -> int:
+def _number(launched: Launched) -> int:
     """What the launcher calls this process: its rank, or its number in an elastic job."""
-    launched = Launched.from_environment()
     return launched.rank if launched.member is None else launched.member
 
 
@@ -270,14 +363,14 @@ def _pickled(error: Exception) -> bytes:
         return bytes(cloudpickle.dumps(f"its exception cannot be sent: {_in_a_line(reason)}"))
 
 
-def _hand_in(key: str, number: int, value: bytes, timeout_s: float) -> None:
+def _hand_in(launched: Launched, key: str, number: int, value: bytes, timeout_s: float) -> None:
     """Give a value to the launcher, and return when it has arrived."""
-    launched = Launched.from_environment()
     deadline = time.monotonic() + timeout_s
     secret = parse_secret(launched.secret)
-    with Client(launched.rendezvous, secret, rank=_number(), generation=0, deadline=deadline) as client:
+    rank = _number(launched)
+    with Client(launched.rendezvous, secret, rank=rank, generation=0, deadline=deadline) as client:
         client.put(key, number, value)
-        client.gather(f"run/arrived/{_number()}", 1, 60.0, own=(0, b""))  # answered after it has arrived
+        client.gather(f"run/arrived/{rank}", 1, 60.0, own=(0, b""))  # answered after it has arrived
 
 
 if __name__ == "__main__":

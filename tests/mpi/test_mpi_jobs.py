@@ -13,7 +13,10 @@ from pathlib import Path
 
 import jobs
 import launching
+import mpirun
 import pytest
+
+import polyhvd
 
 Write = Callable[[str], Path]
 
@@ -278,3 +281,22 @@ def test_less_than_a_serialised_mpi_is_refused(write: Write) -> None:
     assert out.count("was initialised by somebody else with MPI_THREAD_FUNNELED") == 2, out + err
     _, out, err = jobs.run(script, 2, arguments=("serialized",), POLYHVD_BACKENDS="mpi")
     assert worked(out) == [("0", "False", "True"), ("1", "False", "True")], out + err
+
+
+def test_run_with_use_mpi_returns_the_results_in_rank_order_and_raises_what_a_rank_has_raised() -> None:
+    def train(fails: bool) -> tuple[int, bool, str]:
+        import os
+
+        import numpy
+        import polyhvd.numpy as hvd
+
+        hvd.init()
+        if fails and hvd.rank() == 1:
+            raise ArithmeticError("one rank has no number")
+        total = hvd.allreduce(numpy.array([hvd.rank()]), op=hvd.Sum)
+        return int(total[0]) + hvd.rank(), hvd.mpi_enabled(), os.environ["OF_THE_JOB"]
+
+    arguments = {"np": 2, "use_mpi": True, "env": {**dict(mpirun.AS_ROOT), "OF_THE_JOB": "x"}}
+    assert polyhvd.run(train, (False,), **arguments) == [(1, True, "x"), (2, True, "x")]
+    with pytest.raises(ArithmeticError, match="one rank has no number"):
+        polyhvd.run(train, (True,), **arguments)
