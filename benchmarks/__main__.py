@@ -20,6 +20,7 @@ from benchmarks.peers import ENTRIES
 from benchmarks.report import Report
 from benchmarks.workloads import MB
 from benchmarks.worlds import World, here
+from polyhvd.launch.host_survey import huge_pages
 
 #: What has no peers to take turns with.
 ALONE = ("elastic", "launch", "parity")
@@ -147,6 +148,7 @@ def main() -> int:
     os.environ["BENCH_HOROVOD"] = options.horovod
     os.environ["BENCH_PIN"] = "1" if options.pin else "0"
     report = Report(options.output)
+    report.note(f"Transparent huge pages: {huge_pages() or 'unknown'}.")
     if options.pin:
         report.note("Each rank was kept on one core.")
     if options.priority:

@@ -20,6 +20,7 @@ OPEN_FILES_MIN = 1024
 SHARED_MEMORY_BYTES_MIN = 64 << 20
 CGROUP_SHARE_MAX = 0.95
 _MB = 1 << 20
+_RESOURCES = ("cores", "affinity", "open files", "locked memory", "/dev/shm free", "memory", "huge pages")
 
 
 def problems_of(hosts: Sequence[HostFindings]) -> list[Problem]:
@@ -190,15 +191,14 @@ def _versions(hosts: Sequence[HostFindings]) -> list[str]:
 
 
 def _resources(hosts: Sequence[HostFindings]) -> list[str]:
-    rows = [["host", "clock", "cores", "affinity", "open files", "locked memory", "/dev/shm free", "memory"]]
+    rows = [["host", "clock", *_RESOURCES]]
     rows += [[host.name, clock_text(host), *resource_cells(host.facts)] for host in hosts]
     return columns(rows)
 
 
 def resources_of(host: HostFindings) -> list[str]:
     """Cores, limits and memory of one host, a line each."""
-    names = ["cores", "affinity", "open files", "locked memory", "/dev/shm free", "memory"]
-    return columns([list(pair) for pair in zip(names, resource_cells(host.facts), strict=True)])
+    return columns([list(pair) for pair in zip(_RESOURCES, resource_cells(host.facts), strict=True)])
 
 
 def clock_text(host: HostFindings) -> str:
@@ -207,7 +207,7 @@ def clock_text(host: HostFindings) -> str:
 
 
 def resource_cells(facts: Mapping[str, Any]) -> list[str]:
-    """Cores, affinity, limits and memory, as a table has them."""
+    """The cells of a row, in the order of :data:`_RESOURCES`."""
     cores, limits, memory, shared = facts["cores"], facts["limits"], facts["memory"], facts["shared_memory"]
     quota = "" if cores["quota"] is None else f", quota {cores['quota']:g}"
     limit = memory["cgroup_limit"]
@@ -219,6 +219,7 @@ def resource_cells(facts: Mapping[str, Any]) -> list[str]:
         _size(limits["locked_memory"]),
         f"{shared['free'] // _MB} MB" if "free" in shared else shared["problem"],
         f"{memory['available'] // _MB} of {memory['total'] // _MB} MB free{group}",
+        facts["huge_pages"] or "-",
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from polyhvd.launch.host_facts import room, tell
 from polyhvd.rendezvous.network import host_identity, interfaces
 
-__all__ = ["main", "survey"]
+__all__ = ["huge_pages", "main", "survey"]
 
 _ASK_TIMEOUT_S = 60.0
 _UNLIMITED = 1 << 60  # what control groups of the first version say for no limit is above
@@ -65,8 +65,18 @@ def survey(packages: dict[str, list[str]], env: dict[str, str]) -> dict[str, Any
         },
         "shared_memory": {"path": "/dev/shm", **room("/dev/shm")},
         "memory": _memory(),
+        "huge_pages": huge_pages(),
         "interfaces": interfaces(),
     }
+
+
+def huge_pages() -> str:
+    """When the kernel gives transparent huge pages: "always", "madvise" or "never"; empty: unknown."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return file.read().partition("[")[2].partition("]")[0]
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _versions(packages: dict[str, list[str]], env: dict[str, str]) -> tuple[dict[str, str], str]:

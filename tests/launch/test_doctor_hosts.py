@@ -36,6 +36,7 @@ FACTS: dict[str, Any] = {
     "limits": {"open_files": 65536, "locked_memory": None},
     "shared_memory": {"path": "/dev/shm", "free": 1 << 30, "size": 1 << 30, "files": -1, "problem": ""},
     "memory": {"total": 1 << 34, "available": 1 << 33, "cgroup_limit": None, "cgroup_used": None},
+    "huge_pages": "madvise",
     "interfaces": [["lo", "127.0.0.1"], ["eth0", "10.0.0.1"]],
 }
 
@@ -51,6 +52,7 @@ def words(*hosts: HostFindings) -> list[str]:
 
 def test_good_hosts_have_no_problems() -> None:
     assert words(host("a"), host("b")) == []
+    assert sum(line.split()[-1] == "madvise" for line in text([host("a"), host("b")]) if line) == 2
     assert text([host("a"), host("b")])[-1] == "No problems on 2 hosts."
 
 
