@@ -15,7 +15,7 @@ from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.parity.traces import ALONE, KINDS, NOISE, Bounds, Facts, Key, Trace
+from polyhvd.parity.traces import ALONE, KINDS, NOISE, Bounds, Facts, Key, Trace, computed_in
 from polyhvd.runtime import current
 
 __all__ = ["Page", "Pages", "Plan"]
@@ -132,7 +132,8 @@ class Plan:
 
     def __init__(self, sides: Sequence[tuple[Facts, ...]], limit: float | None) -> None:
         reference = sides[0]
-        bounds = Bounds()
+        precision, begins = computed_in(sides)
+        bounds = Bounds(precision=precision, begins=begins)
         self._limits = np.array([limit or bounds.limit(facts) for facts in reference]) * (1 - _MARGIN)
         self._kinds = np.array([KINDS.index(facts.kind) for facts in reference], np.intp)
         self._noise = np.array([0.0 if facts.kind in ALONE else NOISE for facts in reference])

@@ -24,6 +24,7 @@ __all__ = [
     "Key",
     "Trace",
     "common_input",
+    "computed_in",
     "differences",
     "grown",
     "in_order",
@@ -219,9 +220,11 @@ class Bounds:
         step: counted from 0.
         layers: with weights; 0: not known.
         terms: most that are added up for one element.
-        precision: in which layers compute, NumPy's name of the dtype.
+        precision: the lowest in which layers compute, NumPy's name of the dtype.
         largest: of gradients, and of what optimizers make of them, the norm of all in the step so far in
             which it was largest, by kind; see :func:`grown`.
+        begins: the place of the first layer that computes in ``precision``: what is made before is not
+            rounded to it.
     """
 
     step: int = 0
@@ -229,22 +232,53 @@ class Bounds:
     terms: int = TERMS
     precision: str = "float32"
     largest: Mapping[str, float] = field(default_factory=dict)
+    begins: int = 0
 
-    def limit(self, trace: Trace | Facts) -> float:
+    def limit(self, trace: Trace | Facts, dtype: str = "") -> float:
         """Up to which fraction of a tensor's norm a difference is taken for rounding.
 
         Args:
             trace: of the reference.
+            dtype: of the other tensor; empty: that of the reference.
         """
-        flat = _flat_limit(trace.dtype)
-        if self.precision != "float32":  # whose layers' and steps' errors are independent: squares add up
+        flat = max(_flat_limit(trace.dtype), _flat_limit(dtype))
+        if self._is_rounded(trace):
+            if trace.kind == "input":  # a framework may have rounded it already
+                return max(flat, 4 * roundoff_of(self.precision))
+            # Errors of layers and steps are independent: squares add up.
             errors = (_WITHIN_LAYERS + 6 * self.layers) * (1 + self.step)
             return max(flat, min(4 * roundoff_of(self.precision) * math.sqrt(errors), _LIMIT_IN_HALF_MAX))
-        if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or trace.dtype != "float32":
+        is_single = self.precision == trace.dtype == "float32"
+        if self.step or not self.layers or trace.kind in _OF_OPTIMIZERS or not is_single:
             return flat
         terms = min(max(self.terms, _TERMS_MIN), TERMS)
         passes = _WITHIN_LAYERS + 2 * self.layers
         return min(flat, passes * tolerance_of(trace.dtype, terms).rtol)
+
+    def _is_rounded(self, trace: Trace | Facts) -> bool:
+        """Whether a tensor has errors of a half type, whatever its own type is."""
+        if self.precision == "float32" or trace.kind == "learning rate":
+            return False
+        if trace.kind == "weights":
+            return self.step > 0
+        return trace.kind not in ("input", "activation") or trace.place >= self.begins
+
+
+def computed_in(sides: Iterable[Iterable[Trace | Facts]]) -> tuple[str, int]:
+    """The lowest precision in which layers compute on any rank, and the place of the first that does.
+
+    Args:
+        sides: what each rank has recorded in a step.
+    """
+    halves = [
+        (roundoff_of(each.dtype), each.dtype, each.place)
+        for side in sides
+        for each in side
+        if each.kind in ("input", "activation") and each.dtype in ("float16", "bfloat16")
+    ]
+    if not halves:
+        return "float32", 0
+    return max(halves)[1], min(place for _, _, place in halves)
 
 
 def grown(largest: Mapping[str, float], traces: Mapping[Key, Trace]) -> dict[str, float]:
@@ -285,18 +319,20 @@ def differences(
     taken away.
     """
     common = traces.keys() & references.keys()
-    limits = {key: bounds.limit(references[key]) for key in common}
+    limits = {key: bounds.limit(references[key], traces[key].dtype) for key in common}
     totals = totals_of(references, common)
     scales = {kind: max(total, bounds.largest.get(kind, 0.0)) for kind, total in totals.items()}
     found = {
         key: relative_difference(traces[key], references[key], scales[key[0]]) for key in in_order(common)
     }
+    is_half = bounds.precision != "float32"
     idle = {
         key[1]: references[key].layer
         for key in common
         if key[0] == "gradient"
         and max(side[key].norm for side in (traces, references))
-        < _IDLE * _flat_limit(references[key].dtype) * totals["gradient"]
+        < (roundoff_of(bounds.precision) if is_half else _IDLE * _flat_limit(references[key].dtype))
+        * totals["gradient"]
     }
     layers = set(idle.values())
     for key in common:

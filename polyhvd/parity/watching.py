@@ -19,7 +19,7 @@ from polyhvd.parity.judging import ADVICE
 from polyhvd.parity.models import framework_of, module_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
 from polyhvd.parity.recording import Recorder, view_of
-from polyhvd.parity.traces import FADING, KINDS, Bounds, Key, Trace, differences, in_order, told
+from polyhvd.parity.traces import FADING, KINDS, Bounds, Key, Trace, computed_in, differences, in_order, told
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
@@ -257,7 +257,14 @@ class Watch:
         """What each rank has recorded, and how far all but the first are from it."""
         sides = _with_zeros([page.traces for page in pages])
         largest = {kind: float(self._largest[KINDS.index(kind)]) for kind in FADING}
-        bounds = Bounds(self.steps, largest=largest)  # what is between the layers of a model is not known
+        precision, begins = computed_in(side.values() for side in sides)
+        bounds = Bounds(  # in float32 what is between the layers of a model is not known
+            self.steps,
+            layers=0 if precision == "float32" else len(self._recorder.layers),
+            precision=precision,
+            begins=begins,
+            largest=largest,
+        )
         return sides, [
             {key: (relative, limit) for key, relative, limit in differences(side, sides[0], bounds)}
             for side in sides[1:]

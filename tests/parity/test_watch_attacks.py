@@ -54,6 +54,23 @@ def test_gradients_of_two_data_parallel_jobs_are_compared_before_they_are_averag
     assert slower == [(0, "learning rate")] * 4
 
 
+@pytest.mark.drivers("tensorflow+torch", "torch+torch+tensorflow+tensorflow")
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ("", None),
+        ("rate", (0, "learning rate", 0)),
+        ("activation", (0, "activation", 2)),
+        ("loss", (0, "gradient", 3)),
+        ("batch", (1, "input", 0)),
+    ],
+)
+def test_mixed_precision_is_judged_by_the_lowest_precision_on_the_way(
+    ranks: Ranks, change: str, first: tuple[int, str, int] | None
+) -> None:
+    assert ranks.run(watch_attacks.mixed_precision, change) == [first] * ranks.size
+
+
 def test_a_model_that_is_compiled_for_a_graph_is_refused_at_once(ranks: Ranks) -> None:
     ranks.run(watch_attacks.compiled_for_a_graph)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import drivers
 import mixed_training
+import numpy as np
 import pytest
 from mixed_training import Net, batch_of
 
@@ -22,6 +23,7 @@ __all__ = [
     "fails_once",
     "freezes",
     "misuses",
+    "mixed_precision",
     "shares",
 ]
 
@@ -317,3 +319,78 @@ def data_parallel(name: str, rates: tuple[float, float], is_split: bool) -> Any:
     for process_set in (*sides, *pairs):
         hvd.remove_process_set(process_set)
     return watched.first and (watched.first.step, watched.first.kind)
+
+
+class _Mixed:
+    """Dense layers that compute in bfloat16, batch normalization, and a last layer in float32."""
+
+    def __init__(self, framework: str, change: str) -> None:
+        self.framework = framework
+        rate = 0.0505 if change == "rate" else 0.05
+        if framework == "torch":
+            import torch
+            from torch import nn
+
+            middle = nn.Sigmoid() if change == "activation" else nn.GELU()
+            self.body = nn.Sequential(
+                nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 24), nn.BatchNorm1d(24), middle
+            )
+            self.head = nn.Linear(24, 5)
+            self.model: Any = nn.Sequential(self.body, self.head)
+            self.model.forward = self._forward
+            self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
+        else:
+            import keras
+            from keras import layers
+
+            mixed = {"dtype": "mixed_bfloat16"}
+            middle = "sigmoid" if change == "activation" else "gelu"
+            self.model = keras.Sequential(
+                [
+                    layers.Input((16,)),
+                    layers.Dense(32, activation="gelu", **mixed),
+                    layers.Dense(24, **mixed),
+                    layers.BatchNormalization(momentum=0.9, epsilon=1e-5, **mixed),
+                    layers.Activation(middle, **mixed),
+                    layers.Dense(5, dtype="float32"),
+                ]
+            )
+            self.optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            self.model.compile(self.optimizer, loss, jit_compile=False, run_eagerly=True)
+
+    def _forward(self, x: Any) -> Any:
+        import torch
+
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.body(x)
+        return self.head(x.float())
+
+    def step(self, rows: Any, labels: Any, scale: float) -> None:
+        if self.framework != "torch":
+            weights = np.full(len(rows), scale, np.float32)
+            self.model.train_on_batch(rows, labels, sample_weight=weights)
+            return
+        import torch
+
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self.model(torch.from_numpy(rows)), torch.from_numpy(labels))
+        (loss * scale).backward()
+        self.optimizer.step()
+
+
+def mixed_precision(name: str, change: str) -> Any:
+    """Mixed precision in Keras and PyTorch; the last rank has a mistake."""
+    driver = drivers.get(name)
+    is_last = driver.hvd.rank() == driver.hvd.size() - 1
+    net = _Mixed(driver.framework, change if is_last else "")
+    parity.load(net.model, from_=0, check=False)
+    rng = np.random.default_rng(3)
+    with parity.watch(net.model, net.optimizer) as watched:
+        for step in range(6):
+            rows, labels = rng.standard_normal((8, 16), np.float32), rng.integers(0, 5, 8)
+            if is_last and change == "batch" and step == 1:
+                rows = rows[::-1].copy()
+            net.step(rows, labels, 8.0 if is_last and change == "loss" else 1.0)
+    first = watched.first
+    return first and (first.step, first.kind, first.layer)
