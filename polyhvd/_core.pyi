@@ -21,6 +21,9 @@ ERRORS: Final[tuple[tuple[int, str, bool, bool], ...]]
 def begin_end_of_program() -> None:
     """Only this thread goes on from now: others that wait in failing operations are held up for 10 s."""
 
+def crc32c(bytes: Any) -> int:
+    """The CRC-32C of a dense buffer."""
+
 def segment_bytes(local_size: int) -> int:
     """Size of the memory that `local_size` ranks of one host share."""
 

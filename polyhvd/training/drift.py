@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polyhvd import _core
 from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
@@ -206,7 +206,7 @@ def _fingerprints(rank: int, weights: Weights) -> tuple[dict[int, str], NDArray[
         if weight is not None:
             names[position], values = weight
             data: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-            rows.append((rank, position, zlib.crc32(data)))
+            rows.append((rank, position, _core.crc32c(data)))
     return names, np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "api/native_api.h"
+#include "control/crc32c.h"
 #include "engine/engine.h"
 #include "host/kernels.h"
 #include "mpi/runtime.h"
@@ -389,6 +390,13 @@ PyMethodDef vector_call(const char* name) {
 PyMethodDef kRunInPlace = vector_call<run_in_place>("run");
 PyMethodDef kStartInPlace = vector_call<start_in_place>("start");
 
+std::uint32_t checksum(const py::buffer& bytes) {
+  const py::buffer_info info = bytes.request();
+  const WithoutGil without_gil;
+  return crc32c({static_cast<const std::byte*>(info.ptr),
+                 static_cast<std::size_t>(info.size * info.itemsize)});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -413,6 +421,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("ERRORS") = py::tuple(errors);
   m.attr("INSTRUCTION_SET") = std::string(host::instruction_set());
   m.def("begin_end_of_program", &EndOfProgram::begin);
+  m.def("crc32c", &checksum, py::arg("bytes"));
   m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"));
   m.attr("run") = py::reinterpret_steal<py::object>(PyCFunction_New(&kRunInPlace, nullptr));
   m.attr("start") = py::reinterpret_steal<py::object>(PyCFunction_New(&kStartInPlace, nullptr));
