@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,9 @@ Weights = Iterable[tuple[str, NDArray[Any]] | None]
 
 _LOG = logging.getLogger("polyhvd")
 _RANKS_SHOWN = 8
-_lock = threading.Lock()  # of the next
+_PATIENCE_S = 10.0  # of a rank that leaves, for the other ranks' first step
+_lock = threading.Lock()  # of the next two
+_reporters: list[threading.Thread] = []
 _numbers: weakref.WeakKeyDictionary[World, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -49,8 +52,9 @@ class DriftCheck:
     """Compares the weights of one optimizer over its ranks, once in each world.
 
     It is one allgather of 24 bytes per weight, at a step that every rank of the process set takes. Nothing
-    waits for it unless ``POLYHVD_CHECK_DRIFT=error``: a thread reports a result that comes after the step. A
-    rank that has called ``join()`` begins no comparison, since it may have missed the step of the others.
+    waits for it unless ``POLYHVD_CHECK_DRIFT=error``: a thread reports a result that comes after the step, and
+    the rank does not leave before. A rank that has called ``join()`` begins no comparison, since it may have
+    missed the step of the others.
 
     Args:
         call: the optimizer, as the report names it.
@@ -104,7 +108,7 @@ class DriftCheck:
             self.finish()
 
     def finish(self) -> None:
-        """After the gradients of the step: report what differs, or let a thread do so when it is known.
+        """After the gradients of the step: report what differs, or start a thread that does when it is known.
 
         Raises:
             RankMismatchError: the weights differ, with ``POLYHVD_CHECK_DRIFT=error``; on every rank.
@@ -114,8 +118,11 @@ class DriftCheck:
             return
         if begun.raises or begun.is_done():
             self._report(begun)
-        else:
-            threading.Thread(target=self._report, args=(begun,), name="polyhvd drift", daemon=True).start()
+            return
+        reporter = threading.Thread(target=self._report, args=(begun,), name="polyhvd drift", daemon=True)
+        with _lock:
+            reporter.start()
+            _reporters[:] = [*filter(threading.Thread.is_alive, _reporters), reporter]
 
     def _report(self, begun: _Comparison) -> None:
         found = begun.wait()
@@ -189,6 +196,18 @@ def report(world: World, text: str, remedy: str, *, is_reporter: bool) -> None:
         raise RankMismatchError(f"{text}; {remedy}")
     if setting == "warn" and is_reporter:
         _LOG.warning("%s; %s; POLYHVD_CHECK_DRIFT=off turns this check off", text, remedy)
+
+
+def _await_reports(_: World) -> None:
+    """A rank that leaves with a comparison pending would fail the other ranks, which may begin it later."""
+    until = time.monotonic() + _PATIENCE_S
+    with _lock:
+        reporters = list(_reporters)
+    for thread in reporters:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+current.on_leave(_await_reports)
 
 
 def _is_compared(world: World, process_set: ProcessSet) -> bool:

@@ -1,8 +1,9 @@
-"""Programs that end while daemon threads wait in operations."""
+"""Programs that end while daemon threads wait for operations."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from fork_servers import IMPORTS, ForkServers
@@ -47,3 +48,28 @@ def test_a_program_ends_well_while_daemon_threads_wait(
     for _ in range(4 if framework == "numpy" else 2):
         status, out, err = launcher.run("-np", "2", argv=argv, env={"POLYHVD_FLIGHT_RECORDER": "0"})
         assert (status, out, err) == (0, "", "")
+
+
+LEAVES_BEFORE_OTHERS_COMPARE = """
+import pathlib, time
+import numpy as np, polyhvd.numpy as hvd
+from polyhvd.training.drift import DriftCheck
+leaves = pathlib.Path(PATH)
+hvd.init()
+while hvd.rank() == 1 and not leaves.exists():
+    time.sleep(0.01)
+time.sleep(0.5 * hvd.rank())  # in which rank 0 would leave
+check = DriftCheck("optimizer", hvd.global_process_set, "broadcast the weights")
+check.compare("optimizer", lambda: [("w", np.full(3, hvd.rank()))])
+leaves.touch()
+"""
+
+
+def test_a_rank_does_not_leave_before_others_have_compared_weights(
+    launcher: Launcher, fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    script = launcher.script(LEAVES_BEFORE_OTHERS_COMPARE.replace("PATH", repr(str(tmp_path / "leaves"))))
+    argv = [*fork_servers.python(2, IMPORTS["numpy"]), script]
+    status, out, err = launcher.run("-np", "2", argv=argv)
+    assert (status, out, err.count("WARNING")) == (0, "", 1), err
+    assert "optimizer: 1 of 1 weights differ between ranks, the first is 'w'" in err
