@@ -23,7 +23,7 @@ __all__ = ["BroadcastHandler", "MetricAverageHandler", "average_metrics"]
 
 #: What the metrics of MXNet divide one by the other, whatever they make of it then.
 _SUMS = ("sum_metric", "num_inst", "global_sum_metric", "global_num_inst")
-_PLAIN = "the trainer is not distributed, so that each rank trains a model of its own"
+_PLAIN = "the trainer is not distributed, so that each rank trains a separate model"
 _DISTRIBUTE = "give the estimator a trainer of hvd.DistributedTrainer"
 _ADVICE = "use the same metrics on every rank; Loss(name='validation loss') gives one a name"
 

@@ -84,7 +84,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Keras takes seconds to import: only who asks for its layer waits."""
+        """Import Keras at the first use of its layer, since that takes seconds."""
         if name == "SyncBatchNormalization":
             from polyhvd.tensorflow.keras import SyncBatchNormalization
 

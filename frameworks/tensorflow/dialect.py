@@ -77,7 +77,7 @@ DIALECT = Dialect(
     },
     notes={
         "allreduce": f"{_SLICES} {_GRADIENT}",
-        "grouped_allreduce": f"{_SLICES} They are an operation of their own. {_GRADIENT}",
+        "grouped_allreduce": f"{_SLICES} They are reduced by a separate operation. {_GRADIENT}",
         "allgather*": _COPIES,
         "broadcast*": _COPIES,
         "alltoall*": _COPIES,

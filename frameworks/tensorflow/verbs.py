@@ -205,7 +205,7 @@ def grouped_allreduce(
 
     Of tf.IndexedSlices, whose rows may differ in number, the result is tf.IndexedSlices with the rows of all
     ranks; scaled integers are added up first, and have each index once. An average of integers has
-    floating-point numbers. Only Average and Sum are possible. They are an operation of their own.
+    floating-point numbers. Only Average and Sum are possible. They are reduced by a separate operation.
     Differentiable for Average and Sum, where every rank runs the same backward. May be called eagerly and in
     ``tf.function``, where every collective is asynchronous.
 

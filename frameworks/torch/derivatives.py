@@ -48,7 +48,7 @@ def wants_gradient(tensor: Tensor) -> bool:
     # The adapter refuses that, with the name of the operation.
     if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
         return True
-    # Tensors of torch.func have no memory of their own; autograd unwraps them.
+    # Tensors of torch.func have no memory; autograd unwraps them.
     if _functorch.peek_interpreter_stack() is None:
         return False
     return isinstance(tensor, Tensor) and bool(_functorch.is_functorch_wrapped_tensor(tensor))

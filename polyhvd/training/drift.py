@@ -51,10 +51,10 @@ class Drift:
 class DriftCheck:
     """Compares the weights of one optimizer over its ranks, once in each world.
 
-    It is one allgather of 24 bytes per weight, at a step that every rank of the process set takes. Nothing
-    waits for it unless ``POLYHVD_CHECK_DRIFT=error``: a thread reports a result that comes after the step, and
-    the rank does not leave before. A rank that has called ``join()`` begins no comparison, since it may have
-    missed the step of the others.
+    It is one allgather of 24 bytes per weight, at a step that every rank of the process set takes. A step
+    waits for it only with ``POLYHVD_CHECK_DRIFT=error``: otherwise a thread reports a later result,
+    and the rank does not leave before. A rank that has called ``join()`` begins no comparison, since it may
+    have missed the step of the others.
 
     Args:
         call: the optimizer, as the report names it.

@@ -711,25 +711,23 @@ TEST_CASE("an engine that is behind refuses what needs other ranks, with the lin
 TEST_CASE("calls without a name that an engine makes while it is behind do not count") {
   ThreadWorld world(one_host(2));
   std::atomic<int> wrong{0};
-  world.run([&](int rank, Engine& engine) {
-    if (rank == 1) {
-      engine.set_behind(true);
-      engine.take_turn(kWorld, OpKind::kBroadcast);
-      auto own = values(rank, 10);
-      Submission s = allreduce("", own);
-      s.kind = OpKind::kBroadcast;
-      s.root = 0;
-      leave_unnamed(s);
-      engine.wait(engine.submit(std::move(s)));
-      engine.set_behind(false);
-    }
+  const auto received = [](Engine& engine, int rank) {
     auto v = values(rank, 10);
     Submission s = allreduce("", v);
     s.kind = OpKind::kBroadcast;
     s.root = 0;
     leave_unnamed(s);
     engine.wait(engine.submit(std::move(s)));
-    wrong += v != values(0, 10);
+    return v;
+  };
+  world.run([&](int rank, Engine& engine) {
+    if (rank == 1) {
+      engine.set_behind(true);
+      engine.take_turn(kWorld, OpKind::kBroadcast);
+      received(engine, rank);
+      engine.set_behind(false);
+    }
+    wrong += received(engine, rank) != values(0, 10);
   });
   CHECK(wrong == 0);
   world.shutdown();

@@ -261,10 +261,10 @@ std::string StallInspector::text_of_answers(const std::vector<int>& ranks) const
     groups.add(std::move(said), rank);
   }
   std::string text;
-  for (const auto& [said, who] : groups) {
-    const std::size_t end = std::min(said.find('\n'), said.size());
-    text += concat({"\n  ", heading(who), ": ", std::string_view(said).substr(0, end)});
-    text += indented(std::string_view(said).substr(std::min(end + 1, said.size())), "    ");
+  for (const auto& [answer, members] : groups) {
+    const std::size_t end = std::min(answer.find('\n'), answer.size());
+    text += concat({"\n  ", heading(members), ": ", std::string_view(answer).substr(0, end)});
+    text += indented(std::string_view(answer).substr(std::min(end + 1, answer.size())), "    ");
   }
   return text;
 }

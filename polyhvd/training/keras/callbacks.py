@@ -25,7 +25,7 @@ __all__ = [
 
 # Optimizers whose velocity has the learning rate in it.
 _WITH_VELOCITY = frozenset({"SGD", "RMSprop"})
-_PLAIN = "the optimizer is not distributed, so that each rank trains a model of its own"
+_PLAIN = "the optimizer is not distributed, so that each rank trains a separate model"
 _DISTRIBUTE = (
     "compile the model with hvd.DistributedOptimizer(optimizer), and load it with hvd.load_model(), not "
     "keras.models.load_model()"
