@@ -104,7 +104,7 @@ def run(
         other = "use_gloo" if use_gloo else "output_filename"
         raise ValueError(f"run(): use_mpi and mpi_args exclude {other}")
     _check_call(func, args, kwargs, ranks, env)
-    from polyhvd.launch.function import run_function  # not needed by ranks
+    from polyhvd.launch.job.function import run_function  # not needed by ranks
 
     interfaces = network_interface or network_interfaces or ""
     return run_function(

@@ -2,6 +2,6 @@
 
 import sys
 
-from polyhvd.launch.cli import main
+from polyhvd.launch.cli.main import main
 
 sys.exit(main())

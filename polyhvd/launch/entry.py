@@ -10,6 +10,9 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from polyhvd import log
@@ -23,20 +26,18 @@ from polyhvd.errors import (
 )
 from polyhvd.launch.providers.choice import choose, seen
 from polyhvd.launch.providers.foreign import foreign_launch
-from polyhvd.launch.providers.local import meet_as
-from polyhvd.launch.providers.precedence import MPI, POLYHVDRUN, PROVIDERS
-from polyhvd.launch.providers.provider import Provider
+from polyhvd.launch.providers.mpi import MpiProvider
+from polyhvd.launch.providers.precedence import ALONE, MPI, POLYHVDRUN, PROVIDERS
+from polyhvd.launch.providers.provider import Claim, Met, Provider
 from polyhvd.observe import tracing
 from polyhvd.observe.autotune import Autotuner
-from polyhvd.rendezvous.store import Store
 from polyhvd.runtime import current, mpi
-from polyhvd.runtime.placement import Placement
 from polyhvd.runtime.world import World
 
 if TYPE_CHECKING:
     from polyhvd.elastic.process import Process
 
-__all__ = ["enter", "enter_first"]
+__all__ = ["enter", "last_generation"]
 
 _LOG = logging.getLogger("polyhvd")
 _PARENT = "POLYHVD_PARENT"
@@ -45,44 +46,130 @@ _WORLDS_TRIED = 5
 _generation = 0  # of the last world that this process was to be in; under current.lock
 
 
-def enter_first(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
-    """:func:`enter` for ``init()``: in an elastic job, ask for the next world a few times if one fails."""
-    for _ in range(_WORLDS_TRIED - 1):
+@dataclass(frozen=True)
+class _Way:
+    """How this process enters a world: found by ``init()``, and taken again into each next one of its job."""
+
+    settings: Settings
+    provider: Provider
+    claim: Claim | None
+    is_elastic: bool
+    #: Tells ranks and jobs apart; empty where no launcher has started this process.
+    identity: str
+    #: Whether a world of one rank may be a mistake: of the settings, or of who has started this process.
+    may_be_mistaken: bool = False
+
+    def meet(self) -> Met:
+        """Find the place of this process in the next world; see :meth:`Provider.meet`."""
+        global _generation
+        deadline = time.monotonic() + self.settings.start_timeout_s
         try:
-            return enter(settings, comm, sets)
-        except HorovodInternalError as error:
-            member = None if settings.alone or Launched.from_environment().member is None else _member()
-            if member is None or member.seat.answer.generation == 0 or isinstance(error, RankMismatchError):
-                raise
-            _LOG.info("elastic: %s", error)
-            member.fail(str(error))
-    return enter(settings, comm, sets)
+            return self.provider.meet(self.claim, self.settings, _generation, deadline)
+        except HorovodInternalError:
+            _generation += 1  # as on the ranks that came further, and fail later
+            raise
+
+    def member(self) -> Process | None:
+        """This process in its elastic job, once it has met the launcher; None in other jobs."""
+        if not self.is_elastic:
+            return None
+        from polyhvd.elastic import process  # no other job needs it
+
+        return process.find()
+
+    def connect(
+        self, met: Met, lists: list[list[int]], objects: Iterable[tuple[int | None, ProcessSet]] = ()
+    ) -> None:
+        """Make the world with the ranks that were met the current one.
+
+        Args:
+            met: as of :meth:`meet`.
+            lists: ranks of all process sets.
+            objects: that stand for process sets, with their numbers, from 1; None: it is lost.
+        """
+        global _generation
+        settings, (placement, store, job) = self.settings, met
+        _generation = placement.generation
+        member = self.member()
+        world = World.connect(
+            settings,
+            placement,
+            store,
+            lists,
+            met_by_mpi=job,
+            member=None if member is None else member.seat.member,
+            counted=None if member is None else member.counted,
+            prologue=None if member is None else member.prologue,
+        )
+        try:
+            tracing.begin(world, None if member is None else member.take_timeline())
+            if settings.steps_per_sample(placement.rank, placement.size) > 0:
+                world.on_sample(_autotuner(settings, world, member).observe)
+        except BaseException:
+            world.close()
+            raise
+        for registered, item in objects:
+            item.ranks = lists[registered - 1] if registered else []
+            if registered:
+                world.register(item, registered)
+        if member is not None:
+            member.entered(world, self.enter_next)
+        current.enter(world)
+        if self.identity and placement.size > 1:
+            os.environ[_PARENT] = f"{os.getpid()}:{self.identity}"
+
+    def enter_next(self) -> None:
+        """Leave the world, if there is one, for the next one of an elastic job."""
+        with current.lock:
+            member = self.member()
+            assert member is not None  # it has given its world this way
+            member.leave()
+            met = self.meet()
+            with met.store or nullcontext():
+                log.configure(self.settings, met.placement.rank)
+                self.connect(met, member.settle([], [])[0])
+
+
+def last_generation() -> int:
+    """Generation of the last world that this process was to be in; 0: of none."""
+    return _generation
 
 
 def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
-    """Meet the other ranks, and make the world with them the current one."""
-    global _generation
-    launched = Launched() if settings.alone else Launched.from_environment()
-    identity = ""
-    if not settings.alone:
-        identity = _identity()
-        _refuse_child(launched.parent, identity)
-    log.configure(settings, launched.rank)
-    MPI.forget()  # what is left of an init() that failed: the others had to hear of it
+    """Meet the other ranks for ``init()``, and make the world with them the current one.
+
+    In an elastic job the next world is asked for a few times if one fails.
+    """
+    way = _find_way(settings, comm)
+    for tried in range(1, _WORLDS_TRIED + 1):
+        try:
+            return _enter(way, sets)
+        except HorovodInternalError as error:
+            member = way.member()
+            if (
+                tried == _WORLDS_TRIED
+                or member is None
+                or member.seat.answer.generation == 0
+                or isinstance(error, RankMismatchError)
+            ):
+                raise
+            _LOG.info("elastic: %s", error)
+            member.fail(str(error))
+
+
+def _enter(way: _Way, sets: list[ProcessSet]) -> None:
     is_first = _generation == 0
-    try:
-        placement, store = _meet(settings, comm)
-    except HorovodInternalError:
-        _generation += 1  # as on the ranks that came further, and fail later
-        raise
-    job = MPI.job
-    log.configure(settings, placement.rank)
-    if is_first and placement.rank == 0:
-        log.report_unknown()
-    try:
+    met = way.meet()
+    placement, job = met.placement, met.by_mpi
+    with met.store or nullcontext():
+        if way.may_be_mistaken and placement.size == 1:
+            _refuse_to_be_alone(met_by_mpi=job is not None)
+        log.configure(way.settings, placement.rank)
+        if is_first and placement.rank == 0:
+            log.report_unknown()
         for item in sets:
             bad = [rank for rank in item.ranks or [] if not 0 <= rank < placement.size]
-            if launched.member is not None and placement.generation > 1:
+            if way.is_elastic and placement.generation > 1:
                 bad = []  # they are what is left of those of the first world
             if item is global_process_set or bad:
                 raise InvalidArgumentError(
@@ -93,32 +180,9 @@ def enter(settings: Settings, comm: object, sets: list[ProcessSet]) -> None:
         if twice is not None:
             lists, settled, sets = _distinct(lists, settled, sets)
         numbers: list[int | None] = list(settled)
-        member = None if launched.member is None else _member()
-        if member is not None:
+        if (member := way.member()) is not None:
             lists, numbers = member.settle(lists, settled)
-        _generation = placement.generation
-        world = World.connect(settings, placement, store, lists, met_by_mpi=job)
-    finally:
-        if store is not None:
-            store.close()
-    try:
-        world.member = launched.member
-        world.counted = {} if member is None else member.counted
-        tracing.begin(world, None if member is None else member.take_timeline())
-        if settings.steps_per_sample(placement.rank, placement.size) > 0:
-            world.on_sample(_autotuner(settings, world, member).observe)
-    except BaseException:
-        world.close()
-        raise
-    for number, item in zip(numbers, sets, strict=True):
-        item.ranks = lists[number - 1] if number else []
-        if number:
-            world.register(item, number)
-    if member is not None:
-        member.entered(world, lambda: _enter_next(settings))
-    current.enter(world)
-    if identity and placement.size > 1:
-        os.environ[_PARENT] = f"{os.getpid()}:{identity}"
+        way.connect(met, lists, zip(numbers, sets, strict=True))
     if twice is not None:  # in a world, as with Horovod: a program that catches it has its rank and size
         raise InvalidArgumentError(
             f"init(process_sets=[...]): ranks {twice} are given as two process sets; use one for both. The "
@@ -163,47 +227,36 @@ def _autotuner(settings: Settings, world: World, member: Process | None) -> Auto
     return made
 
 
-def _member() -> Process | None:
-    from polyhvd.elastic import process  # no other job needs it
+def _find_way(settings: Settings, comm: object) -> _Way:
+    """Whose rank this process is, as its environment, the settings and ``init(comm=...)`` say."""
+    launched = Launched() if settings.alone else Launched.from_environment()
+    identity = ""
+    if not settings.alone:
+        identity = _identity()
+        _refuse_child(launched.parent, identity)
+    log.configure(settings, launched.rank)
 
-    return process.find()
-
-
-def _enter_next(settings: Settings) -> None:
-    """Leave the world for the next one of an elastic job, as ``init()`` has entered it."""
-    from polyhvd.elastic.process import leave_for_next  # no other job needs it
-
-    with current.lock:
-        leave_for_next()
-        enter(settings, None, [])
-
-
-def _meet(settings: Settings, comm: object) -> tuple[Placement, Store | None]:
-    """This rank's place among those of its job, and where they meet, by the provider whose job it is."""
     if settings.alone and comm is None:
-        return meet_as(Launched(), _generation, 0.0)
+        return _Way(settings, ALONE, None, False, identity)
     ranks = None if comm is None or mpi.is_communicator(comm) else mpi.checked_ranks(comm)
-    deadline = time.monotonic() + settings.start_timeout_s
     asked = mpi.is_asked_for(settings, comm, launched=True)  # by the settings, or by comm
-    found = [] if asked else seen(_candidates(settings), os.environ)
-    chosen = choose(found)
-    by_mpi = asked or (
+    chosen = choose([] if asked else seen(_candidates(settings), os.environ))
+    if asked or (
         chosen is not None and chosen.provider is MPI and mpi.is_asked_for(settings, comm, launched=False)
-    )
-    if by_mpi:
-        MPI.world = (comm if ranks is None else None, ranks)
-        met = MPI.meet(MPI.detect(os.environ), settings, _generation, deadline)
-    elif ranks is not None:
+    ):
+        provider = MpiProvider(comm if ranks is None else None, ranks)
+        return _Way(settings, provider, None, False, identity, comm is None)
+    if ranks is not None:
         raise InvalidArgumentError(
             f"init(comm={comm!r}): a list of ranks needs a job that MPI has started; use a ProcessSet"
         )
-    elif chosen is None or chosen.provider is MPI:
-        met = POLYHVDRUN.meet(None, settings, _generation, deadline)
-    else:
-        return chosen.provider.meet(chosen.claim, settings, _generation, deadline)
-    if comm is None and met[0].size == 1:
-        _refuse_to_be_alone(met_by_mpi=by_mpi)
-    return met
+    if chosen is None or chosen.provider in (MPI, POLYHVDRUN):
+        if launched.member is None:
+            return _Way(settings, POLYHVDRUN, None, False, identity, may_be_mistaken=True)
+        from polyhvd.launch.providers.elastic import MemberProvider  # no other job needs it
+
+        return _Way(settings, MemberProvider(launched), None, True, identity)
+    return _Way(settings, chosen.provider, chosen.claim, False, identity)
 
 
 def _candidates(settings: Settings) -> tuple[Provider, ...]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401, whose callback at the end of the main thread is to follow ours
+import contextlib
+import functools
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,11 +16,19 @@ from polyhvd import _core
 from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.config import Settings
 from polyhvd.errors import InvalidArgumentError
-from polyhvd.launch.entry import enter_first
-from polyhvd.launch.uncaught import shorten
+from polyhvd.launch.entry import enter
+from polyhvd.launch.uncaught import (
+    has_failed,
+    last_words,
+    shorten,
+    watch_child,
+    watch_ends,
+    words_of_failure,
+    words_of_threads,
+)
 from polyhvd.runtime import current, mpi
 
-__all__ = ["init", "is_initialized", "shutdown"]
+__all__ = ["init", "is_initialized", "leave_after", "shutdown"]
 
 
 def init(
@@ -74,16 +86,16 @@ def _init(comm: object, process_sets: Sequence[ProcessSet] | str | None, reprodu
     with current.lock:
         if current.find() is not None:
             return
+        _leave_on_failure()
+        watch_child(_end_process)
         settings = Settings.from_environment()
         if reproducible is not None:
             settings = replace(settings, reproducible=bool(reproducible))
-        enter_first(settings, comm, sets)
+        enter(settings, comm, sets)
 
 
 def shutdown() -> None:
     """Leave the job in good order. Operations that are pending fail; ``init()`` may follow.
-
-    Raises nothing.
 
     Example::
 
@@ -91,15 +103,22 @@ def shutdown() -> None:
         train()
         hvd.shutdown()
     """
+    _leave(words_of_threads())
+
+
+def leave_after(error: BaseException) -> None:
+    """Leave the job after an exception that has ended this rank's work; errors of other ranks quote it."""
+    _leave(words_of_failure(error))
+
+
+def _leave(words: str = "") -> None:
     with current.lock:
-        current.leave()
+        current.leave(words)
         os.environ.pop("POLYHVD_PARENT", None)  # it is no rank now, and its children may be
 
 
 def is_initialized() -> bool:
     """Whether ``init()`` has been called, and ``shutdown()`` not since.
-
-    Raises nothing.
 
     Example::
 
@@ -109,10 +128,27 @@ def is_initialized() -> bool:
     return current.find() is not None
 
 
+@functools.cache
+def _leave_on_failure() -> None:
+    """Have this rank leave as soon as its main thread has failed.
+
+    Python then waits for the other threads, which may wait for other ranks, before it calls what is
+    registered with ``atexit``.
+    """
+
+    def leave() -> None:
+        if has_failed():
+            _leave(last_words())
+
+    watch_ends()
+    with contextlib.suppress(RuntimeError):  # the main thread has ended
+        getattr(threading, "_register_atexit")(leave)  # noqa: B009, the stubs lack it
+
+
 def _end_process() -> None:
     """Leave, and finalise MPI if that is ours to do; not after an error, when the others may be elsewhere."""
     _core.begin_end_of_program()
-    shutdown()
+    _leave(last_words())
     if not hasattr(sys, "last_value"):
         mpi.finish()
 

@@ -43,8 +43,8 @@ class Container:
 
     hosts: tuple[str, ...]
     current: str
-    interface: str  # empty: not told
-    job: str  # its name; empty: not told
+    interface: str  # empty: not given
+    job: str  # its name; empty: not given
 
     @property
     def number(self) -> int:
@@ -64,10 +64,10 @@ def container(environ: Mapping[str, str] | None = None) -> Container:
     """Read input/config/resourceconfig.json; raises ValueError, with the file and what is wrong with it."""
     environ = os.environ if environ is None else environ
     path = _resource_config(environ)
-    told = _object(path, f"{path}: {{}}; --sagemaker is for SageMaker's training containers")
-    here = told.get("current_host")
-    hosts = _checked(told.get("hosts"), here, (f"{path}: 'hosts'", f"{path}: 'current_host'"))
-    interface = told.get("network_interface_name") or ""
+    config = _object(path, f"{path}: {{}}; --sagemaker is for SageMaker's training containers")
+    here = config.get("current_host")
+    hosts = _checked(config.get("hosts"), here, (f"{path}: 'hosts'", f"{path}: 'current_host'"))
+    interface = config.get("network_interface_name") or ""
     if not isinstance(interface, str):
         raise ValueError(f"{path}: 'network_interface_name' must be a name; found {json.dumps(interface)}")
     return Container(hosts, str(here), interface, environ.get("TRAINING_JOB_NAME", ""))
@@ -85,7 +85,7 @@ def _checked(hosts: Any, here: Any, names: tuple[str, str]) -> tuple[str, ...]:
 
 
 def find_container(environ: Mapping[str, str]) -> tuple[Container, str] | None:
-    """The container that a process with these variables is in, and what told of it; None: it is in none.
+    """The container that a process with these variables is in, and how that is known; None: it is in none.
 
     Raises:
         ValueError: SageMaker's variables or its file are there, and cannot be used.
@@ -109,9 +109,9 @@ def is_here() -> bool:
 
 def gpu_count() -> int:
     """How many GPUs this container has: SM_NUM_GPUS, or the devices that are there."""
-    told = os.environ.get("SM_NUM_GPUS", "")
-    if told.isascii() and told.isdigit():
-        return int(told)
+    text = os.environ.get("SM_NUM_GPUS", "")
+    if text.isascii() and text.isdigit():
+        return int(text)
     return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -121,11 +121,11 @@ def arguments() -> list[str]:
     Raises:
         ValueError: they cannot be read.
     """
-    told = os.environ.get("SM_USER_ARGS", "")
-    if told:
-        words = _parsed(told)
+    text = os.environ.get("SM_USER_ARGS", "")
+    if text:
+        words = _parsed(text)
         if not isinstance(words, list):
-            raise ValueError(f"SM_USER_ARGS must be a list in JSON; found {told!r}")
+            raise ValueError(f"SM_USER_ARGS must be a list in JSON; found {text!r}")
         return [str(word) for word in words]
     words = []
     for name, value in sorted(_hyperparameters().items()):
@@ -199,8 +199,6 @@ def checkpoint_dir() -> str:
     It is there on every host when the estimator has a ``checkpoint_s3_uri``. Ranks that write there need
     file names of their own, or let rank 0 alone do so.
 
-    Raises nothing.
-
     Example::
 
         path = f"{polyhvd.sagemaker.checkpoint_dir()}/last.pt"
@@ -213,20 +211,20 @@ def _hyperparameters() -> dict[str, Any]:
     path = _base() / "input/config/hyperparameters.json"
     if not path.exists():
         return {}
-    told = _object(path, f"{path}: {{}}")
-    return {name: _parsed(value) for name, value in told.items() if not name.startswith("sagemaker_")}
+    found = _object(path, f"{path}: {{}}")
+    return {name: _parsed(value) for name, value in found.items() if not name.startswith("sagemaker_")}
 
 
 def _object(path: Path, complaint: str) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ValueError(complaint.format(error.strerror)) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(complaint.format(f"is not JSON: {error}")) from None
-    if not isinstance(told, dict):
+    if not isinstance(found, dict):
         raise ValueError(complaint.format("is no object in JSON"))
-    return told
+    return found
 
 
 def _parsed(value: Any) -> Any:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyhvd.launch import agent
-from polyhvd.launch.agent_program import agent_source, reader
+from polyhvd.launch.job import agent
+from polyhvd.launch.job.agent_program import agent_source, reader
 
 AGENT = [sys.executable, "-I", "-S", "-c", agent_source().decode()]
 JOB = {"argv": [], "cwd": "/", "env": {}, "unset": [], "ranks": [(0, {})]}

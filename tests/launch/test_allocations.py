@@ -8,10 +8,10 @@ import pytest
 from test_providers import ENVIRONMENTS, read
 
 from polyhvd.config import ConfigError
-from polyhvd.launch.hosts import Host, HostsError, parse_hosts
-from polyhvd.launch.nodelist import counts
+from polyhvd.launch.hosts.lists import Host, HostsError, parse_hosts
 from polyhvd.launch.providers.allocation import Allocation, find
 from polyhvd.launch.providers.lsf_agents import hosts_of_jsrun
+from polyhvd.launch.providers.nodelist import counts
 from polyhvd.launch.providers.slurm_agents import gpus_of_hosts, srun_command, srun_environment
 
 SLURM = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from launching import RANK, Launcher
 
@@ -53,10 +51,9 @@ assert "POLYHVD_PARENT" not in os.environ
 
 @pytest.mark.parametrize("source", [FORKS, STARTS], ids=["forked", "started"])
 def test_a_child_of_a_rank_is_not_taken_for_a_rank(launcher: Launcher, source: str) -> None:
-    began = time.monotonic()
-    status, out, err = launcher.run("-np", "2", source=RANK + source)
+    patient = ["--start-timeout", "600"]  # more than the harness waits
+    status, out, err = launcher.run("-np", "2", *patient, source=RANK + source)
     assert status == 0, out + err
-    assert time.monotonic() - began < 20  # instead of START_TIMEOUT
 
 
 def test_the_launcher_does_not_make_its_ranks_alone(launcher: Launcher) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fork_servers import IMPORTS, ForkServers
 from launching import RANK, Launcher
 
-from polyhvd.launch.blame import Ending, first_cause, had_failed, others, traceback_lines
+from polyhvd.launch.job.blame import Ending, first_cause, had_failed, others, traceback_lines
 
 
 def closing(err: str) -> list[str]:
@@ -54,6 +54,13 @@ def test_exception_that_led_to_another_is_part_of_the_cause(launcher: Launcher) 
     lines = closing(err)
     assert "[0] FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'" in lines
     assert lines[-1] == "[0] RuntimeError: no data"
+
+
+def test_cause_among_ranks_that_have_failed_together_is_one_that_has_printed_why() -> None:
+    mute = Ending(0, "h", 1, [b"", b"2026-01-01 00:00:00,000 polyhvd rank 0 WARNING: x"])
+    cause = Ending(1, "h", 1, [b"Traceback (most recent call last):", b"  frame", b"ValueError: bad"])
+    assert first_cause([mute, cause]) is cause
+    assert first_cause([Ending(0, "h", 3), cause]).rank == 0
 
 
 def test_earlier_traceback_that_was_caught_is_not_part_of_the_cause() -> None:

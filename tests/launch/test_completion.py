@@ -26,8 +26,8 @@ SHELLS = {
 }
 
 
-def script_of(shell: str) -> str:
-    command = [sys.executable, "-m", "polyhvd.launch", "--print-completion", shell]
+def script_of(shell: str, program: str = "polyhvd.launch") -> str:
+    command = [sys.executable, "-m", program, "--print-completion", shell]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -67,8 +67,9 @@ def terminal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if shutil.which(request.param) is None:
         pytest.skip(f"there is no {request.param}")
     folder = tmp_path_factory.mktemp("folder")
-    for name in ("script", "_polyhvdrun"):
-        (folder / name).write_text(script_of(request.param))
+    (folder / "_polyhvdrun").write_text(script_of(request.param))
+    (folder / "_polyhvd").write_text(script_of(request.param, "polyhvd.cli"))
+    (folder / "script").write_text("source ./_polyhvdrun; source ./_polyhvd\n")
     (folder / "train_it.py").touch()
     (folder / "hosts_of_mine").touch()
     (folder / "a_program_of_mine").touch(0o755)
@@ -101,6 +102,14 @@ def test_options_files_and_the_program_s_words_are_completed(
     terminal.expect("ready> ")
 
 
+def test_commands_of_polyhvd_and_options_of_its_status_are_completed(terminal: Terminal) -> None:
+    for typed, completed in (("stat", "status "), ("status --tim", "status --timeout-s ")):
+        terminal.type(f"polyhvd {typed}\t")
+        terminal.expect(f"polyhvd {completed}")
+        terminal.type("\x15\n")  # drop this line
+        terminal.expect("ready> ")
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_what_help_does_not_show_is_not_completed(shell: str) -> None:
     script = script_of(shell)
@@ -109,10 +118,11 @@ def test_what_help_does_not_show_is_not_completed(shell: str) -> None:
 
 
 def test_a_shell_that_there_is_no_script_for_is_named() -> None:
-    command = [sys.executable, "-m", "polyhvd.launch", "--print-completion", "fish"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    expected = "polyhvdrun: --print-completion fish: expected one of bash, zsh, found fish\n"
-    assert (done.returncode, done.stderr) == (2, expected)
+    for program, said in (("polyhvd.launch", "polyhvdrun: "), ("polyhvd.cli", "polyhvd: error: ")):
+        command = [sys.executable, "-m", program, "--print-completion", "fish"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        expected = f"{said}--print-completion fish: expected one of bash, zsh, found fish"
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (2, expected)
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:

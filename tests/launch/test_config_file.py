@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from polyhvd.launch import cli
-from polyhvd.launch.config_file import KEYS, ConfigFileError, read, settings_of
-from polyhvd.launch.options import make_parser
+from polyhvd.launch.cli import main as cli
+from polyhvd.launch.cli.config_file import KEYS, ConfigFileError, read, settings_of
+from polyhvd.launch.cli.options import make_parser
 
 #: Every key of horovodrun 0.28.1 (horovod/runner/common/util/config_parser.py), with a value.
 FILE = """

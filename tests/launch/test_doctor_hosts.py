@@ -18,9 +18,9 @@ import pytest
 import sshd
 from launching import DEADLINE_S, ROOT, alive, below
 
-from polyhvd.launch.diagnosis import as_json, problems_of, text
-from polyhvd.launch.host_checks import Problem
-from polyhvd.launch.survey import HostFindings
+from polyhvd.launch.hosts.checks import Problem
+from polyhvd.launch.hosts.diagnosis import as_json, problems_of, text
+from polyhvd.launch.hosts.survey import HostFindings
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pytest
 import sshd
 from launching import DEADLINE_S, RANK, WAITING, Launcher, assert_gone, below, pids, wait_until
 
-from polyhvd.launch.agent import Heartbeat
+from polyhvd.launch.job.agent import Heartbeat
 
 SHORT = ["--heartbeat-timeout-s", "1"]
 #: For those that nobody is to give up, though other tests may have the cores for a while.
@@ -56,7 +56,7 @@ def test_heartbeat_is_silent_after_its_time_and_due_often_before() -> None:
     assert not heartbeat.is_due(100.5)
     assert heartbeat.is_due(101.0)
     assert heartbeat.timer_s(101.0) == 1.0
-    heartbeat.heard(101.0)
+    heartbeat.received(101.0)
     assert not any(heartbeat.is_silent(now) for now in (102.0, 103.0, 104.0, 105.0, 106.0, 106.9))
     assert heartbeat.is_silent(107.0)
 
@@ -144,9 +144,9 @@ def test_output_that_nobody_reads_ends_nobody(launcher: Launcher) -> None:
 
 def test_output_that_is_read_after_the_end_of_the_ranks_is_whole(launcher: Launcher) -> None:
     source = RANK + "os.write(1, b'up\\n')\nfor i in range(300): print('x' * 1000)\n"
-    launcher.start("-np", "1", *SHORT, source=source)
+    launcher.start("-np", "1", *LONGER, source=source)
     launcher.wait_for("up", 1)
-    time.sleep(2.5)  # the time of which the test is: the agent has ended long since
+    time.sleep(3.5)  # the time of which the test is: the agent has ended long since
     status, out, err = launcher.finish()
     assert (status, out.count("x" * 1000)) == (0, 300), err
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from polyhvd.launch import cli, horovodrun
-from polyhvd.launch.options import make_parser
+from polyhvd.launch.cli import horovodrun
+from polyhvd.launch.cli import main as cli
+from polyhvd.launch.cli.options import make_parser
 
 #: The option strings of horovodrun's parser (horovod/runner/launch.py of horovod 0.28.1), by what follows
 #: them: nothing, a number, a word.

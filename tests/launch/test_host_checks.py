@@ -17,8 +17,10 @@ import sshd
 from launching import DEADLINE_S, ROOT, Launcher, alive, assert_gone, below
 
 import polyhvd
-from polyhvd.launch import host_facts, host_links, host_survey
-from polyhvd.launch.host_checks import Problem, judge, table, unreachable
+from polyhvd.launch.hosts import facts as host_facts
+from polyhvd.launch.hosts import findings as host_findings
+from polyhvd.launch.hosts import links as host_links
+from polyhvd.launch.hosts.checks import Problem, judge, table, unreachable
 from polyhvd.rendezvous import auth, network
 
 GOOD = {
@@ -144,11 +146,9 @@ def test_all_unfit_hosts_are_told_at_once_and_nothing_is_started(
 ) -> None:
     mark = tmp_path / "mark"
     source = f"open({str(mark)!r}, 'w')\nprint('ran')"
-    begin = time.monotonic()
-    status, out, err = launcher.run(
-        *ssh, "-H", "localhost:1,127.0.0.2:1,127.0.0.9:1,no-such-host.invalid:1,127.0.0.10:1", source=source
-    )
-    assert time.monotonic() < begin + 10  # far from the 30 s of --start-timeout
+    hosts = "localhost:1,127.0.0.2:1,127.0.0.9:1,no-such-host.invalid:1,127.0.0.10:1"
+    patient = ["--start-timeout", "600"]  # more than the harness waits
+    status, out, err = launcher.run(*ssh, *patient, "-H", hosts, source=source)
     assert status == 1
     assert_nothing_has_run(out, mark)
     lines = err.splitlines()
@@ -237,13 +237,12 @@ def test_kill_9_of_the_launcher_during_the_checks_leaves_nothing(
 
 
 def test_ctrl_c_during_the_checks_ends_at_once(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
-    launcher.start(*ssh, "-H", "127.0.0.2:1", argv=[hanging(tmp_path), "x.py"])
+    patient = ["--term-grace-s", "600"]  # more than the harness waits
+    launcher.start(*ssh, *patient, "-H", "127.0.0.2:1", argv=[hanging(tmp_path), "x.py"])
     asked = wait_until_asked(tmp_path)
     launcher.signal(signal.SIGINT)
-    begin = time.monotonic()
     status, out, _ = launcher.finish()
     assert (status, out) == (130, "")
-    assert time.monotonic() < begin + 10  # far from --term-grace-s
     assert_gone([asked])
 
 
@@ -262,10 +261,10 @@ def test_a_connection_that_is_lost_during_the_checks_is_told(
 
 
 def test_a_host_that_hangs_is_given_up_in_time(launcher: Launcher, ssh: list[str], tmp_path: Path) -> None:
-    options = [*ssh, "--start-timeout", "3", "-H", "127.0.0.2:1,127.0.0.3:1"]
+    options = [*ssh, "--start-timeout", "6", "-H", "127.0.0.2:1,127.0.0.3:1"]
     status, out, err = launcher.run(*options, argv=[hanging(tmp_path), "x.py"])
     assert (status, out) == (1, "")
-    assert len(re.findall(r"  no answer  its agent runs, and has not looked around within 3 s", err)) == 2
+    assert len(re.findall(r"  no answer  its agent runs, and has not looked around within 6 s", err)) == 2
 
 
 def test_run_raises_the_table(ssh: list[str]) -> None:
@@ -274,7 +273,7 @@ def test_run_raises_the_table(ssh: list[str]) -> None:
 
 
 def test_programs_for_hosts_are_python_3_8() -> None:
-    for module in (host_facts, host_survey, host_links, auth, network):
+    for module in (host_facts, host_findings, host_links, auth, network):
         assert module.__file__ is not None
         ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
 

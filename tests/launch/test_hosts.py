@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polyhvd.launch.blame import Ending, describe, exit_status, first_cause, traceback_lines
-from polyhvd.launch.hosts import Host, HostsError, parse_hostfile, parse_hosts, place
+from polyhvd.launch.hosts.lists import Host, HostsError, parse_hostfile, parse_hosts, place
+from polyhvd.launch.job.blame import Ending, describe, exit_status, first_cause, traceback_lines
 from polyhvd.rendezvous import network
 from polyhvd.runtime.placement import Placement
 

@@ -306,7 +306,7 @@ def test_a_name_that_is_never_known_is_an_error_in_time(tmp_path: Path, silent: 
         began = time.monotonic()
         running = cluster.start(made[1])
         assert cluster.finish() == [1]
-        assert time.monotonic() - began < 15  # and not the 40 s that a resolver may take
+        assert time.monotonic() - began < 30  # and not the 40 s that a resolver may take
         said = error(running)
         assert "rank 1 waited 3 s for rank 0 on train-0.train.default.svc.cluster.local" in said
         assert "whose address is not known here" in said

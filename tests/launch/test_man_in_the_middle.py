@@ -20,8 +20,8 @@ from launching import DEADLINE_S
 from man_in_the_middle import Attack, ManInTheMiddle, Message, dropped, flipped, replayed, server_behind
 
 from polyhvd import run
-from polyhvd.launch import agent, job
-from polyhvd.launch.joining import reach
+from polyhvd.launch.job import agent, job
+from polyhvd.launch.job.joining import reach
 from polyhvd.launch.providers.arriving import Arrivals
 from polyhvd.rendezvous.signed_stream import SignedStream, TamperedError
 

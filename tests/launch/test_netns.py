@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,16 +196,19 @@ def test_hosts_are_looked_at_side_by_side(
     launcher: Launcher, tmp_path: Path, eight: tuple[list[netns.Namespace], list[str]]
 ) -> None:
     hosts, options = eight
-    slow = tmp_path / "python"  # each takes 2 s to start
-    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
-    slow.chmod(0o755)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    python = tmp_path / "python"  # of the seven other hosts: each waits for all
+    python.write_text(
+        f"#!/bin/sh\ntouch {begun}/$$\nwhile [ $(ls {begun} | wc -l) -lt 7 ]; do sleep 0.2; done\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
     listed = ",".join(f"{host.address}:1" for host in hosts)
-    begin = time.monotonic()
     launcher.start(
-        *options, "--remote-python", str(slow), "-H", listed, argv=["/no/such"], before=hosts[0].command()
+        *options, "--remote-python", str(python), "-H", listed, argv=["/no/such"], before=hosts[0].command()
     )
     status, _, err = launcher.finish()
-    assert time.monotonic() < begin + 8  # one after the other they take 16 s at least
     assert status == 1
     assert "8 of 8 hosts" in err
     assert err.count("no program") == 8

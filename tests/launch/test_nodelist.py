@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyhvd.launch.nodelist import expand
+from polyhvd.launch.providers.nodelist import expand
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from polyhvd.launch.output import STDERR, STDOUT, Output
+from polyhvd.launch.job.output import STDERR, STDOUT, Output
 
 
 @dataclass

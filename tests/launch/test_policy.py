@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from launching import RANK, Launcher, alive
 
-from polyhvd.launch import cli
-from polyhvd.launch.blame import Ending
-from polyhvd.launch.hosts import Host, place
-from polyhvd.launch.job import Job, JobSpec
-from polyhvd.launch.options import make_parser, parse
-from polyhvd.launch.output import Output
-from polyhvd.launch.policy import (
+from polyhvd.launch.cli import main as cli
+from polyhvd.launch.cli.options import make_parser, parse
+from polyhvd.launch.hosts.lists import Host, place
+from polyhvd.launch.job.blame import Ending
+from polyhvd.launch.job.job import Job, JobSpec
+from polyhvd.launch.job.output import Output
+from polyhvd.launch.job.policy import (
     Decision,
     GoOn,
     LetOthersFinish,

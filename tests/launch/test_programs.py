@@ -7,8 +7,8 @@ import sys
 import pytest
 from launching import RANK, Launcher
 
-from polyhvd.launch.hosts import Host, HostsError
-from polyhvd.launch.programs import Part, lay_out
+from polyhvd.launch.hosts.lists import Host, HostsError
+from polyhvd.launch.job.programs import Part, lay_out
 
 SHOW = "import os, sys; print(sys.argv[1:], os.environ['POLYHVD_RANK'], os.environ.get('MINE'), flush=True)"
 

@@ -10,7 +10,9 @@ import pytest
 
 from polyhvd.config import ConfigError
 from polyhvd.launch.providers.choice import choose, explain, seen
-from polyhvd.launch.providers.precedence import PROVIDERS
+from polyhvd.launch.providers.precedence import PROVIDERS, RAY
+from polyhvd.launch.providers.ray import Assignment, RayProvider
+from polyhvd.runtime.placement import Placement
 
 ENVIRONMENTS = sorted((Path(__file__).parent / "environments").glob("*.env"))
 SRUN = {
@@ -125,6 +127,22 @@ def test_a_contradiction_names_both_sides_with_their_variables(
 def test_variables_that_agree_are_no_contradiction() -> None:
     by_hand = {**BY_HAND, "RANK": "5", "WORLD_SIZE": "8"}
     assert choose(seen(PROVIDERS, {**SRUN, **by_hand})) is not None
+
+
+@pytest.mark.parametrize("started", [SRUN, TORCHRUN, OPEN_MPI], ids=["srun", "torchrun", "mpirun"])
+def test_a_place_that_ray_has_given_comes_before_variables_of_whatever_started_the_node(
+    started: dict[str, str],
+) -> None:
+    ray = RayProvider(within=RAY.within)
+    providers = (ray, *(provider for provider in PROVIDERS if provider is not RAY))
+    before = choose(seen(providers, started))
+    assert before is not None
+    assert before.provider is not ray
+    ray.give(Assignment(Placement(rank=2, size=3, local_rank=1, local_size=2), "", "00" * 32))
+    after = choose(seen(providers, started))
+    assert after is not None
+    assert (after.provider, after.claim.rank, after.claim.size) == (ray, 2, 3)
+    assert "0000" not in repr(ray._given)
 
 
 def test_the_doctor_s_lines_say_what_was_seen_and_which_came_first() -> None:

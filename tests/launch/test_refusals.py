@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 from joining import DEADLINE_S, ROOT, environment
@@ -111,29 +112,42 @@ def test_a_working_directory_that_was_removed_is_a_line(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["polyhvd.launch", "-cb"],
-        ["polyhvd.launch", "--help"],
-        ["polyhvd.launch", "--dry-run", "-np", "2", "true"],
-        ["polyhvd.cli", "doctor"],
-        ["polyhvd.cli", "parity", "--list"],
-    ],
-    ids=" ".join,
+COMMANDS = (
+    ["polyhvd.launch", "-cb"],
+    ["polyhvd.launch", "--check"],
+    ["polyhvd.launch", "--dry-run", "-np", "2", "true"],
+    ["polyhvd.cli", "--help"],
+    ["polyhvd.cli", "doctor"],
+    ["polyhvd.cli", "parity", "--list"],
 )
+
+
+def printed_to(file: IO[bytes], words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        env=environment(**variables),
+        cwd=ROOT,
+        stdout=file,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, ["polyhvd.launch", "--help"]], ids=" ".join)
 def test_output_into_a_closed_pipe_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer) as closed:
-        done = subprocess.run(
-            [sys.executable, "-m", *words],
-            env=environment(),
-            cwd=ROOT,
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+    with os.fdopen(writer, "wb") as closed:
+        done = printed_to(closed, words)
     assert done.stderr == ""
     assert done.returncode in (0, 1)  # argparse ignores it
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_output_to_a_full_disk_is_an_error_of_one_line(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = printed_to(full, words, PYTHONUNBUFFERED="")  # or argparse ignores the error
+    program = {"polyhvd.launch": "polyhvdrun", "polyhvd.cli": "polyhvd"}[words[0]]
+    assert done.stderr == f"{program}: cannot write standard output: No space left on device\n"
+    assert done.returncode == 1

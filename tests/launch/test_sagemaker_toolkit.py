@@ -32,6 +32,11 @@ HYPERPARAMETERS = {
 }
 MPI = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": '"--oversubscribe"'}
 TORCH_DISTRIBUTED = {"sagemaker_torch_distributed_enabled": "true"}
+#: AWS's images with PyTorch add that distribution to the toolkit.
+OF_PYTORCH = {
+    "SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main",
+    "POLYHVD_SECRET": secrets.token_hex(32),
+}
 
 # Scripts of Horovod's users, in which nothing but the import is another one. Rank r of 4 has the input r + 1,
 # so that each of two steps multiplies the weight by 1 - 2 * 0.01 * (1 + 4 + 9 + 16) / 4 = 0.85; of 2 by 0.95.
@@ -100,28 +105,28 @@ RANKS = {"pytorch": (2, 0.7225), "gluon": (1, 0.9025), "keras": (1, 0.9025)}
 
 
 @pytest.mark.parametrize(
-    ("distribution", "variables"),
+    ("distribution", "variables", "names"),
     [
-        (MPI, {}),
-        (
-            TORCH_DISTRIBUTED,  # which AWS's images with PyTorch add to the toolkit
-            {
-                "SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main",
-                "POLYHVD_SECRET": secrets.token_hex(32),
-            },
+        pytest.param(MPI, {}, ("pytorch", "gluon", "keras"), id="mpi"),
+        pytest.param(TORCH_DISTRIBUTED, OF_PYTORCH, ("pytorch",), id="torch_distributed"),
+        pytest.param(  # starts ranks of any framework by the same code
+            TORCH_DISTRIBUTED,
+            OF_PYTORCH,
+            ("gluon", "keras"),
+            marks=pytest.mark.nightly,
+            id="torch_distributed of others",
         ),
     ],
-    ids=["mpi", "torch_distributed"],
 )
 def test_a_distribution_of_the_toolkit_trains_with_each_framework(
-    distribution: dict[str, str], variables: dict[str, str], tmp_path: Path
+    distribution: dict[str, str], variables: dict[str, str], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         jobs = []
-        for name, source in SCRIPTS.items():
+        for name in names:
             job = ToolkitJob(name, tmp_path, BIN)
             ranks = {"sagemaker_mpi_num_of_processes_per_host": str(RANKS[name][0])}
-            job.prepare(START + source + END, {**HYPERPARAMETERS, **distribution, **ranks})
+            job.prepare(START + SCRIPTS[name] + END, {**HYPERPARAMETERS, **distribution, **ranks})
             jobs.append((job, name, stack.enter_context(job.running(**variables))))
         ended = [(job, name, *job.finish(containers)) for job, name, containers in jobs]
     for job, name, statuses, output in ended:

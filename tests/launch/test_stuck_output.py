@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import DEADLINE_S, RANK, Launcher, assert_gone, pids, wait_until
 
-from polyhvd.launch.output import STDERR, STDOUT, Output
+from polyhvd.launch.job.output import STDERR, STDOUT, Output
 
 #: Prints without end, and says so once more when it is told to end.
 ENDLESS = RANK + (

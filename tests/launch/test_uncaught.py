@@ -105,9 +105,9 @@ def test_a_missing_secret_is_a_line_and_the_lines_to_add(run: Run) -> None:
 
 def test_a_rank_that_does_not_come_is_a_line(run: Run) -> None:
     alone = {**BY_HAND, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = run(POLYHVD_SECRET=SECRET, POLYHVD_START_TIMEOUT="0.5", **alone)
+    done = run(POLYHVD_SECRET=SECRET, POLYHVD_START_TIMEOUT="2", **alone)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "train.py:3: polyhvd.errors.PeerLostError: rank 0 waited 0.5 s for ranks" in done.stderr
+    assert "train.py:3: polyhvd.errors.PeerLostError: rank 0 waited 2 s for ranks" in done.stderr
 
 
 def test_the_place_is_that_of_the_call(run: Run) -> None:

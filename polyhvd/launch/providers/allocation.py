@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from polyhvd.launch.hosts import Host, HostsError
+from polyhvd.launch.hosts.lists import Host, HostsError
 from polyhvd.launch.providers.starting import AgentProvider
 
 __all__ = ["Allocation", "Allocator", "Reach", "find"]

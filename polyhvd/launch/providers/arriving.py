@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyhvd.launch import agent
-from polyhvd.launch.agent_process import AgentStreams
-from polyhvd.launch.hosts import Host
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job import agent
+from polyhvd.launch.job.agent_process import AgentStreams
 from polyhvd.launch.providers.starting import HostAgent
 from polyhvd.rendezvous.auth import Greeting, derive_secret
 from polyhvd.rendezvous.frames import tampered
@@ -73,7 +73,7 @@ class ArrivedAgent(AgentStreams):
         """Have ranks started there, with a secret that is not sent."""
         self.ranks += [rank for rank, _ in job["ranks"]]
         env = {name: value for name, value in job["env"].items() if name != "POLYHVD_SECRET"}
-        self.tell(agent.JOB, json.dumps({**job, "env": env, "nonce": self._nonce}).encode())
+        self.send(agent.JOB, json.dumps({**job, "env": env, "nonce": self._nonce}).encode())
 
     def receive(self) -> list[tuple[int, int, bytes]]:
         """Read what is there and return the frames of the agent; its end is one, too."""
@@ -101,7 +101,7 @@ class ArrivedAgent(AgentStreams):
     def cut(self) -> None:
         """Have the agent there end; the host still waits for the result."""
         if not self.ended:
-            self.tell(agent.CUT)
+            self.send(agent.CUT)
 
     def kill(self) -> None:
         """Cut the connection: the host there ends its ranks."""
@@ -115,7 +115,7 @@ class ArrivedAgent(AgentStreams):
 
     def conclude(self, result: dict[str, Any]) -> None:
         """Tell the host how the job has ended, and close the connection."""
-        self.tell(agent.RESULT, json.dumps(result).encode())
+        self.send(agent.RESULT, json.dumps(result).encode())
         deadline = time.monotonic() + _FAREWELL_S
         while not self._lost and not self.flush() and time.monotonic() < deadline:
             select.select([], [self.stdin], [], _LOOK_S)

@@ -47,8 +47,8 @@ class ClusterProvider(MeetingProvider):
             described = json.loads(text)
             cluster = {kind: _hosts(listed) for kind, listed in described.get("cluster", {}).items()}
             task = described.get("task") or {}
-            kind, told = str(task.get("type", "")), task.get("index")
-            index = None if told is None else int(told)
+            kind, number = str(task.get("type", "")), task.get("index")
+            index = None if number is None else int(number)
         except (AttributeError, TypeError, ValueError, OverflowError, RecursionError):
             raise ConfigError(f"{self.name} is no description of a cluster in JSON: {text[:200]!r}") from None
         ranks = [(kind, number) for kind in _RANKS for number in range(len(cluster.get(kind, ())))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.elastic.places import Seat
@@ -10,49 +11,69 @@ from polyhvd.elastic.process import take_seat
 from polyhvd.elastic.watch import Watch
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.meeting import given_secret
+from polyhvd.launch.providers.provider import Claim, Met
 from polyhvd.rendezvous.client import Client
-from polyhvd.rendezvous.store import Store, StoreError, job_name
-from polyhvd.runtime.placement import Placement
+from polyhvd.rendezvous.store import StoreError, job_name
 
-__all__ = ["meet_as_member"]
+__all__ = ["MemberProvider"]
 
 
-def meet_as_member(launched: Launched, settings: Settings, deadline: float) -> tuple[Placement, Store | None]:
-    """The place in the next world, for which a member waits as long as the job lives, and the store there.
+class MemberProvider:
+    """See :class:`polyhvd.launch.providers.provider.Provider`.
+
+    Args:
+        launched: what the launcher has told this process, which is a member.
 
     Raises:
-        ConfigError: the launcher's variables are not whole.
-        HorovodInternalError: the launcher cannot be reached.
-        SystemExit: the job is over, or does not need this process any more; or the launcher is gone.
+        ConfigError: it is not whole.
     """
-    member, secret = launched.member, given_secret(launched)
-    if member is None or not launched.rendezvous or not secret:
-        raise ConfigError("POLYHVD_MEMBER needs POLYHVD_RENDEZVOUS and POLYHVD_SECRET; start with polyhvdrun")
-    try:
 
-        def seated() -> Seat:
-            store = _connected(launched.rendezvous, secret, member, 0, deadline)
-            store.probe(launched.launcher_timeout_s)
-            return Seat(store, member)
+    name = "polyhvdrun"
+    within: frozenset[str] = frozenset()
 
-        def watch(seat: Seat) -> Watch:
-            store = _connected(launched.rendezvous, secret, member, 0, deadline)
-            store.give_up_after(launched.launcher_timeout_s)
-            return Watch(store, seat, launched.launcher_timeout_s)
+    def __init__(self, launched: Launched) -> None:
+        self._launched, self._secret = launched, given_secret(launched)
+        if not launched.rendezvous or not self._secret:
+            raise ConfigError(
+                "POLYHVD_MEMBER needs POLYHVD_RENDEZVOUS and POLYHVD_SECRET; start with polyhvdrun"
+            )
 
-        process = take_seat(seated, watch)
-        answer = process.next_place()
-        placement = answer.placement(member)
-        if placement.size == 1:
-            return placement, None
-        until = time.monotonic() + settings.start_timeout_s
-        endpoint = answer.rendezvous or launched.rendezvous
-        store = _connected(endpoint, secret, placement.rank, placement.generation, until)
-        store.job = job_name("elastic", secret)  # over all generations, wherever their members meet
-    except StoreError as error:
-        raise HorovodInternalError(f"process {member} of this elastic job: {error}") from None
-    return placement, store
+    def detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """That this process is a rank, the provider of polyhvdrun's other jobs finds out."""
+        return None
 
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
+        """The place in the next world and its store; a member waits for them as long as the job lives.
 
-def _connected(endpoint: str, secret: bytes, rank: int, generation: int, deadline: float) -> Client:
-    return Client(endpoint, secret, rank=rank, generation=generation, deadline=deadline)
+        Raises:
+            HorovodInternalError: the launcher cannot be reached.
+            SystemExit: the job is over, or does not need this process any more; or the launcher is gone.
+        """
+        launched, member = self._launched, self._launched.member or 0
+        try:
+
+            def seated() -> Seat:
+                store = self._connected(launched.rendezvous, member, 0, deadline)
+                store.probe(launched.launcher_timeout_s)
+                return Seat(store, member)
+
+            def watch(seat: Seat) -> Watch:
+                store = self._connected(launched.rendezvous, member, 0, deadline)
+                store.give_up_after(launched.launcher_timeout_s)
+                return Watch(store, seat, launched.launcher_timeout_s)
+
+            process = take_seat(seated, watch)
+            answer = process.next_place()
+            placement = answer.placement(member)
+            if placement.size == 1:
+                return Met(placement, None)
+            until = time.monotonic() + settings.start_timeout_s
+            endpoint = answer.rendezvous or launched.rendezvous
+            store = self._connected(endpoint, placement.rank, placement.generation, until)
+            store.job = job_name("elastic", self._secret)  # over all generations, wherever their members meet
+        except StoreError as error:
+            raise HorovodInternalError(f"process {member} of this elastic job: {error}") from None
+        return Met(placement, store)
+
+    def _connected(self, endpoint: str, rank: int, generation: int, deadline: float) -> Client:
+        return Client(endpoint, self._secret, rank=rank, generation=generation, deadline=deadline)

@@ -13,10 +13,8 @@ from dataclasses import replace
 
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.launch.providers.meeting import MeetingProvider
-from polyhvd.launch.providers.provider import Claim, number, readable, shown
-from polyhvd.rendezvous.store import Store
+from polyhvd.launch.providers.provider import Claim, Met, number, readable, shown
 from polyhvd.rendezvous.ways import Way
-from polyhvd.runtime.placement import Placement
 
 __all__ = ["KubernetesProvider"]
 
@@ -40,9 +38,7 @@ class KubernetesProvider(MeetingProvider):
         known = any(name in environ for name in ("POLYHVD_SIZE", "HOROVOD_SIZE"))
         return Claim(index, size if known else None, job_id=f"kubernetes {job}", seen=shown(environ, *_SHOWN))
 
-    def meet(
-        self, claim: Claim | None, settings: Settings, after: int, deadline: float
-    ) -> tuple[Placement, Store | None]:
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Find the pod with index 0. Without a size that one may be alone."""
         if claim is not None and claim.size is None and not claim.rank:
             _LOG.warning(

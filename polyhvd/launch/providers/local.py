@@ -1,5 +1,6 @@
 """Jobs of polyhvdrun, on this host and on others: the launcher tells each rank its place in variables.
 
+Those of elastic jobs: :mod:`polyhvd.launch.providers.elastic`.
 A process without any of them is a job of its own.
 """
 
@@ -10,13 +11,13 @@ from collections.abc import Mapping
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError
 from polyhvd.launch.providers.meeting import given_secret
-from polyhvd.launch.providers.provider import Claim, shown
+from polyhvd.launch.providers.provider import Claim, Met, shown
 from polyhvd.launch.providers.torchrun import TorchrunProvider
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.store import Store, StoreError
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["PolyhvdrunProvider", "meet_as"]
+__all__ = ["AloneProvider", "PolyhvdrunProvider", "meet_as"]
 
 _SHOWN = ("POLYHVD_RANK", "POLYHVD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "POLYHVD_RENDEZVOUS")
 
@@ -35,16 +36,24 @@ class PolyhvdrunProvider:
             return None
         return Claim(launched.rank, launched.size, launched.local_rank, seen=shown(environ, *_SHOWN))
 
-    def meet(
-        self, claim: Claim | None, settings: Settings, after: int, deadline: float
-    ) -> tuple[Placement, Store | None]:
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """The place that the launcher has told, and the store that it serves."""
-        launched = Launched.from_environment()
-        if launched.member is None:
-            return meet_as(launched, after, deadline)
-        from polyhvd.launch.providers.elastic import meet_as_member
+        return Met(*meet_as(Launched.from_environment(), after, deadline))
 
-        return meet_as_member(launched, settings, deadline)
+
+class AloneProvider:
+    """A world of one rank on purpose, whatever the environment says: ``POLYHVD_ALONE=1``."""
+
+    name = "POLYHVD_ALONE"
+    within: frozenset[str] = frozenset()
+
+    def detect(self, environ: Mapping[str, str]) -> Claim | None:
+        """That it is asked for stands in the settings."""
+        return None
+
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
+        """Nobody is met."""
+        return Met(Placement(generation=after + 1), None)
 
 
 def meet_as(launched: Launched, after: int, deadline: float) -> tuple[Placement, Store | None]:

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyhvd.launch.agent_process import AgentProcess
-from polyhvd.launch.agent_program import agent_code, code_reader
-from polyhvd.launch.hosts import Host
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.agent_process import AgentProcess
+from polyhvd.launch.job.agent_program import agent_code, code_reader
 
 __all__ = ["LocalAgent", "LocalAgents"]
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyhvd.config import ConfigError
-from polyhvd.launch.agent_process import AgentProcess
-from polyhvd.launch.agent_program import READER, agent_source
-from polyhvd.launch.hosts import Host, HostsError
+from polyhvd.launch.hosts.lists import Host, HostsError
+from polyhvd.launch.job.agent_process import AgentProcess
+from polyhvd.launch.job.agent_program import READER, agent_source
 from polyhvd.launch.providers.allocation import Allocation, Reach
 from polyhvd.launch.providers.provider import number, shown
 from polyhvd.launch.providers.ssh import forwarded_environment
@@ -47,11 +47,11 @@ class Lsf:
                 "-H localhost:N for a job in every task"
             )
         hosts = _LISTS[variable](environ[variable])
-        told, slots = number(environ, "LSB_DJOB_NUMPROC"), sum(host.slots for host in hosts)
-        if told is not None and told != slots:
+        stated, slots = number(environ, "LSB_DJOB_NUMPROC"), sum(host.slots for host in hosts)
+        if stated is not None and stated != slots:
             raise ConfigError(
-                f"{variable}={environ[variable]} has {slots} slots, but LSB_DJOB_NUMPROC={told}; is the list "
-                "cut off? -H names hosts and slots instead"
+                f"{variable}={environ[variable]} has {slots} slots, but LSB_DJOB_NUMPROC={stated}; is the "
+                "list cut off? -H names hosts and slots instead"
             )
         return Allocation(self, job, tuple(hosts), shown(environ, variable), "ask bsub for more with -n")
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from polyhvd.config import ConfigError, Launched, Settings
 from polyhvd.errors import HorovodInternalError, PeerLostError, RankMismatchError
 from polyhvd.launch import sagemaker
-from polyhvd.launch.providers.provider import Claim
+from polyhvd.launch.providers.provider import Claim, Met
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import ConnectedStore
-from polyhvd.rendezvous.store import GatherTimeoutError, Store, StoreError, job_name
+from polyhvd.rendezvous.store import GatherTimeoutError, StoreError, job_name
 from polyhvd.rendezvous.ways import NearbyWay, NobodyFoundError, PortsWay, SharedFileWay, Way
 from polyhvd.runtime.placement import RANKS_MAX, Placement, placements
 
@@ -128,15 +128,13 @@ class MeetingProvider(ABC):
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """Whether this process is a rank of such a job."""
 
-    def meet(
-        self, claim: Claim | None, settings: Settings, after: int, deadline: float
-    ) -> tuple[Placement, Store | None]:
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Find rank 0, and agree on who is where."""
         assert claim is not None
         rank, size = self._checked(claim)
         generation = after + 1
         if size == 1:
-            return Placement(generation=generation), None
+            return Met(Placement(generation=generation), None)
         launched = Launched.from_environment()
         if rank == 0 and (warning := told_to_all(launched)):
             _LOG.warning("%s", warning)
@@ -150,7 +148,7 @@ class MeetingProvider(ABC):
         except StoreError as error:
             raise HorovodInternalError(f"rank {rank}: {error}") from None
         try:
-            return _Placing(store, rank, size, generation, settings, deadline).run(), store
+            return Met(_Placing(store, rank, size, generation, settings, deadline).run(), store)
         except BaseException:
             store.close()
             raise
@@ -264,8 +262,8 @@ class _Placing:
                 f"init(): size must be the same on all ranks: rank {self._rank} has {self._size}, "
                 f"rank 0 {size}"
             )
-        told = {"host": network.host_identity(), "nonce": self._nonce, "root": self._store.peer_address}
-        cards = [json.loads(card) for card in self._gather("place", size, json.dumps(told).encode())]
+        card = {"host": network.host_identity(), "nonce": self._nonce, "root": self._store.peer_address}
+        cards = [json.loads(card) for card in self._gather("place", size, json.dumps(card).encode())]
         if cards[self._rank]["nonce"] != self._nonce:
             raise HorovodInternalError(
                 f"rank {self._rank}: another process of this job is rank {self._rank}, too; "

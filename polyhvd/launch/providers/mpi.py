@@ -9,27 +9,28 @@ from collections.abc import Mapping, Sequence
 
 from polyhvd.config import MPI_LAUNCHERS, MpiLaunch, Settings, mpi_launch
 from polyhvd.errors import HorovodInternalError
-from polyhvd.launch.providers.provider import Claim, readable
+from polyhvd.launch.providers.provider import Claim, Met, readable
 from polyhvd.rendezvous.auth import parse_secret
 from polyhvd.rendezvous.client import Client
-from polyhvd.rendezvous.store import Store, StoreError
+from polyhvd.rendezvous.store import StoreError
 from polyhvd.runtime import mpi
-from polyhvd.runtime.placement import Placement
 
 __all__ = ["MpiProvider"]
 
 
 class MpiProvider:
-    """See :class:`polyhvd.launch.providers.provider.Provider`."""
+    """See :class:`polyhvd.launch.providers.provider.Provider`.
+
+    Args:
+        comm: a communicator of mpi4py, whose ranks are to meet; None: those of MPI's world.
+        ranks: of MPI's world, which are to meet; None: all.
+    """
 
     name = "MPI"
     within = frozenset({"srun", "TF_CONFIG", "CLUSTER_SPEC", "Kubernetes", "SageMaker"})
 
-    def __init__(self) -> None:
-        #: The ranks to meet: those of a communicator of mpi4py, or some of MPI's world, or all of it.
-        self.world: tuple[object, Sequence[int] | None] = (None, None)
-        #: How MPI knows those that were met last.
-        self.job: mpi.MpiJob | None = None
+    def __init__(self, comm: object = None, ranks: Sequence[int] | None = None) -> None:
+        self._comm, self._ranks = comm, ranks
 
     def detect(self, environ: Mapping[str, str]) -> Claim | None:
         """That a launcher which speaks MPI's protocols has started this process.
@@ -43,13 +44,11 @@ class MpiProvider:
             return None
         return Claim(launch.rank, launch.size or None, seen=launch.seen)
 
-    def meet(
-        self, claim: Claim | None, settings: Settings, after: int, deadline: float
-    ) -> tuple[Placement, Store | None]:
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Ask MPI for this rank's place, and meet where its rank 0 says, through MPI."""
-        self.job = job = mpi.join(settings, *self.world, after=after)
+        job = mpi.join(settings, self._comm, self._ranks, after=after)
         if job.endpoint == "":
-            return job.placement, None
+            return Met(job.placement, None, job)
         try:
             store = Client(
                 job.endpoint,
@@ -61,13 +60,7 @@ class MpiProvider:
             )
         except StoreError as error:
             raise HorovodInternalError(f"rank {job.placement.rank}: {error}") from None
-        return job.placement, store
-
-    def forget(self) -> None:
-        """Close what was met last, if its world has not."""
-        if self.job is not None:
-            self.job.close()
-        self.job = None
+        return Met(job.placement, store, job)
 
 
 def _is_srun(launch: MpiLaunch, environ: Mapping[str, str]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyhvd.launch.hosts import Host
+from polyhvd.launch.hosts.lists import Host
 from polyhvd.launch.providers.ssh import SshOptions
 
 __all__ = ["Launcher", "find_launcher"]

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from polyhvd.config import ConfigError
-from polyhvd.launch.hosts import HostsError, parse_hostfile
+from polyhvd.launch.hosts.lists import HostsError, parse_hostfile
 from polyhvd.launch.providers.allocation import Allocation, Reach
 from polyhvd.launch.providers.provider import number, shown
 
@@ -32,10 +32,10 @@ class Pbs:
             hosts = parse_hostfile(path)
         except HostsError as error:
             raise ConfigError(f"PBS_NODEFILE: {error}; -H names hosts and slots instead") from None
-        told, slots = number(environ, "PBS_NP"), sum(host.slots for host in hosts)
-        if told is not None and told != slots:
+        stated, slots = number(environ, "PBS_NP"), sum(host.slots for host in hosts)
+        if stated is not None and stated != slots:
             raise ConfigError(
-                f"PBS_NODEFILE={path} has {slots} lines, but PBS_NP={told}; is the file cut off? -H names "
+                f"PBS_NODEFILE={path} has {slots} lines, but PBS_NP={stated}; is the file cut off? -H names "
                 "hosts and slots instead"
             )
         return Allocation(

@@ -5,22 +5,22 @@ from __future__ import annotations
 from polyhvd.launch.providers.cluster import ClusterProvider
 from polyhvd.launch.providers.jsrun import JsrunProvider
 from polyhvd.launch.providers.kubernetes import KubernetesProvider
-from polyhvd.launch.providers.local import PolyhvdrunProvider
+from polyhvd.launch.providers.local import AloneProvider, PolyhvdrunProvider
 from polyhvd.launch.providers.mpi import MpiProvider
 from polyhvd.launch.providers.provider import Provider
+from polyhvd.launch.providers.ray import RayProvider
 from polyhvd.launch.providers.sagemaker import SageMakerProvider
 from polyhvd.launch.providers.slurm import SlurmProvider
 from polyhvd.launch.providers.torchrun import TorchrunProvider, TorchVariablesProvider
 
-__all__ = ["MPI", "POLYHVDRUN", "PROVIDERS"]
+__all__ = ["ALONE", "MPI", "POLYHVDRUN", "PROVIDERS", "RAY"]
 
 #: One of each for the process: they know what it has met before.
 POLYHVDRUN = PolyhvdrunProvider()
 MPI = MpiProvider()
+ALONE = AloneProvider()
 
-#: In the order in which they are asked whose rank this process is: the launcher that is likely to have been
-#: started by the others, as torchrun is by srun, comes before them, since its ranks inherit their variables.
-PROVIDERS: tuple[Provider, ...] = (
+_FROM_ENVIRONMENT: tuple[Provider, ...] = (
     POLYHVDRUN,
     TorchrunProvider(),
     JsrunProvider(),  # whose tasks have MPI's variables, too
@@ -32,3 +32,8 @@ PROVIDERS: tuple[Provider, ...] = (
     KubernetesProvider(),
     SageMakerProvider(),
 )
+RAY = RayProvider(within=frozenset(provider.name for provider in _FROM_ENVIRONMENT))
+
+#: In the order in which they are asked whose rank this process is: the launcher that is likely to have been
+#: started by the others, as torchrun is by srun, comes before them, since its ranks inherit their variables.
+PROVIDERS: tuple[Provider, ...] = (RAY, *_FROM_ENVIRONMENT)

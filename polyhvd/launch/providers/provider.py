@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from polyhvd.config import ConfigError, Settings
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime.placement import Placement
 
-__all__ = ["Claim", "Provider", "number", "readable", "shown"]
+if TYPE_CHECKING:
+    from polyhvd.runtime.mpi import MpiJob
+
+__all__ = ["Claim", "Met", "Provider", "number", "readable", "shown"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,16 @@ class Claim:
     root: str = ""
 
 
+class Met(NamedTuple):
+    """The place of this process in its next world, and where it meets the other ranks."""
+
+    placement: Placement
+    #: None in a world of one.
+    store: Store | None
+    #: How MPI knows the ranks, if they have met through it.
+    by_mpi: MpiJob | None = None
+
+
 class Provider(Protocol):
     """A kind of job, as its ranks see it."""
 
@@ -52,9 +65,7 @@ class Provider(Protocol):
             ConfigError: it is one, and its variables cannot be read.
         """
 
-    def meet(
-        self, claim: Claim | None, settings: Settings, after: int, deadline: float
-    ) -> tuple[Placement, Store | None]:
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """Find the job's store, and this rank's place; no store in a world of one.
 
         Args:

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from polyhvd.config import ConfigError, Settings
 from polyhvd.launch import sagemaker
 from polyhvd.launch.providers.meeting import MeetingProvider
-from polyhvd.launch.providers.provider import Claim
-from polyhvd.rendezvous.store import Store
-from polyhvd.runtime.placement import Placement
+from polyhvd.launch.providers.provider import Claim, Met
 
 __all__ = ["SageMakerProvider"]
 
@@ -45,9 +43,7 @@ class SageMakerProvider(MeetingProvider):
             root=here.hosts[0],
         )
 
-    def meet(
-        self, claim: Claim | None, settings: Settings, after: int, deadline: float
-    ) -> tuple[Placement, Store | None]:
+    def meet(self, claim: Claim | None, settings: Settings, after: int, deadline: float) -> Met:
         """See :meth:`MeetingProvider.meet`. GPUs that no rank uses are warned of."""
         gpus = sagemaker.gpu_count()
         if claim is not None and claim.rank == 0 and gpus > 1:

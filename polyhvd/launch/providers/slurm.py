@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyhvd.config import ConfigError, Settings
-from polyhvd.launch.nodelist import expand
 from polyhvd.launch.providers.meeting import MeetingProvider
+from polyhvd.launch.providers.nodelist import expand
 from polyhvd.launch.providers.provider import Claim, number, readable, shown
 from polyhvd.rendezvous.ways import Way
 

@@ -16,11 +16,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from polyhvd.config import ConfigError
-from polyhvd.launch.agent_process import AgentProcess
-from polyhvd.launch.agent_program import agent_source, reader
-from polyhvd.launch.hosts import Host
-from polyhvd.launch.nodelist import counts, expand
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.agent_process import AgentProcess
+from polyhvd.launch.job.agent_program import agent_source, reader
 from polyhvd.launch.providers.allocation import Allocation, Reach
+from polyhvd.launch.providers.nodelist import counts, expand
 from polyhvd.launch.providers.provider import number, shown
 from polyhvd.rendezvous import network
 
@@ -47,10 +47,10 @@ class Slurm:
         """The nodes of the job around a batch script, the shell of salloc, or one task of srun's."""
         job = environ.get("SLURM_JOB_ID", "")
         nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-        told = number(environ, "SLURM_JOB_NUM_NODES")
-        if job and not nodes and told is not None and told > 1:
+        stated = number(environ, "SLURM_JOB_NUM_NODES")
+        if job and not nodes and stated is not None and stated > 1:
             raise ConfigError(
-                f"SLURM_JOB_NODELIST is not set, but SLURM_JOB_NUM_NODES={told}; -H names hosts instead"
+                f"SLURM_JOB_NODELIST is not set, but SLURM_JOB_NUM_NODES={stated}; -H names hosts instead"
             )
         if not job or not nodes:
             return None
@@ -59,9 +59,9 @@ class Slurm:
             names = expand(nodes)
         except ValueError as error:
             raise ConfigError(f"SLURM_JOB_NODELIST: {error}") from None
-        if told is not None and told != len(names):
+        if stated is not None and stated != len(names):
             raise ConfigError(
-                f"SLURM_JOB_NODELIST={nodes} names {len(names)} hosts, but SLURM_JOB_NUM_NODES={told}; is "
+                f"SLURM_JOB_NODELIST={nodes} names {len(names)} hosts, but SLURM_JOB_NUM_NODES={stated}; is "
                 "the list cut off? -H names hosts instead"
             )
         variable, slots = _slots(environ, len(names))

@@ -8,9 +8,9 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 
-from polyhvd.launch.agent_process import AgentProcess
-from polyhvd.launch.agent_program import agent_source, reader
-from polyhvd.launch.hosts import Host
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.agent_process import AgentProcess
+from polyhvd.launch.job.agent_program import agent_source, reader
 
 __all__ = ["SshAgent", "SshAgents", "SshOptions", "forwarded_environment", "ssh_command"]
 

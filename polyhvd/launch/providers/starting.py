@@ -1,8 +1,8 @@
 """How polyhvdrun starts ranks: a provider starts one agent on each host, and the agent starts the ranks.
 
-An agent is :mod:`polyhvd.launch.agent` wherever it runs. What differs is how it gets onto a host and how its
-frames come back; a further way is one more file beside ``local_agents.py`` and ``ssh.py``. None of this is
-for ranks: how they find their places is :mod:`polyhvd.launch.providers.provider`.
+An agent is :mod:`polyhvd.launch.job.agent` wherever it runs. What differs is how it gets onto a host and how
+its frames come back; a further way is one more file beside ``local_agents.py`` and ``ssh.py``. None of this
+is for ranks: how they find their places is :mod:`polyhvd.launch.providers.provider`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any, Protocol
 
-from polyhvd.launch.hosts import Host
+from polyhvd.launch.hosts.lists import Host
 
 __all__ = ["AgentProvider", "HostAgent"]
 
@@ -80,7 +80,7 @@ class HostAgent(Protocol):
     def signal(self, number: int) -> None:
         """Send a signal to all its ranks that still run; SIGKILL to what they have started, too."""
 
-    def tell(self, kind: int, payload: bytes = b"", number: int = -1) -> None:
+    def send(self, kind: int, payload: bytes = b"", number: int = -1) -> None:
         """Send a frame, such as BEAT, once it has answered; never waits.
 
         ``number`` stands where a rank would: that of an EXAMINE, below 0.

@@ -1,0 +1,1 @@
+"""The command line of ``polyhvdrun``: options, configuration file, completion, dry runs."""

@@ -1,0 +1,133 @@
+"""What has become of horovodrun's options: opposites, those without effect, and the table of all.
+
+``python -m polyhvd.launch.cli.horovodrun`` prints the table that stands in docs/migrating-from-horovod.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = [
+    "FROM_ELSEWHERE",
+    "OPPOSITES",
+    "REMARKS",
+    "WITHOUT_EFFECT",
+    "add_to",
+    "table",
+]
+
+#: Options that set a variable of the ranks to the opposite of what another one does, or to the same.
+OPPOSITES = {
+    "--no-autotune": ("AUTOTUNE", "0"),
+    "--no-timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "0"),
+    "--no-hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "0"),
+    "--no-mpi-threads-disable": ("MPI_THREADS_DISABLE", "0"),
+    "--stall-check": ("STALL_CHECK_DISABLE", "0"),
+    "--log-with-timestamp": ("LOG_HIDE_TIME", "0"),
+    "--no-log-hide-timestamp": ("LOG_HIDE_TIME", "0"),
+    "--log-without-timestamp": ("LOG_HIDE_TIME", "1"),
+}
+
+#: Options that are taken and do nothing: how many words follow each, and why.
+WITHOUT_EFFECT = {
+    "--disable-cache": (0, "Nothing is remembered between jobs, so there is nothing to turn off."),
+    "--num-nccl-streams": (1, "NCCL has one stream of its own."),
+    "--hierarchical-allgather": (0, "Always so."),
+    "--no-hierarchical-allgather": (0, "Hosts gather in shared memory first in any case."),
+    "--torus-allreduce": (0, "There is no such algorithm; NCCL chooses its own."),
+    "--no-torus-allreduce": (0, "There is no such algorithm."),
+}
+
+#: What differs from horovodrun in an option that works, by its first name.
+REMARKS = {
+    "-np": "Without it, every slot of the hosts.",
+    "-H": "A host that is named twice, with a number of slots, is an error.",
+    "-hostfile": "Also lines `host` and `host:N`. Lines without a number that repeat a host add up.",
+    "--slots-per-host": "Slots of hosts that `-H` or the file names without a number.",
+    "--network-interface": "Also a network (10.0.0.0/16) or an address, of IPv4 or IPv6.",
+    "--start-timeout": "Or `HOROVOD_START_TIMEOUT`, or `POLYHVD_START_TIMEOUT`.",
+    "--config-file": "Needs PyYAML. Unknown keys are ignored, with a warning. Every option of the command "
+    "line comes before the file, not only those that stand after `--config-file`.",
+    "-v": "`-v` alone is `--version`, as in horovodrun; with a command it is `--verbose`.",
+    "-cb": "Says what was found on this host: nothing is chosen when polyhvd is built.",
+    "--output-filename": "A full disk does not end the job.",
+    "-prefix-timestamp": "The time is in ISO 8601, with milliseconds.",
+    "--mpi": "See [mpi.md](mpi.md).",
+    "--mpi-args": "With `--mpi`. Without it a line says that it has no effect.",
+    "--gloo": "It is what happens without `--mpi`. No Gloo is used.",
+    "--binding-args": "With `--mpi`. Without it ranks are not bound to cores, and a line says so.",
+    "--jsrun": "See [launcher.md](launcher.md#lsf).",
+    "--hierarchical-allreduce": "For tensors on GPUs; on CPUs always so.",
+    "--timeline-filename": "A file for each rank.",
+    "--gloo-timeout-seconds": "The longest time of an agreed transfer.",
+    "--tcp": "Sets `NCCL_IB_DISABLE=1`, as in horovodrun. With `--mpi`, MPI's own transport is chosen in "
+    "`--mpi-args`.",
+    "--min-np": "See [elastic.md](elastic.md).",
+    "--max-np": "Default: the number of ranks, `-np`.",
+    "--reset-limit": "All changes of the world count, as in horovodrun.",
+    "--host-discovery-script": "Run every second. A line that begins with `#` is a comment.",
+    "--elastic-timeout": "The job then ends with status 75: it can be run again.",
+    "--blacklist-cooldown-range": "A slot rests, not its host. Doubled with each failure in a row.",
+}
+
+#: Options that horovodrun does not have, by their first name, and where they are known from.
+FROM_ELSEWHERE = {
+    "-x": "mpirun",
+    "-m": "torchrun",
+    "--max-restarts": "torchrun",
+    "--tee": "torchrun",
+    "--nnodes": "torchrun",
+    "--node-rank": "torchrun",
+    "--rdzv-endpoint": "torchrun",
+    "--nproc-per-node": "torchrun",
+    "--sagemaker": "new",
+    "--heartbeat-timeout-s": "new",
+    "--dry-run": "new",
+    "--print-completion": "new",
+    "--huge-pages": "new",
+    "--no-tag": "new",
+    "--keep-going": "new",
+    "--term-grace-s": "new",
+    "--ssh-option": "new",
+    "--remote-python": "new",
+    "--no-host-checks": "new",
+    "--reproducible": "new",
+    "--spares": "new",
+    "--on-state-lost": "new",
+    "--slow-rank-policy": "new",
+    "--slow-rank-factor": "new",
+}
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Have a parser know these options; its help says nothing of them."""
+    for option, (words, _) in WITHOUT_EFFECT.items():
+        if words:
+            parser.add_argument(option, dest="_without_effect", help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(
+                option, action="store_const", const=True, dest="_without_effect", help=argparse.SUPPRESS
+            )
+
+
+def _row(action: argparse.Action) -> str:
+    first = action.option_strings[0]
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    if first in WITHOUT_EFFECT:
+        return f"| {names} | no effect | {WITHOUT_EFFECT[first][1]} |"
+    origin = FROM_ELSEWHERE.get(first)
+    verdict = "works" if origin is None else "new" if origin == "new" else f"works, from {origin}"
+    meaning = "" if origin is None or not action.help else f"{action.help[0].upper()}{action.help[1:]}."
+    return f"| {names} | {verdict} | {REMARKS.get(first, meaning)} |".replace("|  |", "| |")
+
+
+def table(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option of a parser, with what it does here, as lines of Markdown."""
+    actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    return ["| option | here | remarks |", "|---|---|---|", *map(_row, actions)]
+
+
+if __name__ == "__main__":
+    from polyhvd.launch.cli.options import make_parser
+
+    print("\n".join(table(make_parser())))

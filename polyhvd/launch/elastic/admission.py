@@ -1,0 +1,122 @@
+"""Hosts of an elastic job, which come one after another: each is looked at before anything is started there.
+
+See :mod:`polyhvd.launch.hosts.checks`, which judges, and here of one host at a time: one that cannot take
+part is refused, and the job goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from typing import TYPE_CHECKING
+
+from polyhvd.launch.job.spec import JobSpec
+from polyhvd.launch.providers.starting import HostAgent
+from polyhvd.rendezvous.server import Server
+
+if TYPE_CHECKING:
+    from polyhvd.launch.hosts.checks import HostChecks, Problem
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """See the module. Whoever drives the agents tells this what comes from them.
+
+    Args:
+        spec: the job.
+        rendezvous: which each host has to reach.
+        secret: of the job.
+    """
+
+    def __init__(self, spec: JobSpec, rendezvous: Server, secret: str) -> None:
+        self._spec = spec
+        self._rendezvous = rendezvous
+        self._secret = secret
+        self._made: HostChecks | None = None  # for the first host that is not this one
+        self._waiting: dict[HostAgent, list[Callable[[], None]]] = {}  # what is to be started there
+        self._numbers: dict[HostAgent, int] = {}
+        self._ways: dict[int, str] = {}  # of hosts that are not this one, by which they reach the rendezvous
+        self._refused: set[HostAgent] = set()
+
+    def expect(self, process: HostAgent, number: int) -> None:
+        """An agent on another host was started."""
+        self._numbers[process] = number
+        self._waiting[process] = []
+        self._checks.add(process, [self._spec.argv], {**process.environment, **self._spec.env})
+
+    def when_fit(self, process: HostAgent, start: Callable[[], None]) -> None:
+        """Call ``start`` once the host of this agent has passed: now, where it has, or is this one."""
+        waiting = self._waiting.get(process)
+        if waiting is None:
+            start()
+        else:
+            waiting.append(start)
+
+    def awaits(self, process: HostAgent) -> bool:
+        """Whether it is not known yet if the host of this agent can take part."""
+        return process in self._waiting
+
+    def refuses(self, process: HostAgent) -> bool:
+        """Whether the host of this agent could not take part."""
+        return process in self._refused
+
+    def forget(self, process: HostAgent) -> None:
+        """An agent that is not awaited has ended."""
+        self._refused.discard(process)
+        self._numbers.pop(process, None)
+        if self._made is not None:
+            self._made.forget(process)
+
+    def look(self, process: HostAgent) -> None:
+        """Ask a host whose agent has answered, unless it was asked."""
+        if self._spec.check_hosts and process in self._waiting:
+            self._checks.look(process)
+
+    def take(self, process: HostAgent, number: int, payload: bytes) -> None:
+        """A part of what a host has said."""
+        if process in self._waiting:
+            self._checks.take(process, number, payload)
+
+    def lost(self, process: HostAgent, status: int, reason: str = "") -> None:
+        """An agent has ended before it was known whether its host can take part."""
+        self._checks.lost(process, status, reason)
+
+    def give_up(self, late: Iterable[HostAgent]) -> None:
+        """The time of these agents is over."""
+        for process in late:
+            if process in self._waiting:
+                self._checks.give_up(process)
+
+    def settle(self) -> list[tuple[HostAgent, list[Problem]]]:
+        """Start what has waited for hosts that have passed; returns the agents of those that have not."""
+        refused = []
+        for process in list(self._waiting):
+            problems = self._checks.problems_of(process)
+            if problems:
+                del self._waiting[process]
+                self._refused.add(process)
+                refused.append((process, problems))
+            elif self._checks.has_passed(process) or (process.ready and not self._spec.check_hosts):
+                way = self._checks.way_back(process).endpoint
+                self._ways[self._numbers[process]] = way or self._checks.serve(process.host)
+                for start in self._waiting.pop(process):
+                    start()
+        return refused
+
+    def endpoint(self, number: int, numbers: Set[int]) -> str:
+        """Where ranks of a host meet those of these others: after commas other ways, as hosts differ."""
+        used = dict.fromkeys(self._ways[other] for other in sorted(numbers) if other in self._ways)
+        if not used:
+            return self._rendezvous.endpoint
+        own = self._ways.get(number) or next(iter(used))
+        return ",".join([own, *(other for other in used if other != own)])
+
+    @property
+    def _checks(self) -> HostChecks:
+        if self._made is None:
+            from polyhvd.launch.hosts.checks import HostChecks  # takes a while to import
+
+            fixed = bool(self._spec.interface or self._spec.address)
+            timeout_s = self._spec.start_timeout_s
+            self._made = HostChecks(self._rendezvous, self._secret, timeout_s, fixed=fixed)
+        return self._made

@@ -1,0 +1,266 @@
+"""Which hosts there are, asked again and again while an elastic job runs, beside its loop."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from polyhvd.launch.hosts.lists import HostsError, parse_hostfile, parse_hosts
+
+__all__ = ["Discovery", "FixedHosts", "HostDiscovery", "HostDiscoveryScript", "HostsFile", "discovery_of"]
+
+_INTERVAL_S = 1.0
+_SCRIPT_TIMEOUT_S = 30.0
+_OUTPUT_BYTES_MAX = 1 << 20
+#: Runs a program that ends with this process, however this process ends.
+_LEASHED = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
+    "if os.getppid() != int(sys.argv[1]): os._exit(1)\n"
+    "try: os.execvp(sys.argv[2], sys.argv[2:])\n"
+    "except OSError as error: sys.exit(f'{sys.argv[2]}: {error.strerror}')\n"
+)
+
+
+class HostDiscovery(Protocol):
+    """Says which hosts there are now. May take its time: it has a thread of its own."""
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        """The hosts by name, with the number of ranks that each takes.
+
+        Raises:
+            Exception: it is not known for now; the hosts stay those that were found last.
+        """
+
+
+class FixedHosts:
+    """A :class:`HostDiscovery` that lists the hosts that it was given.
+
+    Example::
+
+        FixedHosts({"a": 2}).find_available_hosts_and_slots()  # {"a": 2}
+    """
+
+    def __init__(self, hosts: Mapping[str, int]) -> None:
+        self._hosts = dict(hosts)
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        """The hosts, always the same."""
+        return self._hosts
+
+
+class HostsFile:
+    """A :class:`HostDiscovery` that reads a file of hosts, which may change.
+
+    Args:
+        path: of the file, as ``--hostfile`` takes it.
+        slots: of a host that stands there once, without a number.
+    """
+
+    def __init__(self, path: str, slots: int = 1) -> None:
+        self._path = path
+        self._slots = slots
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        """Read it; raises HostsError."""
+        return {host.name: host.slots for host in parse_hostfile(self._path, self._slots)}
+
+
+class HostDiscoveryScript:
+    """A :class:`HostDiscovery` that runs a program, which prints a line ``host`` or ``host:slots`` for each.
+
+    Args:
+        script: its path, or a name that is looked up as a shell does.
+        slots: of a host that is printed without a number.
+        timeout_s: it is killed after.
+    """
+
+    def __init__(self, script: str, slots: int = 1, timeout_s: float = _SCRIPT_TIMEOUT_S) -> None:
+        self._script = script
+        self._slots = slots
+        self._timeout_s = timeout_s
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        """Run it; raises HostsError for what it prints, and OSError when it fails."""
+        command = [sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid()), self._script]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = self._output(process)
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+        if process.returncode != 0:
+            said = err.decode("utf-8", "replace").strip().splitlines()
+            words = f": {said[-1]}" if said else ""
+            raise OSError(f"{self._script} has ended with status {process.returncode}{words}")
+        lines = out.decode("utf-8", "replace").splitlines()
+        names = [name for line in lines if (name := line.split("#")[0].strip())]
+        try:
+            hosts = parse_hosts(",".join(names), self._slots) if names else []
+        except HostsError as error:
+            raise HostsError(f"{self._script}: {error}") from None
+        return {host.name: host.slots for host in hosts}
+
+    def _output(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+        """What it prints until it ends; raises OSError where that takes too long or is too much."""
+        until = time.monotonic() + self._timeout_s
+        printed = {process.stdout: bytearray(), process.stderr: bytearray()}
+        with selectors.DefaultSelector() as selector:
+            for stream in printed:
+                selector.register(stream, selectors.EVENT_READ)  # type: ignore[arg-type]
+            while selector.get_map():
+                if (left := until - time.monotonic()) <= 0:
+                    raise OSError(f"{self._script} has not ended within {self._timeout_s:g} s")
+                for key, _ in selector.select(left):
+                    data = os.read(key.fd, 65536)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    printed[key.fileobj] += data  # type: ignore[index]
+                    if len(printed[key.fileobj]) > _OUTPUT_BYTES_MAX:  # type: ignore[index]
+                        raise OSError(f"{self._script} has printed more than {_OUTPUT_BYTES_MAX} bytes")
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise OSError(f"{self._script} has not ended within {self._timeout_s:g} s") from None
+        return bytes(printed[process.stdout]), bytes(printed[process.stderr])
+
+
+class _FromPython:
+    """A :class:`HostDiscovery` of the user's, whose answers are looked at."""
+
+    def __init__(self, name: str, inner: HostDiscovery) -> None:
+        self._name = name
+        self._inner = inner
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        found: Any = self._inner.find_available_hosts_and_slots()
+        pairs = list(found.items()) if isinstance(found, Mapping) else [(found, 0)]
+        for host, slots in pairs:
+            if not isinstance(host, str) or type(slots) is not int or slots < 1:
+                raise HostsError(
+                    f"{self._name}: expected a dict of the hosts' names with their slots, from 1 on; "
+                    f"found {found!r}"[:500]
+                )
+            parse_hosts(f"[{host}]" if ":" in host else host)
+        return dict(pairs)
+
+
+_PYTHON = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+
+
+def discovery_of(text: str, slots: int) -> HostDiscovery:
+    """What ``--host-discovery-script`` says: a program, or ``MODULE:NAME`` of a :class:`HostDiscovery`.
+
+    Args:
+        text: a path, or a module of Python that is found here or is installed, and a name in it: a class or
+            function that makes the object without arguments, or the object.
+        slots: of a host that a program prints without a number.
+
+    Raises:
+        ValueError: there is no such module or name, or it is no such object.
+
+    Example::
+
+        discovery_of("cluster:Hosts", 1)
+    """
+    named = _PYTHON.fullmatch(text)
+    if named is None or os.path.exists(text):
+        return HostDiscoveryScript(text, slots)
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(named[1]), named[2])
+        if not hasattr(found, "find_available_hosts_and_slots") or isinstance(found, type):
+            found = found()
+    except Exception as error:
+        raise ValueError(f"--host-discovery-script {text}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(found, "find_available_hosts_and_slots", None)):
+        raise ValueError(
+            f"--host-discovery-script {text}: a {type(found).__qualname__} has no method "
+            "find_available_hosts_and_slots()"
+        )
+    return _FromPython(text, found)
+
+
+class Discovery:
+    """Asks a :class:`HostDiscovery` every second, on a thread, and keeps what has changed.
+
+    Args:
+        source: whom to ask.
+        interval_s: the pause between two questions.
+    """
+
+    def __init__(self, source: HostDiscovery, interval_s: float = _INTERVAL_S) -> None:
+        self.source = source
+        self._interval_s = interval_s
+        self._lock = threading.Lock()  # of what follows, which both threads use
+        self._found: dict[str, int] | None = None  # new, and not taken yet
+        self._complaints: list[str] = []
+        self._known: dict[str, int] | None = None
+        self._last_complaint = ""
+        self._closed = threading.Event()
+
+    def look(self) -> dict[str, int]:
+        """Ask once, on this thread; what the source raises is raised."""
+        hosts = {
+            str(name): int(slots) for name, slots in self.source.find_available_hosts_and_slots().items()
+        }
+        with self._lock:
+            self._known = hosts
+        return hosts
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """Begin to ask; ``ring`` is called, on the thread, when there is something to take."""
+        threading.Thread(target=self._run, args=(ring,), name="polyhvd-discovery", daemon=True).start()
+
+    def take(self) -> dict[str, int] | None:
+        """The hosts, if they have changed since they were taken last."""
+        with self._lock:
+            found, self._found = self._found, None
+            return found
+
+    def complaints(self) -> list[str]:
+        """What to tell the user: each once."""
+        with self._lock:
+            complaints, self._complaints = self._complaints, []
+            return complaints
+
+    def close(self) -> None:
+        """Ask no more. A question that is under way is not waited for."""
+        self._closed.set()
+
+    def _run(self, ring: Callable[[], None]) -> None:
+        while not self._closed.wait(self._interval_s):
+            before = self._known
+            complaint = ""
+            try:
+                hosts = self.look()
+            except Exception as error:
+                complaint = f"discovery of hosts: {error or type(error).__name__}; the hosts stay as they are"
+            with self._lock:
+                changed = not complaint and hosts != before
+                if changed:
+                    self._found = hosts
+                is_new = complaint not in ("", self._last_complaint)
+                if is_new:
+                    self._complaints.append(complaint)
+                self._last_complaint = complaint
+            if (changed or is_new) and not self._closed.is_set():
+                ring()

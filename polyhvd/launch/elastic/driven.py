@@ -1,0 +1,65 @@
+"""What makes a job elastic, and what its driver asks of it. Imports little: most jobs are not elastic."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from polyhvd.elastic.limits import RESUME_STATUS
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.blame import Ending
+from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.placement import Placement
+
+if TYPE_CHECKING:
+    from polyhvd.elastic.limits import Limits
+    from polyhvd.launch.elastic.discovery import Discovery
+
+__all__ = ["HEARTBEAT_TIMEOUT_S", "RESUME_STATUS", "DrivenJob", "Elastic"]
+
+#: Instead of :mod:`polyhvd.launch.job.agent`'s. The others wait for a host that is cut off until it is given
+#: up, which has to happen within 5 s; this costs a beat every two thirds of a second. An agent that is
+#: stopped or starved for three seconds still answers in time.
+HEARTBEAT_TIMEOUT_S = 4.0
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What makes a job elastic."""
+
+    limits: Limits
+    hosts: list[Host]  #: at the beginning
+    discovery: Discovery | None = None  #: None: the hosts stay these
+    slow_factor: float = 1.5  #: a rank is slow that takes so many times as long as the others
+    evicts_slow: bool = False  #: whether a spare takes its place
+    on_state_lost: str = "fail"  #: or "restart": what train() does where no process has the state any more
+
+
+class DrivenJob(Protocol):
+    """What a driver asks of its job."""
+
+    rendezvous: Server
+
+    def start_member(
+        self, member: int, place: Placement, host: Host, number: int, *, knows_rank: bool
+    ) -> None:
+        """Start a process on the host of this number; ``place`` is what its environment says.
+
+        Without ``knows_rank`` only the place on its host counts.
+        """
+
+    def kill_member(self, member: int) -> None:
+        """End a process at once."""
+
+    def endpoint(self, number: int, numbers: Set[int]) -> str:
+        """Where the ranks of the host of this number meet those of the hosts of these."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+    def end(self, reason: str, cause: Ending | None, status: int) -> None:
+        """End the job, which has failed, with this status where there is no cause that has another."""
+
+    def finish(self) -> None:
+        """End what still runs: the job is done."""

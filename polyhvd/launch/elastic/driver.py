@@ -1,0 +1,486 @@
+"""The launcher's part in an elastic job: hears what happens, asks the membership, and does what it says.
+
+See :mod:`polyhvd.elastic.membership`, which decides, and :mod:`polyhvd.elastic.places`, in whose words
+members ask. All of it runs in the job's loop, but for :meth:`Driver.observe` and the discovery's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING
+
+from polyhvd.elastic.limits import BEGUN, FINISHED
+from polyhvd.elastic.membership import (
+    Action,
+    Dismiss,
+    End,
+    Fate,
+    Finish,
+    Form,
+    Lose,
+    Membership,
+    Notify,
+    Start,
+)
+from polyhvd.elastic.pace import Figure
+from polyhvd.elastic.places import (
+    ASKS,
+    BEGINS,
+    LEAVES,
+    PROGRESS,
+    PROLOGUE,
+    SAYS,
+    STEPS,
+    Answer,
+    Question,
+    lost_scope,
+    notice_scope,
+    place_scope,
+    places_scope,
+)
+from polyhvd.launch.elastic.account import Account
+from polyhvd.launch.elastic.driven import RESUME_STATUS, DrivenJob, Elastic
+from polyhvd.launch.elastic.slow import SlowRanks
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.blame import Ending, describe
+from polyhvd.launch.job.control import Request
+from polyhvd.launch.job.policy import Decision, GoOn, StartReplacement, StopOthers
+from polyhvd.launch.job.situation import Situation
+from polyhvd.observe.terminal import printable
+from polyhvd.runtime.placement import Placement, placements
+
+if TYPE_CHECKING:
+    from polyhvd.launch.hosts.checks import Problem
+
+__all__ = ["Driver"]
+
+#: From a failure that ends the job to the end of the others: their own last words may explain it.
+_SETTLE_S = 0.1
+_STRANGERS_MAX = 16  # whose answers are kept for them
+_SIGNAL_STATUS = range(129, 129 + 64)  # of a shell whose program was killed
+#: Raised when decoding a message that is invalid.
+_INVALID = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+#: Scopes of messages from members, besides their questions.
+_SCOPES = (BEGINS, LEAVES, PROGRESS, SAYS, STEPS)
+_FROM_OUTSIDE = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+class Driver:
+    """See the module; it is what the job's loop runs, see :class:`polyhvd.launch.job.ranks.Ranks`."""
+
+    noun = "process"
+    renews = True
+
+    def __init__(self, elastic: Elastic, hosts: Sequence[Host]) -> None:
+        self._membership = Membership(elastic.limits)
+        self._limits = elastic.limits
+        self._on_state_lost = elastic.on_state_lost
+        self._slow = SlowRanks(elastic, self._membership)
+        self._account = Account(self._membership)
+        self._discovery = elastic.discovery
+        self._hosts = {host.name: host for host in hosts}
+        self._numbers = {host.name: number for number, host in enumerate(hosts)}
+        self._job: DrivenJob | None = None
+        self._received: deque[tuple[str, int, bytes]] = deque()  # by the server's thread; needs no lock
+        self._leaves: list[tuple[Request, set[int]]] = []  # who waits for whom to leave
+        self._signalled = self._stopped = False  # the job is ended from outside; at once
+        self._questions: dict[int, Question] = {}  # the last of each member that lives
+        self._endings: dict[int, Ending] = {}  # of members that were lost, as far as they may be blamed
+        self._resumable = False
+        self._shortage = ""  # the shortage that was printed last
+        self._strangers: deque[int] = deque()  # who has asked though it was given up
+        #: What the job's loop waits on: something was received.
+        self.wake, self._alarm = os.pipe()
+        for descriptor in (self.wake, self._alarm):
+            os.set_blocking(descriptor, False)
+
+    def close(self) -> None:
+        """End the discovery."""
+        if self._discovery is not None:
+            self._discovery.close()
+        for request, _ in self._leaves:
+            request.close()
+        os.close(self.wake)
+        os.close(self._alarm)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be started."""
+        return self._membership.over
+
+    def summary(self, *, failed: bool) -> str:
+        """What to say at the end; empty: nothing."""
+        if self._resumable:
+            return f"status {RESUME_STATUS}: run the job again, to resume from its checkpoint"
+        lost = 0 if failed else self._membership.replaced
+        processes = f"{lost} process{'es' if lost > 1 else ''}"
+        return f"the job has gone on after the loss of {processes}" if lost else ""
+
+    def observe(self, scope: str, member: int, value: bytes) -> None:
+        """A member has written something; on the server's thread."""
+        if scope.startswith(f"{ASKS}/") or scope in _SCOPES:
+            self._received.append((scope, member, value))
+            self._ring()
+
+    def _take_steps(self, member: int, value: bytes, now: float) -> None:
+        assert self._job is not None
+        if not self._goes_on:
+            return
+        try:
+            figure = Figure.decoded(value)
+        except _INVALID:
+            return
+        self._do(self._slow.add(member, figure, self._job, now))
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._alarm, b"+")
+
+    def begin(self, job: DrivenJob, now: float) -> None:
+        """Start the first processes."""
+        self._job = job
+        self._do(self._membership.hosts_are(self._slots(), now), first=True)
+        if self._discovery is not None:
+            self._discovery.begin(self._ring)
+
+    def turn(self, now: float) -> None:
+        """Look at what was received, and at the time."""
+        assert self._job is not None
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.wake, 4096):
+                pass
+        while self._received:
+            scope, member, value = self._received.popleft()
+            if scope == LEAVES:
+                self._job.rendezvous.drop(LEAVES)  # each says so once
+                self._leave({member}, now)
+                continue
+            if scope == STEPS:
+                self._take_steps(member, value, now)
+                continue
+            if scope == BEGINS:
+                self._membership.begins(member)
+                continue
+            if scope == PROGRESS:
+                self._job.rendezvous.drop(PROGRESS)
+                self._membership.progress()
+                continue
+            if scope == SAYS:
+                self._say(printable(value.decode("utf-8", "replace")))
+                continue
+            try:
+                question = Question.decoded(value)
+            except _INVALID:
+                continue
+            self._take_question(member, question, now)
+        if self._stopped or self.over:
+            self._dismiss_all()  # also who has asked before
+        if self._stopped or self._membership.all_are_leaving:
+            return
+        if self._discovery is not None:
+            for text in self._discovery.complaints():
+                self._say(text)
+            if (found := self._discovery.take()) is not None:
+                self._discover(found, now)
+        self._do(self._membership.time_is(now))
+        self._say_shortage()
+        if self._goes_on and (sentence := self._account.look(now)):
+            self._say(printable(sentence))
+
+    def _say_shortage(self) -> None:
+        """Say once why a job that goes on may end."""
+        shortage = self._membership.shortage if self._goes_on else ""
+        if shortage and not self._shortage:
+            self._say(f"{shortage}: the job waits {self._limits.timeout_s:g} s for more (--elastic-timeout)")
+        self._shortage = shortage
+
+    def _take_question(self, member: int, question: Question, now: float) -> None:
+        assert self._job is not None
+        former = self._questions.get(member, question)
+        if former.after != question.after:  # it has read the answer to that
+            self._job.rendezvous.drop(place_scope(member, former.after))
+        # One that was given up may be heard of again, when its host's network is whole.
+        if not self._membership.has(member):
+            self._turn_away(member, question)
+            return
+        self._questions[member] = question
+        if self._stopped or self.over:
+            return
+        self._do(
+            self._membership.asks(
+                member,
+                question.after,
+                now,
+                wired=question.wired,
+                progressed=question.progressed,
+                failed=bool(question.failure),
+                dead=question.dead,
+                commit=(question.call, question.commits),
+            )
+        )
+
+    def next_at(self, now: float) -> float:
+        """When :meth:`turn` has something to do though nothing was received."""
+        return min(self._membership.next_at(now), self._account.next_at(now))
+
+    def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
+        """Have a member that was lost replaced, and end the job for what would only recur."""
+        fate = _fate_of(ending)
+        self._questions.pop(ending.rank, None)
+        assert self._job is not None
+        self._job.rendezvous.drop(places_scope(ending.rank))
+        self._tell_who_waits(ending.rank)
+        if self._stopped:
+            return GoOn()
+        if fate is not Fate.WELL:
+            blamable = self._membership.blamable
+            self._endings = {member: item for member, item in self._endings.items() if member in blamable}
+            self._endings[ending.rank] = ending
+        if self.over:  # of another cause, which is about to end this one, too
+            return StopOthers(now + _SETTLE_S) if ending.failed else GoOn()
+        counted = self._membership.staying | set(self._membership.ranks)
+        has_finished = ending.progress == FINISHED
+        staying = self._membership.staying & set(self._membership.ranks)
+        if fate is Fate.WELL and ending.progress == BEGUN and ending.rank in staying:
+            self._say(f"{describe(ending)} before its training was over; the others go on without it")
+        has_begun = bool(ending.progress)
+        actions = self._membership.ended(
+            ending.rank, fate, now, has_begun=has_begun, has_finished=has_finished, why=describe(ending)
+        )
+        ends = [action for action in actions if isinstance(action, End)]
+        is_loss = ending.rank in counted and not self._membership.all_are_leaving and not has_finished
+        if fate in (Fate.LOST, Fate.KILLED) and not ends and is_loss:
+            self._say(f"{describe(ending)}; the job goes on")
+        if fate is Fate.FAILED and not (ends or has_begun) and is_loss:
+            self._say(f"{describe(ending)} before its elastic function; the job goes on without it")
+        if not any(end.cause == ending.rank for end in ends):
+            self._do(actions)
+            return GoOn() if fate is Fate.WELL else StartReplacement()
+        self._do(action for action in actions if not isinstance(action, End))
+        if ends[0].reason:
+            self._say(ends[0].reason)
+        return StopOthers(now + _SETTLE_S)
+
+    def refuse(self, number: int, problems: Sequence[Problem], now: float) -> set[int]:
+        """A host cannot take part: say why, and go on without it; returns the members that it was to have."""
+        assert self._job is not None
+        name = next(host for host, known in self._numbers.items() if known == number)
+        for problem in problems:
+            self._say(f"{name} cannot take part for now: {problem.what}: {problem.found}; {problem.cure}")
+        gone = self._membership.unready_on(name)
+        why = "; ".join(f"{problem.what}: {problem.found}" for problem in problems)
+        others_may_come = self._discovery is not None
+        self._do(self._membership.host_unfit(name, now, others_may_come=others_may_come, why=why))
+        return gone
+
+    # Leaving
+
+    def stop(self, now: float, *, notice: bool) -> None:
+        """Somebody ends the job: all members leave at their next boundary, if they are given the time."""
+        if self._job is None or self._stopped or self.over:
+            return
+        self._stopped, self._signalled = not notice, True
+        if notice:
+            self._do(self._membership.all_leave(now))
+
+    def host_leaves(self, number: int, now: float) -> None:
+        """The agent of a host has received SIGTERM."""
+        name = next(host for host, known in self._numbers.items() if known == number)
+        if self._goes_on:
+            self._say(f"{name} leaves with notice")
+        self._do(self._membership.host_leaves(name, now))
+
+    @property
+    def _goes_on(self) -> bool:
+        return not (self.over or self._stopped or self._membership.all_are_leaving)
+
+    def _leave(self, members: set[int], now: float) -> None:
+        if self._goes_on:
+            for member in sorted(members & self._membership.staying):
+                self._say(f"{self._named(member)} leaves with notice")
+        self._do(self._membership.leaves(sorted(members), now))
+
+    def _named(self, member: int) -> str:
+        ranks = self._membership.ranks
+        place = f"rank {ranks.index(member)}" if member in ranks else "no rank"
+        return f"process {member} ({place}) on {self._membership.host_of(member)}"
+
+    def situation(self, running: Set[int], late: Mapping[str, float], now: float) -> Situation:
+        """What the job does; see :meth:`polyhvd.launch.job.ranks.Ranks.situation`."""
+        return self._account.situation(late.keys(), self._slow.step_s, now)
+
+    def obey(self, request: Request, now: float) -> None:
+        """Somebody wants ranks or hosts to leave."""
+        try:
+            hosts = [str(host) for host in request.words["hosts"]]
+            members = {int(number) for number in request.words["processes"]}
+            ranks, wanted = self._membership.ranks, [int(rank) for rank in request.words["ranks"]]
+            members |= {ranks[rank] if 0 <= rank < len(ranks) else -1 for rank in wanted}
+        except (KeyError, TypeError, ValueError):
+            hosts, members, wanted = [], set(), []
+        unknown = [host for host in hosts if host not in self._hosts]
+        staying = self._membership.staying
+        if unknown or not members <= staying or not (hosts or members):
+            known = ", ".join(self._named(member) for member in sorted(staying))
+            request.answer(error=f"no such host or process; hosts: {', '.join(self._hosts)}; {known}")
+            request.close()
+            return
+        leaving = members | {member for member in staying if self._membership.host_of(member) in hosts}
+        request.answer(leaving=[*map(self._named, sorted(leaving)), *hosts])
+        for host in hosts:
+            self.host_leaves(self._numbers[host], now)
+        self._leave(members, now)
+        if request.words.get("wait"):
+            self._leaves.append((request, leaving))
+            self._tell_who_waits(-1)
+        else:
+            request.close()
+
+    def _tell_who_waits(self, gone: int) -> None:
+        """A process has ended: whoever waited for it to leave may go."""
+        for request, members in self._leaves:
+            members.discard(gone)
+            if not members:
+                request.answer(left=True)
+                request.close()
+        self._leaves = [item for item in self._leaves if item[1]]
+
+    # Doing
+
+    def _say(self, text: str) -> None:
+        assert self._job is not None
+        self._job.say(text)
+
+    def _slots(self) -> dict[str, int]:
+        return {host.name: host.slots for host in self._hosts.values()}
+
+    def _discover(self, found: Mapping[str, int], now: float) -> None:
+        for name in found:
+            self._numbers.setdefault(name, len(self._numbers))
+        self._hosts = {name: Host(name, slots) for name, slots in found.items()}
+        self._do(self._membership.hosts_are(self._slots(), now))
+
+    def _do(self, actions: Iterable[Action], *, first: bool = False) -> None:
+        listed = list(actions)
+        assert self._job is not None
+        starts = [action for action in listed if isinstance(action, Start)]
+        known = placements([action.host for action in starts][: self._limits.size]) if first else []
+        for action in listed:
+            if isinstance(action, Start):
+                place = known[action.member] if action.member < len(known) else None
+                self._start(action, place)
+            elif isinstance(action, Form):
+                self._form(action)
+            elif isinstance(action, Lose):
+                if action.reason:
+                    self._say(f"{action.reason}; the job goes on without it")
+                    self._job.kill_member(action.member)
+                reason = action.reason or describe(self._endings[action.member])
+                text = json.dumps([True, f"{reason} while the ranks met"]).encode()
+                self._job.rendezvous.post(f"init/{action.generation}/failed", 0, text)
+                self._job.rendezvous.post(lost_scope(action.generation), 0, reason.encode())
+            elif isinstance(action, Notify):
+                self._job.rendezvous.post(notice_scope(action.generation), 0, b"")
+            elif isinstance(action, Dismiss):
+                self._dismiss(action.member)
+            elif isinstance(action, Finish):
+                self._dismiss_all()
+                self._job.finish()
+            else:
+                self._end(action)
+
+    def _start(self, action: Start, place: Placement | None) -> None:
+        assert self._job is not None
+        host = self._hosts[action.host]
+        number = str(self._numbers[action.host])
+        local_size = max(host.slots, action.slot + 1)
+        knows_rank = place is not None
+        if place is None:  # it receives its rank when it has asked for a place
+            place = Placement(1, 0, local_size, action.slot, local_size, 0, 1, number)
+        self._job.start_member(
+            action.member, place, Host(host.name, host.slots), int(number), knows_rank=knows_rank
+        )
+
+    def _form(self, action: Form) -> None:
+        assert self._job is not None
+        generation = action.generation
+        hosts = [str(self._numbers[host]) for host in action.hosts]
+        members = list(action.members)
+        oldest = next((self._questions[m] for m in members if self._questions[m].after), Question())
+        ranks = {member: rank for rank, member in enumerate(members)}
+        sets = [sorted(ranks[m] for m in those if m in ranks) for those in oldest.sets]
+        call = max(self._questions[member].call for member in members)
+        if call == 0:  # all that have recorded results are lost
+            self._job.rendezvous.drop(PROLOGUE)
+        numbers = {self._numbers[host] for host in action.hosts}
+        for former in (generation - 2, generation - 1):
+            self._job.rendezvous.drop(f"init/{former}/")
+            for scope in (notice_scope(former), lost_scope(former)):
+                self._job.rendezvous.drop(scope, waiters=True)
+        for member, host in zip(members, action.hosts, strict=True):
+            endpoint = self._job.endpoint(self._numbers[host], numbers)
+            answer = Answer(
+                generation,
+                members,
+                hosts,
+                sets,
+                call=call,
+                rendezvous=endpoint,
+                max_size=self._limits.max_size,
+                state_lost=self._on_state_lost if action.state_lost else "",
+            )
+            scope = place_scope(member, self._questions[member].after)
+            self._job.rendezvous.post(scope, 0, answer.encoded())
+        self._slow.begin(action, self._job)
+        size = len(members)
+        if generation > 1 or size < self._limits.size:
+            self._say(f"generation {generation}: {size} rank{'s' if size > 1 else ''}")
+
+    def _dismiss_all(self) -> None:
+        """Nobody who waits for a place will have one any more."""
+        for member in list(self._questions):
+            self._dismiss(member)
+        self._questions.clear()
+
+    def _turn_away(self, member: int, question: Question) -> None:
+        """Answer one that is no member; some of these have ended, and read no answer."""
+        assert self._job is not None
+        self._job.rendezvous.post(place_scope(member, question.after), 0, Answer(0).encoded())
+        if len(self._strangers) == _STRANGERS_MAX:
+            self._job.rendezvous.drop(places_scope(self._strangers.popleft()))
+        self._strangers.append(member)
+
+    def _dismiss(self, member: int) -> None:
+        assert self._job is not None
+        question = self._questions.get(member)
+        if question is not None:
+            scope = place_scope(member, question.after)
+            leaves = self._membership.leaves_by(member)
+            answer = Answer(0, self._membership.world_left_by(member), leaves=leaves)
+            self._job.rendezvous.post(scope, 0, answer.encoded())
+
+    def _end(self, action: End) -> None:
+        assert self._job is not None
+        if self._signalled:
+            return  # it ends anyway
+        cause = None if action.cause is None else self._endings.get(action.cause)
+        said = [f"process {m} says: {q.failure}" for m, q in sorted(self._questions.items()) if q.failure]
+        reason = action.reason if cause is not None or not said else f"{action.reason}; {said[0]}"
+        self._resumable = action.resumable
+        self._job.end(reason, cause, RESUME_STATUS if action.resumable else 1)
+
+
+def _fate_of(ending: Ending) -> Fate:
+    if not ending.failed:
+        return Fate.WELL
+    if ending.unstartable:
+        return Fate.UNSTARTABLE
+    if ending.reason or ending.status in _FROM_OUTSIDE:
+        return Fate.KILLED
+    crashed = ending.status < 0 or ending.status in _SIGNAL_STATUS
+    return Fate.LOST if crashed or ending.certainty == 2 else Fate.FAILED

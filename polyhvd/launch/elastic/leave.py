@@ -1,0 +1,61 @@
+"""The ``polyhvd leave`` command: ranks or hosts of a running elastic job are to leave it, without a loss."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from polyhvd.launch.job import control
+from polyhvd.observe.terminal import printable
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; returns the exit status: 1 when nobody leaves, or the job has ended meanwhile."""
+    parser = argparse.ArgumentParser(
+        prog="polyhvd leave",
+        description="Have ranks or hosts leave an elastic job at its next commit, without a loss. "
+        "Runs on the launcher's host, and returns when they have left.",
+        epilog="example: polyhvd leave --host algo-2",
+    )
+    add = parser.add_argument
+    add("--job", type=int, metavar="PID", help="process id of its polyhvdrun; default: the only one here")
+    add("--host", action="append", default=[], metavar="HOST", help="all of a host, which is used no more")
+    add("--rank", type=int, action="append", default=[], metavar="N", help="as ranks are now")
+    add("--process", type=int, action="append", default=[], metavar="N", help="as polyhvdrun prints it: [N]")
+    add(
+        "--timeout-s",
+        type=control.limit_s,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for them; default: 600",
+    )
+    add("--no-wait", action="store_true", help="return when the job knows of it")
+    options = parser.parse_args(arguments)
+    if not (options.host or options.rank or options.process):
+        parser.error("name who is to leave: --host, --rank or --process")
+    return control.converse("polyhvd leave", options.job, lambda job: _ask(job, options))
+
+
+def _ask(job: int, options: argparse.Namespace) -> None:
+    begun = time.monotonic()
+    said: dict[str, Any] = {}
+
+    def hear(words: dict[str, Any]) -> None:
+        said.update(words)
+        leaving = words.get("leaving", ())
+        for line in leaving if isinstance(leaving, list) else ():
+            print(f"{printable(str(line))} leaves", flush=True)
+
+    words = {"hosts": options.host, "ranks": options.rank, "processes": options.process}
+    control.request(job, {**words, "wait": not options.no_wait}, hear, options.timeout_s)
+    if "error" in said:
+        raise OSError(str(said["error"]))
+    if options.no_wait:
+        return
+    if not said.get("left"):
+        raise OSError(f"job {job} has ended meanwhile")
+    print(f"left after {time.monotonic() - begun:.2f} s")

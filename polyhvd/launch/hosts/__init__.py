@@ -1,0 +1,1 @@
+"""Hosts: lists of them, checks before a job starts, and the doctor."""

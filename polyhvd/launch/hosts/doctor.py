@@ -1,0 +1,168 @@
+"""``polyhvd doctor``: what polyhvd finds on this host, or on several; and which job ``init()`` would join."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from polyhvd.config import ConfigError
+from polyhvd.launch.providers.choice import choose, explain, seen
+from polyhvd.launch.providers.precedence import PROVIDERS
+
+__all__ = ["add_options", "doctor", "main", "report"]
+
+
+def report() -> list[str]:
+    """What was found on this host, as lines of text."""
+    return _examine_here()[0]
+
+
+def doctor() -> None:
+    """Print what was found on this host, and for what is missing why, and what to do.
+
+    Raises:
+        ConfigError: an environment variable cannot be used.
+
+    Example::
+
+        import polyhvd
+        polyhvd.doctor()
+    """
+    print("\n".join(report()))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``polyhvd doctor``, which are polyhvdrun's."""
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="H1,H2", help="examine these over ssh; default: this host")
+    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file, with a host in each line")
+    parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+    parser.add_argument(
+        "--ssh-option", action="append", default=[], metavar="OPTION", help="as ssh -o; may be repeated"
+    )
+    parser.add_argument(
+        "--remote-python",
+        metavar="PATH",
+        default=sys.executable,
+        help="Python on the hosts; default: this one",
+    )
+    parser.add_argument(
+        "--network-interface", metavar="NAME", default="", help="interface, or network, of all connections"
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        default=30.0,
+        help="seconds for hosts to answer; default: 30",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON; see docs/doctor.md")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; returns 0: nothing is wrong, 1: something is, 2: the command line is."""
+    parser = argparse.ArgumentParser(
+        prog="polyhvd doctor",
+        description="Say what was found on this host, or on several, what is wrong, and what to do.",
+    )
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    try:
+        if options.hosts is None and options.hostfile is None:
+            lines, healthy = _examine_here(as_json=options.json)
+        else:
+            lines, healthy = _examine_hosts(options)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"polyhvd doctor: {error}\n")
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join(lines))
+    return 0 if healthy else 1
+
+
+def _examine_here(*, as_json: bool = False) -> tuple[list[str], bool]:
+    from polyhvd.launch.hosts import diagnosis, survey  # which take a while to import
+    from polyhvd.launch.hosts.checks import Problem
+    from polyhvd.observe import doctor as host
+
+    found = survey.here(_packages())
+    local = found.name
+    kinds = host.examine()
+    found.problems += [
+        Problem(local, item.name, "ranks cannot use it", item.note)
+        for item in kinds["Transports"]
+        if not item.found
+    ]
+    try:
+        joinable = seen(PROVIDERS, os.environ)
+        launcher = [*explain(joinable), *_allocation()]
+        choose(joinable)
+    except ConfigError as error:
+        launcher = [str(error)]
+        found.problems.append(Problem(local, "launcher", str(error), "unset what belongs to no job"))
+    problems = diagnosis.problems_of([found])
+    if as_json:
+        findings = [
+            {"kind": kind, "name": item.name, "found": item.found, "version": item.version}
+            | {"path": item.path, "note": item.note}
+            for kind, items in kinds.items()
+            for item in items
+        ]
+        report = diagnosis.as_json([found], {"findings": findings, "launcher": launcher})
+        return [json.dumps(report, indent=2)], not problems
+    lines = [*host.lines(kinds), "", "Limits:", *diagnosis.resources_of(found)]
+    lines += ["", "Launcher:", *(f"  {line}" for line in launcher)]
+    return [*lines, "", *diagnosis.problem_lines(problems, 1)], not problems
+
+
+def _allocation() -> list[str]:
+    """Where polyhvdrun would start ranks, in a job of a batch system."""
+    from polyhvd.launch.providers.allocation import find  # which ranks do not need
+
+    try:
+        found = find(os.environ)
+    except ValueError as error:
+        return [f"polyhvdrun, without -H: {error}"]
+    return [] if found is None else [f"polyhvdrun, without -H, starts ranks in {found}"]
+
+
+def _examine_hosts(options: argparse.Namespace) -> tuple[list[str], bool]:
+    from polyhvd.launch.hosts import diagnosis
+    from polyhvd.launch.hosts.lists import parse_hostfile, parse_hosts
+    from polyhvd.launch.hosts.survey import Survey, SurveyOptions
+    from polyhvd.launch.providers.ssh import SshAgents, SshOptions
+
+    timeout_s = options.start_timeout
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"--start-timeout {timeout_s:g}: must be above 0")
+    hosts = parse_hosts(options.hosts) if options.hostfile is None else parse_hostfile(options.hostfile)
+    ssh = SshOptions(
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        options=tuple(options.ssh_option),
+        python=options.remote_python,
+        connect_timeout_s=timeout_s,
+    )
+    wanted = SurveyOptions(
+        packages=_packages(),
+        ssh=SshAgents(ssh),
+        python=options.remote_python,
+        interface=options.network_interface,
+        timeout_s=timeout_s,
+    )
+    with Survey(hosts, wanted) as survey:
+        found = survey.run()
+    healthy = not diagnosis.problems_of(found)
+    if options.json:
+        return [json.dumps(diagnosis.as_json(found), indent=2)], healthy
+    return diagnosis.text(found), healthy
+
+
+def _packages() -> dict[str, Sequence[str]]:
+    from polyhvd.observe.doctor import distributions
+
+    return {"polyhvd": ("polyhvd",), **distributions()}

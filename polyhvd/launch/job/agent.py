@@ -1,0 +1,631 @@
+"""Starts and watches the ranks of one host, on that host, for the launcher.
+
+Runs as a process of its own, started directly or through ssh, and gets its program sent: this file and
+``processes.py``, see :mod:`polyhvd.launch.job.agent_program`. So it uses the standard library alone, and
+nothing newer than Python 3.8. It lives as long as its standard input: when the launcher dies, however it
+dies, every rank and every process that a rank has started is killed. It is two processes: the agent, and
+above it a guard that does the same when the agent is killed. Where the launcher falls silent, the ranks are
+ended gently.
+
+Frames in both directions: kind, rank, size, payload. The agent writes MAGIC first, since a login
+shell may have printed something before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from typing import Any
+
+from polyhvd.launch.job.processes import kill_descendants, run_aside, send_signal
+
+MAGIC = b"\0polyhvd agent 1\n"
+FRAME = struct.Struct("!BiI")
+FRAME_BYTES_MAX = 1 << 24
+
+# From the agent
+STDOUT, STDERR = 1, 2  # what a rank has written
+STARTED = 3  # payload: pid
+#: Payload: exit status, negative for a signal; and why the agent has ended the rank, if it has. All that the
+#: rank has written came before.
+EXITED = 4
+FAILED = 5  # the rank was not started; payload: exit status, reason
+REPORT = 7  # what a rank has suffered from others, each with a final zero; comes before EXITED
+NOTICE = 12  # this agent has received the signal that stands in place of a rank
+FACTS = 11  # what the program of the EXAMINE with this number has written; empty: it has ended
+# From a host that has come by itself, see polyhvd/launch/job/joining.py; an agent knows nothing of them
+HELLO = 8  # payload: JSON
+SIGNALLED = 9  # polyhvdrun there has got a signal; payload: number
+OVER = 10  # the agent there has ended, and the host waits for RESULT
+# To such a host
+REFUSED = 24  # payload: why
+CUT = 25  # end the agent
+RESULT = 26  # of the job; payload: exit status, and what has failed
+# From the launcher
+JOB = 16  # payload: JSON
+SIGNAL = 17  # to all ranks that still run; payload: number
+SUSPENDED = 18  # nothing more will come until the launcher is continued
+HOLD, GO_ON = 19, 20  # hold the output of ranks, since it is not read; pass it on again
+EXAMINE = 21  # payload: a program in Python that looks at this host; in place of a rank a number below 0
+KILL = 22  # the rank in this place of the frame, with its process group
+# From both
+BEAT = 32  # a sign of life, where there is nothing else to send
+
+#: They end a job: each rank gets any of them once.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: They mean something to a rank alone: ranks that catch them get them.
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+INTERRUPT_GRACE_S = 5.0  # from SIGINT or SIGHUP to SIGTERM
+REPEAT_S = 1.0  # what comes again sooner is the same signal, sent by two who end the job
+
+#: Seconds of silence after which the launcher and an agent give each other up, unless a job says otherwise.
+HEARTBEAT_TIMEOUT_S = 30.0
+_BEATS = 6  # in that time
+_JOB_TIMEOUT_S = 300.0  # until the launcher sends a job
+
+_NUMBER = struct.Struct("!i")
+_READ_BYTES = 1 << 16
+_OUTBOX_BYTES_MAX = 1 << 20
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PARENT_GONE = signal.SIGRTMIN
+#: How long to see whether a signal was sent to every process here, so that ranks have it already.
+_SETTLE_S = 0.05
+_LAUNCHER = 0
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def frame(kind: int, rank: int, payload: bytes = b"") -> bytes:
+    """A frame of either direction."""
+    return FRAME.pack(kind, rank, len(payload)) + payload
+
+
+def split_frames(data: bytearray) -> list[tuple[int, int, bytes]]:
+    """Take the complete frames off the front of ``data``; raises ValueError for an impossible one."""
+    frames = []
+    while len(data) >= FRAME.size:
+        kind, rank, size = FRAME.unpack_from(data)
+        if size > FRAME_BYTES_MAX:
+            raise ValueError(f"a frame of {size} bytes")
+        if len(data) < FRAME.size + size:
+            break
+        frames.append((kind, rank, bytes(data[FRAME.size : FRAME.size + size])))
+        del data[: FRAME.size + size]
+    return frames
+
+
+def parse_status(payload: bytes) -> tuple[int, str]:
+    """Exit status and reason of an EXITED or FAILED frame."""
+    return _NUMBER.unpack_from(payload)[0], payload[_NUMBER.size :].decode("utf-8", "replace")
+
+
+class Heartbeat:
+    """When one side has to give a sign of life, and when the other has been silent for too long. Pure.
+
+    Both the launcher and an agent beat in the very loop that does their work, which waits for nothing else: a
+    thread would beat on when the loop hangs. Whoever was away for a while (stopped, or starved of CPU) has
+    not read yet what came meanwhile, and so gives the other side the whole time anew.
+
+    Args:
+        timeout_s: how long the other side may be silent; 0: for ever.
+        now: the time, as of all methods, by ``time.monotonic()``.
+    """
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self.timeout_s = timeout_s
+        self._interval_s = timeout_s / _BEATS if timeout_s else float("inf")
+        self._heard = self._sent = self._looked = now
+
+    def received(self, now: float) -> None:
+        """Something has come from the other side."""
+        self._heard = now
+
+    def is_due(self, now: float) -> bool:
+        """Whether this side has to say something now, which then counts as said."""
+        if now < self._sent + self._interval_s:
+            return False
+        self._sent = now
+        return True
+
+    def is_silent(self, now: float) -> bool:
+        """Whether the other side is to be given up; asked in every turn, after what has come was read."""
+        if now > self._looked + 2 * self._interval_s:
+            self._heard = now
+        self._looked = now
+        return 0 < self.timeout_s <= now - self._heard
+
+    def timer_s(self, now: float) -> float:
+        """Seconds until this has to be asked again."""
+        return max(0.0, self._sent + self._interval_s - now)
+
+
+class Agent:
+    """The ranks of this host, their pipes, the launcher's two pipes, and the guard's."""
+
+    def __init__(self, inlet: int, outlet: int, guard: int = -1, set_patience: int = -1) -> None:
+        self._inlet, self._outlet, self._guard, self._set_patience = inlet, outlet, guard, set_patience
+        self._inbox = bytearray()
+        self._outbox = bytearray(MAGIC)
+        self._ranks: dict[int, int] = {}  # pid -> rank, while it runs
+        self._pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, kind
+        self._reports: dict[int, int] = {}  # rank -> descriptor
+        self._started = False
+        self._paused = False  # the launcher does not keep up; the ranks wait
+        self._held = False  # it has said so
+        self._ended = False  # the launcher is gone
+        self._heartbeat = Heartbeat(_JOB_TIMEOUT_S, time.monotonic())
+        self._suspended = False  # the launcher has said that it will be silent
+        self._given_up = ""  # why: the launcher was silent for too long
+        self._grace_s = 0.0
+        self._stays = False  # without ranks, since more may come
+        self._stopping = False  # by a signal to this process, whatever the launcher does
+        self._got: dict[tuple[int, int], float] = {}  # signal, of agent or guard -> when first
+        self._asked: dict[int, set[int]] = {}  # signal that waits to be passed on -> its senders
+        self._expected: dict[int, float] = {}  # signal that the launcher will send, too -> since when
+        self._passed: set[int] = set()  # stop signals that ranks have got
+        self._steps: list[tuple[float, int]] = []  # when to send which signal next
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        """Serve the launcher until all ranks have ended or it is gone; leaves no process behind."""
+        wake = self._watch_signals()
+        os.set_blocking(self._inlet, False)
+        os.set_blocking(self._outlet, False)
+        for descriptor in filter(lambda fd: fd >= 0, (self._inlet, wake, self._guard)):
+            self._selector.register(descriptor, selectors.EVENT_READ)
+        self._flush()
+        while not self._ended and (self._ranks or not self._started or self._waits_for_ranks()):
+            self._turn(wake)
+        kill_descendants()
+        while self._pipes and not self._ended:
+            self._drain(next(iter(self._pipes)))
+        while self._outbox and not self._ended and not self._given_up:
+            self._turn(wake)
+
+    def _waits_for_ranks(self) -> bool:
+        return self._stays and not self._stopping and not self._given_up
+
+    def _turn(self, wake: int) -> None:
+        for key, _ in self._selector.select(self._timer_s()):
+            descriptor = key.fd
+            if descriptor == self._inlet:
+                self._listen()
+            elif descriptor == self._outlet:
+                self._flush()
+            elif descriptor == wake:
+                self._heed_all(wake, os.getpid())
+                self._reap()
+            elif descriptor == self._guard:
+                self._heed_all(self._guard, os.getppid())
+            elif descriptor in self._pipes:
+                self._relay(descriptor)
+        now = time.monotonic()
+        self._take_steps(now)
+        self._exchange_signs_of_life(now)
+
+    # Signals to this process
+
+    def _watch_signals(self) -> int:
+        wake, alarm = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(alarm, False)
+        signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _leave_to_the_loop)
+        for number in (*STOP_SIGNALS, *USER_SIGNALS):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _leave_to_the_loop)
+        return wake
+
+    def _heed_all(self, descriptor: int, process: int) -> None:
+        """Take the signals that the agent or its guard has got."""
+        try:
+            numbers = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not numbers:
+            self._ended = True  # the guard is dead
+        for number in numbers:
+            if number == _PARENT_GONE or not self._started:
+                self._ended = self._ended or number != signal.SIGCHLD
+            elif number != signal.SIGCHLD:
+                self._heed(number, process, time.monotonic())
+
+    def _heed(self, number: int, process: int, now: float) -> None:
+        """Do with a signal what the launcher does: pass it on gently, wait, then kill."""
+        before = self._got.setdefault((number, process), now)
+        if number in USER_SIGNALS:
+            self._pass_on(number, process)
+        elif not self._stopping:
+            self._stopping = True
+            self._send(NOTICE, number, b"")
+            self._pass_on(number, process)
+            if number != signal.SIGTERM:
+                now += INTERRUPT_GRACE_S
+                self._steps.append((now, signal.SIGTERM))
+            self._steps.append((now + self._grace_s, signal.SIGKILL))
+        elif now >= before + REPEAT_S:
+            self._signal(signal.SIGKILL)
+        else:
+            self._pass_on(number, process)
+
+    def _pass_on(self, number: int, who: int) -> None:
+        """Have the ranks get a signal, in a moment, unless they have it; ``who`` 0: the launcher says so."""
+        now = time.monotonic()
+        if who == _LAUNCHER and now < self._expected.pop(number, -REPEAT_S) + REPEAT_S:
+            return
+        if number in self._asked:
+            self._asked[number].add(who)
+        elif number not in self._passed:
+            self._asked[number] = {who}
+            self._steps.append((now + _SETTLE_S, number))
+            self._passed |= {number} & set(STOP_SIGNALS)
+
+    def _timer_s(self) -> float | None:
+        now = time.monotonic()
+        times = [max(0.0, moment - now) for moment, _ in self._steps]
+        timer_s = min([*times, self._heartbeat.timer_s(now)])
+        return timer_s if timer_s < float("inf") else None
+
+    def _take_steps(self, now: float) -> None:
+        due = sorted(step for step in self._steps if step[0] <= now)
+        self._steps = [step for step in self._steps if step[0] > now]
+        for _, number in due:
+            asked = self._asked.pop(number, set())
+            if not asked >= {os.getpid(), os.getppid()}:
+                self._signal(number)
+                continue
+            # The agent and its guard got it, so probably every process did, perhaps the launcher as well.
+            self._signal(number, where_missed=True)
+            if _LAUNCHER not in asked:
+                self._expected[number] = now
+
+    # The launcher
+
+    def _exchange_signs_of_life(self, now: float) -> None:
+        if self._heartbeat.is_due(now) and not self._outbox:  # what waits there is as good
+            self._send(BEAT, -1, b"")
+        if self._suspended:
+            self._heartbeat.received(now)
+        if self._heartbeat.is_silent(now) and not self._given_up:
+            self._give_up(now)
+
+    def _give_up(self, now: float) -> None:
+        """End the ranks gently: they are cut off from the launcher, which takes this host for lost."""
+        where = socket.gethostname()
+        self._given_up = f"nothing was heard of the launcher on {where} for {self._heartbeat.timeout_s:g} s"
+        text = f"polyhvd agent: {self._given_up}; ending the ranks of this host\n".encode()
+        if select.select([], [2], [], 0)[1]:
+            with contextlib.suppress(OSError):
+                os.write(2, text)
+        for rank in self._ranks.values():
+            self._send(STDERR, rank, text)
+        self._pause(pause=False)
+        if not self._started:
+            self._ended = True
+        self._stopping = True
+        self._pass_on(signal.SIGTERM, _LAUNCHER)
+        self._steps.append((now + self._grace_s, signal.SIGKILL))
+
+    def _listen(self) -> None:
+        try:
+            data = os.read(self._inlet, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(self._inlet)
+            self._ended = not self._stopping
+            return
+        self._inbox += data
+        self._heartbeat.received(time.monotonic())
+        for kind, number, payload in split_frames(self._inbox):
+            self._suspended = kind == SUSPENDED
+            if kind in (HOLD, GO_ON):
+                self._held = kind == HOLD
+                self._flush()
+            elif kind == JOB:
+                self._start(json.loads(payload))
+            elif kind == EXAMINE:
+                self._watch_pipe(run_aside(payload), number, FACTS)
+            elif kind == KILL:
+                self._kill(number)
+            elif kind == SIGNAL:
+                sent = _NUMBER.unpack(payload)[0]
+                if sent == signal.SIGKILL:
+                    self._signal(sent)
+                else:
+                    self._pass_on(sent, _LAUNCHER)
+
+    def _send(self, kind: int, rank: int, payload: bytes) -> None:
+        if self._given_up and kind in (STDOUT, STDERR) and len(self._outbox) > _OUTBOX_BYTES_MAX:
+            return  # nobody may ever read it, and no rank is to wait for that with its last checkpoint
+        self._outbox += frame(kind, rank, payload)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                del self._outbox[: os.write(self._outlet, self._outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outbox.clear()
+            self._ended = not self._stopping
+        waiting = self._outlet in self._selector.get_map()
+        if self._outbox and not waiting:
+            self._selector.register(self._outlet, selectors.EVENT_WRITE)
+        elif waiting and not self._outbox:
+            self._selector.unregister(self._outlet)
+        full = self._held or len(self._outbox) > _OUTBOX_BYTES_MAX
+        self._pause(pause=full and not self._given_up)
+
+    def _pause(self, *, pause: bool) -> None:
+        if pause == self._paused:
+            return
+        self._paused = pause
+        for descriptor in self._pipes:
+            if pause:
+                self._selector.unregister(descriptor)
+            else:
+                self._selector.register(descriptor, selectors.EVENT_READ)
+
+    # The ranks
+
+    def _start(self, job: dict[str, Any]) -> None:
+        self._started = True
+        self._stays = bool(job.get("stays", False))
+        self._grace_s = float(job.get("grace_s", 0.0))
+        timeout_s = float(job.get("heartbeat_timeout_s", HEARTBEAT_TIMEOUT_S))
+        self._heartbeat = Heartbeat(timeout_s, time.monotonic())
+        if self._set_patience >= 0:
+            os.write(self._set_patience, struct.pack("d", timeout_s))
+        ignored = set(job.get("ignored", ()))
+        for number in (*STOP_SIGNALS, *USER_SIGNALS):
+            signal.signal(number, signal.SIG_IGN if number in ignored else _leave_to_the_loop)
+        environment = {k: v for k, v in os.environ.items() if k not in job["unset"]}
+        environment.update(job["env"])
+        threads = max(1, len(os.sched_getaffinity(0)) // job.get("local_size", len(job["ranks"])))
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+        for rank, its_environment in job["ranks"]:
+            report, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            its_environment["POLYHVD_REPORT"] = f"{pipe}:{os.fstat(pipe).st_ino}"
+            try:
+                process = self._spawn(job, {**environment, **its_environment}, ignored, pipe)
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                self._send(FAILED, rank, _explain(error, job["argv"][0], job["cwd"]))
+                os.close(report)
+                continue
+            finally:
+                os.close(pipe)
+            self._reports[rank] = report
+            for kind, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
+                self._watch_pipe(os.dup(pipe.fileno()), rank, kind)
+                pipe.close()
+            self._ranks[process.pid] = rank
+            process.returncode = 0  # reaped here, not by subprocess
+            self._send(STARTED, rank, _NUMBER.pack(process.pid))
+
+    def _spawn(self, job: dict[str, Any], environment: dict[str, str], ignored: set[int], report: int) -> Any:
+        agent = os.getpid()
+
+        def leash() -> None:
+            # Safe here: this process has one thread. A rank never outlives its agent.
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != agent:
+                os._exit(1)
+            for number in (*STOP_SIGNALS, *USER_SIGNALS, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+        return subprocess.Popen(
+            job["argv"],
+            cwd=job["cwd"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a group of its own, with its children
+            preexec_fn=leash,
+            pass_fds=(report,),
+        )
+
+    def _watch_pipe(self, descriptor: int, rank: int, kind: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._pipes[descriptor] = (rank, kind)
+        if not self._paused:
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def _relay(self, descriptor: int) -> bool:
+        """Pass on what a rank has written; False when there is nothing for now, or nothing more."""
+        rank, kind = self._pipes[descriptor]
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            del self._pipes[descriptor]
+            if not self._paused:
+                self._selector.unregister(descriptor)
+            os.close(descriptor)
+            if kind == FACTS:
+                self._send(FACTS, rank, b"")
+            return False
+        self._send(kind, rank, data)
+        return True
+
+    def _drain(self, descriptor: int) -> None:
+        """Pass on what is there, but not for ever: children of a rank may write on."""
+        for _ in range(64):
+            if not self._relay(descriptor):
+                return
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self._ranks.pop(pid, None)
+            if rank is None:
+                continue  # an orphan of a rank
+            for descriptor in [d for d, (owner, _) in self._pipes.items() if owner == rank]:
+                self._drain(descriptor)
+            self._send_report(rank)
+            code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            self._send(EXITED, rank, _NUMBER.pack(code) + self._given_up.encode())
+
+    def _send_report(self, rank: int) -> None:
+        report = self._reports.pop(rank)
+        with contextlib.suppress(BlockingIOError):
+            if data := os.read(report, _READ_BYTES):
+                self._send(REPORT, rank, data)
+        os.close(report)
+
+    def _kill(self, rank: int) -> None:
+        for pid in [pid for pid, own in self._ranks.items() if own == rank]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _signal(self, number: int, *, where_missed: bool = False) -> None:
+        """Send a signal to the ranks; with ``where_missed`` only to those that cannot have received it.
+
+        A rank without a handler would have been ended by it. A program's handler is not called twice.
+        """
+        if number == signal.SIGKILL:
+            return kill_descendants(wait_s=0.0)
+        for pid in self._ranks:
+            if where_missed and (number in USER_SIGNALS or _has_handler(pid, number)):
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if number in USER_SIGNALS:
+                    send_signal(pid, number)
+                else:
+                    os.killpg(pid, number)
+                    os.killpg(pid, signal.SIGCONT)  # or a stopped one would not notice
+        return None
+
+
+def _has_handler(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, from /proc; True if that is unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            caught = file.read().split("SigCgt:", 1)[1].split(None, 1)[0]
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    return True
+
+
+def _leave_to_the_loop(*_: Any) -> None:
+    """Python's C handler has written the signal's number into a pipe, see set_wakeup_fd."""
+
+
+def _explain(error: Exception, program: str, cwd: str) -> bytes:
+    reason = str(error)
+    status = 126
+    if isinstance(error, OSError):
+        what = f"cannot enter {cwd}" if error.filename == cwd else f"cannot run {program!r}"
+        reason = f"{what}: {error.strerror}"
+        if error.filename != cwd and _is_script(os.path.join(cwd, program)):
+            reason += f". Was `python {program}` meant?"
+        status = 127 if error.errno == errno.ENOENT else 126
+    return _NUMBER.pack(status) + reason.encode("utf-8", "surrogateescape")
+
+
+def _is_script(path: str) -> bool:
+    """Whether a file that cannot be run is rather for Python to read."""
+    try:
+        with open(path, "rb") as file:
+            return path.endswith(".py") or b"python" in file.readline(200)
+    except OSError:
+        return False
+
+
+def _guard(agent: int, alarm: int, patience: int) -> int:
+    """Wait for the end of the agent, and kill what it has left; returns its wait status.
+
+    What this process is signalled the agent hears through ``alarm``. An agent that is stopped (SIGSTOP)
+    watches over nothing, and is killed after the time that it has written to ``patience``.
+    """
+    patience_s = HEARTBEAT_TIMEOUT_S
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(agent, signal.SIGKILL))
+    os.set_blocking(alarm, False)
+    signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+    for number in (*STOP_SIGNALS, *USER_SIGNALS, _PARENT_GONE):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _leave_to_the_loop)
+    while True:
+        pid, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
+        if pid != agent:
+            continue
+        if os.WIFSTOPPED(status):
+            with contextlib.suppress(BlockingIOError):
+                patience_s = struct.unpack("d", os.read(patience, _READ_BYTES)[-8:])[0]
+            signal.setitimer(signal.ITIMER_REAL, patience_s)  # 0: for ever
+        elif os.WIFCONTINUED(status):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        else:
+            kill_descendants()
+            return status
+
+
+def _end_like(status: int) -> None:
+    """End this process as another one has ended."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def main(parent: int | None = None) -> None:
+    """Run an agent on standard input and output; ``parent``: end with this process as well."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(_PARENT_GONE, _leave_to_the_loop)  # not ignored, and not yet deadly
+    if parent is not None:
+        # Standard input alone would do, were the launcher sure never to be forked.
+        _LIBC.prctl(_PR_SET_PDEATHSIG, _PARENT_GONE, 0, 0, 0)
+        if os.getppid() != parent:
+            return
+    # Nothing but frames may reach the launcher, and no rank may hold its pipes.
+    inlet, outlet = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    heard, alarm = os.pipe()
+    patience, set_patience = os.pipe()
+    os.set_blocking(patience, False)
+    pid = os.fork()
+    if pid > 0:
+        for descriptor in (
+            inlet,
+            outlet,
+            heard,
+        ):  # and not `set_patience`, which keeps `patience` from its end
+            os.close(descriptor)
+        _end_like(_guard(pid, alarm, patience))
+    os.close(alarm)
+    os.close(patience)
+    os.set_blocking(heard, False)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # The end of the guard is seen on `heard`, but not by a process that is stopped.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    Agent(inlet, outlet, heard, set_patience).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else None)

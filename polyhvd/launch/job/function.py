@@ -1,0 +1,377 @@
+"""Runs a Python function as a job. Function, results and errors travel through the rendezvous.
+
+This file is both sides: :func:`run_function` in the launcher, :func:`main` in each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import IO, Any, TextIO
+
+import cloudpickle
+
+from polyhvd.config import Launched, Settings, mpi_launch
+from polyhvd.errors import HorovodInternalError
+from polyhvd.launch.elastic.driven import Elastic
+from polyhvd.launch.hosts.lists import Host, HostsError, parse_hostfile, parse_hosts, place
+from polyhvd.launch.job.blame import describe, traceback_lines
+from polyhvd.launch.job.job import Job, JobSpec
+from polyhvd.launch.job.output import Output
+from polyhvd.launch.job.spec import address_of, working_directory
+from polyhvd.launch.providers.allocation import find
+from polyhvd.launch.providers.mpirun import find_launcher
+from polyhvd.launch.providers.ssh import SshAgents, SshOptions
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import NO_RANK, new_secret, parse_secret
+from polyhvd.rendezvous.client import Client
+from polyhvd.rendezvous.server import Server
+from polyhvd.rendezvous.store import GatherTimeoutError, StoreError
+
+__all__ = ["main", "run_function"]
+
+_BY_MPI = "--mpi"
+_FUNCTION, _RESULT, _ERROR = "run/function", "run/result", "run/error"
+#: How long a rank that has failed tries to say what with.
+_ERROR_TIMEOUT_S = 10.0
+_INTERRUPTED_STATUS = 130
+_SECONDS_MAX = 1e6  # as of settings
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def run_function(
+    call: Call,
+    *,
+    np: int | None,
+    elastic: Mapping[str, Any],
+    slots: int | None,
+    mpi_args: str | None,
+    hosts: str | None,
+    hostfile: str | None,
+    env: dict[str, str],
+    interface: str,
+    start_timeout_s: float,
+    term_grace_s: float,
+    directory: str | None,
+    verbose: bool,
+    python: str | None,
+    ssh_port: int | None,
+    ssh_identity_file: str | None,
+) -> list[Any]:
+    """What :func:`polyhvd.run` does, with everything given."""
+    if hosts and hostfile:
+        raise HostsError("give hosts or hostfile, not both")
+    start_timeout_s, term_grace_s = min(start_timeout_s, _SECONDS_MAX), min(term_grace_s, _SECONDS_MAX)
+    allocation = None
+    if hosts or hostfile:
+        listed = parse_hosts(hosts, slots or 1) if hosts else parse_hostfile(hostfile or "", slots or 1)
+    elif elastic["host_discovery_script"] is None and (allocation := find(os.environ)):
+        listed = allocation.sized(np, slots)
+    else:
+        listed = []
+    changes = None
+    if any(value is not None for value in elastic.values()):
+        if mpi_args is not None:
+            raise ValueError("run(): use_mpi and mpi_args are not for elastic jobs")
+        changes = _elastic(elastic, np, slots, listed, hostfile)
+        listed = changes.hosts
+    elif not listed:
+        listed = [Host("localhost", slots or (1 if np is None else max(np, 1)))]
+    working_directory()
+    # Ranks import what the function refers to from where this process would.
+    path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
+    settings = {"PYTHONPATH": path, "POLYHVD_START_TIMEOUT": f"{start_timeout_s:g}"}
+    if interface:
+        settings["POLYHVD_GLOO_IFACE"] = interface
+    ssh = SshOptions(port=ssh_port, identity_file=ssh_identity_file, connect_timeout_s=start_timeout_s)
+    spec = JobSpec(
+        argv=[python or sys.executable, "-m", "polyhvd.launch.job.function"],
+        hosts=listed,
+        placements=[] if changes else place(listed, np),
+        elastic=changes,
+        env={**settings, **env},
+        interface=interface,
+        remote=SshAgents(ssh),
+        start_timeout_s=start_timeout_s,
+        term_grace_s=term_grace_s,
+        verbose=verbose,
+    )
+    if allocation is not None and mpi_args is None:
+        chosen = {"network_interface": interface, "remote_python": python or sys.executable}
+        spec = spec.within(allocation, argparse.Namespace(**chosen, mpi=False, jsrun=False))
+    try:
+        payload = cloudpickle.dumps(call)
+    except Exception as error:
+        name = getattr(call[0], "__qualname__", call[0])
+        raise TypeError(
+            f"run(): {name} and its arguments cannot be sent to the ranks: {_in_a_line(error)}"
+        ) from error
+    stdout, stderr = _stream(sys.stdout, 1), _stream(sys.stderr, 2)
+    if mpi_args is not None:
+        return _run_by_mpi(spec, ssh, payload, mpi_args, (stdout, stderr))
+    count = changes.limits.size if changes else len(spec.placements)
+    output = Output(count, directory=directory, stdout=stdout, stderr=stderr)
+    with (
+        contextlib.closing(output),
+        Job(spec, output) as job,
+        _client(job.rendezvous, job.secret) as client,
+    ):
+        client.put(_FUNCTION, 0, payload)
+        _check(job, job.run(), client)
+        if changes:
+            return _results_of_last_world(client, output.size)
+        return _results(client, len(spec.placements))
+
+
+def _results(client: Client, size: int) -> list[Any]:
+    try:
+        values = client.gather(_RESULT, size, wait_s=0.0)
+    except GatherTimeoutError as error:
+        ranks = ", ".join(map(str, error.missing))
+        raise RuntimeError(f"no result of rank {ranks}: the function has ended the process") from None
+    return [_load_result(rank, value) for rank, value in enumerate(values)]
+
+
+def _run_by_mpi(
+    spec: JobSpec, ssh: SshOptions, payload: bytes, mpi_args: str, outputs: Sequence[int | TextIO]
+) -> list[Any]:
+    """Start the ranks with MPI's launcher, which also ends the job when one of them fails."""
+    launcher = find_launcher()
+    local = [network.is_local(host.name) for host in spec.hosts]
+    secret, size = new_secret(), len(spec.placements)
+    with Server(parse_secret(secret), address_of(spec, local)) as server, _client(server, secret) as client:
+        client.put(_FUNCTION, 0, payload)
+        settings = {**spec.env, "POLYHVD_RENDEZVOUS": server.endpoint, "POLYHVD_SECRET": secret}
+        given = [name for name in spec.env if not name.startswith(("POLYHVD_", "HOROVOD_", "PYTHONPATH"))]
+        extra = [word for name in given for word in ("-x", name)] if launcher.open_mpi else []
+        words, env = launcher.command(
+            [*spec.argv, _BY_MPI],
+            spec.hosts,
+            size,
+            settings,
+            ssh,
+            [*extra, *shlex.split(mpi_args)],
+        )
+        if status := _run_program(words, env, spec.term_grace_s, outputs):
+            failure = RuntimeError(f"{launcher.path} ended with status {status}")
+            errors = [error for rank in range(size) if (error := _error_of(rank, client))]
+            # The others' are what that of the first has led to.
+            errors.sort(key=lambda error: isinstance(error, HorovodInternalError))
+            if errors and isinstance(errors[0], Exception):
+                raise errors[0] from failure
+            raise RuntimeError(f"{failure}\n({errors[0]})") if errors else failure
+        return _results(client, size)
+
+
+def _run_program(
+    words: list[str], env: dict[str, str], grace_s: float, outputs: Sequence[int | TextIO]
+) -> int:
+    """Run a program that prints to these outputs, and return its exit status."""
+    pipes = [output if isinstance(output, int) else subprocess.PIPE for output in outputs]
+    with subprocess.Popen(
+        words, env=env, stdin=subprocess.DEVNULL, stdout=pipes[0], stderr=pipes[1]
+    ) as process:
+        pumps = [
+            threading.Thread(target=_pump, args=(pipe, output), daemon=True)
+            for pipe, output in zip((process.stdout, process.stderr), outputs, strict=True)
+            if pipe is not None
+        ]
+        for pump in pumps:
+            pump.start()
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+            process.kill()
+            raise
+        for pump in pumps:
+            pump.join()
+    return status
+
+
+def _pump(pipe: IO[bytes], output: TextIO) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while data := os.read(pipe.fileno(), 65536):
+        with contextlib.suppress(OSError, ValueError):  # it was closed: the program goes on
+            output.write(decoder.decode(data))
+            output.flush()
+
+
+def _elastic(
+    given: Mapping[str, Any], np: int | None, slots: int | None, hosts: list[Host], hostfile: str | None
+) -> Elastic:
+    """What makes the job elastic, as polyhvdrun would read it from its options."""
+    from polyhvd.launch.cli.elastic_options import elastic_of  # no other job needs it
+    from polyhvd.launch.cli.options import make_parser
+
+    options = make_parser().parse_args(["true"])
+    for name, value in {**given, "num_proc": np, "slots_per_host": slots, "hostfile": hostfile}.items():
+        setattr(options, name, value)
+    return elastic_of([options], hosts or None)
+
+
+def _results_of_last_world(client: Client, processes: int) -> list[Any]:
+    """The results of an elastic job, in rank order; those of ranks of worlds before are dropped."""
+    found: dict[int, dict[int, Any]] = {}
+    sizes = {}
+    for process in range(processes):
+        with contextlib.suppress(GatherTimeoutError):  # it was lost, or left
+            (value,) = client.gather(f"{_RESULT}/{process}", 1, wait_s=0.0)
+            generation, rank, sizes[generation], result = cloudpickle.loads(value)
+            found.setdefault(generation, {})[rank] = result
+    last = max(found, default=0)
+    missing = [rank for rank in range(sizes.get(last, 1)) if rank not in found.get(last, {})]
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise RuntimeError(f"no result of rank {ranks}: the function has ended the process")
+    return [_load_result(rank, value) for rank, value in sorted(found[last].items())]
+
+
+def _stream(file: TextIO | None, descriptor: int) -> int | TextIO:
+    """Where to print: what a notebook or a test has put in the place of a standard stream, or the stream."""
+    if file is None:
+        return descriptor
+    try:
+        file.flush()  # what is printed before the job stands before its output
+        return descriptor if file.fileno() == descriptor else file
+    except (AttributeError, OSError, ValueError):  # ValueError: it is closed, or has none
+        return file
+
+
+def _load_result(rank: int, value: bytes) -> Any:
+    # Written by our own ranks: everybody who can write here knows the job's secret.
+    try:
+        return cloudpickle.loads(value)
+    except Exception as error:
+        raise RuntimeError(
+            f"the result of rank {rank} cannot be read here: {_in_a_line(error)}; return what this process "
+            "can import, or plain values"
+        ) from error
+
+
+def _check(job: Job, status: int, client: Client) -> None:
+    """Raise what the rank has raised that is to blame, if there is one."""
+    if job.cause is not None:
+        text = b"\n".join(traceback_lines(job.cause.tail)).decode("utf-8", "replace")
+        failure = RuntimeError(f"{describe(job.cause)}\n{text}".rstrip())
+        error = _error_of(job.cause.rank, client)
+        if isinstance(error, Exception):
+            raise error from failure
+        if error:
+            raise RuntimeError(f"{failure}\n({error})")
+        raise failure
+    if status == _INTERRUPTED_STATUS:
+        raise KeyboardInterrupt
+    if status != 0:
+        raise RuntimeError(f"the job ended with status {status}")
+
+
+def _error_of(rank: int, client: Client) -> Exception | str:
+    """The exception of a rank; why it cannot be had; or nothing, where it has said nothing."""
+    try:
+        (value,) = client.gather(f"{_ERROR}/{rank}", 1, 0.0)
+    except StoreError:
+        return ""  # it was killed, or has left by sys.exit()
+    try:
+        error = cloudpickle.loads(value)
+    except Exception as reason:
+        return f"its exception cannot be raised here: {_in_a_line(reason)}"
+    if isinstance(error, (Exception, str)):
+        return error
+    return f"its exception cannot be raised here: it came as {type(error).__name__}"
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _client(server: Server, secret: str) -> Client:
+    deadline = time.monotonic() + 10
+    return Client(server.endpoint, parse_secret(secret), rank=NO_RANK, generation=0, deadline=deadline)
+
+
+def main() -> None:
+    """Call the function on this rank and hand its result in, or what it has raised."""
+    launched = Launched.from_environment()
+    if sys.argv[1:] == [_BY_MPI] and (launch := mpi_launch()) is not None:
+        launched = replace(launched, rank=launch.rank)
+        for name in ("POLYHVD_RENDEZVOUS", "POLYHVD_SECRET"):  # init() meets through MPI
+            del os.environ[name]
+    try:
+        _call(launched)
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the launcher has the traceback, if not this
+            _hand_in(launched, f"{_ERROR}/{_number(launched)}", 0, _pickled(error), _ERROR_TIMEOUT_S)
+        raise
+
+
+def _call(launched: Launched) -> None:
+    start_timeout_s = Settings.from_environment().start_timeout_s
+    deadline = time.monotonic() + start_timeout_s
+    secret = parse_secret(launched.secret)
+    number = _number(launched)
+    with Client(launched.rendezvous, secret, rank=number, generation=0, deadline=deadline) as client:
+        (payload,) = client.gather(_FUNCTION, 1, start_timeout_s)
+    func, args, kwargs = cloudpickle.loads(payload)
+    value = func(*args, **kwargs)
+    try:
+        result = cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"rank {launched.rank}: a result of type {type(value).__name__} cannot be sent to polyhvd.run: "
+            f"{_in_a_line(error)}"
+        ) from error
+    if launched.member is None:
+        _hand_in(launched, _RESULT, launched.rank, result, start_timeout_s)
+    else:
+        value = cloudpickle.dumps((*_last_place(launched.member), result))
+        _hand_in(launched, f"{_RESULT}/{launched.member}", 0, value, start_timeout_s)
+
+
+def _number(launched: Launched) -> int:
+    """What the launcher calls this process: its rank, or its number in an elastic job."""
+    return launched.rank if launched.member is None else launched.member
+
+
+def _last_place(member: int) -> tuple[int, int, int]:
+    """Generation, rank and size of the last world of this process of an elastic job; 0: it was in none."""
+    from polyhvd.elastic import process
+
+    found = process.find()
+    if found is None or member not in found.seat.answer.members:
+        return 0, member, 1
+    answer = found.seat.answer
+    return answer.generation, answer.members.index(member), len(answer.members)
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(error))
+    except Exception as reason:
+        return bytes(cloudpickle.dumps(f"its exception cannot be sent: {_in_a_line(reason)}"))
+
+
+def _hand_in(launched: Launched, key: str, number: int, value: bytes, timeout_s: float) -> None:
+    """Give a value to the launcher, and return when it has arrived."""
+    deadline = time.monotonic() + timeout_s
+    secret = parse_secret(launched.secret)
+    rank = _number(launched)
+    with Client(launched.rendezvous, secret, rank=rank, generation=0, deadline=deadline) as client:
+        client.put(key, number, value)
+        client.gather(f"run/arrived/{rank}", 1, 60.0, own=(0, b""))  # answered after it has arrived
+
+
+if __name__ == "__main__":
+    main()

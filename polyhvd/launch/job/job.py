@@ -1,0 +1,609 @@
+"""Runs one job: ranks on hosts, from the first agent to the last exit.
+
+What follows when a rank fails is the policy's to say. Signals to the launcher are passed on, gently first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from polyhvd.elastic.standing import Decision, Doing, Wait
+from polyhvd.launch.elastic.admission import Admission
+from polyhvd.launch.elastic.driven import RESUME_STATUS
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job import agent
+from polyhvd.launch.job.agents import Agents
+from polyhvd.launch.job.blame import Ending, traceback_lines, trim
+from polyhvd.launch.job.control import Desk
+from polyhvd.launch.job.heartbeats import Heartbeats, Outboxes
+from polyhvd.launch.job.output import Output, await_reader
+from polyhvd.launch.job.policy import StartReplacement, StopOthers
+from polyhvd.launch.job.programs import rank_environment
+from polyhvd.launch.job.ranks import ranks_of
+from polyhvd.launch.job.signals import passing_signals_to, stop_like_others
+from polyhvd.launch.job.situation import Situation, answers, ending
+from polyhvd.launch.job.spec import JobSpec, address_of
+from polyhvd.launch.job.stopping import Stopping
+from polyhvd.launch.job.verdict import Verdict
+from polyhvd.launch.providers.local_agents import LocalAgents
+from polyhvd.launch.providers.starting import AgentProvider, HostAgent
+from polyhvd.rendezvous import network
+from polyhvd.rendezvous.auth import new_secret, parse_secret
+from polyhvd.rendezvous.server import Server
+from polyhvd.runtime.placement import Placement
+
+if TYPE_CHECKING:
+    from polyhvd.launch.hosts.checks import HostChecks
+
+__all__ = ["Job", "JobSpec"]
+
+#: After a signal: how long a reader may leave our output where it is.
+_STUCK_OUTPUT_S = 2.0
+#: While nobody reads our output: how long agents go on, and how much of what one says is kept until then.
+_HOLD_AFTER_S = 0.5
+_ASIDE_BYTES_MAX = 4 << 20
+
+
+class Job:
+    """One run of a job. ``secret`` and ``rendezvous`` exist from construction to ``close``."""
+
+    def __init__(self, spec: JobSpec, output: Output) -> None:
+        """Open the rendezvous; raises ValueError or OSError where there is no usable address."""
+        self._spec = spec
+        self._output = output
+        self.say = output.say
+        self._heartbeats = Heartbeats(spec.heartbeat_timeout_s)
+        self.secret = spec.secret or new_secret()
+        self._local = [] if spec.agents else [network.is_local(host.name) for host in spec.hosts]
+        self._hosts = list(spec.hosts)
+        self._ranks = ranks_of(spec)
+        address = address_of(spec, self._local)
+        self.rendezvous = Server(parse_secret(self.secret), address, observe=self._ranks.observe)
+        self._admission = Admission(spec, self.rendezvous, self.secret)  # of an elastic job's hosts
+        self.endpoint = self._admission.endpoint
+        self._selector = selectors.DefaultSelector()
+        self._outboxes = Outboxes(self._selector)
+        self._agents = Agents()
+        self._unstarted: list[tuple[HostAgent, list[Placement], Host]] = []
+        self._checks: HostChecks | Admission | None = None  # until all hosts have passed
+        self._awaiting = False  # a reader of our output
+        self._holding = False  # ranks must write no more
+        self._unfinished: list[int] = []  # ranks that have ended meanwhile
+        self._lost = False  # an agent was silent for too long
+        self._running = {placement.rank for placement in spec.placements}
+        self._verdict = Verdict(self._ranks.noun)
+        self._stopping = Stopping(spec.term_grace_s)
+        self._started_at = time.monotonic()
+        signals = (*agent.STOP_SIGNALS, *agent.USER_SIGNALS)
+        self._ignored = [number for number in signals if signal.getsignal(number) == signal.SIG_IGN]
+        # Python's C handler writes the number of each signal into it, see set_wakeup_fd.
+        self._wake, self._alarm = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._alarm, False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        output.await_reader = self._await_reader
+        self._desk = Desk(self._ring, elastic=spec.elastic is not None)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs, and the rendezvous."""
+        self._output.await_reader = await_reader
+        self._desk.close()
+        for process in self._agents:
+            process.cut()
+        for process in self._agents:
+            process.close()
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._alarm)
+        self.rendezvous.close()
+        self._ranks.close()
+
+    @property
+    def cause(self) -> Ending | None:
+        """Of the job's failure, after :meth:`run`."""
+        return self._verdict.cause
+
+    @property
+    def signalled(self) -> bool:
+        """Whether the launcher has received a signal that ends the job."""
+        return bool(self._stopping.received)
+
+    def run(self) -> int:
+        """Start the ranks and return the job's exit status at the end; raises HostsUnfitError."""
+        with passing_signals_to(self._alarm):
+            if (problem := self._desk.open()) and (self._ranks.renews or self._spec.verbose):
+                self._output.say(f"polyhvd status and polyhvd leave cannot reach this job: {problem}")
+            self._start_agents()
+            start_by = time.monotonic() + self._spec.start_timeout_s
+            self._start_ranks(self._check_hosts(start_by))
+            while not self._is_over():
+                self._turn()
+        return self._conclude()
+
+    # Starting
+
+    def _start_agents(self) -> None:
+        for number, host in enumerate(self._spec.hosts):
+            placements = [item for item in self._spec.placements if item.host == str(number)]
+            if not placements:
+                continue
+            self._unstarted.append((self._start_agent(number), placements, host))
+
+    def _start_agent(self, number: int) -> HostAgent:
+        process = self._provider(number).agent(self._hosts[number])
+        self._agents.add(process, number, time.monotonic() + self._spec.start_timeout_s)
+        self._selector.register(process.stdout, selectors.EVENT_READ, (process, process.receive))
+        self._selector.register(process.stderr, selectors.EVENT_READ, (process, process.complain))
+        return process
+
+    def _check_hosts(self, start_by: float) -> HostChecks | None:
+        """Have all hosts asked whether they can run the job, unless there is only this one."""
+        spec = self._spec
+        used = {int(item.host) for item in spec.placements}
+        if spec.agents is not None or not spec.check_hosts or all(self._local[number] for number in used):
+            return None
+        from polyhvd.launch.hosts.checks import HostChecks  # takes a while to import
+
+        chosen = bool(spec.interface or spec.address)
+        checks = self._checks = HostChecks(self.rendezvous, self.secret, spec.start_timeout_s, fixed=chosen)
+        for process, items, _ in self._unstarted:
+            env = {**process.environment, **spec.env}
+            checks.add(process, [spec.argv_of([item.rank]) for item in items], env)
+        while checks.pending and not self._stopping.begun:
+            self._turn()
+            if time.monotonic() >= start_by:
+                checks.give_up()
+        self._checks = None
+        return checks
+
+    def _start_ranks(self, checks: HostChecks | None) -> None:
+        if self._stopping.begun:  # a signal came before anything was started
+            for process in self._agents:
+                (process.cut if process.ready else process.kill)()
+            return
+        if checks is not None:
+            checks.conclude()
+        for process, placements, host in self._unstarted:
+            endpoint = checks.endpoint(process) if checks else self.rendezvous.endpoint
+            own = [(p.rank, rank_environment(self._spec.programs, p, host.name)) for p in placements]
+            process.start(self._order(own, process, endpoint))
+        if self._spec.verbose and self._unstarted:
+            if self._spec.found:
+                self._output.say(self._spec.found)
+            size, count = len(self._spec.placements), len(self._agents)
+            self._output.say(f"{size} ranks on {count} hosts; rendezvous at {endpoint}")
+        self._checks = self._admission
+        if self._ranks.wake is not None:
+            self._selector.register(self._ranks.wake, selectors.EVENT_READ, self._ranks)
+        self._ranks.begin(self, time.monotonic())
+
+    def _provider(self, number: int) -> AgentProvider:
+        if self._spec.agents is not None:
+            return self._spec.agents[number]
+        return LocalAgents() if self._local[number] else self._spec.remote
+
+    def _order(
+        self, ranks: list[tuple[int, dict[str, str]]], process: HostAgent, endpoint: str
+    ) -> dict[str, Any]:
+        variables = {
+            "POLYHVD_RENDEZVOUS": endpoint,
+            "POLYHVD_SECRET": self.secret,
+            "POLYHVD_HOST_ID": str(self._agents.number_of(process)),
+        }
+        order = self._spec.order(ranks, process.environment, variables)
+        return {**order, "heartbeat_timeout_s": self._heartbeats.silence_s, "ignored": self._ignored}
+
+    def start_member(
+        self, member: int, place: Placement, host: Host, number: int, *, knows_rank: bool
+    ) -> None:
+        """For the driver of an elastic job, see :class:`polyhvd.launch.elastic.driven.DrivenJob`."""
+        self._running.add(member)
+        while self._output.size <= member:
+            self._output.add_rank()
+        process = self._agent_on(host, number)
+        variables = {
+            **rank_environment((), place, host.name, knows_rank=knows_rank),
+            "POLYHVD_MEMBER": str(member),
+            "POLYHVD_LAUNCHER_TIMEOUT_S": f"{self._heartbeats.silence_s:g}",
+        }
+
+        def start() -> None:
+            order = self._order([(member, variables)], process, self.endpoint(number, {number}))
+            process.start({**order, "local_size": place.local_size, "stays": True})
+
+        self._admission.when_fit(process, start)
+
+    def kill_member(self, member: int) -> None:
+        """For the driver of an elastic job, see :class:`polyhvd.launch.elastic.driven.DrivenJob`."""
+        for process in self._agents:
+            if member in process.ranks:
+                process.send(agent.KILL, number=member)
+
+    def _agent_on(self, host: Host, number: int) -> HostAgent:
+        """The agent on a host of an elastic job; a new one is to say first whether the host is fit."""
+        while number >= len(self._hosts):
+            self._hosts.append(host)
+            self._local.append(network.is_local(host.name))
+        self._hosts[number] = host
+        for process in self._agents:
+            refused = process.ended or self._admission.refuses(process)
+            if self._agents.number_of(process) == number and not refused:
+                return process
+        process = self._start_agent(number)
+        if self._spec.agents is None and not self._local[number]:
+            self._admission.expect(process, number)
+        return process
+
+    def _admit(self) -> None:
+        """Start members on hosts that have proved fit, and refuse the others."""
+        for process, problems in self._admission.settle():
+            members = self._ranks.refuse(self._agents.number_of(process), problems, time.monotonic())
+            self._running -= members
+            for member in members:
+                self._output.retire(member)
+            (process.cut if process.ready else process.kill)()
+
+    def end(self, reason: str, cause: Ending | None, status: int) -> None:
+        """End the job, which has failed."""
+        self._verdict.status = status if cause is None or status == RESUME_STATUS else 0
+        if cause is not None:
+            self._verdict.add(cause)
+        if reason:
+            self._output.say(reason)
+        self._stopping.plan_after_failure(time.monotonic())
+
+    def finish(self) -> None:
+        """End what still runs: the job is done."""
+        self._stopping.begin(signal.SIGTERM, time.monotonic())
+
+    def _is_over(self) -> bool:
+        if not self._ranks.over and not self._stopping.begun:
+            return False
+        if self._ranks.renews and not self._running:
+            for process in self._agents:
+                process.cut()  # it would wait for more to start
+        return all(process.ended for process in self._agents)
+
+    # Requests of commands
+
+    def _ring(self) -> None:
+        """Something is on the desk; on its thread. No signal has this number."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._alarm, b"\0")
+
+    def _answer(self, now: float) -> None:
+        """Answer those that ask for the status; what others ask may print, and waits for a reader of it."""
+        for request in self._desk.take(lambda words: "status" in words or not self._awaiting):
+            if "status" in request.words:
+                job = {
+                    "job": os.getpid(),
+                    "elastic": self._ranks.renews,
+                    "command": self._spec.command,
+                    "started": self._started_at,
+                }
+                request.finish(answers(self._situation(now), job, now, time.time()))
+            else:
+                self._ranks.obey(request, now)
+
+    def _situation(self, now: float) -> Situation:
+        patience_s = self._spec.start_timeout_s
+        late = {
+            item.host: self._agents.start_by(item) - patience_s
+            for item in self._agents
+            if not item.ready and not item.ended
+        }
+        running = frozenset(self._running)
+        found = self._ranks.situation(running, late, now)
+        if self._stopping.begun:
+            return ending(found, running, self._why_it_ends(), self._stopping.begun_at)
+        if self._awaiting:
+            wait = Wait("a reader of polyhvdrun's output", "it has stopped reading")
+            return replace(found, decision=Decision(Doing.WAITS, waits=(wait,)), since=None)
+        return found
+
+    def _why_it_ends(self) -> str:
+        if signals := [signal.Signals(number).name for number in self._stopping.received]:
+            return f"polyhvdrun has received {', '.join(signals)}"
+        return self._verdict.reason
+
+    # The loop
+
+    def _turn(self) -> None:
+        starting = [
+            item for item in self._agents if not item.ended and (self._judges(item) or not item.ready)
+        ]
+        self._outboxes.watch(self._agents)
+        self._catch_up()
+        deadlines = [self._agents.start_by(process) for process in starting]
+        if not self._stopping.begun:
+            deadlines.append(self._ranks.next_at(time.monotonic()))
+        for key, _ in self._selector.select(self._timer_s(*deadlines)):
+            if key.data is None:
+                self._forward_signals()
+                continue
+            if key.data is self._ranks:
+                continue  # their turn comes below
+            process, read = key.data
+            if read == process.complain:
+                if not process.ended and not process.complain():
+                    self._selector.unregister(process.stderr)
+            elif read == process.receive and not process.ended:
+                self._take(process)
+        now = time.monotonic()
+        self._answer(now)
+        for process in starting:
+            if now >= self._agents.start_by(process) and not process.ready and not process.ended:
+                process.complaints.append(f"no answer within {self._spec.start_timeout_s:g} s")
+                process.kill()
+        if self._checks is self._admission:  # all that is placed was started
+            if not self._stopping.begun:
+                self._admission.give_up(item for item in starting if now >= self._agents.start_by(item))
+                self._admit()
+            self._ranks.turn(now)
+            for process in self._agents.take_gone(now, self._judges):
+                process.close()
+                self._heartbeats.forget(process)
+                self._admission.forget(process)
+        self._stop_what_is_due(now)
+        for process in self._heartbeats.exchange(self._agents, now, self._judges):
+            self._give_up(process)
+
+    def _catch_up(self) -> None:
+        """Take what was put aside while nobody read our output."""
+        while self._unfinished:
+            self._output.finish(self._unfinished.pop())
+        for process in self._agents:
+            if process.ready and not process.ended and process.unread_bytes:
+                self._take(process)
+
+    def _give_up(self, process: HostAgent) -> None:
+        """Nothing has come from this agent for too long: its host counts as lost."""
+        self._lost = True
+        process.kill()
+        process.ended = True
+        self._agent_ended(
+            process,
+            f"was lost: nothing was heard of {process.host} for {self._heartbeats.silence_s:g} s (is its "
+            f"network cut, or {process.program} stopped?); the ranks there end by themselves",
+        )
+
+    def _timer_s(self, *others: float) -> float | None:
+        now = time.monotonic()
+        waits = [moment - now for moment in (*others, self._stopping.next_at())]
+        timer_s = max(0.0, min([*waits, self._heartbeats.timer_s(now)]))
+        return timer_s if timer_s < float("inf") else None
+
+    def _stop_what_is_due(self, now: float) -> None:
+        if self._stopping.is_due_after_failure(now):
+            self._stop_others(now)
+        for number in self._stopping.take_due(now):
+            self._send(number)
+
+    def _await_reader(self, descriptor: int) -> bool:
+        """Nobody reads our output for now: the job waits, but can be stopped. See Output.
+
+        Meanwhile heartbeats go both ways, and what agents send is put aside. After a while agents are asked
+        to hold the output of their ranks, so that only those fall silent that are lost.
+        """
+        self._awaiting, give_up_at = True, float("inf")
+        hold_at = time.monotonic() + _HOLD_AFTER_S
+        unheard: set[HostAgent] = set()  # from whom nothing more will come
+        try:
+            while not self._stopping.at_once:
+                if self._stopping.received or self._lost:
+                    give_up_at = min(give_up_at, time.monotonic() + _STUCK_OUTPUT_S)
+                until = give_up_at if self._holding else min(give_up_at, hold_at)
+                ready = self._poll(descriptor, until, unheard)
+                if descriptor in ready:
+                    return True
+                if self._wake in ready:
+                    self._forward_signals(say=False)
+                now = time.monotonic()
+                self._answer(now)
+                self._stop_what_is_due(now)
+                for process in unheard:
+                    if process.is_done():  # and will be silent for as long as nobody reads
+                        self._heartbeats.received_from(process)
+                for process in self._heartbeats.exchange(self._agents, now, self._judges):
+                    self._give_up(process)
+                if now >= hold_at and not self._holding:
+                    self._holding = True
+                    self._send_all(agent.HOLD)
+                if now >= give_up_at:
+                    return False
+            return False
+        finally:
+            self._awaiting = False
+            if self._holding:
+                self._holding = False
+                self._send_all(agent.GO_ON)
+
+    def _poll(self, descriptor: int, until: float, unheard: set[HostAgent]) -> set[int]:
+        """Wait for a reader, a signal, a time or an agent, whose words are put aside; what is ready."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(descriptor, select.POLLOUT)
+        heard = {}
+        for process in self._agents:
+            if process.ended or process in unheard:
+                continue
+            if self._holding or process.unread_bytes < _ASIDE_BYTES_MAX:
+                heard[process.stdout.fileno()] = process
+                poll.register(process.stdout, select.POLLIN)
+            else:
+                self._heartbeats.received_from(process)  # it waits for us
+        timer_s = self._timer_s(*([until] if until < float("inf") else []))
+        ready = {fd for fd, _ in poll.poll(None if timer_s is None else 1000 * timer_s)}
+        for fd in ready & heard.keys():
+            if heard[fd].put_aside():
+                self._heartbeats.received_from(heard[fd])
+            else:
+                unheard.add(heard[fd])
+        return ready
+
+    def _judges(self, process: HostAgent) -> bool:
+        """Whether it is not known yet if the host of this agent can take part."""
+        return self._checks is not None and self._checks.awaits(process)
+
+    def _take(self, process: HostAgent) -> None:
+        self._heartbeats.received_from(process)
+        try:
+            frames = process.receive()
+        except ValueError as error:
+            process.complaints.append(str(error))
+            process.kill()
+            return
+        if self._checks is not None:
+            self._checks.look(process)
+        for kind, rank, payload in frames:
+            if kind in (agent.STDOUT, agent.STDERR):
+                self._output.write(rank, kind, payload)
+            elif kind == agent.STARTED and self._spec.verbose:
+                pid, _ = agent.parse_status(payload)
+                self._output.say(f"rank {rank} is pid {pid} on {process.host}")
+            elif kind == agent.REPORT:
+                self._verdict.report(rank, payload)
+            elif kind == agent.EXITED:
+                status, reason = agent.parse_status(payload)
+                ended = f"was ended by its agent: {reason}" if reason else ""
+                if not status and self._verdict.has_finished(rank):
+                    reason = ended = ""  # whatever happened to its agent
+                self._exited(rank, process, status or int(bool(reason)), ended)
+            elif kind == agent.FAILED:
+                status, reason = agent.parse_status(payload)
+                self._exited(rank, process, status, f"was not started: {reason}")
+            elif kind == agent.FACTS and self._checks is not None:
+                self._checks.take(process, rank, payload)
+            elif kind == agent.NOTICE and rank == signal.SIGTERM:
+                self._ranks.host_leaves(self._agents.number_of(process), time.monotonic())
+            elif kind == agent.SIGNALLED:
+                self._heed(agent.parse_status(payload)[0], time.monotonic(), say=not self._awaiting)
+        if process.ended:
+            self._agent_ended(process)
+
+    def _agent_ended(self, process: HostAgent, reason: str = "") -> None:
+        if not self._agents.has_ended(process, time.monotonic()):
+            return
+        self._selector.unregister(process.stdout)
+        self._outboxes.forget(process)
+        with contextlib.suppress(KeyError):  # read to the end already
+            self._selector.unregister(process.stderr)
+            while process.complain():
+                pass
+        lost = [rank for rank in process.ranks if rank in self._running]
+        if not lost and not self._judges(process):
+            return
+        what = "was lost" if process.ready else "was not started"
+        status = process.close()
+        if self._checks is not None and self._checks.awaits(process):
+            return self._checks.lost(process, status, reason)
+        reason = reason or f"{what}: {process.fault or f'{process.program} ended with status {status}'}"
+        process.end_strays()
+        if process.complaints:
+            reason += ": " + "; ".join(process.complaints)
+        for rank in lost:
+            self._exited(rank, process, 1, reason)
+
+    def _exited(self, rank: int, process: HostAgent, status: int, reason: str = "") -> None:
+        if rank not in self._running:
+            return
+        self._running.discard(rank)
+        if self._awaiting:
+            self._unfinished.append(rank)
+        else:
+            self._output.finish(rank)
+        ending = self._ending(rank, process, status, reason)
+        self._verdict.forget(rank)
+        if self._ranks.renews:
+            self._output.retire(rank)
+        if self._stopping.begun and status > 0:  # else it died of our signal
+            self._verdict.add_meanwhile(ending)
+        if self._stopping.begun and not self._ranks.renews:
+            return
+        decision = self._ranks.on_ending(ending, frozenset(self._running), time.monotonic())
+        if self._stopping.begun or isinstance(decision, StartReplacement):
+            return
+        if ending.failed:
+            self._verdict.add(ending)
+        if isinstance(decision, StopOthers):
+            self._stopping.plan_after_failure(decision.at)
+
+    def _ending(self, rank: int, process: HostAgent, status: int, reason: str = "") -> Ending:
+        return self._verdict.ending(rank, process.host, status, self._output.tail(rank), reason)
+
+    # Ending
+
+    def _stop_others(self, now: float) -> None:
+        """A rank has failed a while ago: end the others."""
+        for process in self._agents:
+            living = [rank for rank in process.ranks if rank in self._running]
+            self._verdict.add_late([self._ending(rank, process, 1) for rank in living])
+        self._stopping.begin(signal.SIGTERM, now)
+
+    def _send(self, number: int) -> None:
+        for process in self._agents:
+            if process.ended:
+                continue
+            if number and process.ready:
+                process.signal(number)
+            else:
+                process.cut()
+            if not number:
+                process.kill()
+
+    def _forward_signals(self, *, say: bool = True) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._wake, 4096):
+                if number in agent.USER_SIGNALS:
+                    self._send(number)
+                elif number == signal.SIGTSTP:
+                    self._suspend()
+                elif number in agent.STOP_SIGNALS:
+                    self._heed(number, time.monotonic(), say=say)
+
+    def _send_all(self, kind: int) -> None:
+        for process in self._agents:
+            if not process.ended:
+                process.send(kind)
+
+    def _suspend(self) -> None:
+        """Ctrl-Z: stop, as any program does. The ranks go on, and agents expect no heartbeats meanwhile."""
+        self._send_all(agent.SUSPENDED)
+        stop_like_others()
+        for process in self._agents:
+            self._heartbeats.received_from(process)
+        self._send_all(agent.BEAT)
+
+    def _heed(self, number: int, now: float, *, say: bool) -> None:
+        """The launcher or an agent has received a signal that ends the job."""
+        if self._stopping.receive(number, now):
+            self._ranks.stop(now, notice=number == signal.SIGTERM)
+            if say:
+                self._output.say(f"{signal.Signals(number).name}: stopping the ranks; once more to kill them")
+
+    def _conclude(self) -> int:
+        self._catch_up()
+        failed = self._verdict.failed or self.signalled
+        if text := self._ranks.summary(failed=failed):
+            self._output.say(text)
+        status = self._verdict.conclude(self._stopping.received)
+        if self.cause is not None:
+            *lines, last = self._verdict.lines()
+            for line in lines:
+                self._output.say(line)
+            self._output.say(last, alarm=True)
+            self._output.quote(self.cause.rank, trim(traceback_lines(self.cause.tail)))
+        return status

@@ -1,0 +1,84 @@
+"""What follows when a rank of a job ends: a policy decides, the job carries it out. Pure.
+
+A policy starts nothing, signals nothing and reads no clock, so that lists of endings test it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from polyhvd.launch.job.blame import Ending
+
+__all__ = [
+    "Decision",
+    "FailurePolicy",
+    "GoOn",
+    "LetOthersFinish",
+    "StartReplacement",
+    "StopAtFirstFailure",
+    "StopOthers",
+]
+
+#: After a failure: time for its cause to show up, by how certain it is that this is the cause itself. The
+#: longest is for a rank that has lost another one.
+_SETTLE_S = (0.0, 0.1, 1.0)
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """The other ranks go on."""
+
+
+@dataclass(frozen=True)
+class StopOthers:
+    """Ask the other ranks to end, at this moment by ``time.monotonic()`` or at an earlier decision's."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class StartReplacement:
+    """Another process takes the rank's place. For elastic jobs: no policy here decides so."""
+
+
+Decision = GoOn | StopOthers | StartReplacement
+
+
+class FailurePolicy(Protocol):
+    """What a job asks when one of its ranks has ended by itself."""
+
+    def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
+        """Say what follows.
+
+        The job asks for every rank that ends, in good order or not, until it stops its ranks. Its exit
+        status is that of the failure which explains the others, whatever was decided.
+
+        Args:
+            ending: which rank has ended, where and how.
+            running: the ranks that have not ended.
+            now: the time, by ``time.monotonic()``.
+
+        Example::
+
+            StopAtFirstFailure().on_ending(Ending(1, "host1", -9), {0}, now=5.0)  # StopOthers(at=5.0)
+        """
+
+
+class StopAtFirstFailure:
+    """A rank that fails ends the job. The default."""
+
+    def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
+        """Stop the others, at once where the failure explains itself."""
+        if not ending.failed:
+            return GoOn()
+        return StopOthers(now + _SETTLE_S[ending.certainty])
+
+
+class LetOthersFinish:
+    """A rank that fails stops nobody: the others end by themselves, if they can do without it."""
+
+    def on_ending(self, ending: Ending, running: Set[int], now: float) -> Decision:
+        """Let the others go on."""
+        return GoOn()

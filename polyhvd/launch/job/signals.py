@@ -1,0 +1,47 @@
+"""Signals to the launcher, as numbers in a pipe that its loop reads."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+from polyhvd.launch.job import agent
+
+__all__ = ["passing_signals_to", "stop_like_others"]
+
+
+@contextlib.contextmanager
+def passing_signals_to(alarm: int) -> Iterator[None]:
+    """Have the number of each signal written to a descriptor, each time that it comes.
+
+    In another thread than the main one nothing changes: the program around us handles signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former_alarm = signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+    former = {}
+    for number in (*agent.STOP_SIGNALS, *agent.USER_SIGNALS, signal.SIGTSTP):
+        handler = signal.getsignal(number)
+        # What nohup has the launcher ignore stays ignored; signals for users' own ends may be in use.
+        if (number in agent.STOP_SIGNALS and handler != signal.SIG_IGN) or handler == signal.SIG_DFL:
+            former[number] = signal.signal(number, _leave_to_the_loop)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(former_alarm)
+
+
+def stop_like_others() -> None:
+    """Stop, as Ctrl-Z has any other program do; returns when somebody continues this process."""
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
+
+
+def _leave_to_the_loop(*_: object) -> None:
+    """Python's C handler has written the signal's number into the pipe, see set_wakeup_fd."""
