@@ -1,10 +1,11 @@
-"""Builds the extension modules. Needs a C++20 compiler and pybind11, and no framework.
+"""Builds the extension modules, and generates modules of frameworks. Needs a C++20 compiler and pybind11.
 
 Everything else (metadata, extras, tools) stands in pyproject.toml.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from glob import glob
 from pathlib import Path
@@ -87,6 +88,8 @@ def framework_packages() -> dict[str, str]:
 FRAMEWORKS = framework_packages()
 NATIVE = sorted(p.parent.name for p in Path("frameworks").glob("*/native.cc"))
 
+# Here and not in a command: wheels, editable installs and source distributions all have to find the files.
+subprocess.run([sys.executable, "polyhvd/collectives/table/generator.py"], check=True)
 ParallelCompile("MAX_JOBS", default=2, needs_recompile=is_stale).install()
 setup(
     packages=find_packages(include=["polyhvd", "polyhvd.*"]) + sorted(FRAMEWORKS),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from polyhvd.config import Settings
+from polyhvd.installed import frameworks
 from polyhvd.runtime import current, gpu, mpi
 
 __all__ = [
@@ -43,8 +42,6 @@ def mpi_built(verbose: bool = False) -> bool:
 def mpi_enabled() -> bool:
     """Whether the ranks of this job have met through MPI; False before ``init()``.
 
-    Raises nothing.
-
     Example::
 
         print("met through", "MPI" if hvd.mpi_enabled() else "polyhvd's own server")
@@ -74,8 +71,6 @@ def gloo_built(verbose: bool = False) -> bool:
     Scripts assert ``hvd.gloo_built() or hvd.mpi_built()`` to know that some transport is there. Gloo itself
     is not used.
 
-    Raises nothing.
-
     Args:
         verbose: accepted for Horovod's sake; has no effect.
 
@@ -89,22 +84,11 @@ def gloo_built(verbose: bool = False) -> bool:
 def gloo_enabled() -> bool:
     """Whether this job runs without MPI. See :func:`gloo_built`.
 
-    Raises nothing.
-
     Example::
 
         assert hvd.gloo_enabled() != hvd.mpi_enabled()
     """
     return not mpi_enabled()
-
-
-# How each framework, once it is imported, says how many GPUs it can use.
-_COUNTS: dict[str, Callable[[Any], int]] = {
-    "torch": lambda torch: torch.cuda.device_count() if torch.cuda.is_available() else 0,
-    "tensorflow": lambda tensorflow: len(tensorflow.config.list_physical_devices("GPU")),
-    "mxnet": lambda mxnet: mxnet.context.num_gpus(),
-    "cupy": lambda cupy: cupy.cuda.runtime.getDeviceCount(),
-}
 
 
 def gpu_available(ext_base_name: str | None = None, verbose: bool = False) -> bool:
@@ -114,19 +98,18 @@ def gpu_available(ext_base_name: str | None = None, verbose: bool = False) -> bo
         ext_base_name: "torch", "tensorflow", "mxnet" or "cupy"; None asks all that have been imported.
         verbose: accepted, and does nothing.
 
-    Raises nothing.
-
     Example::
 
         device = "cuda" if hvd.gpu_available("torch") else "cpu"
     """
-    names = list(_COUNTS) if ext_base_name is None else [ext_base_name]
-    for name in names:
-        module = sys.modules.get(name)
-        if module is None or name not in _COUNTS:
+    known = frameworks()
+    names = list(known) if ext_base_name is None else [ext_base_name]
+    for framework in (known[name] for name in names if name in known):
+        module = sys.modules.get(framework.packages[0])
+        if module is None or framework.count_gpus is None:
             continue
         try:
-            if _COUNTS[name](module) > 0:
+            if framework.count_gpus(module) > 0:
                 return True
         except Exception:  # CUDA without a driver or a device, in the framework's own words
             continue
@@ -157,8 +140,6 @@ def nccl_built(verbose: bool = False) -> int:
 def ddl_built(verbose: bool = False) -> bool:
     """Whether IBM's DDL can serve: no.
 
-    Raises nothing.
-
     Args:
         verbose: accepted for Horovod's sake; has no effect.
 
@@ -171,8 +152,6 @@ def ddl_built(verbose: bool = False) -> bool:
 
 def ccl_built(verbose: bool = False) -> bool:
     """Whether Intel's oneCCL can serve: no.
-
-    Raises nothing.
 
     Args:
         verbose: accepted for Horovod's sake; has no effect.
@@ -187,8 +166,6 @@ def ccl_built(verbose: bool = False) -> bool:
 def cuda_built(verbose: bool = False) -> bool:
     """Whether tensors on NVIDIA's GPUs are served: where CUDA's driver is on this machine.
 
-    Raises nothing.
-
     Args:
         verbose: accepted for Horovod's sake; has no effect.
 
@@ -201,8 +178,6 @@ def cuda_built(verbose: bool = False) -> bool:
 
 def rocm_built(verbose: bool = False) -> bool:
     """Whether tensors on AMD's GPUs are served: no; move them with ``.cpu()``.
-
-    Raises nothing.
 
     Args:
         verbose: accepted for Horovod's sake; has no effect.

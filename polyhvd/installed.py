@@ -1,12 +1,137 @@
-"""Says what is missing where an import would fail in a way that nobody understands."""
+"""The frameworks that polyhvd has adapters for, and errors for the import of one that is not installed.
+
+Facts about a framework that can be read without importing it are in framework.py of its folder alone.
+"""
 
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-__all__ = ["has_core", "is_installed", "make_mxnet_importable", "missing", "without_core"]
+__all__ = [
+    "Framework",
+    "Parity",
+    "frameworks",
+    "has_core",
+    "is_installed",
+    "lazily",
+    "make_mxnet_importable",
+    "read_all",
+    "require",
+    "without_core",
+]
+
+
+def _computes_all(precision: str, kinds: Collection[str]) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What ``polyhvd parity`` knows of a framework without importing it.
+
+    Args:
+        models: what people call its models.
+        packages: of the classes of its models and tensors.
+        reader: the module that follows :class:`polyhvd.parity.models.Reader`; empty: parity.py of the
+            framework's folder.
+        session: the class of cases.py of its folder that trains cases; empty: it trains none.
+        requires: what has to be installed to train them, with the least version of some, "keras>=3"; empty:
+            these packages.
+        made_by: the framework whose models a case makes for it; empty: cases make none; None: itself.
+        cannot_compute: why not layers of these kinds in this half type on processors; empty: it can.
+        migrates_as: its name in ``polyhvd parity migrate``; empty: it has no part in that.
+        endings: of the names of its files of weights.
+    """
+
+    models: str
+    packages: tuple[str, ...]
+    reader: str = ""
+    session: str = ""
+    requires: tuple[str, ...] = ()
+    made_by: str | None = None
+    cannot_compute: Callable[[str, Collection[str]], str] = _computes_all
+    migrates_as: str = ""
+    endings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Framework:
+    """``FRAMEWORK`` of a framework's ``framework.py``, which imports nothing but this module.
+
+    Args:
+        title: its name for people.
+        packages: under which it is imported; one of them has to be there. The first has its name.
+        versions: that are known to work.
+        install: the command that installs one of them.
+        remark: on the command, for ``polyhvd doctor``.
+        distributions: its names on PyPI.
+        companions: other packages that modules for it import.
+        stands_on: frameworks whose adapters its adapter uses.
+        place: in lists of frameworks; those with equal ones are in the order of their names.
+        count_gpus: how many GPUs the imported package can use.
+        ones: makes a tensor of ones for ``polyhvd bench``, of the imported package, how many elements and the
+            name of their dtype. None: it has no part in that.
+        finish: waits for a tensor, where a collective has not done so.
+        parity: its part in ``polyhvd parity``; None: it has none.
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    versions: str
+    install: str
+    remark: str = ""
+    distributions: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
+    stands_on: tuple[str, ...] = ()
+    place: int = 100
+    count_gpus: Callable[[Any], int] | None = None
+    ones: Callable[[Any, int, str], Any] | None = None
+    finish: Callable[[Any], None] | None = None
+    parity: Parity | None = None
+
+
+@cache
+def frameworks() -> dict[str, Framework]:
+    """All frameworks by the names of their modules, ``polyhvd.NAME``, whether they are installed or not."""
+    found = {name: _read(path).FRAMEWORK for name, path in _files("framework.py").items()}
+    return dict(sorted(found.items(), key=lambda pair: (pair[1].place, pair[0])))
+
+
+def read_all(file: str) -> dict[str, ModuleType]:
+    """The modules of this name of all frameworks that have one, without an import of the frameworks.
+
+    Args:
+        file: of their folders, which imports its framework in functions only.
+    """
+    found = _files(file)
+    return {name: _read(found[name]) for name in frameworks() if name in found}
+
+
+def _files(file: str) -> dict[str, Path]:
+    """That file of every framework, in the installed package or, where that is a checkout, beside it."""
+    package = Path(__file__).parent
+    for folder in (package, package.parent / "frameworks"):
+        if found := {path.parent.name: path for path in folder.glob(f"*/{file}")}:
+            return found
+    return {}
+
+
+def _read(path: Path) -> ModuleType:
+    """By its path: an import would import the adapter, too, and so the framework."""
+    spec = spec_from_file_location(f"polyhvd.{path.parent.name}.{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def has_core(folder: Path) -> bool:
@@ -42,7 +167,7 @@ def make_mxnet_importable() -> None:
     """Let ``import mxnet`` work with NumPy 1.24 to 1.26; call it before the first import of mxnet.
 
     MXNet 1.9.1 reads ``numpy.bool``, which NumPy 1.24 has removed; this sets it to ``bool``, which it was.
-    ``import polyhvd.mxnet`` does so itself: programs that import it first need no call. Raises nothing.
+    ``import polyhvd.mxnet`` does so itself: programs that import it first need no call.
 
     Example::
 
@@ -56,14 +181,36 @@ def make_mxnet_importable() -> None:
         np.bool = bool  # type: ignore[attr-defined]
 
 
-def missing(module: str, framework: str, command: str) -> ModuleNotFoundError:
-    """The error of a module whose framework is not installed.
+def require(module: str) -> None:
+    """Raise the error of a module whose framework is not installed, before it imports that.
 
     Args:
         module: who needs it, such as "polyhvd.torch".
-        framework: its name, with the versions that are known to work.
-        command: installs one of them.
+
+    Raises:
+        ModuleNotFoundError: none of the framework's packages is installed.
     """
-    return ModuleNotFoundError(
-        f"{module} needs {framework}, which is not installed for {sys.executable}; install it with: {command}"
-    )
+    name = module.rpartition(".")[2]
+    framework: Framework = _read(_files("framework.py")[name]).FRAMEWORK
+    if not any(map(is_installed, framework.packages)):
+        raise ModuleNotFoundError(
+            f"{module} needs {framework.title} {framework.versions}, which is not installed for "
+            f"{sys.executable}; install it with: {framework.install}"
+        )
+
+
+def lazily(package: str, **places: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package that imports some of its names at their first use.
+
+    Args:
+        package: its full name.
+        places: of each name, the module of the package that has it; empty: it is a module itself.
+    """
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(f"{package}.{places[name] or name}")
+        return getattr(module, name) if places[name] else module
+
+    return find

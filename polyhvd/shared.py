@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-from polyhvd.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    gpu_available,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from polyhvd.capabilities import *
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.membership import add_process_set, barrier, join, process_set_of, remove_process_set
 from polyhvd.collectives.objects import allgather_object, broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.config import Settings
-from polyhvd.errors import (
-    CheckpointError,
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    HostsUpdatedInterrupt,
-    InvalidArgumentError,
-    NotInitializedError,
-    PeerDepartedError,
-    PeerLostError,
-    RankMismatchError,
-    ShutdownError,
-    TransferTimeoutError,
-    UnsupportedError,
-    UnsupportedTypeError,
-)
+from polyhvd.errors import *
 from polyhvd.installed import make_mxnet_importable
 from polyhvd.launch import run
-from polyhvd.launch.doctor import doctor
+from polyhvd.launch.hosts.doctor import doctor
 from polyhvd.launch.init import init, is_initialized, shutdown
 
 __all__ = [
     "Adasum",
     "Average",
     "CheckpointError",
+    "DataError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",

@@ -10,11 +10,9 @@ Example::
 
 from __future__ import annotations
 
-from polyhvd.installed import is_installed as _is_installed
-from polyhvd.installed import missing as _missing
+from polyhvd.installed import require as _require
 
-if not _is_installed("cupy"):
-    raise _missing(__name__, "CuPy 13", "pip install cupy-cuda12x")
+_require(__name__)
 
 from polyhvd.cupy import verbs
 from polyhvd.cupy.functions import Compression

@@ -1,4 +1,4 @@
-"""How the collectives are called for CuPy; read by tools/verbs.py, which makes verbs.py of it."""
+"""How the collectives are called for CuPy; ``make verbs`` makes verbs.py of it."""
 
 from __future__ import annotations
 

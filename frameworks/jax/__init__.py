@@ -11,11 +11,9 @@ Example::
 
 from __future__ import annotations
 
-from polyhvd.installed import is_installed as _is_installed
-from polyhvd.installed import missing as _missing
+from polyhvd.installed import require as _require
 
-if not _is_installed("jax"):
-    raise _missing(__name__, "JAX 0.6", "pip install jax==0.6.2")
+_require(__name__)
 
 from polyhvd.jax import verbs
 from polyhvd.jax.errors import translated_errors

@@ -86,9 +86,14 @@ class DistributedGradients:
             raise InvalidArgumentError(
                 f"groups={groups!r}: expected the number of operations; JAX's arrays cannot be told apart"
             )
-        self._reducer = GradientReducer(
-            _JaxExchange(functions.collectives), prefix=name, options=Options.of(locals())
+        options = Options(
+            op=op,
+            compression=compression,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups,
+            process_set=process_set,
         )
+        self._reducer = GradientReducer(_JaxExchange(functions.collectives), prefix=name, options=options)
 
     def __call__(self, gradients: Tree) -> Tree:
         """The reduced gradients, in a tree of the same structure.

@@ -14,11 +14,13 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -55,8 +57,18 @@ try:
     _DIFFERENTIATED = (_ad.JVPTracer, _ad.LinearizeTracer)
 except (ImportError, AttributeError) as error:
     raise HorovodVersionMismatchError(
-        f"polyhvd.jax does not know this JAX ({jax.__version__}): {error}; 0.6 is supported"
+        f"polyhvd.jax does not know this JAX ({jax.__version__}): {error}; install 0.6.2 or a later version"
     ) from error
+
+#: Releases that crash in a program of JAX's own, which docs/jax.md shows.
+_CRASHING = ("0.9.1", "0.9.2", "0.10.0", "0.10.1")
+if jaxlib.__version__ in _CRASHING:
+    warnings.warn(
+        f"jaxlib {jaxlib.__version__} can crash with SIGSEGV while it compiles products of matrices; "
+        "install jax==0.10.2",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 __all__ = ["Collective", "are_differentiated", "is_staging", "run", "settle"]
 

@@ -10,6 +10,7 @@ from polyhvd.training.keras import callbacks as keras_callbacks
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "DataPositionCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
@@ -18,6 +19,10 @@ __all__ = [
 
 class BroadcastGlobalVariablesCallback(on.BroadcastGlobalVariables, keras.callbacks.Callback):  # noqa: D101
     __doc__ = on.BroadcastGlobalVariables.__doc__
+
+
+class DataPositionCallback(keras_callbacks.DataPosition, keras.callbacks.Callback):  # noqa: D101
+    __doc__ = keras_callbacks.DataPosition.__doc__
 
 
 class MetricAverageCallback(on.MetricAverage, keras.callbacks.Callback):  # noqa: D101

@@ -8,31 +8,22 @@ from typing import Any
 import keras
 from polyhvd.keras.backend import on
 
-from polyhvd.elastic import loop
+from polyhvd.elastic import exports, loop
+from polyhvd.elastic.exports import *
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
-from polyhvd.elastic.leaving import on_leave
-from polyhvd.elastic.slow import slow_ranks
-from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.train import train_told
 from polyhvd.elastic.variables import KerasModelState
-from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
-    "CheckpointError",
     "CommitStateCallback",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
     "KerasState",
-    "ObjectState",
-    "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
-    "on_leave",
     "run",
     "run_fn",
-    "slow_ranks",
     "train",
 ]
+__all__ += exports.__all__
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

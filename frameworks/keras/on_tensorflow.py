@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from polyhvd.tensorflow.adapter import memory_of
 from polyhvd.tensorflow.batch_norm import sync_batch_normalization
+from polyhvd.tensorflow.data import Batches
 from polyhvd.tensorflow.errors import as_polyhvd
+from polyhvd.tensorflow.gradients import TensorflowOptions as Options
 from polyhvd.tensorflow.keras import (
     Compression,
-    DistributedOptimizer,
-    PartialDistributedOptimizer,
     allgather,
     allgather_object,
     allreduce,
@@ -21,13 +21,14 @@ from polyhvd.tensorflow.keras import (
     reducescatter,
 )
 from polyhvd.tensorflow.keras._callbacks import BroadcastGlobalVariables, MetricAverage
+from polyhvd.tensorflow.optimizer import distribute
 
 __all__ = [
+    "Batches",
     "BroadcastGlobalVariables",
     "Compression",
-    "DistributedOptimizer",
     "MetricAverage",
-    "PartialDistributedOptimizer",
+    "Options",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -37,6 +38,7 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",
+    "distribute",
     "join",
     "memory_of",
     "reducescatter",

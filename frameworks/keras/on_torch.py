@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 from polyhvd.keras.batch_norm import sync_batch_normalization
-from polyhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, accept_device
+from polyhvd.keras.optimizer import accept_device, distribute
 from polyhvd.torch import Compression, join
+from polyhvd.torch import data as torch_data
+from torch.utils.data import DataLoader, IterableDataset
 
 from polyhvd import allgather_object, barrier, broadcast_object
 from polyhvd import torch as hvd
 from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
+from polyhvd.data.batches import mapped
+from polyhvd.data.loader import Loader
 from polyhvd.training.compression import Compressor
 from polyhvd.training.keras import callbacks as keras_callbacks
+from polyhvd.training.options import Options
 
 __all__ = [
+    "Batches",
     "BroadcastGlobalVariables",
     "Compression",
-    "DistributedOptimizer",
     "MetricAverage",
-    "PartialDistributedOptimizer",
+    "Options",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -34,6 +39,7 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",
+    "distribute",
     "join",
     "memory_of",
     "reducescatter",
@@ -188,6 +194,69 @@ def broadcast_global_variables(root_rank: int) -> None:
         "broadcast_global_variables() needs a graph of tf.compat.v1; use "
         "broadcast_variables(model.variables, root_rank), or BroadcastGlobalVariablesCallback"
     )
+
+
+class Batches(torch_data.Batches):
+    """Iterates over a loader, with batches of tensors; :meth:`dataset` is for ``fit``.
+
+    The position is that of the loader, and a batch counts as with the loader: when the next one is asked
+    for. ``hvd.elastic.train`` takes it as data.
+
+    Args:
+        loader: an :class:`polyhvd.data.ArrayLoader` or :class:`polyhvd.data.ParquetLoader`.
+        x: the column of the inputs; several inputs are a tuple, a list or a dict of columns. A column is a
+            name, or a number where the loader has a sequence of arrays. None: batches have all columns, in
+            the form that the loader gives them. Else a batch is a sequence of x, y and sample_weight, as far
+            as they are given.
+        y: the column, or columns, of the targets.
+        sample_weight: the column of the weights of rows.
+
+    Raises:
+        ValueError: an argument cannot be used; or, in the loop, a batch has no such column.
+
+    Example::
+
+        batches = Batches(loader, x="image", y="label")
+        model.fit(batches.dataset(), epochs=10, callbacks=[hvd.callbacks.DataPositionCallback(loader)])
+    """
+
+    def __init__(self, loader: Loader, x: Any = None, y: Any = None, sample_weight: Any = None) -> None:
+        super().__init__(loader, x, y, sample_weight)
+
+    def dataset(self) -> Any:
+        """A ``DataLoader`` of the steps that are left in the epoch, each time that it is gone through.
+
+        Its elements are ``(x, y, sample_weight)``. The weights are those of the column, if there is one,
+        times the weight of the batch, so that the average of gradients over ranks is exact; without y they
+        are ``(x,)``. ``x`` and ``y`` may be left out if the loader has a sequence of two or three arrays.
+
+        The position moves by ``advance()`` of the loader. In ``fit`` a ``DataPositionCallback`` calls it.
+
+        Raises:
+            ValueError: no columns are named, or there are no such columns.
+
+        Example::
+
+            model.fit(batches.dataset(), callbacks=[hvd.callbacks.DataPositionCallback(batches.loader)])
+        """
+        self._template()  # raises where fit() could not go on
+        return DataLoader(_Elements(self), batch_size=None, collate_fn=_as_it_is)
+
+
+class _Elements(IterableDataset[Any]):
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return self._batches.loader.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches.loader._read_ahead():
+            yield mapped(self._batches._tensor, self._batches._element(batch))
+
+
+def _as_it_is(element: Any) -> Any:
+    return element
 
 
 class _OnTheHost:

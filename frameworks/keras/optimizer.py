@@ -7,21 +7,18 @@ from typing import Any
 
 import keras
 import torch
-from polyhvd.torch.base import Compression, collectives
+from polyhvd.torch.base import collectives
 
-from polyhvd.collectives.adapter import ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training import passes
-from polyhvd.training.compression import Compressor
 from polyhvd.training.drift import DriftCheck
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, reduced_first, replace, sharing_state
 from polyhvd.training.keras.weights import DRIFT_REMEDY, values_of
 from polyhvd.training.options import Options
 from polyhvd.training.reducer import Exchange, GradientReducer, keras_layers
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "accept_device"]
+__all__ = ["accept_device", "distribute"]
 
 Tensor = torch.Tensor
 
@@ -173,53 +170,19 @@ def _build_nothing(optimizer: Any, variables: list[Any] | None) -> None:
     """Variables can be made at any time."""
 
 
-def DistributedOptimizer(
+def distribute(
     optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = ReduceOp.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    mapping: Any = None,
+    name: str | None,
+    device_dense: str,
+    device_sparse: str,
+    options: Options,
+    local_layers: Any = None,
 ) -> Any:
-    """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
-
-    They are reduced when the optimizer is called, in one operation unless there are groups, and where they
-    lie: what the caller has passed may hold averages afterwards. The result has one more method,
-    ``register_local_var(variable)``: the gradient of that variable stays on its rank.
-
-    Args:
-        optimizer: of Keras 3 on PyTorch. The result shares its state.
-        name: begins the names of the operations; the default is the optimizer's class.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire.
-        sparse_as_dense: accepted for Horovod's sake; here gradients are dense.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        op: Average, Sum or Adasum.
-        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
-            call reduces and applies the sum. The others change no variable, nor ``iterations``.
-        average_aggregated_gradients: divide the sum of several calls by their number.
-        num_groups, groups: into how many operations gradients are split, or a list of lists of variables.
-        process_set: the ranks that take part. On others, the optimizer works by itself.
-        scale_local_gradients: divide gradients that stay local by the number of ranks.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
+    """An optimizer that shares the state of this one and reduces first; see the wrappers for the arguments.
 
     Raises:
-        InvalidArgumentError: an argument that cannot be used.
-
-    Example::
-
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss)
+        InvalidArgumentError: an argument cannot be used.
     """
-    options = Options.of(locals())
     accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
     if is_distributed(optimizer):
         raise InvalidArgumentError("the optimizer is distributed already; wrap it once")
@@ -229,7 +192,10 @@ def DistributedOptimizer(
         )
     replace(keras.optimizers.LossScaleOptimizer, "apply", lambda apply: reduced_first(apply, _build_nothing))
     reducer = GradientReducer(
-        _Exchange(), prefix=name or f"Distributed{type(optimizer).__name__}", options=options
+        _Exchange(),
+        prefix=name or f"Distributed{type(optimizer).__name__}",
+        options=options,
+        local_layers=keras_layers(local_layers, "register_local_var() of the optimizer"),
     )
     attributes = {
         "_polyhvd": reducer,
@@ -237,55 +203,3 @@ def DistributedOptimizer(
         "_polyhvd_passes": _Passes(options),
     }
     return sharing_state(optimizer, _Distributed, attributes)
-
-
-def PartialDistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = ReduceOp.Average,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    mapping: Any = None,
-) -> Any:
-    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
-
-    Args:
-        optimizer: of Keras 3 on PyTorch. The result shares its state.
-        name: begins the names of the operations; the default is the optimizer's class.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire.
-        sparse_as_dense: accepted for Horovod's sake; here gradients are dense.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        op: Average, Sum or Adasum.
-        groups: into how many operations gradients are split, or a list of lists of variables.
-        process_set: the ranks that take part. On others, the optimizer works by itself.
-        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
-            be built yet.
-        scale_local_gradients: divide their gradients by the number of ranks.
-        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
-            call reduces and applies the sum. The others change no variable, nor ``iterations``.
-        average_aggregated_gradients: divide the sum of several calls by their number.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
-
-    Raises:
-        InvalidArgumentError: as :func:`DistributedOptimizer`, or ``local_layers`` are no layers.
-
-    Example::
-
-        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
-    """
-    arguments = locals()
-    remedy = "register_local_var() of the optimizer"
-    layers = keras_layers(arguments.pop("local_layers"), remedy)
-    wrapped = DistributedOptimizer(**arguments)
-    wrapped._polyhvd.local_layers = layers
-    return wrapped

@@ -9,11 +9,9 @@ Example::
 
 from __future__ import annotations
 
-from polyhvd.installed import is_installed as _is_installed
-from polyhvd.installed import missing as _missing
+from polyhvd.installed import require as _require
 
-if not (_is_installed("lightning") or _is_installed("pytorch_lightning")):
-    raise _missing(__name__, "Lightning 2", "pip install lightning")
+_require(__name__)
 
 from polyhvd.lightning import elastic
 from polyhvd.lightning.environment import PolyhvdEnvironment

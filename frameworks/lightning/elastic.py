@@ -129,7 +129,7 @@ class LightningState(TorchState):
         super().on_reset()
 
     def checkpoint(self) -> dict[str, Any]:
-        """The last commit, as Lightning reads it; the strategy hands it out. Raises nothing.
+        """The last commit, as Lightning reads it; the strategy hands it out.
 
         Example::
 

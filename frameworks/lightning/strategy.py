@@ -92,7 +92,14 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        options = Options.of(locals(), ops=tuple(ReduceOp))
+        options = Options(
+            op=op,
+            compression=compression,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            sparse_as_dense=sparse_as_dense,
+            ops=tuple(ReduceOp),
+        )
         hvd.init()
         super().__init__(
             accelerator=accelerator,

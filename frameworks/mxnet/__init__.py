@@ -13,18 +13,14 @@ Example::
 
 from __future__ import annotations
 
-from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
-from typing import Any as _Any
 
-from polyhvd.installed import is_installed as _is_installed
+from polyhvd.installed import lazily as _lazily
 from polyhvd.installed import make_mxnet_importable as _make_mxnet_importable
-from polyhvd.installed import missing as _missing
+from polyhvd.installed import require as _require
 
-if _is_installed("mxnet"):
-    _make_mxnet_importable()
-else:
-    raise _missing(__name__, "MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'")
+_require(__name__)
+_make_mxnet_importable()
 
 from polyhvd.mxnet import estimator, kvstore, verbs
 from polyhvd.mxnet.base import Compression
@@ -59,11 +55,7 @@ __all__ += exports.__all__
 __all__ += verbs.__all__
 
 if not TYPE_CHECKING:  # a type checker would accept any name
-
-    def __getattr__(name: str) -> _Any:
-        if name == "elastic":  # which few programs need
-            return _import_module(f"{__name__}.elastic")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = _lazily(__name__, elastic="")
 
 
 def __dir__() -> list[str]:

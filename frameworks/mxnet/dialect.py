@@ -1,4 +1,4 @@
-"""How the collectives are called for MXNet; read by tools/verbs.py, which makes verbs.py of it."""
+"""How the collectives are called for MXNet; ``make verbs`` makes verbs.py of it."""
 
 from __future__ import annotations
 

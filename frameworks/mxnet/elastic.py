@@ -23,28 +23,21 @@ from polyhvd.mxnet.state import (
 from polyhvd.mxnet.trainer import DistributedTrainer
 
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.elastic.leaving import on_leave
+from polyhvd.elastic import exports
+from polyhvd.elastic.exports import *
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.memory import like
-from polyhvd.elastic.slow import slow_ranks
-from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
+from polyhvd.elastic.state import Handler, HandlersState
 from polyhvd.elastic.train import train
-from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 from polyhvd.training.state import changed
 
 __all__ = [
-    "CheckpointError",
     "GluonState",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "on_leave",
     "run",
     "run_fn",
-    "slow_ranks",
     "train",
 ]
+__all__ += exports.__all__
 
 
 class _Parameters(Handler):
@@ -239,8 +232,6 @@ class GluonState(HandlersState):
 
     def restore(self) -> None:
         """Give all attributes the values of the copy.
-
-        Raises nothing.
 
         Example::
 

@@ -97,7 +97,16 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         #: The optimizer that makes the updates.
         self.wrapped = optimizer
         with as_mxnets():
-            options = Options.of(locals())
+            options = Options(
+                op=op,
+                backward_passes_per_step=backward_passes_per_step,
+                average_aggregated_gradients=average_aggregated_gradients,
+                gradient_predivide_factor=gradient_predivide_factor,
+                num_groups=num_groups,
+                groups=groups,
+                sparse_as_dense=sparse_as_dense,
+                process_set=process_set,
+            )
             self._groups = KeyGroups(options.grouping)
         self._passes = options.backward_passes_per_step
         self._factor = options.passes_factor

@@ -20,6 +20,7 @@ from polyhvd.mxnet.reducer import MxnetExchange
 from polyhvd.mxnet.weights import DRIFT_REMEDY, values_of
 
 from polyhvd.collectives.adapter import OpKind, ReduceOp
+from polyhvd.collectives.numbering import ObjectNumbers
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.collectives.verbs import process_set_id
 from polyhvd.runtime import current
@@ -30,6 +31,8 @@ from polyhvd.training.options import Options
 from polyhvd.training.reducer import GradientReducer
 
 __all__ = ["DistributedTrainer"]
+
+_numbers = ObjectNumbers()
 
 
 class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
@@ -66,7 +69,8 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, one of your own, or a
             :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each gradient.
         gradient_predivide_factor: gradients are divided by it before the sum, the rest after it.
-        prefix: keeps the gradients of several trainers apart when ranks step them in different order.
+        prefix: begins the names of the gradients. Without it trainers are numbered in the order in which they
+            are made, which has to be the same on every rank; ranks may step them in different order.
         num_groups: divides the gradients, in order, into so many groups, each of which is reduced as one
             request, all or none; 0: each by itself, and those that are ready are fused.
         process_set: the ranks that take part.
@@ -113,7 +117,19 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         mapping: Any = None,
     ) -> None:
         with as_mxnets():
-            options = Options.of(locals())
+            options = Options(
+                op=op,
+                compression=compression,
+                backward_passes_per_step=backward_passes_per_step,
+                average_aggregated_gradients=average_aggregated_gradients,
+                gradient_predivide_factor=gradient_predivide_factor,
+                num_groups=num_groups,
+                groups=groups,
+                sparse_as_dense=sparse_as_dense,
+                process_set=process_set,
+                scale_local_gradients=scale_local_gradients,
+                mapping=mapping,
+            )
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn("DistributedTrainer: the DistributedOptimizer was unwrapped", stacklevel=2)
             optimizer = optimizer.wrapped
@@ -135,12 +151,13 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         self._passes = Passes(options)
         self._is_due = True
         self._ignores_stale = False
-        self._prefix = prefix or "DistributedTrainer"
+        self._prefix = prefix or _numbers.name("DistributedTrainer", self, options.process_set)
         self._exchange = MxnetExchange()
         with as_mxnets():
             self._reducer = GradientReducer(
                 self._exchange,
-                prefix=f"{self._prefix}.gradient",
+                # Without the number: saved states of compressors have these names, too.
+                prefix=f"{prefix or 'DistributedTrainer'}.gradient",
                 options=options,
                 groups=KeyGroups(parameter_groups(self._in_order, trained, options.grouping)),
                 sources={position: self._in_order[position] for position in trained},
@@ -222,7 +239,8 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         if self._ignores_stale:
             local = {position: trained.pop(position) for position in self._reducer.local & trained.keys()}
             trained = self._used_by_any(trained) | local
-        self._reducer.reduce({position: parameter.list_grad()[0] for position, parameter in trained.items()})
+        gradients = {position: parameter.list_grad()[0] for position, parameter in trained.items()}
+        self._reducer.reduce(gradients, prefix=f"{self._prefix}.gradient")
 
     def _used_by_any(self, parameters: dict[int, Parameter]) -> dict[int, Parameter]:
         """Those whose gradient is fresh on any rank; where it was stale here, it adds nothing now."""

@@ -9,8 +9,7 @@ Example::
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polyhvd.numpy import verbs
 from polyhvd.numpy.functions import Compression
@@ -19,6 +18,7 @@ from polyhvd.numpy.verbs import *
 
 from polyhvd import allgather_object, barrier, broadcast_object, exports, join
 from polyhvd.exports import *
+from polyhvd.installed import lazily as _lazily
 
 if TYPE_CHECKING:
     from polyhvd.numpy import elastic
@@ -36,11 +36,7 @@ __all__ += exports.__all__
 __all__ += verbs.__all__
 
 if not TYPE_CHECKING:  # a type checker would accept any name
-
-    def __getattr__(name: str) -> Any:
-        if name == "elastic":  # which few programs need
-            return import_module(f"{__name__}.elastic")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = _lazily(__name__, elastic="")
 
 
 def __dir__() -> list[str]:

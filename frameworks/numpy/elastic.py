@@ -8,27 +8,19 @@ import numpy as np
 from polyhvd.numpy.functions import functions
 
 from polyhvd._core import DTYPES
+from polyhvd.elastic import exports
 from polyhvd.elastic.arrays import ArraysState
-from polyhvd.elastic.leaving import on_leave
+from polyhvd.elastic.exports import *
 from polyhvd.elastic.loop import run, run_fn
-from polyhvd.elastic.slow import slow_ranks
-from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.train import train
-from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
     "ArrayState",
-    "CheckpointError",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "on_leave",
     "run",
     "run_fn",
-    "slow_ranks",
     "train",
 ]
+__all__ += exports.__all__
 
 
 class ArrayState(ArraysState):
@@ -37,8 +29,6 @@ class ArrayState(ArraysState):
     Args:
         kwargs: the attributes with their first values. Arrays of dtypes that collectives have, and those in
             dicts, lists and tuples, are told to other ranks in place; all else is pickled.
-
-    Raises nothing.
 
     Example::
 

@@ -12,21 +12,17 @@ Example::
 
 from __future__ import annotations
 
-from polyhvd.installed import is_installed as _is_installed
-from polyhvd.installed import missing as _missing
+from polyhvd.installed import lazily as _lazily
+from polyhvd.installed import require as _require
 
-if not _is_installed("tensorflow"):
-    raise _missing(__name__, "TensorFlow 2.13 to 2.21", "pip install tensorflow")
+_require(__name__)
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polyhvd.tensorflow import derivatives as _derivatives  # noqa: F401
 from polyhvd.tensorflow import vectorized as _vectorized  # noqa: F401
-from polyhvd.tensorflow import verbs
+from polyhvd.tensorflow import verbs, wrappers
 from polyhvd.tensorflow.compression import Compression
-from polyhvd.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from polyhvd.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from polyhvd.tensorflow.runtime_ops import (
     local_rank_op,
     local_size_op,
@@ -44,6 +40,7 @@ from polyhvd.tensorflow.state import (
     broadcast_variables,
 )
 from polyhvd.tensorflow.verbs import *
+from polyhvd.tensorflow.wrappers import *
 
 from polyhvd import exports
 from polyhvd.exports import *
@@ -55,10 +52,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "PartialDistributedGradientTape",
-    "PartialDistributedOptimizer",
     "SyncBatchNormalization",
     "allgather_object",
     "broadcast_",
@@ -75,6 +68,7 @@ __all__ = [
 ]
 __all__ += exports.__all__
 __all__ += verbs.__all__
+__all__ += wrappers.__all__
 
 
 def __dir__() -> list[str]:
@@ -82,13 +76,4 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name
-
-    def __getattr__(name: str) -> Any:
-        """Import Keras at the first use of its layer, since that takes seconds."""
-        if name == "SyncBatchNormalization":
-            from polyhvd.tensorflow.keras import SyncBatchNormalization
-
-            return SyncBatchNormalization
-        if name == "elastic":  # which few programs need
-            return import_module(f"{__name__}.elastic")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = _lazily(__name__, elastic="", SyncBatchNormalization="keras")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from polyhvd.tensorflow.batch_norm import sync_batch_normalization
-from polyhvd.tensorflow.gradient_tape import DistributedGradientTape
+from polyhvd.tensorflow.wrappers import DistributedGradientTape
 
 from polyhvd.parity.layers import Layer
-from polyhvd.parity.models import module_of
+from polyhvd.parity.models import reader_of
 from polyhvd.parity.session import Session, adam_epsilon
 from polyhvd.training.keras import weights
 from polyhvd.training.mapping import Weight
@@ -148,7 +147,7 @@ class KerasSession(Session):
 
     def weights(self) -> list[Weight]:
         """Of the model."""
-        self._keras = importlib.import_module(module_of(self.model))
+        self._keras: Any = reader_of(self.model)
         found: list[Weight] = self._keras.weights_of(self.model)
         return found
 

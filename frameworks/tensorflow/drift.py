@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,14 +14,23 @@ from polyhvd.tensorflow.passes import only_effects
 from polyhvd.tensorflow.reducer import TensorflowReducer
 from tensorflow.core.framework import attr_value_pb2
 
+from polyhvd.collectives.process_sets import ProcessSet
 from polyhvd.runtime import current
 from polyhvd.training.drift import DriftCheck
 from polyhvd.training.keras.weights import DRIFT_REMEDY, path_of
 
-__all__ = ["DriftOp"]
+__all__ = ["DriftOp", "drift_of_tapes"]
 
 #: Attribute of a graph: the last comparison in it.
 _LAST = "_polyhvd_drift"
+#: Attribute of a variable: comparisons of tapes whose first source it is.
+_OF_TAPES = "_polyhvd_drift_of_tapes"
+
+
+_TAPE_REMEDY = (
+    "call hvd.broadcast_variables(model.variables, root_rank=0) before the second step; "
+    "register_local_source(variable) of the tape excludes variables that each rank keeps for itself"
+)
 
 
 class DriftOp:
@@ -29,18 +39,26 @@ class DriftOp:
     In a graph a variable says whether there is something left to compare, and other steps only read it.
 
     Args:
-        reducer: of the optimizer's gradients.
+        reducer: of the gradients of the optimizer or tape.
+        call: names it in reports.
+        remedy: how to broadcast its weights.
     """
 
-    def __init__(self, reducer: TensorflowReducer) -> None:
+    def __init__(
+        self, reducer: TensorflowReducer, call: str = "DistributedOptimizer", remedy: str = DRIFT_REMEDY
+    ) -> None:
         self._reducer = reducer
-        self._check = DriftCheck("DistributedOptimizer", reducer.process_set, DRIFT_REMEDY, step=2)
+        self._check = DriftCheck(call, reducer.process_set, remedy, step=2)
         self._is_left: Any = None  # a variable, once there is a graph
         _everyone.add(self)
 
     def before(self, sources: Sequence[Any] | None) -> AbstractContextManager[Any]:
         """Compare the variables that a step is about to change; reduce its gradients within."""
         if sources is None or self._reducer.options.mapping is not None or not self._reducer.takes_part():
+            return nullcontext()
+        if current.world().settings.check_drift == "off":  # the graph needs no variable then
+            return nullcontext()
+        if tf.executing_eagerly() and self._check.is_settled:
             return nullcontext()
         shared = [
             (i, source)
@@ -58,9 +76,8 @@ class DriftOp:
             return not self._check.is_settled
 
         if tf.executing_eagerly():
-            if not self._check.is_settled:
-                with as_tensorflow():
-                    compare(*(tf.convert_to_tensor(source).numpy() for _, source in shared))
+            with as_tensorflow():
+                compare(*(tf.convert_to_tensor(source).numpy() for _, source in shared))
             return nullcontext()
         if not tf.compat.v1.executing_eagerly_outside_functions():
             return nullcontext()
@@ -80,8 +97,9 @@ class DriftOp:
 
     def _variable(self) -> Any:
         if self._is_left is None:
-            with tf.init_scope():
-                self._is_left = tf.Variable(True, trainable=False)
+            # In its own thread, which is in no graph: tf.function refuses variables after its first trace.
+            with ThreadPoolExecutor(1) as elsewhere:
+                self._is_left = elsewhere.submit(tf.Variable, True, trainable=False).result()
         return self._is_left
 
     def begin_anew(self) -> None:
@@ -89,6 +107,54 @@ class DriftOp:
         if self._is_left is not None:
             with tf.init_scope():
                 self._is_left.assign(True)
+
+
+def _variable_of(source: Any) -> Any:
+    """The variable of TensorFlow in a variable of Keras 3; else the source."""
+    inner = getattr(source, "value", None)
+    return inner if isinstance(inner, tf.Variable) else source
+
+
+class _OfTapes:
+    """The comparison of tapes with the same sources and process set.
+
+    Args:
+        sources: variables.
+        reducer: of the first of these tapes.
+    """
+
+    def __init__(self, sources: Sequence[Any], reducer: TensorflowReducer) -> None:
+        self._sources = [weakref.ref(source) for source in sources]
+        self._process_set = reducer.process_set
+        self.drift = DriftOp(reducer, "DistributedGradientTape", _TAPE_REMEDY)
+
+    def is_of(self, sources: Sequence[Any], process_set: ProcessSet) -> bool:
+        return (
+            self._process_set is process_set
+            and len(self._sources) == len(sources)
+            and all(map(lambda kept, source: kept() is source, self._sources, sources))
+        )
+
+
+def drift_of_tapes(reducer: TensorflowReducer, sources: Sequence[Any]) -> DriftOp | None:
+    """The comparison that all tapes with these sources share, in whatever graphs they are.
+
+    Args:
+        reducer: of a tape.
+        sources: of its gradients.
+
+    Returns:
+        None if a source is not a variable: such a tensor may be other data on each rank.
+    """
+    variables = list(map(_variable_of, sources))
+    if not variables or not all(isinstance(variable, tf.Variable) for variable in variables):
+        return None
+    known: list[_OfTapes] = variables[0].__dict__.setdefault(_OF_TAPES, [])
+    for each in known:
+        if each.is_of(variables, reducer.process_set):
+            return each.drift
+    known.append(_OfTapes(variables, reducer))
+    return known[-1].drift
 
 
 def _keep_whole(result: tf.Tensor) -> None:

@@ -8,28 +8,21 @@ from typing import Any
 from polyhvd.tensorflow.adapter import memory_of
 from polyhvd.tensorflow.errors import as_polyhvd
 
-from polyhvd.elastic import loop
-from polyhvd.elastic.leaving import on_leave
-from polyhvd.elastic.slow import slow_ranks
-from polyhvd.elastic.state import HandlersState, ObjectState, State
+from polyhvd.elastic import exports, loop
+from polyhvd.elastic.exports import *
+from polyhvd.elastic.state import HandlersState
 from polyhvd.elastic.train import train_told
 from polyhvd.elastic.variables import KerasModelState, VariablesHandler
-from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt, InvalidArgumentError
+from polyhvd.errors import InvalidArgumentError
 
 __all__ = [
-    "CheckpointError",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
     "TensorFlowKerasState",
     "TensorFlowState",
-    "on_leave",
     "run",
     "run_fn",
-    "slow_ranks",
     "train",
 ]
+__all__ += exports.__all__
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
-from polyhvd.tensorflow.compression import Compression
-from polyhvd.tensorflow.gradients import accept_device, options_of
+from polyhvd.tensorflow.drift import DriftOp, drift_of_tapes
+from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.names import do_not_convert
 from polyhvd.tensorflow.reducer import TensorflowReducer
 
-from polyhvd.collectives.adapter import ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
-from polyhvd.training.compression import Compressor
+from polyhvd.training.options import Options
 
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
+__all__ = ["distribute_tape"]
 
 
 class _Mixin:
     """What the subclass adds to the tape's own class."""
 
     _polyhvd: TensorflowReducer
+    _polyhvd_compared: set[DriftOp]
 
     @do_not_convert
     def gradient(
@@ -45,8 +45,18 @@ class _Mixin:
             target, sources, output_gradients, unconnected_gradients
         )
         current.world()
-        flat = self._polyhvd(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        flat_sources = tf.nest.flatten(sources)
+        with self._comparison(flat_sources):
+            flat = self._polyhvd(tf.nest.flatten(gradients), flat_sources)
         return tf.nest.pack_sequence_as(gradients, flat)
+
+    def _comparison(self, sources: list[Any]) -> AbstractContextManager[Any]:
+        """Compare variables in the first gradient() of a tape: others belong to the same step."""
+        drift = drift_of_tapes(self._polyhvd, sources)
+        if drift is None or drift in self._polyhvd_compared:
+            return nullcontext()
+        self._polyhvd_compared.add(drift)
+        return drift.before(sources)
 
     @do_not_convert
     def get_local_and_global_gradients(
@@ -82,102 +92,23 @@ class _Mixin:
         self._polyhvd.keep_local(source)
 
 
-@do_not_convert  # whose locals() would have other names, too
-def DistributedGradientTape(
+def distribute_tape(
     gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = ReduceOp.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    mapping: Any = None,
-) -> Any:
-    """Wrap a ``tf.GradientTape`` so that ``gradient()`` returns gradients reduced over the ranks.
-
-    Args:
-        gradtape: the tape; it may have recorded already. Both share what was recorded.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
-            own, or an instance of :class:`polyhvd.training.compression.KeyedCompressor`, which keeps state
-            from tape to tape.
-        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
-            gathered, and come back with each index once.
-        op: Average, Sum or Adasum.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        groups: how to split the gradients of a step into operations: into this many, or one for each list
-            of variables and one for each variable in none; None: one for all.
-        num_groups: the same as a number for ``groups``.
-        process_set: the ranks that take part. Others keep their gradients as they are.
-        scale_local_gradients: divide those of :meth:`register_local_source` by the number of ranks.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
-
-    Raises:
-        InvalidArgumentError: an argument that is not supported.
-
-    Example::
-
-        with tf.GradientTape() as tape:
-            loss = compute(model, batch)
-        tape = hvd.DistributedGradientTape(tape)
-        gradients = tape.gradient(loss, model.trainable_variables)
-    """
-    return PartialDistributedGradientTape(**locals())
-
-
-@do_not_convert  # whose locals() would have other names, too
-def PartialDistributedGradientTape(
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = ReduceOp.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
+    device_dense: str,
+    device_sparse: str,
+    options: Options,
     local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    mapping: Any = None,
 ) -> Any:
-    """A :func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
-
-    Args:
-        gradtape: the tape; it may have recorded already. Both share what was recorded.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
-            own, or an instance of :class:`polyhvd.training.compression.KeyedCompressor`, which keeps state
-            from tape to tape.
-        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
-            gathered, and come back with each index once.
-        op: Average, Sum or Adasum.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        num_groups: the same as a number for ``groups``.
-        groups: how to split the gradients of a step into operations: into this many, or one for each list of
-            variables and one for each variable in none; None: one for all.
-        process_set: the ranks that take part. Others keep their gradients as they are.
-        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
-            be built yet.
-        scale_local_gradients: divide their gradients by the number of ranks.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
+    """A tape that has recorded the same, and reduces; see the wrappers for the arguments.
 
     Raises:
-        InvalidArgumentError: an argument that is not supported.
-
-    Example::
-
-        tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
+        InvalidArgumentError: another device is meant, or ``local_layers`` are no layers.
     """
-    options = options_of(locals())
     accept_device("DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse)
     base = type(gradtape)
     reducer = TensorflowReducer("DistributedGradientTape", options, local_layers, is_tape=True)
-    wrapped: Any = object.__new__(type(base.__name__, (_Mixin, base), {"_polyhvd": reducer}))
+    attributes = {"_polyhvd": reducer, "_polyhvd_compared": set()}
+    wrapped: Any = object.__new__(type(base.__name__, (_Mixin, base), attributes))
     # Shared, so that a tape wrapped inside its `with` block sees the block end.
     object.__setattr__(wrapped, "__dict__", gradtape.__dict__)
     return wrapped

@@ -1,17 +1,18 @@
-"""What verbs, optimizers and tapes take besides Horovod's arguments, and what they refuse."""
+"""What verbs, optimizers and tapes take, and what they refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from polyhvd.tensorflow.errors import as_tensorflow, invalid
 
+from polyhvd.collectives.adapter import ReduceOp
 from polyhvd.collectives.verbs import resolve_op
 from polyhvd.training.options import Options
 
-__all__ = ["accept_device", "as_dense", "options_of", "reduction_of"]
+__all__ = ["TensorflowOptions", "accept_device", "as_dense", "reduction_of"]
 
 
 def accept_device(where: str, **devices: str) -> None:
@@ -27,10 +28,12 @@ def reduction_of(op: int | None, average: bool | None = None) -> int:
         return resolve_op(op, average)
 
 
-def options_of(arguments: Mapping[str, Any]) -> Options:
-    """See :meth:`polyhvd.training.options.Options.of`."""
-    with as_tensorflow():
-        return Options.of(arguments)
+class TensorflowOptions(Options):
+    """Options whose errors are TensorFlow's, too."""
+
+    def __post_init__(self, ops: Sequence[ReduceOp]) -> None:
+        with as_tensorflow():
+            super().__post_init__(ops)
 
 
 def as_dense(tensor: Any, what: str, *, sparse_as_dense: bool = False) -> tf.Tensor:

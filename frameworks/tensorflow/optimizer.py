@@ -12,22 +12,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
-from polyhvd.tensorflow.compression import Compression
 from polyhvd.tensorflow.drift import DriftOp
 from polyhvd.tensorflow.errors import invalid
-from polyhvd.tensorflow.gradients import accept_device, options_of
+from polyhvd.tensorflow.gradients import accept_device
 from polyhvd.tensorflow.keras_hooks import build_before_branching, teach_keras_2, teach_keras_3
 from polyhvd.tensorflow.names import do_not_convert
 from polyhvd.tensorflow.passes import Passes, only_effects
 from polyhvd.tensorflow.reducer import TensorflowReducer
 
-from polyhvd.collectives.adapter import ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.runtime import current
-from polyhvd.training.compression import Compressor
 from polyhvd.training.keras.optimizers import Wrapped, is_distributed, sharing_state
+from polyhvd.training.options import Options
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "wrap"]
+__all__ = ["distribute"]
 
 
 class _Distributed(Wrapped):
@@ -181,147 +178,28 @@ def _mixin_for(optimizer: object) -> type[_Distributed]:
     )
 
 
-def wrap(optimizer: Any, reducer: TensorflowReducer, new_passes: Callable[[], Passes]) -> Any:
-    """An optimizer that shares the state of this one and reduces first.
-
-    Args:
-        optimizer: of Keras 3, Keras 2 or tf.compat.v1.
-        reducer: of its gradients.
-        new_passes: makes what counts the calls of a step.
+@do_not_convert
+def distribute(
+    optimizer: Any,
+    name: str | None,
+    device_dense: str,
+    device_sparse: str,
+    options: Options,
+    local_layers: Any = None,
+) -> Any:
+    """An optimizer that shares the state of this one and reduces first; see the wrappers for the arguments.
 
     Raises:
-        InvalidArgumentError: it is no such optimizer, or distributed already.
+        InvalidArgumentError: it is no such optimizer, or distributed already, or another device is meant.
     """
+    accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
+    reducer = TensorflowReducer(name or f"Distributed{type(optimizer).__name__}", options, local_layers)
     if is_distributed(optimizer):
         raise invalid("the optimizer is distributed already; wrap it once")
     attributes = {
         "_polyhvd": reducer,
         "_polyhvd_drift": DriftOp(reducer),
-        "_polyhvd_new_passes": staticmethod(new_passes),
+        "_polyhvd_new_passes": staticmethod(functools.partial(Passes, options)),
         "_polyhvd_known_passes": WeakKeyDictionary(),
     }
     return sharing_state(optimizer, _mixin_for(optimizer), attributes)
-
-
-@do_not_convert  # whose locals() would have other names, too
-def DistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: int = ReduceOp.Average,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    mapping: Any = None,
-) -> Any:
-    """Wrap an optimizer so that it applies gradients reduced over the ranks.
-
-    The result has one more method, ``register_local_var(variable)``: the gradient of that variable stays on
-    its rank.
-
-    Args:
-        optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
-        name: begins the names of the operations; the default is the optimizer's class.
-        use_locking: accepted for Horovod's sake.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
-            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
-        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
-            gathered, and come back with each index once.
-        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
-            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is
-            left at the end of an epoch counts for the next one. Ranks have to make equally many calls.
-            Keras 3's own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are
-            given, their product is the number of calls in a step.
-        op: Average, Sum or Adasum.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        average_aggregated_gradients: divide the sum of several calls by their number.
-        groups: how to split the gradients of a step into operations: into this many, or one for each list
-            of variables and one for each variable in none; None: one for all.
-        num_groups: the same as a number for ``groups``.
-        process_set: the ranks that take part. Others keep their gradients as they are.
-        scale_local_gradients: divide gradients that stay local by the number of ranks.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
-
-    Raises:
-        InvalidArgumentError: an argument that is not supported, or later, in a function that XLA
-            compiles: compile the model with ``jit_compile=False``.
-
-    Example::
-
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss)
-    """
-    return PartialDistributedOptimizer(**locals())
-
-
-@do_not_convert  # whose locals() would have other names, too
-def PartialDistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: int = ReduceOp.Average,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    mapping: Any = None,
-) -> Any:
-    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
-
-    Such layers are to be left out of broadcasts as well: see ``local_variables`` of
-    ``BroadcastGlobalVariablesCallback``.
-
-    Args:
-        optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
-        name: begins the names of the operations; the default is the optimizer's class.
-        use_locking: accepted for Horovod's sake.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
-            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
-        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
-            gathered, and come back with each index once.
-        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
-            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is left
-            at the end of an epoch counts for the next one. Ranks have to make equally many calls. Keras 3's
-            own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their
-            product is the number of calls in a step.
-        op: Average, Sum or Adasum.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        average_aggregated_gradients: divide the sum of several calls by their number.
-        num_groups: the same as a number for ``groups``.
-        groups: how to split the gradients of a step into operations: into this many, or one for each list of
-            variables and one for each variable in none; None: one for all.
-        process_set: the ranks that take part. Others keep their gradients as they are.
-        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
-            be built yet.
-        scale_local_gradients: divide their gradients by the number of ranks.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
-
-    Raises:
-        InvalidArgumentError: as :func:`DistributedOptimizer`, or ``local_layers`` are no layers.
-
-    Example::
-
-        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
-    """
-    options = options_of(locals())
-    accept_device("DistributedOptimizer", device_dense=device_dense, device_sparse=device_sparse)
-    prefix = name or f"Distributed{type(optimizer).__name__}"
-    reducer = TensorflowReducer(prefix, options, local_layers)
-    return wrap(optimizer, reducer, functools.partial(Passes, options))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from polyhvd.torch import parity
 from polyhvd.torch.batch_norm import SyncBatchNorm
-from polyhvd.torch.optimizer import DistributedOptimizer
+from polyhvd.torch.wrappers import DistributedOptimizer
 from torch import nn
 
 from polyhvd.parity.layers import Layer

@@ -14,32 +14,25 @@ from polyhvd.torch.state import broadcast_optimizer_state, broadcast_parameters,
 
 from polyhvd.collectives.objects import broadcast_object
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.elastic.leaving import on_leave
+from polyhvd.elastic import exports
+from polyhvd.elastic.exports import *
 from polyhvd.elastic.loop import run, run_fn
 from polyhvd.elastic.memory import pieces
-from polyhvd.elastic.slow import slow_ranks
-from polyhvd.elastic.state import Handler, HandlersState, ObjectState, State
+from polyhvd.elastic.state import Handler, HandlersState
 from polyhvd.elastic.train import train
-from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 from polyhvd.training.state import changed, put_tensors, take_tensors
 
 __all__ = [
-    "CheckpointError",
     "ElasticSampler",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
     "StateHandler",
     "TorchState",
     "get_handler_registry",
-    "on_leave",
     "run",
     "run_fn",
     "set_handler_registry",
-    "slow_ranks",
     "train",
 ]
+__all__ += exports.__all__
 
 Tensor = torch.Tensor
 
@@ -240,8 +233,6 @@ def get_handler_registry() -> list[tuple[type, Callable[[Any], Handler]]]:
         Pairs, of which the first counts whose class a value is of: modules, optimizers, and whatever has
         ``state_dict()`` and ``load_state_dict()``, such as samplers and schedulers.
 
-    Raises nothing.
-
     Example::
 
         hvd.elastic.set_handler_registry([(Counter, CounterHandler), *hvd.elastic.get_handler_registry()])
@@ -254,8 +245,6 @@ def set_handler_registry(registry: list[tuple[type, Callable[[Any], Handler]]]) 
 
     Args:
         registry: pairs of a class and a function that makes a :class:`StateHandler` of a value.
-
-    Raises nothing.
 
     Example::
 
@@ -274,8 +263,6 @@ class TorchState(HandlersState):
         model: a ``torch.nn.Module``, or None.
         optimizer: a ``DistributedOptimizer`` or another, or None.
         kwargs: other attributes with their first values.
-
-    Raises nothing.
 
     Example::
 
@@ -309,7 +296,7 @@ class TorchState(HandlersState):
                 setattr(self, name, None)
 
     def reset(self) -> None:
-        """Drop gradients that are left of the former world: a newcomer has none. Raises nothing.
+        """Drop the gradients of the former world, which ranks that have just joined do not have.
 
         Example::
 

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from polyhvd.torch.adasum import AdasumOptimizer, Steps
 from polyhvd.torch.backward import Gradients
-from polyhvd.torch.base import Compression
 from polyhvd.torch.mapped import MappedGradients, MappedOptimizer
 
 from polyhvd.collectives.adapter import ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
-from polyhvd.training.compression import Compressor
 from polyhvd.training.gradient_groups import parameter_groups
 from polyhvd.training.options import Options, passes_per_step
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["distribute"]
 
 Tensor = torch.Tensor
 
@@ -191,69 +188,22 @@ def _checked_names(
     return found
 
 
-def DistributedOptimizer(
+def distribute(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Compressor = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: int = ReduceOp.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-    *,
-    scale_local_gradients: bool = True,
-    mapping: Any = None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None,
+    options: Options,
 ) -> Any:
-    """Make an optimizer reduce gradients over the ranks; returns it, now of a subclass of its class.
-
-    Reductions start during backward, as soon as a gradient is ready, and have ended when it returns: what
-    lies between ``backward()`` and ``step()`` (clipping, ``GradScaler.unscale_``) sees the result.
-    A gradient that only some ranks have is zero on the others; one that no rank has stays None.
-    Optimizers with the same ``op``, ``process_set`` and ``backward_passes_per_step`` may share parameters. If
-    these differ, the newer one takes the parameters over, and the older one raises when it is used.
-
-    Ranks make their optimizers in the same order. Threads may use optimizers at the same time, each its own,
-    the same ones on every rank.
-
-    Args:
-        optimizer: of ``torch.optim``, or a subclass; the same on every rank.
-        named_parameters: pairs of name and parameter, for messages, and to tell optimizers from each other.
-        compression: what is sent: ``Compression.none``, ``.fp16``, ``.bf16``, one of your own, or a
-            :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each gradient.
-        backward_passes_per_step: gradients of this many passes are added up, then reduced; an integer.
-        op: Average (default), Sum, Adasum, Min, Max or Product. With Adasum each rank takes its own step,
-            with its own gradients, and the differences that the steps have made to the model are combined
-            in ``step()``; see :class:`polyhvd.torch.adasum.AdasumOptimizer`.
-        gradient_predivide_factor: divides before the sum, instead of after it; dense gradients only.
-        num_groups: make as many groups of neighbouring parameters; 0: none.
-        groups: a list of lists of parameters, or a number, which means ``num_groups``. The gradients of a
-            group are reduced as one operation, when the last of them is ready: all or none. Parameters in
-            no group, frozen ones and sparse gradients are reduced by themselves.
-        sparse_as_dense: reduce sparse gradients as dense ones, which are made sparse again before the step.
-            Otherwise they travel as they are (COO), and cost what their
-            nonzeros do; Average and Sum only.
-        process_set: the ranks that take part. On others, the optimizer works by itself.
-        scale_local_gradients: divide gradients of parameters given to ``register_local_var()`` by the number
-            of ranks, as averages are.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks: then
-            gradients are reduced in ``step()``, or in ``synchronize()`` before, if they are to be clipped.
+    """Put a class that reduces before that of an optimizer, and return it; see the wrapper for the arguments.
 
     Raises:
         InvalidArgumentError: an argument cannot be used.
         NotInitializedError: before ``init()``.
-
-    Example::
-
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     """
     current.world()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer, MappedOptimizer)):
         raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
-    options = Options.of(locals(), ops=tuple(ReduceOp))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trainable = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
     names = _checked_names(named_parameters, parameters)

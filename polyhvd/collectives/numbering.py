@@ -39,6 +39,11 @@ class ObjectNumbers:
                 self._next[members] = number + 1
             return number
 
+    def name(self, base: str, item: Any, process_set: ProcessSet) -> str:
+        """The name of an object: that of the first one is ``base``, to others their number is added."""
+        number = self.of(item, process_set)
+        return f"{base}.{number}" if number else base
+
     def _begin_anew(self, _: object) -> None:
         if not self._sets:
             return

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from polyhvd.installed import frameworks
+
 __all__ = ["asked_for", "framework_of", "is_whole_module"]
 
 _OPTIONS: dict[str, Any] = {
@@ -18,7 +20,6 @@ _OPTIONS: dict[str, Any] = {
     "fresh": False,
     "initialized": True,
 }
-_FRAMEWORKS = ("cupy", "jax", "keras", "lightning", "mxnet", "numpy", "tensorflow", "torch")
 
 
 def asked_for(item: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -110,4 +111,4 @@ def _imported(body: list[ast.stmt]) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.append(node.module)
     parts = [name.split(".") for name in names]
-    return [part[1] for part in parts if part[0] == "polyhvd" and len(part) > 1 and part[1] in _FRAMEWORKS]
+    return [part[1] for part in parts if part[0] == "polyhvd" and len(part) > 1 and part[1] in frameworks()]

@@ -21,7 +21,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from polyhvd.launch.hosts import Host, place
+from polyhvd.launch.hosts.lists import Host, place
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.server import Server
 from polyhvd.runtime.placement import Placement

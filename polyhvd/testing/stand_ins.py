@@ -15,20 +15,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from polyhvd.installed import frameworks
+
 __all__ = ["StandIn", "is_installed", "stand_ins"]
 
-_PACKAGES = (
-    "keras",
-    "lightning",
-    "mxnet",
-    "pytorch_lightning",
-    "tensorflow",
-    "tf_keras",
-    "torch",
-    "torchmetrics",
-    "torchvision",
-)
-_ADAPTERS = ("polyhvd.keras", "polyhvd.lightning", "polyhvd.mxnet", "polyhvd.tensorflow", "polyhvd.torch")
+#: NumPy is in every process.
+_FRAMEWORKS = {name: framework for name, framework in frameworks().items() if name != "numpy"}
+_PACKAGES = {name for each in _FRAMEWORKS.values() for name in (*each.packages, *each.companions)}
+_ADAPTERS = tuple(f"polyhvd.{name}" for name in _FRAMEWORKS)
 
 
 class StandIn(ModuleType):

@@ -9,7 +9,7 @@ import math
 import numbers
 import operator
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, fields
 from typing import Any
 
@@ -29,25 +29,10 @@ GRADIENT_OPS = (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum)
 class Options:
     """What a distributed optimizer, trainer or tape was asked to do, valid from the beginning.
 
-    The fields have the names of Horovod's arguments. An optimizer takes those that its framework has, and
-    leaves the others at their defaults.
+    The fields are documented, for users, in polyhvd/collectives/table/options.py. An optimizer takes those
+    that its framework has, and leaves the others at their defaults.
 
     Args:
-        op: Average, Sum, Adasum, Min, Max or Product, if it is one of ``ops``; None: Average.
-        compression: what is sent: an object with ``compress()`` and ``decompress()``, or a KeyedCompressor
-            or its class; None: the gradients as they are.
-        backward_passes_per_step: gradients of so many passes are added up, then reduced; an integer of 1 or
-            more, of Python's or NumPy's.
-        average_aggregated_gradients: whether to divide their sum by that number.
-        gradient_predivide_factor: gradients are divided by it before the sum, and by the number of ranks
-            over it afterwards; finite and above 0. Other than 1 with Average only, thus not with Adasum.
-        num_groups: the number of groups of gradients, each of which is reduced as one operation; 0: none.
-        groups: a list of lists of parameters, or a number, which means ``num_groups``; None or 0: none.
-        sparse_as_dense: whether to reduce sparse gradients as dense ones.
-        process_set: the ranks that take part.
-        scale_local_gradients: whether gradients that stay on their rank are divided by the number of ranks.
-        mapping: what :func:`polyhvd.parity.mapping` returns, where ranks have different frameworks; None:
-            all have the same. Excludes groups, and Adasum.
         ops: the reductions that the optimizer can do. No option of users.
 
     Raises:
@@ -95,25 +80,6 @@ class Options:
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # frozen for everybody else
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = GRADIENT_OPS) -> Options:
-        """The options among the arguments of a call, such as ``locals()``; others are left alone.
-
-        Args:
-            arguments: by name.
-            ops: the reductions that the optimizer can do.
-
-        Raises:
-            InvalidArgumentError: as the class.
-
-        Example::
-
-            def DistributedOptimizer(optimizer, op=ReduceOp.Average, num_groups=0):
-                options = Options.of(locals())
-        """
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in arguments.items() if name in names}, ops=ops)
 
     def changed(self) -> dict[str, Any]:
         """Those that differ from their defaults: arguments that make the same options again."""

@@ -10,7 +10,6 @@ from typing import Any
 
 __all__ = ["lacking", "run_examples"]
 
-_RAISES = re.compile(r"^Raises:|\b[Rr]aises nothing\b", re.MULTILINE)
 _EXAMPLE = re.compile(r"^Example::", re.MULTILINE)
 
 
@@ -31,8 +30,6 @@ def _lacking(value: Any) -> list[str]:
     lacks = [] if text else ["a docstring"]
     documented = _arguments(text)
     lacks += [name for name in _parameters(value) if name not in documented]
-    if not _RAISES.search(text) and not inspect.isclass(value):
-        lacks.append("Raises")
     if not _EXAMPLE.search(text):
         lacks.append("Example")
     return lacks

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pool import Pool, Pools, PoolSpec
 
+from polyhvd.installed import frameworks
 from polyhvd.testing.stand_ins import is_installed
 
 FOLDER = Path(__file__).resolve().parent
@@ -22,9 +23,8 @@ import names  # noqa: E402
 
 SOURCES = FOLDER.parents[1] / "frameworks"
 
-_BELOW = {"keras": "tensorflow", "lightning": "torch"}
 #: The framework whose pool imports a file's modules; tests of one pool follow each other.
-FRAMEWORKS = {path.stem: _BELOW.get(path.stem, path.stem) for path in FOLDER.glob("*.txt")}
+FRAMEWORKS = {path.stem: (*frameworks()[path.stem].stands_on, path.stem)[0] for path in FOLDER.glob("*.txt")}
 _ORDER = ("numpy", "torch", "tensorflow", "mxnet")  # the tests before these have used the first ones' servers
 FRAMEWORKS = dict(
     sorted(FRAMEWORKS.items(), key=lambda pair: (_ORDER.index(pair[1]) if pair[1] in _ORDER else 9, pair[0]))

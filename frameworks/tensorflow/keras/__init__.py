@@ -10,9 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
-from typing import Any as _Any
 
 import tensorflow as tf
 from polyhvd.tensorflow import (
@@ -26,17 +24,12 @@ from polyhvd.tensorflow import (
 )
 from polyhvd.tensorflow.batch_norm import sync_batch_normalization
 from polyhvd.tensorflow.keras import callbacks
-from polyhvd.tensorflow.keras.values import (
-    DistributedOptimizer,
-    PartialDistributedOptimizer,
-    allgather,
-    allreduce,
-    broadcast,
-    reducescatter,
-)
+from polyhvd.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
+from polyhvd.tensorflow.keras.wrappers import DistributedOptimizer, PartialDistributedOptimizer
 
 from polyhvd import exports
 from polyhvd.exports import *
+from polyhvd.installed import lazily as _lazily
 from polyhvd.training.keras.optimizers import model_loader
 
 if TYPE_CHECKING:
@@ -67,11 +60,7 @@ __all__ = [
 __all__ += exports.__all__
 
 if not TYPE_CHECKING:  # a type checker would accept any name
-
-    def __getattr__(name: str) -> _Any:
-        if name == "elastic":  # which few programs need
-            return _import_module(f"{__name__}.elastic")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = _lazily(__name__, elastic="")
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from polyhvd.training.keras import callbacks as keras_callbacks
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "DataPositionCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
@@ -20,6 +21,10 @@ __all__ = [
 
 class BroadcastGlobalVariablesCallback(_callbacks.BroadcastGlobalVariables, tf.keras.callbacks.Callback):  # noqa: D101
     __doc__ = _callbacks.BroadcastGlobalVariables.__doc__
+
+
+class DataPositionCallback(keras_callbacks.DataPosition, tf.keras.callbacks.Callback):  # noqa: D101
+    __doc__ = keras_callbacks.DataPosition.__doc__
 
 
 class MetricAverageCallback(_callbacks.MetricAverage, tf.keras.callbacks.Callback):  # noqa: D101

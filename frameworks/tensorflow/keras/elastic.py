@@ -8,29 +8,21 @@ import tensorflow as tf
 from polyhvd.tensorflow.adapter import memory_of
 from polyhvd.tensorflow.elastic import run, run_fn, train
 
+from polyhvd.elastic import exports
+from polyhvd.elastic.exports import *
 from polyhvd.elastic.keras import CommitState, UpdateBatchState, UpdateEpochState
-from polyhvd.elastic.leaving import on_leave
-from polyhvd.elastic.slow import slow_ranks
-from polyhvd.elastic.state import ObjectState, State
 from polyhvd.elastic.variables import KerasModelState
-from polyhvd.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
-    "CheckpointError",
     "CommitStateCallback",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
     "KerasState",
-    "ObjectState",
-    "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
-    "on_leave",
     "run",
     "run_fn",
-    "slow_ranks",
     "train",
 ]
+__all__ += exports.__all__
 
 
 class KerasState(KerasModelState):

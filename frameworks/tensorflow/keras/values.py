@@ -1,4 +1,4 @@
-"""Collectives on values, and the optimizer, with the arguments that Horovod's Keras modules have."""
+"""Collectives on values, with the arguments that Horovod's Keras modules have."""
 
 from __future__ import annotations
 
@@ -10,124 +10,9 @@ from polyhvd.tensorflow.names import do_not_convert
 
 from polyhvd import tensorflow as hvd
 from polyhvd.collectives.adapter import ReduceOp
-from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.training.compression import Compressor
 
-__all__ = [
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "reducescatter",
-]
-
-
-@do_not_convert  # whose locals() would have other names, too
-def DistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = ReduceOp.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    mapping: Any = None,
-) -> Any:
-    """Wrap an optimizer of Keras so that it applies gradients reduced over the ranks.
-
-    Args:
-        optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
-        name: begins the names of the operations; the default is the optimizer's class.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
-            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
-        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
-            gathered, and come back with each index once.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        op: Average, Sum or Adasum.
-        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
-            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is left
-            at the end of an epoch counts for the next one. Ranks have to make equally many calls. Keras 3's
-            own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their
-            product is the number of calls in a step.
-        average_aggregated_gradients: divide the sum of several calls by their number.
-        num_groups: the same as a number for ``groups``.
-        groups: how to split the gradients of a step into operations: into this many, or one for each list of
-            variables and one for each variable in none; None: one for all.
-        process_set: the ranks that take part. Others keep their gradients as they are.
-        scale_local_gradients: divide gradients that stay local by the number of ranks.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
-
-    Raises:
-        InvalidArgumentError: an argument that cannot be used.
-
-    Example::
-
-        model.compile(hvd.DistributedOptimizer(tf.keras.optimizers.Adam(1e-3 * hvd.size())), loss)
-    """
-    return hvd.DistributedOptimizer(**locals())
-
-
-@do_not_convert  # whose locals() would have other names, too
-def PartialDistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = ReduceOp.Average,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    mapping: Any = None,
-) -> Any:
-    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
-
-    Args:
-        optimizer: of Keras 3, Keras 2 or tf.compat.v1. The result shares its state.
-        name: begins the names of the operations; the default is the optimizer's class.
-        device_dense, device_sparse: accepted for Horovod's sake; collectives run on the host.
-        compression: of the gradients on the wire: ``Compression.none``, ``.fp16``, ``.bf16``, one of your
-            own, or a :class:`polyhvd.training.compression.KeyedCompressor`, which may keep state for each.
-        sparse_as_dense: reduce tf.IndexedSlices (of embeddings) as dense tensors; else their rows are
-            gathered, and come back with each index once.
-        gradient_predivide_factor: splits the division of an average around the sum.
-        op: Average, Sum or Adasum.
-        groups: how to split the gradients of a step into operations: into this many, or one for each list of
-            variables and one for each variable in none; None: one for all.
-        process_set: the ranks that take part. Others keep their gradients as they are.
-        local_layers: a layer of Keras, or a list of them, whose gradients stay on their rank; they need not
-            be built yet.
-        scale_local_gradients: divide their gradients by the number of ranks.
-        backward_passes_per_step: how many calls make a step. Gradients are added up on the rank; every n-th
-            call reduces and applies the sum. The others change no variable, nor ``iterations``. What is left
-            at the end of an epoch counts for the next one. Ranks have to make equally many calls. Keras 3's
-            own ``gradient_accumulation_steps`` reduces in each call, and averages; if both are given, their
-            product is the number of calls in a step.
-        average_aggregated_gradients: divide the sum of several calls by their number.
-        mapping: of the model, by :func:`polyhvd.parity.mapping`, where ranks have different frameworks.
-
-    Raises:
-        InvalidArgumentError: an argument that cannot be used, or ``local_layers`` are no layers.
-
-    Example::
-
-        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[0]])
-    """
-    return hvd.PartialDistributedOptimizer(**locals())
+__all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
 
 
 @do_not_convert

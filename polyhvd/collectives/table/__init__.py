@@ -5,6 +5,8 @@ argument is a :class:`Parameter` in parameters.py and its name in the order of a
 collective is a :class:`Family` and a :class:`Verb` for each of its forms. What they do is a method of
 :class:`polyhvd.collectives.functions.Functions` by the same name. Nothing here is imported when polyhvd is
 used.
+
+``frameworks/NAME/wrappers.py`` is made of options.py in the same way, where there is a ``signatures.py``.
 """
 
 from __future__ import annotations

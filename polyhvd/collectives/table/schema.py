@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Dialect", "Family", "Parameter", "Verb"]
+__all__ = ["Dialect", "Family", "Parameter", "Verb", "Wrapper", "Wrappers"]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument of verbs.
+    """An argument of verbs, or of wrappers.
 
     Args:
         name: of the argument.
@@ -136,4 +136,56 @@ class Dialect:
     notes: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     raises: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    decorator: str = ""
+
+
+REFUSED = {"InvalidArgumentError": "an argument cannot be used."}
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A public function that has an optimizer or a tape reduce its gradients.
+
+    Args:
+        name: of the function.
+        order: names of its parameters, with spaces between. Those after an asterisk are given by name.
+        summary: the first line of the documentation.
+        example: the lines of the example.
+        details: more paragraphs of the documentation, with empty lines between.
+        texts: of parameters that mean something else here, by name.
+        raises: when an error is raised, by its name.
+        calls: a function that takes the parameters that are no options, the first one by position, and
+            ``options``.
+    """
+
+    name: str
+    order: str
+    summary: str
+    example: str
+    details: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    raises: Mapping[str, str] = field(default_factory=REFUSED.copy)
+    calls: str = "distribute"
+
+
+@dataclass(frozen=True)
+class Wrappers:
+    """The wrappers of a framework: ``WRAPPERS`` of its ``signatures.py``.
+
+    Args:
+        title: what the framework is called.
+        imports: as of :class:`Dialect`.
+        parameters: of all wrappers, by name; those that OPTIONS has become ``options``.
+        functions: the wrappers.
+        options: the class of ``options``.
+        ops: the reductions that they can do, as source; empty: Average, Sum and Adasum.
+        decorator: of every function.
+    """
+
+    title: str
+    imports: tuple[str, ...]
+    parameters: Mapping[str, Parameter]
+    functions: tuple[Wrapper, ...]
+    options: str = "Options"
+    ops: str = ""
     decorator: str = ""

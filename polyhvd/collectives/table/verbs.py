@@ -361,7 +361,7 @@ _HANDLES = (
         "handles",
         "Say whether :func:`synchronize` would return without waiting.",
         "bool",
-        "True when the operation has ended, also with an error. Raises nothing.",
+        "True when the operation has ended, also with an error.",
         "handle = hvd.allreduce_async({ones}((3,)))\nis_done = hvd.poll(handle)\nhvd.synchronize(handle)",
     ),
     Verb(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from polyhvd.collectives.process_sets import global_process_set
+from polyhvd.data.position import Position
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 from polyhvd.training.drift import compare_now, report
@@ -18,6 +19,7 @@ from polyhvd.training.naming import gather_by_name
 __all__ = [
     "BestModel",
     "BroadcastGlobalVariables",
+    "DataPosition",
     "LearningRateSchedule",
     "LearningRateWarmup",
     "MetricAverage",
@@ -113,6 +115,47 @@ class BroadcastGlobalVariables(abc.ABC):
         unique = {self._reference(variable): variable for variable in variables}
         self._send([variable for reference, variable in unique.items() if reference not in self._local])
         self.broadcast_done = True
+
+
+class DataPosition:
+    """Moves the position in the data after each step of ``fit``, and to the next epoch after the last one.
+
+    It goes with ``Batches(loader).dataset()``, and stands in the list before callbacks that save the
+    position. Without it, every epoch of ``fit`` begins at the same position, with the same order of rows.
+
+    Args:
+        loader: the loader that ``fit`` has its data from.
+
+    Raises:
+        InvalidArgumentError: it is no loader.
+
+    Example::
+
+        model.fit(batches.dataset(), initial_epoch=loader.epoch, epochs=10,
+                  callbacks=[hvd.callbacks.DataPositionCallback(loader)])
+    """
+
+    def __init__(self, loader: Position) -> None:
+        super().__init__()
+        if not isinstance(loader, Position):
+            raise InvalidArgumentError(
+                f"DataPositionCallback(loader={type(loader).__qualname__}): expected an ArrayLoader or "
+                "ParquetLoader of polyhvd.data"
+            )
+        self._loader = loader
+        self._first = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Note which steps are executed together."""
+        self._first = batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Move the position past them; the last execution of an epoch may have fewer."""
+        steps = batch - self._first + 1
+        for _ in range(max(1, min(steps, len(self._loader)))):
+            self._loader.advance()
+        if len(self._loader) == 0:
+            self._loader.set_epoch(self._loader.epoch + 1)
 
 
 class MetricAverage(abc.ABC):
