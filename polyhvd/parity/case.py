@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from polyhvd.errors import InvalidArgumentError
+from polyhvd.parity import models
 from polyhvd.parity.layers import Layer
-from polyhvd.parity.models import framework_of
 
 __all__ = [
+    "FRAMEWORKS",
     "LOSSES",
     "OPTIMIZERS",
     "PRECISIONS",
@@ -34,11 +35,10 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagra
 #: In which layers compute; weights and what optimizers keep are float32.
 PRECISIONS = ("float32", "bfloat16", "float16")
 SCHEDULES = ("constant", "warmup", "cosine", "halve")
+#: Those that train cases.
+FRAMEWORKS = {name: facts for name, facts in models.FRAMEWORKS.items() if facts.session}
 
 
-#: What people call frameworks, and of which the models are of those that have none of their own.
-_NAMES = {"torch": "PyTorch", "mxnet": "Gluon", "tensorflow": "Keras", "numpy": "NumPy"}
-_MODELS_OF = {"tensorflow": "keras", "numpy": ""}
 _PLAIN = (bool, int, float, str)
 #: Characters of a value in a message.
 _SHOWN_MAX = 80
@@ -223,12 +223,14 @@ class Case:
             if wrong is not None or not made:
                 raise BadCaseError(
                     f"{self.name}: build({framework!r}) has to return a list of layers of "
-                    f"polyhvd.parity.layers, or a model of {_NAMES.get(framework, framework)}; found "
+                    f"polyhvd.parity.layers, or a model of {FRAMEWORKS[framework].models}; found "
                     f"{'an empty list' if not made else f'a list with {type(wrong).__name__} in it'}"
                 )
             return list(made)
-        if made is not None and framework_of(made) != _MODELS_OF.get(framework, framework):
-            model = "" if framework == "numpy" else f", a model of {_NAMES[framework]}"
+        facts = FRAMEWORKS[framework]
+        maker = framework if facts.made_by is None else facts.made_by
+        if made is not None and models.framework_of(made) != maker:
+            model = f", a model of {facts.models}" if maker else ""
             raise BadCaseError(
                 f"{self.name}: build({framework!r}) has to return a list of layers of "
                 f"polyhvd.parity.layers{model}, or None where there is none; found {_kind_of(made)}"
@@ -348,8 +350,8 @@ def _check_options(path: Path, given: Mapping[str, Any]) -> None:
         if name in given and not isinstance(given[name], kind):
             refuse(name, expected)
     channels = given.get("channels_last", ())
-    if not isinstance(channels, (tuple, list)) or not set(map(str, channels)) <= _NAMES.keys():
-        refuse("channels_last", f"a tuple of names of frameworks, of {', '.join(_NAMES)}")
+    if not isinstance(channels, (tuple, list)) or not set(map(str, channels)) <= FRAMEWORKS.keys():
+        refuse("channels_last", f"a tuple of names of frameworks, of {', '.join(FRAMEWORKS)}")
     optimizer, names = given.get("optimizer", Optimizer()), [item.name for item in fields(Optimizer)]
     if not isinstance(optimizer, (Optimizer, dict)):
         refuse("optimizer", f"an Optimizer or a dict of its arguments ({', '.join(names)})")

@@ -20,7 +20,7 @@ from polyhvd.parity.case import OPTIMIZERS, PRECISIONS, SCHEDULES, BadCaseError,
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.folders import NoRoomError, WorkFolder, is_full, work_folder
 from polyhvd.parity.jobs import Job, launcher, run_all
-from polyhvd.parity.judging import Pair, Verdict, judge
+from polyhvd.parity.judging import Pair, Verdict, described, judge
 from polyhvd.parity.layers import walk
 from polyhvd.parity.report import Check, Report
 from polyhvd.parity.report.findings import counted
@@ -32,13 +32,6 @@ __all__ = ["SUBCOMMANDS", "main"]
 
 #: Words in the place of CASE that are commands of their own, by the module whose ``main`` runs them.
 SUBCOMMANDS: dict[str, str] = {"migrate": "polyhvd.parity.migrating"}
-#: What each framework needs to be installed, and how it comes.
-_PACKAGES = {
-    "mxnet": (("mxnet",), "pip install 'polyhvd[mxnet]'"),
-    "torch": (("torch",), "pip install 'polyhvd[torch]'"),
-    "tensorflow": (("tensorflow", "keras"), "pip install 'polyhvd[tensorflow]'"),
-    "numpy": (("numpy",), "pip install numpy"),
-}
 _INTERRUPTED_STATUS = 130
 #: One thread for each rank: small networks gain nothing by more, and sums stay in one order.
 _VARIABLES = ("OMP_NUM_THREADS=1", "TF_CPP_MIN_LOG_LEVEL=3", "TF_ENABLE_ONEDNN_OPTS=0")
@@ -194,7 +187,7 @@ def _listed() -> list[str]:
 
 def _versions(frameworks: Sequence[str]) -> dict[str, str]:
     found = {}
-    for package in ("polyhvd", *(name for item in frameworks for name in _PACKAGES[item][0])):
+    for package in ("polyhvd", *(package for item in frameworks for package, _ in _required(item))):
         for name in (package, f"{package}-cpu", f"{package}_cpu"):
             try:
                 found[package] = metadata.version(name)
@@ -255,7 +248,7 @@ def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
                 report,
                 "not-installed",
                 f"{name} needs {missing}, which is not installed for {sys.executable}; install it with: "
-                f"{_PACKAGES[name][1]}, or leave it out of --frameworks",
+                f"pip install 'polyhvd[{name}]', or leave it out of --frameworks",
             )
     try:
         case = order.load()
@@ -280,7 +273,7 @@ def _run_case(options: argparse.Namespace, work: WorkFolder) -> Report:
 
 def _kinds(case: Case, framework: str) -> set[str]:
     """Of the layers of a case that is described by them."""
-    if case.precision == "float32" or (framework != "numpy" and case.name not in CASES):
+    if case.precision == "float32" or (FRAMEWORKS[framework].made_by != "" and case.name not in CASES):
         return set()  # what builds a model of a framework imports it
     made = case.of(framework)
     return {layer.kind for layer in walk(made)} if isinstance(made, list) else set()
@@ -288,12 +281,19 @@ def _kinds(case: Case, framework: str) -> set[str]:
 
 def _missing(framework: str) -> str:
     """The first package that a framework lacks; empty: it is installed."""
-    for name in _PACKAGES[framework][0]:
-        if not is_installed(name):
-            return name
-        if name == "keras" and metadata.version(name).startswith("2."):
-            return f"Keras 3 (there is {metadata.version(name)})"
+    for package, least in _required(framework):
+        if not is_installed(package):
+            return package
+        if least and int(metadata.version(package).partition(".")[0]) < least:
+            return f"{package.capitalize()} {least} (there is {metadata.version(package)})"
     return ""
+
+
+def _required(framework: str) -> list[tuple[str, int]]:
+    """The packages that a framework needs, each with the least major version; 0: any."""
+    facts = FRAMEWORKS[framework]
+    parts = (item.partition(">=") for item in facts.requires or facts.packages)
+    return [(package, int(least or 0)) for package, _, least in parts]
 
 
 def _failed(report: Report, outcome: str, message: str) -> Report:
@@ -380,6 +380,7 @@ def _check(pair: Pair, ranks: int) -> Check:
         loss=pair.loss,
         worst=pair.worst,
         cells=pair.cells,
+        suspicious=described(pair.suspicious),
     )
 
 

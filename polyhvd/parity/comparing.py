@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import numbers
 import threading
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from polyhvd.errors import HorovodInternalError, InvalidArgumentError, RankMisma
 from polyhvd.parity import log
 from polyhvd.parity.axes import layout_of
 from polyhvd.parity.fingerprints import Fingerprint, Tolerance, tolerance_of
-from polyhvd.parity.models import framework_of, module_of
+from polyhvd.parity.models import framework_of, reader_of
 from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
 
@@ -132,7 +131,7 @@ def array_of(tensor: Any, layout: Layout | str | None = None) -> tuple[str, Arra
         raise InvalidArgumentError(
             f"parity.compare: expected a tensor of a framework, or a number, found {type(tensor).__name__}"
         )
-    array = importlib.import_module(module_of(tensor)).to_numpy(tensor)
+    array = reader_of(tensor).to_numpy(tensor)
     if array.dtype.kind in "cOSUMm":
         raise InvalidArgumentError(
             f"parity.compare: expected a tensor of numbers or bools, found {array.dtype}; of complex ones, "

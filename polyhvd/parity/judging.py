@@ -5,28 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from polyhvd.parity.limits import Bounds, Suspicion, differences, grown, relative_difference, suspicious
 from polyhvd.parity.runs import MODES, Run, Step
 from polyhvd.parity.traces import (
     CUT,
     KINDS,
-    Bounds,
     Key,
     Trace,
-    differences,
-    grown,
     in_order,
     joined,
     mean_of,
-    relative_difference,
     told,
     trace_of,
 )
 
-__all__ = ["Finding", "Pair", "Verdict", "judge"]
+__all__ = ["Finding", "Pair", "Verdict", "described", "judge"]
 
 #: Kinds that are of no layer.
 _OF_NO_LAYER = ("data", "loss", "learning rate")
@@ -87,7 +85,8 @@ ADVICE = {
     "learning rate": "The gradients agree, and the learning rates do not: compare the schedules and when "
     "they count a step.",
     "activation": "The forward pass of this layer differs: compare its weights and its options with "
-    "the other's (padding, epsilon, momentum of batch normalization, slopes, dropout, gate order).",
+    "the other's (form of GELU: erf or tanh, epsilon, padding, slopes, dropout, gate order), and in which "
+    "precision it adds up (TF32, half types).",
     "gradient": "Activations and losses agree, and this gradient, before it is averaged, does not: "
     "compare by what the loss is divided, and the backward pass of the layers behind this one.",
     "update": "The gradients agree, and what the optimizer makes of them does not: compare its "
@@ -96,6 +95,13 @@ ADVICE = {
     "loss": "All activations agree, and the loss does not: compare the loss functions (a mean or a "
     "sum? half of the square?).",
 }
+
+
+def described(suspicion: Suspicion | None) -> dict[str, Any]:
+    """A layer that stands out, as reports have it; {}: there is none."""
+    if suspicion is None:
+        return {}
+    return asdict(suspicion) | {"text": str(suspicion), "advice": ADVICE["activation"]}
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Pair:
         loss: the largest relative difference of losses.
         worst: the largest relative difference of each kind.
         cells: for each step and layer the largest ratio of a difference to its limit.
+        suspicious: the layer, before they part, that stands out below its limit; None: there is none.
     """
 
     question: str
@@ -118,6 +125,7 @@ class Pair:
     loss: float
     worst: dict[str, float]
     cells: list[list[float]] = field(default_factory=list)
+    suspicious: Suspicion | None = None
 
     @property
     def agree(self) -> bool:
@@ -212,14 +220,14 @@ def _joined_step(parts: Sequence[Step]) -> Step:
         else:  # statistics may be each rank's own
             traces[key] = (mean_of if key[0] in ("gradient", "statistics") else _farthest)(sides)
     loss = sum(part.loss for part in parts) / len(parts)
-    return Step(loss, sum(part.rows for part in parts), traces, max(part.terms for part in parts))
+    return Step(loss, sum(part.rows for part in parts), traces)
 
 
 def _farthest(sides: Sequence[Trace]) -> Trace:
     """That of the first rank; of one that differs from it, if there is one: it will be found to differ."""
     apart = [relative_difference(side, sides[0], sides[0].norm) for side in sides]
     farthest = max(range(len(sides)), key=apart.__getitem__)
-    return sides[farthest] if apart[farthest] > Bounds().limit(sides[0]) else sides[0]
+    return sides[farthest] if apart[farthest] > Bounds().limits(sides[:1])[sides[0].key].most else sides[0]
 
 
 def _unlike_models(whole: Mapping[str, Mapping[str, Run]]) -> str:
@@ -311,14 +319,17 @@ def _pair(question: str, reference: Run, other: Run, precision: str) -> Pair:
     worst = dict.fromkeys(map(told, KINDS), 0.0)
     cells: list[list[float]] = []
     firsts: list[Finding] = []
+    suspicions: list[Suspicion] = []
     layers = len(reference.layers)
     largest: dict[str, float] = {}
     for step, (one, two) in enumerate(zip(reference.steps, other.steps, strict=False)):
         largest = grown(largest, one.traces)
-        bounds = Bounds(step, layers, max(one.terms, two.terms), precision, largest)
+        bounds = Bounds(step, layers, precision, largest)
         sides = _with_loss(one, layers), _with_loss(two, layers)
-        finding, row = _step(*sides, bounds, worst, question)
+        finding, suspicion, row = _step(*sides, bounds, worst, question)
         cells.append(row)
+        if suspicion is not None and not firsts:
+            suspicions.append(suspicion)
         if finding is not None:
             firsts.append(finding)
     return Pair(
@@ -329,6 +340,7 @@ def _pair(question: str, reference: Run, other: Run, precision: str) -> Pair:
         worst["loss"],
         worst,
         cells,
+        suspicions[0] if suspicions else None,
     )
 
 
@@ -346,11 +358,12 @@ def _step(
     bounds: Bounds,
     worst: dict[str, float],
     question: str,
-) -> tuple[Finding | None, list[float]]:
-    """The first difference of a step, and of each layer the largest beside its limit."""
+) -> tuple[Finding | None, Suspicion | None, list[float]]:
+    """The first difference of a step, a layer that stands out, and of each layer the largest by its limit."""
     first = None
     row = [0.0] * bounds.layers
-    for key, relative, limit in differences(others, traces, bounds):
+    judged = differences(others, traces, bounds)
+    for key, relative, limit in judged:
         one, two = traces[key], others[key]
         if question == "distribution" and one.shape != two.shape and key[0] in ("input", "activation"):
             continue  # of something that has no row for each sample, and is cut elsewhere
@@ -362,4 +375,4 @@ def _step(
             detail = one.detail or (key[0] if kind != key[0] else "")
             layer = None if kind in _OF_NO_LAYER else one.layer
             first = Finding(bounds.step, kind, layer, (one.name, two.name), relative, limit, detail)
-    return first, row
+    return first, suspicious(judged, others, traces, bounds), row

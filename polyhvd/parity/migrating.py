@@ -28,14 +28,7 @@ from polyhvd.parity.migrating_side import FRAMEWORKS, Said, Task
 __all__ = ["main"]
 
 #: What the end of a file's name says.
-_ENDINGS = {
-    ".params": "gluon",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".weights.h5": "keras",
-    ".h5": "keras",
-    ".keras": "keras",
-}
+_ENDINGS = {ending: name for name, facts in FRAMEWORKS.items() for ending in facts.endings}
 _SIDE = "from polyhvd.parity import migrating_side; migrating_side.main()"
 _RTOL = 1e-4
 _PRINTED_MAX = 2000
@@ -90,10 +83,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="status: 0 done, 1 outputs differ, 2 wrong call, 3 models do not match, 4 a process died; "
         "unless it is 0, TARGET is as it was",
     )
-    files = "Gluon's .params, PyTorch's .pt or .pth, Keras' .weights.h5 or .keras"
+    files = ", ".join(f"{' or '.join(facts.endings)} of {facts.models}" for facts in FRAMEWORKS.values())
     parser.add_argument("source", metavar="SOURCE", help=f"file of trained weights: {files}")
     parser.add_argument("target", metavar="TARGET", help="file to write, by the same endings")
-    functions = ", ".join(f"{name}()" for name, _ in FRAMEWORKS.values())
+    functions = ", ".join(f"{name}_model()" for name in FRAMEWORKS)
     parser.add_argument(
         "--model",
         required=True,

@@ -24,12 +24,9 @@ from polyhvd.training.mapping import Weight
 
 __all__ = ["FRAMEWORKS", "Said", "Task", "main"]
 
-#: Of each framework the function of the model file, and the module that knows its models and files.
-FRAMEWORKS = {
-    "gluon": ("gluon_model", "polyhvd.mxnet.parity"),
-    "torch": ("torch_model", "polyhvd.torch.parity"),
-    "keras": ("keras_model", "polyhvd.keras.parity"),
-}
+#: Those whose files of weights are known, by their names in migrations.
+FRAMEWORKS = {facts.migrates_as: facts for facts in models.FRAMEWORKS.values() if facts.migrates_as}
+_MODULES = {facts.migrates_as: f"polyhvd.{name}.parity" for name, facts in models.FRAMEWORKS.items()}
 
 Array = np.ndarray[Any, Any]
 
@@ -79,8 +76,7 @@ def main() -> None:
 
 
 def _work(task: Task) -> Said:
-    _, module = FRAMEWORKS[task.framework]
-    adapter = importlib.import_module(module)  # MXNet alone does not import under newer NumPy
+    adapter = importlib.import_module(_MODULES[task.framework])
     file = _imported(task.model_file)
     make = _made(file, task)
     inputs = _inputs(file, task)
@@ -134,7 +130,7 @@ def _imported(path: str) -> Any:
 
 
 def _made(file: Any, task: Task) -> Callable[[], Any]:
-    name, _ = FRAMEWORKS[task.framework]
+    name = f"{task.framework}_model"
     function = getattr(file, name, None)
     if not callable(function):
         raise _Refused(

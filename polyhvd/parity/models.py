@@ -5,26 +5,45 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError, UnsupportedError
+from polyhvd.installed import Parity, frameworks
 from polyhvd.runtime import current
 from polyhvd.training.layouts import Layout
 from polyhvd.training.mapping import Weight, WeightMapping
 
-__all__ = ["framework_of", "laid_out", "mapping", "module_of", "weights_of"]
+__all__ = ["FRAMEWORKS", "Reader", "framework_of", "laid_out", "mapping", "reader_of", "weights_of"]
 
-#: Packages of models and tensors, with what knows the weights of each. Keras comes first: its models are
-#: modules of its backend, too.
-_PACKAGES = {
-    "keras": ("keras", "polyhvd.training.keras.weights"),
-    "tf_keras": ("keras", "polyhvd.training.keras.weights"),
-    "mxnet": ("mxnet", "polyhvd.mxnet.parity"),
-    "torch": ("torch", "polyhvd.torch.parity"),
-    "tensorflow": ("tensorflow", "polyhvd.tensorflow.parity"),
-    "numpy": ("numpy", "polyhvd.numpy.parity"),
+#: The frameworks that have a part in this, in the order of lists.
+FRAMEWORKS: dict[str, Parity] = {
+    name: each.parity for name, each in frameworks().items() if each.parity is not None
 }
+#: The framework of each package of models and tensors. Those that stand on others come first: models of Keras
+#: are modules of its backend, too.
+_PACKAGES = {
+    package: name
+    for name in sorted(FRAMEWORKS, key=lambda name: not frameworks()[name].stands_on)
+    for package in FRAMEWORKS[name].packages
+}
+
+
+class Reader(Protocol):
+    """A framework's module that knows its models and tensors: parity.py of its folder.
+
+    These functions are enough for ``mapping()`` and ``compare()``: frameworks/numpy/parity.py has no other.
+    ``load()`` runs models whose module has ``outputs_of`` and ``on_input``, too, and ``watch()`` uses all
+    functions of frameworks/torch/parity.py.
+    """
+
+    def weights_of(self, model: Any) -> list[Weight]:
+        """The weights of a model, or of a list or dict of parameters, in the order of its layers."""
+
+    def to_numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
+        """The values of a tensor."""
 
 
 def framework_of(value: Any) -> str | None:
@@ -34,7 +53,7 @@ def framework_of(value: Any) -> str | None:
         value: a model; a tensor; or a list or dict of tensors, of which the first one counts.
     """
     package = _package_of(value)
-    return None if package is None else _PACKAGES[package][0]
+    return None if package is None else _PACKAGES[package]
 
 
 def _package_of(value: Any) -> str | None:
@@ -49,19 +68,21 @@ def _package_of(value: Any) -> str | None:
     return None
 
 
-def module_of(value: Any) -> str:
-    """The full name of the module that reads models and tensors like this one.
+def reader_of(value: Any) -> Reader:
+    """The module that reads models and tensors like this one; it imports their framework.
 
     Raises:
         InvalidArgumentError: it belongs to no framework.
     """
-    package = _package_of(value)
-    if package is None:
+    name = framework_of(value)
+    if name is None:
         raise InvalidArgumentError(
             "expected a model of PyTorch, Gluon or Keras, or a list or dict of parameters, found "
             f"{type(value).__name__}"
         )
-    return _PACKAGES[package][1]
+    found: Any = importlib.import_module(FRAMEWORKS[name].reader or f"polyhvd.{name}.parity")
+    reader: Reader = found
+    return reader
 
 
 def weights_of(model: Any) -> list[Weight]:
@@ -74,8 +95,7 @@ def weights_of(model: Any) -> list[Weight]:
     Raises:
         InvalidArgumentError: it is something else, or its weights are not made yet.
     """
-    found: list[Weight] = importlib.import_module(module_of(model)).weights_of(model)
-    return found
+    return reader_of(model).weights_of(model)
 
 
 def mapping(

@@ -15,7 +15,19 @@ from polyhvd.collectives.adapter import OpKind
 from polyhvd.collectives.objects import allgather_object
 from polyhvd.collectives.operation import process_set_id
 from polyhvd.collectives.process_sets import ProcessSet
-from polyhvd.parity.traces import ALONE, KINDS, NOISE, Bounds, Facts, Key, Trace, computed_in
+from polyhvd.parity.limits import (
+    CARRIED,
+    FORWARD,
+    GROWTH,
+    IDLE_KINDS,
+    KINKS,
+    NOTABLE,
+    Bounds,
+    computed_in,
+    idle_below,
+    units_of,
+)
+from polyhvd.parity.traces import ALONE, BACKWARD, KINDS, NOISE, Facts, Key, Trace, in_order
 from polyhvd.runtime import current
 
 __all__ = ["Page", "Pages", "Plan"]
@@ -27,6 +39,7 @@ _KNOWN_MAX = 256
 _HEAD = 3
 #: Far more than what the order of a sum can change in float64, and far less than any limit.
 _MARGIN = 1e-9
+_GRADIENT = KINDS.index("gradient")
 
 
 @dataclass(frozen=True)
@@ -122,23 +135,47 @@ def _cut(rows: Array) -> list[Array]:
 class Plan:
     """Whether pages agree at a glance.
 
-    It accepts only what :func:`polyhvd.parity.traces.differences` takes for rounding, and leaves to that what
+    It accepts only what :func:`polyhvd.parity.limits.differences` takes for rounding, and leaves to that what
     has to be looked at with care.
 
     Args:
         sides: of each rank, what its tensors are.
-        limit: up to which fraction of a tensor's norm a difference is rounding; None: by dtype.
+        limit: up to which fraction of a tensor's norm a difference is rounding; None: by dtype and terms.
     """
 
     def __init__(self, sides: Sequence[tuple[Facts, ...]], limit: float | None) -> None:
-        reference = sides[0]
+        places = {facts.key: (place, facts) for place, facts in enumerate(sides[0])}
+        #: Rows of the first rank, causes before effects.
+        reference = [places[key][1] for key in in_order(places)]
         precision, begins = computed_in(sides)
-        bounds = Bounds(precision=precision, begins=begins)
-        self._limits = np.array([limit or bounds.limit(facts) for facts in reference]) * (1 - _MARGIN)
+        known = Bounds(precision=precision, begins=begins).limits(reference)
+        limits = np.array([(limit, limit) if limit else known[facts.key] for facts in reference])
+        self._own, self._most = (limits * (1 - _MARGIN)).T if reference else np.zeros((2, 0))
         self._kinds = np.array([KINDS.index(facts.kind) for facts in reference], np.intp)
         self._noise = np.array([0.0 if facts.kind in ALONE else NOISE for facts in reference])
-        places = {facts.key: (place, facts.shape) for place, facts in enumerate(reference)}
-        self._orders: list[Array | None] = []
+        self._is_carried, self._is_forward, is_backward, self._may_idle = (
+            np.array([facts.kind in kinds for facts in reference], bool)
+            for kinds in (CARRIED, FORWARD, BACKWARD, IDLE_KINDS)
+        )
+        looks = limit is None and precision == "float32"  # for a layer that is suspicious
+        self._below = np.array(
+            [NOTABLE if looks and each.kind == "activation" else 1.0 for each in reference]
+        )
+        self._near = self._own * self._below
+        self._units = units_of(reference)
+        backward = [(facts.kind, facts.layer) for facts in reference if facts.kind in BACKWARD]
+        self._backward = np.flatnonzero(is_backward)
+        #: Of gradients, which of all layers and kinds they are of.
+        groups = {group: number for number, group in enumerate(dict.fromkeys(backward))}
+        self._groups = np.array([groups[group] for group in backward], np.intp)
+        # Of each row that of the gradient by which a weight is without effect; the last one is of no weight.
+        gradients = {each.place: row for row, each in enumerate(reference) if each.kind == "gradient"}
+        self._gradients = np.array([gradients.get(facts.place, -1) for facts in reference], np.intp)
+        self._idle_below = np.array(
+            [idle_below(precision, facts.dtype) * (facts.kind == "gradient") for facts in reference]
+        )
+        self._layers = np.array([facts.layer for facts in reference], np.intp)
+        self._orders: list[Array] = []
         #: Whether all have tensors of the same keys and shapes: else nothing is accepted.
         self.fits = True
         for side in sides:
@@ -146,44 +183,78 @@ class Plan:
             self.fits = (
                 self.fits
                 and mine.keys() == places.keys()
-                and all(mine[key][1] == shape for key, (_, shape) in places.items())
+                and all(mine[key][1] == facts.shape for key, (_, facts) in places.items())
             )
             order = [mine[facts.key][0] for facts in reference] if self.fits else []
-            self._orders.append(None if order == list(range(len(order))) else np.array(order, np.intp))
+            self._orders.append(np.array(order, np.intp))
+        self._first = np.array([places[facts.key][0] for facts in reference], np.intp)
 
     def grown(self, largest: Array, side: Array) -> Array:
-        """What :func:`polyhvd.parity.traces.grown` keeps, of each of :data:`KINDS`.
+        """What :func:`polyhvd.parity.limits.grown` keeps, of each of :data:`KINDS`.
 
         Args:
             largest: before this step.
             side: of the first rank its sketches, one in a row.
         """
-        norms = side[:, 0]
-        with np.errstate(all="ignore"):
-            totals = np.sqrt(np.bincount(self._kinds, norms * norms, len(KINDS)))
-        return np.fmax(largest, totals)
+        return np.fmax(largest, self._totals(side[self._first, 0]))
 
-    def accepts(self, sides: Sequence[Array]) -> bool:
+    def _totals(self, norms: Array) -> Array:
+        """The norm of all tensors of each kind together."""
+        with np.errstate(all="ignore"):
+            totals: Array = np.sqrt(np.bincount(self._kinds, norms * norms, len(KINDS)))
+        return totals
+
+    def accepts(self, sides: Sequence[Array], largest: Array | None = None) -> bool:
         """Whether there is nothing but rounding between the first rank and the others.
 
         Args:
             sides: of each rank its sketches, one in a row.
+            largest: what :meth:`grown` has returned for this step; None: this step is the first one.
         """
         if not self.fits:
             return False
-        first, *others = (
-            side if order is None else side[order] for side, order in zip(sides, self._orders, strict=True)
-        )
+        first, *others = (side[order] for side, order in zip(sides, self._orders, strict=True))
         apart = [other for other in others if not np.array_equal(other, first)]
         if not apart:
             return True
+        norms = first[:, 0]
+        totals = self._totals(norms)
+        scales = totals if largest is None else np.fmax(totals, largest)
         with np.errstate(all="ignore"):
-            norms = first[:, 0]
-            totals = np.sqrt(np.bincount(self._kinds, norms * norms))
-            allowed = self._limits * (norms + self._noise * totals[self._kinds])
-            for other in apart:
-                difference = other[:, 2:] - first[:, 2:]
-                relative = np.sqrt(np.einsum("ij,ij->i", difference, difference))
-                if not ((relative <= allowed) & (other[:, 1] == first[:, 1])).all():
-                    return False
-        return True
+            beside = norms + self._noise * scales[self._kinds]
+            far = [each for other in apart if (each := self._beyond_own(first, other, beside)) is not None]
+            if not far:
+                return True
+            own = self._own_of(norms, totals, scales)
+            return all(self._agrees(first, *each, own, totals[_GRADIENT]) for each in far)
+
+    def _beyond_own(self, first: Array, other: Array, scales: Array) -> tuple[Array, Array] | None:
+        """A side and its relative differences; None: all are within their own rounding."""
+        difference = other[:, 2:] - first[:, 2:]
+        distance = np.sqrt(np.einsum("ij,ij->i", difference, difference))
+        agree = (distance <= self._near * scales) & (other[:, 1] == first[:, 1])
+        return None if agree.all() else (other, np.where(distance == 0.0, 0.0, distance / scales))
+
+    def _own_of(self, norms: Array, totals: Array, scales: Array) -> Array:
+        """By how much each tensor may differ by the rounding of its sums."""
+        rows = self._backward
+        mine, kinds = norms[rows], self._kinds[rows]
+        of_layers = np.sqrt(np.bincount(self._groups, mine * mine))[self._groups]
+        own: Array = self._own.copy()
+        own[rows] *= np.where(mine > 0, scales[kinds] / totals[kinds] * of_layers / mine, 1.0)
+        return own
+
+    def _agrees(self, first: Array, other: Array, relative: Array, own: Array, gradients: float) -> bool:
+        are_idle = np.fmax(first[:, 0], other[:, 0]) < self._idle_below * gradients
+        are_idle = np.concatenate([are_idle, [False]])
+        seeming = self._may_idle & are_idle[self._gradients]
+        carried = np.where(self._is_carried & np.isfinite(relative) & ~seeming, relative, 0.0)
+        if seeming.any():
+            of_layers = np.isin(self._layers, self._layers[seeming]) & self._is_forward
+            carried[of_layers] = 0.0
+        before = np.maximum.accumulate(np.concatenate([[0.0], carried[:-1]]))
+        limits = np.minimum(own + GROWTH * before, self._most)
+        if carried[self._is_forward].max(initial=0.0) * self._units >= KINKS:
+            limits[self._backward] = self._most[self._backward]
+        agree = ((relative <= limits * self._below) | seeming) & (other[:, 1] == first[:, 1])
+        return bool(agree.all())

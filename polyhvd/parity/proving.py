@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity.comparing import array_of
-from polyhvd.parity.models import framework_of, module_of
+from polyhvd.parity.models import framework_of, reader_of
 from polyhvd.parity.recording import first_of, layers_of
 from polyhvd.parity.traces import common_input
 from polyhvd.training.mapping import Weight
@@ -62,7 +61,7 @@ def can_run(model: Any) -> bool:
     """Whether a value is a model that can be run, not a dict of its weights."""
     if framework_of(model) is None or isinstance(model, (list, tuple, Mapping)):
         return False
-    return hasattr(importlib.import_module(module_of(model)), "outputs_of")
+    return hasattr(reader_of(model), "outputs_of")
 
 
 def given_arrays(inputs: Any) -> list[Array]:
@@ -87,7 +86,7 @@ def candidates(model: Any) -> list[list[Array]]:
 
     Images have channels first in others. Whether sequences have, their first layer decides.
     """
-    framework = importlib.import_module(module_of(model))
+    framework = reader_of(model)
     made = framework.example_inputs(model) if hasattr(framework, "example_inputs") else None
     if made is None or any(array.ndim > 2 and len({*array.shape[1:]}) == 1 for array in made):
         return []
@@ -105,7 +104,7 @@ def ran(model: Any, weights: Sequence[Weight], inputs: Sequence[Array]) -> Ran:
         weights: of it.
         inputs: images with channels first.
     """
-    framework = importlib.import_module(module_of(model))
+    framework: Any = reader_of(model)
     given: dict[str, Array] = {}
     layers = [weight for weight in layers_of(weights) if weight.role not in ("input kernel", "state kernel")]
     with contextlib.ExitStack() as hooks:

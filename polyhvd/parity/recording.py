@@ -99,10 +99,6 @@ class Recorder:
     ) -> None:
         self.weights = list(weights)
         self.layers = layers_of(self.weights)
-        shapes = [weight.layout.common_shape for weight in self.weights]
-        self._terms = max([0, *(math.prod(shape[1:]) for shape in shapes if len(shape) > 1)])
-        #: Most that are added up for one element: of a layer's inputs, or of a batch for a gradient.
-        self.terms = self._terms
         self._part = part
         self._keeps_all = keeps_all
         self._joined = joined
@@ -431,12 +427,6 @@ class Recorder:
     def passes(self) -> None:
         """What layers were given and made since the last step."""
         self._shown = {key[1]: heard.shape for key, heard in self._heard.items() if key[0] != "data"}
-        self.terms = self._terms
-        for (kind, _), heard in self._heard.items():
-            if kind != "data":
-                shape = heard.shape
-                features = shape[1 if len(shape) == 4 else -1] if len(shape) > 1 else 1
-                self.terms = max(self.terms, math.prod(shape) // max(features, 1) * heard.count)
         self._heard.clear()
 
     def _note_statistics(self, place: int, after: Array) -> None:

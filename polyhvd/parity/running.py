@@ -100,7 +100,7 @@ def train(
         recorder.gradients("average", session.gradient_of)
         session.update(case.optimizer.rate_at(step, steps))
         recorder.update(session.rate(), session.states_of)
-        run.steps.append(Step(float(np.mean(losses)), rows, recorder.take(), recorder.terms))
+        run.steps.append(Step(float(np.mean(losses)), rows, recorder.take()))
         tell()
 
 
@@ -130,8 +130,8 @@ def session_of(framework: str, case: Case, process_set: Any, *, synchronized: bo
         LookupError: the case has no model for it.
         BadCaseError: the case cannot be used.
     """
-    module, name = FRAMEWORKS[framework]
-    made: Session = getattr(importlib.import_module(module), name)(
+    module = importlib.import_module(f"polyhvd.{framework}.cases")
+    made: Session = getattr(module, FRAMEWORKS[framework].session)(
         case, process_set, synchronized=synchronized
     )
     return made

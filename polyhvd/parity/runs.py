@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from polyhvd.parity.case import BadCaseError, Case, from_file
+from polyhvd.parity.case import FRAMEWORKS, BadCaseError, Case, from_file
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.traces import Key, Trace
 
 __all__ = ["FRAMEWORKS", "MODES", "Order", "Run", "Step", "cannot_compute"]
 
-#: Where each framework's sessions are.
-FRAMEWORKS = {
-    "mxnet": ("polyhvd.mxnet.cases", "GluonSession"),
-    "torch": ("polyhvd.torch.cases", "TorchSession"),
-    "tensorflow": ("polyhvd.tensorflow.cases", "KerasSession"),
-    "numpy": ("polyhvd.numpy.cases", "NumpySession"),
-}
 #: One process without polyhvd; one rank; all ranks, each of which has a part of the batch.
 MODES = ("plain", "one", "all")
 #: Of one seed of the catalogue's data.
 _STEPS_MAX = 1_000_000
 
 
-def cannot_compute(framework: str, precision: str, kinds: Iterable[str] = ()) -> str:
+def cannot_compute(framework: str, precision: str, kinds: Collection[str] = ()) -> str:
     """Why a framework cannot compute a case in a type of numbers on processors; empty: it can.
 
     Args:
@@ -38,11 +31,7 @@ def cannot_compute(framework: str, precision: str, kinds: Iterable[str] = ()) ->
         return ""
     if "max_pool" in kinds:
         return "of equal numbers max pooling takes any, and in half types many are equal: gradients differ"
-    if framework == "mxnet":
-        return "MXNet has no half types on processors"
-    if framework == "torch" and precision == "float16" and "lstm" in kinds:
-        return "PyTorch has no LSTM in float16 on processors"
-    return ""
+    return FRAMEWORKS[framework].cannot_compute(precision, kinds)
 
 
 @dataclass(frozen=True)
@@ -92,13 +81,11 @@ class Step:
         loss: mean over this rank's part of the batch.
         rows: of that part.
         traces: of all that was seen.
-        terms: most that were added up for one element.
     """
 
     loss: float
     rows: int
     traces: dict[Key, Trace] = field(default_factory=dict)
-    terms: int = 0
 
 
 @dataclass

@@ -121,6 +121,7 @@ def _checks(entries: Sequence[dict[str, Any]], of_rank: Sequence[str]) -> list[C
             worst=entry["worst"],
             margin=entry["margin"],
             cells=[entry["cells"]] if entry.get("cells") else [],
+            suspicious=entry.get("suspicious", {}),
         )
         before = found.get(entry["name"])
         found[entry["name"]] = check if before is None else _joined(before, check)
@@ -139,6 +140,7 @@ def _joined(before: Check, check: Check) -> Check:
         worst=worst,
         margin=max(margins, default=None),
         cells=[*before.cells, *check.cells][:_STEPS_MAX],
+        suspicious=before.suspicious or (check.suspicious if before.agree else {}),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,11 +14,12 @@ import numpy as np
 from polyhvd.collectives.process_sets import ProcessSet, global_process_set
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.parity import log
-from polyhvd.parity.judging import ADVICE
-from polyhvd.parity.models import framework_of, module_of, weights_of
+from polyhvd.parity.judging import ADVICE, described
+from polyhvd.parity.limits import Bounds, Suspicion, computed_in, differences, suspicious
+from polyhvd.parity.models import framework_of, reader_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
 from polyhvd.parity.recording import Recorder, view_of
-from polyhvd.parity.traces import FADING, KINDS, Bounds, Key, Trace, computed_in, differences, in_order, told
+from polyhvd.parity.traces import FADING, KINDS, Key, Trace, in_order, told
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
@@ -99,6 +99,8 @@ class Watch:
     ) -> None:
         #: All that was found, in order; the same on every rank.
         self.divergences: list[Divergence] = []
+        #: A layer that stands out of the others below its limit, before the first divergence.
+        self.suspicious: Suspicion | None = None
         self.steps = 0
         self._prefix = prefix
         self._limit = limit
@@ -166,9 +168,8 @@ class Watch:
         return self.divergences[0] if self.divergences else None
 
     def __str__(self) -> str:
-        if self.first is None:
-            return f"parity.watch: no rank has parted from the others in {self.steps} steps"
-        return f"parity.watch: {self.first}"
+        found = self.first or f"no rank has parted from the others in {self.steps} steps"
+        return f"parity.watch: {found}" + (f"; {self.suspicious}" if self.suspicious else "")
 
     # Recording ------------------------------------------------------------------
 
@@ -211,10 +212,12 @@ class Watch:
         ranks = tuple(self._process_set.ranks or range(len(pages)))
         is_logged = bool(current.world().settings.parity_log)
         agree = self._agree(pages)
-        sides, apart = self._apart(pages) if is_logged or not agree else ([], [])
+        sides, apart, suspicion = self._apart(pages, ranks) if is_logged or not agree else ([], [], None)
         found = None if agree else self._first_of(sides, apart, ranks)
+        if self.first is None:
+            self.suspicious = self.suspicious or suspicion
         if is_logged:
-            log.note(self._entry(found, sides, apart), ranks[0])
+            log.note(self._entry(found, suspicion, sides, apart), ranks[0])
         self.steps += 1
         self._known[0], self._known[1:] = self.steps, self._largest
         if found is not None:
@@ -230,10 +233,14 @@ class Watch:
                 self._plans.clear()
             plan = self._plans[digests] = Plan([page.facts for page in pages], self._limit)
         self._largest = plan.grown(self._largest, pages[0].rows[1:])
-        return plan.accepts([page.rows[1:] for page in pages])
+        return plan.accepts([page.rows[1:] for page in pages], self._largest)
 
     def _entry(
-        self, found: Divergence | None, sides: Sequence[dict[Key, Trace]], apart: Sequence[_Apart]
+        self,
+        found: Divergence | None,
+        suspicion: Suspicion | None,
+        sides: Sequence[dict[Key, Trace]],
+        apart: Sequence[_Apart],
     ) -> dict[str, Any]:
         """For the log: the largest differences by kind, and by layer those by their limits."""
         worst: dict[str, float] = {}
@@ -247,28 +254,33 @@ class Watch:
             "agree": found is None,
             "first": {} if found is None else asdict(found) | {"advice": ADVICE[found.kind]},
             "text": "" if found is None else str(found),
+            "suspicious": described(suspicion),
             "worst": worst,
             "margin": max(cells, default=0.0) if worst else None,
             "cells": cells,
             "layers": [weight.name for weight in self._recorder.layers],
         }
 
-    def _apart(self, pages: Sequence[Page]) -> tuple[list[dict[Key, Trace]], list[_Apart]]:
-        """What each rank has recorded, and how far all but the first are from it."""
+    def _apart(
+        self, pages: Sequence[Page], ranks: Sequence[int]
+    ) -> tuple[list[dict[Key, Trace]], list[_Apart], Suspicion | None]:
+        """What each rank has recorded, how far all but the first are from it, and a layer that stands out."""
         sides = _with_zeros([page.traces for page in pages])
         largest = {kind: float(self._largest[KINDS.index(kind)]) for kind in FADING}
         precision, begins = computed_in(side.values() for side in sides)
-        bounds = Bounds(  # in float32 what is between the layers of a model is not known
-            self.steps,
-            layers=0 if precision == "float32" else len(self._recorder.layers),
-            precision=precision,
-            begins=begins,
-            largest=largest,
+        layers = len(self._recorder.layers)
+        bounds = Bounds(self.steps, layers, precision, largest, begins)
+        judged = [differences(side, sides[0], bounds) for side in sides[1:]]
+        suspicions = (
+            suspicious(each, side, sides[0], bounds, rank)
+            for each, side, rank in zip(judged, sides[1:], ranks[1:], strict=True)
         )
-        return sides, [
-            {key: (relative, limit) for key, relative, limit in differences(side, sides[0], bounds)}
-            for side in sides[1:]
-        ]
+        suspicion = None if self._limit else next(filter(None, suspicions), None)
+        return (
+            sides,
+            [{key: (relative, limit) for key, relative, limit in each} for each in judged],
+            suspicion,
+        )
 
     def _first_of(
         self, sides: Sequence[dict[Key, Trace]], found: Sequence[_Apart], ranks: Sequence[int]
@@ -293,7 +305,7 @@ def _framework_of(model: Any) -> Any:
         InvalidArgumentError: there is none.
     """
     name = framework_of(model)
-    framework = None if name is None else importlib.import_module(module_of(model))
+    framework = None if name is None else reader_of(model)
     if name is None or not hasattr(framework, "on_input") or isinstance(model, (list, tuple, Mapping)):
         found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise InvalidArgumentError(

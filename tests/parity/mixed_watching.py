@@ -17,6 +17,7 @@ DEFECTS = {
     "another weight in the third layer": ("weights", {2}),
     "another weight in the convolution": ("weights", {0}),
     "another epsilon in batch normalization": ("activation", {1}),
+    "a slightly other epsilon in batch normalization": ("activation", {1}),
     "another learning rate": ("learning rate", {0}),
     "a loss that is a sum": ("gradient", {3}),
 }
@@ -30,14 +31,15 @@ def _spoil(net: Net, framework: str, defect: str) -> None:
         weights[0].write(weights[0].read()[..., ::-1].copy())
     if defect == "another learning rate":
         net.rate *= 0.99
-    if defect == "another epsilon in batch normalization":
+    if "epsilon" in defect:
         layer = weights[2].layer
+        epsilon = 0.001005 if "slightly" in defect else 0.02
         if framework == "mxnet":
-            layer._kwargs["eps"] = 0.02
+            layer._kwargs["eps"] = epsilon
         elif framework == "torch":
-            layer.eps = 0.02
+            layer.eps = epsilon
         else:
-            layer.epsilon = 0.02
+            layer.epsilon = epsilon
 
 
 def found(name: str, defect: str) -> tuple[str, int, int, str] | None:

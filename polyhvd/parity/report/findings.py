@@ -22,6 +22,9 @@ class Check:
         agree: what has come of it.
         first: where the first difference is: step, kind, layer, names, relative, limit and advice; {}: none.
         text: the difference in a sentence.
+        suspicious: a layer before the first difference that stands far out of the others, below its limit:
+            step, layer, names, relative, limit, others (the largest difference of another layer by its
+            limit), rank, text and advice; {}: there is none.
         loss: the largest relative difference of losses; None: losses were not compared.
         worst: the largest relative difference of each kind that was compared.
         margin: the largest difference by its limit; None: none was measured.
@@ -40,6 +43,7 @@ class Check:
     margin: float | None = None
     cells: list[list[float]] = field(default_factory=list)
     times: int = 1
+    suspicious: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,11 @@ class Report:
     def differing(self) -> list[Check]:
         """The checks that do not agree."""
         return [check for check in self.checks if not check.agree]
+
+    @property
+    def suspected(self) -> list[Check]:
+        """The checks in which a layer stands out below its limit."""
+        return [check for check in self.checks if check.suspicious]
 
 
 def in_digits(value: float | None) -> str:

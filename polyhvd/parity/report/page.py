@@ -46,6 +46,7 @@ def as_html(report: Report) -> str:
     parts = [
         _head(report),
         _next_steps(report),
+        _suspicious(report),
         _checks(report),
         _divergence(report),
         _losses(report),
@@ -96,6 +97,15 @@ def _next_steps(report: Report) -> str:
             "more."
         )
     return _section("next", "What to do next", f"<p>{escape(step)}</p>")
+
+
+def _suspicious(report: Report) -> str:
+    items = "".join(
+        f"<li><strong>{escape(check.name)}</strong>: {escape(check.suspicious['text'])}<br>"
+        f"{escape(check.suspicious['advice'])}</li>"
+        for check in report.suspected
+    )
+    return _section("suspicious", "Suspicious layers", f"<ul>{items}</ul>") if items else ""
 
 
 def _by_place(checks: Sequence[Check]) -> list[list[Check]]:

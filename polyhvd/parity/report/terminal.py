@@ -94,6 +94,8 @@ def _details(report: Report) -> list[str]:
         lines += [f"{check.name}:", f"  {check.text}"]
         if advice := check.first.get("advice"):
             lines.append(f"  {advice}")
+    for check in report.suspected:
+        lines += [f"{check.name}:", f"  {check.suspicious['text']}", f"  {check.suspicious['advice']}"]
     without = [name for name in report.left_out if name not in report.cannot_compute]
     if without:
         lines.append(f"The case has no model for {', '.join(without)}, which was left out.")
