@@ -69,8 +69,6 @@ class ArraysState(ObjectState):
     def restore(self) -> None:
         """Give the attributes the values of the copy; arrays of the same shape keep their memory.
 
-        Raises nothing.
-
         Example::
 
             state.restore()

@@ -142,27 +142,32 @@ class Folder:
     or machine has died. Several processes may write one at a time; equal numbers are equal checkpoints.
 
     Args:
-        path: made if it is not there.
+        path: of the folder.
 
     Raises:
-        CheckpointError: it cannot be made, or is none.
+        CheckpointError: it is no path.
 
     Example::
 
-        Folder("run").write(steps=100, value={"w": np.ones(3)})
+        folder = Folder("run")
+        folder.make()
+        folder.write(steps=100, value={"w": np.ones(3)})
     """
 
     def __init__(self, path: str | bytes | os.PathLike[str]) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)) or not os.fspath(path):
             raise CheckpointError(f"checkpoint={path!r}: expected the path of a folder")
         self.path = Path(os.fsdecode(path))
+
+    def make(self) -> None:
+        """Make the folder if it does not exist; raises CheckpointError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"the folder of checkpoints {str(self.path)!r} cannot be made: {error.strerror}; pass "
                 "another one, or make it a folder that this user may write"
-            ) from error
+            ) from None
 
     def numbers(self) -> list[int]:
         """The numbers of the checkpoints that there are, newest first; raises CheckpointError."""
@@ -171,7 +176,7 @@ class Folder:
         except OSError as error:
             raise CheckpointError(
                 f"the folder of checkpoints {str(self.path)!r} cannot be read: {error.strerror}"
-            ) from error
+            ) from None
         found = (_NAME.fullmatch(name) for name in names)
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -260,7 +265,7 @@ class Folder:
         return []
 
     def put_aside(self, number: int) -> None:
-        """Rename a file that cannot be read, so that it is no checkpoint any more. Raises nothing."""
+        """Rename a file that cannot be read, so that it is no checkpoint any more."""
         file = self.file(number)
         with contextlib.suppress(OSError):
             os.replace(file, file.with_suffix(".torn"))

@@ -65,8 +65,6 @@ class UpdateBatchState:
     Args:
         state: with an attribute ``batch``.
 
-    Raises nothing.
-
     Example::
 
         model.fit(data, callbacks=[hvd.elastic.UpdateBatchStateCallback(state)])
@@ -98,8 +96,6 @@ class UpdateEpochState:
 
     Args:
         state: with an attribute ``epoch``.
-
-    Raises nothing.
 
     Example::
 

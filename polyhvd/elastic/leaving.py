@@ -51,8 +51,6 @@ def on_leave(callback: Callable[[Leave], object]) -> Callable[[Leave], object]:
     Returns:
         The function, so that this serves as a decorator.
 
-    Raises nothing.
-
     Example::
 
         @hvd.elastic.on_leave

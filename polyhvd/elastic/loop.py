@@ -71,8 +71,6 @@ def run_fn(func: Callable[Concatenate[S, P], T], reset: Callable[[], Any]) -> Ca
         func: takes the state first.
         reset: enters the next world.
 
-    Raises nothing.
-
     Example::
 
         train = hvd.elastic.run_fn(train, reset)
@@ -196,7 +194,8 @@ def _end_together() -> None:
 def _leave() -> None:
     """What is pending fails now; nothing of the former world is to reach what is restored."""
     with current.lock:
-        process.leave_for_next()
+        if (member := process.find()) is not None:
+            member.leave()
 
 
 def _rejoin() -> None:

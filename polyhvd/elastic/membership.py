@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from polyhvd.elastic.actions import Action, Dismiss, End, Fate, Finish, Form, Lose, Notify, Start
 from polyhvd.elastic.limits import Limits
-from polyhvd.elastic.members import Member, Rest, Slot, World
+from polyhvd.elastic.members import Member, Rest, Slot, Standing, World
 
 __all__ = [
     "Action",
@@ -102,7 +102,9 @@ class Membership:
                 actions.append(Dismiss(number))
         return actions + self._settle(now)
 
-    def host_unfit(self, host: str, now: float, *, others_may_come: bool = True) -> list[Action]:
+    def host_unfit(
+        self, host: str, now: float, *, others_may_come: bool = True, why: str = ""
+    ) -> list[Action]:
         """Nothing can be started on a host, for a reason that holds for all: it rests, and is tried again.
 
         Processes that were to be started there are no more. Where no others may come, and the first world
@@ -115,6 +117,7 @@ class Membership:
         rest = self._rests.setdefault(host, Rest())
         rest.refusals += 1
         rest.until = now + self.limits.rest_after(rest.refusals)
+        rest.why = why
         fit = sum(slots for name, slots in self._hosts.items() if not self._rests_at(name, now))
         if self.formed == 0 and fit < self.limits.min_size and not others_may_come:
             return self._end(f"the other hosts have {fit} slots, fewer than --min-np {self.limits.min_size}")
@@ -133,7 +136,7 @@ class Membership:
             if found is None or found.leaving:
                 continue
             found.leaving = True
-            self._slots[found.host, found.slot].left = True
+            self._slots[found.host, found.slot].leave(f"process {number} left with notice")
             if found.generation == 0 and not found.dismissed:
                 found.dismissed = True
                 actions.append(Dismiss(number))
@@ -278,7 +281,14 @@ class Membership:
         return self._settle(now)
 
     def ended(
-        self, member: int, fate: Fate, now: float, *, has_begun: bool = True, has_finished: bool = False
+        self,
+        member: int,
+        fate: Fate,
+        now: float,
+        *,
+        has_begun: bool = True,
+        has_finished: bool = False,
+        why: str = "",
     ) -> list[Action]:
         """A member has ended.
 
@@ -287,9 +297,10 @@ class Membership:
             fate: how.
             now: the time.
             has_begun: whether it had come to an elastic function. The job goes on without a new member that
-                ends or fails before.
+                ends or fails before; if it had no place yet, its slot rests as after a loss.
             has_finished: whether its elastic functions had returned. If it was lost after that, no step is
                 repeated, and the job fails when the other members have ended.
+            why: how it has ended, for messages about its slot.
         """
         found = self._members.pop(member, None)
         if self._over or found is None:
@@ -311,11 +322,12 @@ class Membership:
             slot.done = self._finishing = True
             world.lost.append(member)
             return self._settle(now)
+        joins = found.generation == 0 and world is not None and bool(world.members)
         if fate is Fate.FAILED and is_early:
-            slot.left = True  # another one would fail again
-        elif fate is Fate.FAILED or (fate is Fate.UNSTARTABLE and self.formed == 0):
+            slot.leave(why)  # another one would fail again
+        elif (fate is Fate.FAILED and not joins) or (fate is Fate.UNSTARTABLE and self.formed == 0):
             return self._end("", cause=member)
-        self._fail_slot(slot, found, now)
+        self._fail_slot(slot, found, now, why)
         self.replaced += found.generation > 0
         actions: list[Action] = []
         if found.dying and not placed:  # the others have gone on, and so that world had got on
@@ -419,7 +431,6 @@ class Membership:
             if now < self._joins_until(member):
                 continue
             del self._members[number]
-            self._slots[member.host, member.slot].left = True
             world.members.remove(number)
             world.lost.append(number)
             world.early.append(number)
@@ -429,12 +440,14 @@ class Membership:
                 f"process {number} on {member.host} has not come to its elastic function within {limit:g} s "
                 "(--elastic-timeout)"
             )
+            self._slots[member.host, member.slot].leave(reason)
             actions.append(Lose(world.generation, number, reason))
         return actions
 
-    def _fail_slot(self, slot: Slot, member: Member, now: float) -> None:
+    def _fail_slot(self, slot: Slot, member: Member, now: float, why: str) -> None:
         slot.failures = 1 if now - member.since >= _FORGIVEN_AFTER_S else slot.failures + 1
         slot.free_at = now + self.limits.cooldown_after(slot.failures)
+        slot.why = why
 
     def _forgive(self, world: World) -> None:
         """Take kills from outside in a world that has got on for the first failures of their slots.
@@ -533,12 +546,20 @@ class Membership:
 
     def _is_complete(self) -> bool:
         """Whether everybody has asked for a place whom the next world has to wait for."""
+        late = self._late()
         if self._world is None or not self._world.members:
-            starting = any(not item.asks for item in self._members.values() if not item.dismissed)
             chosen = len(self._next_world())
-            return chosen >= self.limits.size or (not starting and chosen >= self._least())
-        late = [number for number in self._world.members if not self._members[number].asks]
-        return not late or (len(late) < len(self._world.members) and self._may_pass_over(late, self._world))
+            return chosen >= self.limits.size or (not late and chosen >= self._least())
+        return not late
+
+    def _late(self) -> list[int]:
+        """The members that have not asked for a place, and that the next world has to wait for."""
+        world = self._world
+        if world is None or not world.members:
+            return [n for n, item in self._members.items() if not item.asks and not item.dismissed]
+        late = [number for number in world.members if not self._members[number].asks]
+        passed = late and len(late) < len(world.members) and self._may_pass_over(late, world)
+        return [] if passed else late
 
     def _may_pass_over(self, late: list[int], world: World) -> bool:
         """Whether nothing of the next world depends on how these members end."""
@@ -580,7 +601,7 @@ class Membership:
             self._members[number].is_founder |= begins
             self._members[number].generation = self.formed
             self._members[number].asks = False
-        self._world = World(self.formed, chosen)
+        self._world = World(self.formed, chosen, now)
         self._lost_now = None
         hosts = tuple(self._members[number].host for number in chosen)
         return [Form(self.formed, tuple(chosen), hosts, state_lost), *map(Dismiss, leaving)]
@@ -693,6 +714,27 @@ class Membership:
     def shortage(self) -> str:
         """Message about a shortage of processes or slots that has lasted for a while; empty: none."""
         return self._shortage
+
+    def standing(self, now: float) -> Standing:
+        """What is known now, for :func:`polyhvd.elastic.standing.decide`. It is to be read at once."""
+        return Standing(
+            now=now,
+            limits=self.limits,
+            hosts=self._hosts,
+            left=self._left,
+            slots=self._slots,
+            rests=self._rests,
+            members=self._members,
+            world=self._world,
+            next_world=self._next_world(),
+            late=self._late(),
+            least=self._least(),
+            over=self._over,
+            leaving=self._leaving,
+            finishing=self._finishing,
+            parting=self._parting,
+            too_few_since=self._too_few_since,
+        )
 
     def _end(self, reason: str, cause: int | None = None, *, resumable: bool = False) -> list[Action]:
         self._over = True

@@ -40,6 +40,7 @@ class Figure:
     generation: int
     own_s: float  #: of a step, in which it has not waited for others; the median
     step_s: float  #: of a whole step, likewise
+    data_s: float = 0.0  #: of own_s, in which it has waited for its data; likewise
 
     def encoded(self) -> bytes:
         """As bytes for the store."""
@@ -49,7 +50,9 @@ class Figure:
     def decoded(cls, data: bytes) -> Figure:
         """Read what a member has written; raises ValueError, TypeError or KeyError."""
         said = json.loads(data)
-        return cls(int(said["generation"]), float(said["own_s"]), float(said["step_s"]))
+        return cls(
+            int(said["generation"]), float(said["own_s"]), float(said["step_s"]), float(said["data_s"])
+        )
 
 
 class Pace:
@@ -61,12 +64,12 @@ class Pace:
 
     def __init__(self, generation: int) -> None:
         self._generation = generation
-        self._steps: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # own time and whole, of each
-        self._began: tuple[float, float] | None = None
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)  # Figure's times, of each
+        self._began: tuple[float, float, float] | None = None
         self._agreed = 0
         self._told_at = 0.0
 
-    def step(self, now: float, waited_s: float, agreed: int) -> Figure | None:
+    def step(self, now: float, waited_s: float, agreed: int, data_s: float = 0.0) -> Figure | None:
         """A step may be over.
 
         Args:
@@ -74,6 +77,7 @@ class Pace:
             waited_s: how long this rank has waited for others in this world.
             agreed: how many operations it has had with them. Where there was none since the last step, this
                 is the same one.
+            data_s: how long it has waited for its data in this world.
 
         Returns:
             What the launcher is to be told, if it is time for that.
@@ -82,18 +86,18 @@ class Pace:
             return None
         if self._began is not None:
             whole = now - self._began[0]
-            self._steps.append((max(0.0, whole - (waited_s - self._began[1])), whole))
-        self._began, self._agreed = (now, waited_s), agreed
+            own = max(0.0, whole - (waited_s - self._began[1]))
+            self._steps.append((own, whole, data_s - self._began[2]))
+        self._began, self._agreed = (now, waited_s, data_s), agreed
         if now < self._told_at + _TELL_S or not self._are_enough():
             return None
         self._told_at = now
-        own_s = median(own for own, _ in self._steps)
-        return Figure(self._generation, own_s, median(whole for _, whole in self._steps))
+        return Figure(self._generation, *map(median, zip(*self._steps, strict=True)))
 
     def _are_enough(self) -> bool:
         if len(self._steps) == _STEPS:
             return True
-        return len(self._steps) >= _STEPS_LONG and sum(whole for _, whole in self._steps) >= _LONG_S
+        return len(self._steps) >= _STEPS_LONG and sum(whole for _, whole, _ in self._steps) >= _LONG_S
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class SlowMember:
     own_s: float  #: of a step
     typical_s: float  #: what a step takes the others
     since: float  #: when it was first found
+    data_s: float = 0.0  #: of own_s, in which it waits for its data
 
 
 @dataclass(frozen=True)
@@ -115,17 +120,24 @@ class SlowRank:
     own_s: float  #: what a step takes it by itself, in seconds
     typical_s: float  #: what a step takes the others
     since: float  #: when it was first found to be slow, as ``time.time()`` says it
+    data_s: float = 0.0  #: of own_s, in which it waits for its data
 
     @property
     def factor(self) -> float:
         """How many times as long it takes as others."""
         return self.own_s / self.typical_s if self.typical_s > 0 else float("inf")
 
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether waiting for data is at least half of what it takes longer than others."""
+        return self.data_s >= (self.own_s - self.typical_s) / 2
+
     def __str__(self) -> str:
-        own_ms, typical_ms = 1e3 * self.own_s, 1e3 * self.typical_s
+        own_ms, typical_ms, data_ms = 1e3 * self.own_s, 1e3 * self.typical_s, 1e3 * self.data_s
+        by_data = f", of which it waits {data_ms:.0f} ms for data" if self.waits_for_data else ""
         return (
-            f"rank {self.rank} on {self.host} is slow: each step takes it {own_ms:.0f} ms of its own, "
-            f"and the others, who wait for it, {typical_ms:.0f} ms"
+            f"rank {self.rank} on {self.host} is slow: its part of each step takes {own_ms:.0f} ms{by_data}; "
+            f"that of the other ranks, which wait for it, takes {typical_ms:.0f} ms"
         )
 
 
@@ -139,9 +151,9 @@ class Judge:
 
         judge = Judge(factor=1.5)
         judge.begin(1, (0, 1))
-        judge.hear(0, Figure(1, 0.010, 0.060), now=5.0)
-        judge.hear(1, Figure(1, 0.058, 0.060), now=5.1)
-        judge.hear(1, Figure(1, 0.058, 0.060), now=8.1)
+        judge.add(0, Figure(1, 0.010, 0.060), now=5.0)
+        judge.add(1, Figure(1, 0.058, 0.060), now=5.1)
+        judge.add(1, Figure(1, 0.058, 0.060), now=8.1)
         judge.slow  # [SlowMember(1, 0.058, 0.010, 5.1)]
     """
 
@@ -160,7 +172,13 @@ class Judge:
         self._doubts = {}
         self.slow = []
 
-    def hear(self, member: int, figure: Figure, now: float) -> bool:
+    @property
+    def step_s(self) -> float | None:
+        """How long a step of this world takes, as members have reported it; None: none has."""
+        reported = [figure.step_s for figure in self._figures.values() if figure is not None]
+        return median(reported) if reported else None
+
+    def add(self, member: int, figure: Figure, now: float) -> bool:
         """A member has told its figure; returns whether :attr:`slow` is to be told anew."""
         if figure.generation != self._generation or member not in self._figures:
             return False
@@ -182,7 +200,7 @@ class Judge:
                 del self._doubts[number]
                 since = began if is_over else None
             if since is not None:
-                found.append(SlowMember(number, said.own_s, typical_s, since))
+                found.append(SlowMember(number, said.own_s, typical_s, since, said.data_s))
         found.sort(key=lambda item: -item.own_s)
         is_news = former.keys() != {item.member for item in found} or any(
             abs(item.own_s - former[item.member].own_s) > _CHANGE * former[item.member].own_s

@@ -1,13 +1,13 @@
 """This process as a member of an elastic job: its seat, what it says when it asks for a place, its way back.
 
-There is one in a process at most. :mod:`polyhvd.launch.entry` makes it in the first ``init()``.
+There is one in a process at most, made by the first ``init()``: :mod:`polyhvd.launch.providers.elastic`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
-import select
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,14 +26,14 @@ from polyhvd.runtime import current
 from polyhvd.runtime.prologue import Prologue
 from polyhvd.runtime.world import Member, World
 
-__all__ = ["Process", "find", "leave_for_next", "take_seat"]
+__all__ = ["Process", "find", "take_seat"]
 
 _LOG = logging.getLogger("polyhvd")
 _NOTICE = 1
 _MEETING_S = 20.0  # others may be writing a checkpoint
 _LOOK_S = 0.0001
-#: The pipe also has room for errors that other ranks have caused.
-_REPORTS_MAX = 4096
+#: An eighth of the pipe: it also has room for errors that other ranks have caused.
+_PIPE_BYTES_OF_REPORT = 16
 
 
 class Process:
@@ -69,7 +69,8 @@ class Process:
         self._has_progressed = False  # in any world
         self._reports = 0
         self._timeline: tracing.Carried | None = None  # of the last world, for the next one
-        self._prologue = Prologue(seat.published)
+        #: Collectives before the first elastic function.
+        self.prologue = Prologue(seat.published)
         self._has_published = False
         current.on_leave(self._remember)
 
@@ -85,10 +86,12 @@ class Process:
         """
         self._reports += 1
         descriptor = Settings().report_descriptor
-        if descriptor < 0 or self._reports > _REPORTS_MAX:
+        if descriptor < 0:
             return
-        if select.select([], [descriptor], [], 0)[1]:
-            os.write(descriptor, (progress if self._reports < _REPORTS_MAX else UNKNOWN) + b"\0")
+        most = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ) // _PIPE_BYTES_OF_REPORT
+        if self._reports <= most:
+            with suppress(BlockingIOError):
+                os.write(descriptor, (progress if self._reports < most else UNKNOWN) + b"\0")
 
     @property
     def is_behind(self) -> bool:
@@ -106,7 +109,7 @@ class Process:
             number: of the call, from 1: programs are the same on all ranks, and so are numbers.
         """
         joins, self.call = self.is_behind, number
-        self._prologue.end()
+        self.prologue.end()
         if not self.is_behind:
             self.report(BEGUN)
             if joins:
@@ -120,7 +123,7 @@ class Process:
         if self.call and world.placement.rank == 0 and not self._has_published:
             self._has_published = True
             with suppress(StoreError):  # it is seen where the next place is asked for
-                self.seat.publish(self._prologue.encoded())
+                self.seat.publish(self.prologue.encoded())
 
     def next_place(self) -> Answer:
         """Wait for a place in the next world; raises SystemExit where there is none."""
@@ -134,10 +137,10 @@ class Process:
         except SystemExit:
             if (timeline := self.take_timeline()) is not None:
                 timeline.file.close()
-            told = self.seat.answer
-            if told.leaves and former.generation and self.seat.member in told.members:
-                rank, size = told.members.index(self.seat.member), len(told.members)
-                leaving.take_leave(leaving.Leave(rank, size, everyone=told.leaves == "all"))
+            last = self.seat.answer
+            if last.leaves and former.generation and self.seat.member in last.members:
+                rank, size = last.members.index(self.seat.member), len(last.members)
+                leaving.take_leave(leaving.Leave(rank, size, everyone=last.leaves == "all"))
             raise
         except StoreError as error:
             _LOG.error(
@@ -170,11 +173,11 @@ class Process:
         )
 
     def step(self) -> None:
-        """A step may be over: the launcher is told now and then how long they take."""
+        """A step may be over: the launcher is sent now and then how long they take."""
         world, pace = current.find(), self._pace
         if world is None or pace is None:
             return
-        if (figure := pace.step(time.monotonic(), *world.engine.waits)) is not None:
+        if (figure := pace.step(time.monotonic(), *world.engine.waits, world.data_wait_s)) is not None:
             self.watch.tell(STEPS, figure.encoded(), again=True)
 
     def slow_ranks(self) -> list[SlowRank]:
@@ -193,6 +196,8 @@ class Process:
         if world is None:
             return False
         if world.placement.rank == 0 and self.seat.has_notice():
+            if world.placement.size == 1:
+                return True  # at once: there may be no further operation
             world.engine.notify(_NOTICE)
         return world.engine.notice >= _NOTICE
 
@@ -237,20 +242,18 @@ class Process:
             lost. In the first world they are as they were.
         """
         answer = self.seat.answer
-        told = answer.sets
-        if not told:
-            told = lists
-        unique = [ranks for i, ranks in enumerate(told) if ranks and ranks not in told[:i]]
-        self._numbers = [1 + unique.index(ranks) if ranks else None for ranks in told]
-        self._sets = [[answer.members[rank] for rank in ranks] for ranks in told]
+        listed = answer.sets or lists
+        unique = [ranks for i, ranks in enumerate(listed) if ranks and ranks not in listed[:i]]
+        self._numbers = [1 + unique.index(ranks) if ranks else None for ranks in listed]
+        self._sets = [[answer.members[rank] for rank in ranks] for ranks in listed]
         places = [number - 1 for number in numbers]
-        return unique, [self._numbers[place] if place < len(told) else None for place in places]
+        return unique, [self._numbers[place] if place < len(listed) else None for place in places]
 
     def entered(self, world: World, rejoin: Callable[[], None]) -> None:
         """The next world is there; objects of the last one's process sets stand for those that it has."""
         self.rejoin = rejoin
         self._wired = True
-        world.prologue, world.engine.behind = self._prologue, self.is_behind
+        world.engine.behind = self.is_behind
         if self.is_behind:
             _LOG.info(
                 "elastic: this process joins a running job: until it comes to its elastic function, "
@@ -289,14 +292,6 @@ _process: Process | None = None  # under current.lock
 def find() -> Process | None:
     """This process as a member, or None: its job is not elastic, or ``init()`` was not called."""
     return _process
-
-
-def leave_for_next() -> None:
-    """Leave the present world, if there is one, for the next one of an elastic job; ``lock`` is held."""
-    if _process is None:
-        current.leave()
-    else:
-        _process.leave()
 
 
 def take_seat(make: Callable[[], Seat], make_watch: Callable[[Seat], Watch]) -> Process:

@@ -11,6 +11,8 @@ from polyhvd.runtime import current
 __all__ = ["Progress"]
 
 _REDRAW_S = 0.1
+#: Waiting for data is mentioned if it takes at least this part of the time.
+_MENTIONED = 0.01
 
 
 class _Bar(Protocol):
@@ -87,7 +89,9 @@ class Progress:
     def begin_epoch(self, epoch: int, steps: int) -> None:
         """An epoch begins, or goes on after a change of the world, with so many steps to go."""
         self.close()
-        self._shows = self._enabled and current.world().placement.rank == 0
+        world = current.world()
+        self._shows = self._enabled and world.placement.rank == 0
+        self._data_s = world.data_wait_s
         self._title = f"epoch {epoch + 1}/{self._epochs}"
         self._done, self._result = 0, None
         self._began = self._drawn = time.monotonic()
@@ -101,7 +105,7 @@ class Progress:
         now = time.monotonic()
         if self._bar is not None and now - self._drawn > _REDRAW_S:
             self._drawn = now
-            self._bar.update(self._done, _note(result))
+            self._bar.update(self._done, " ".join(filter(None, [_note(result), self._data_note(now)])))
 
     def end_epoch(self, size: int) -> None:
         """The epoch is over."""
@@ -113,9 +117,13 @@ class Progress:
             f"{time.monotonic() - self._began:.1f} s",
             f"{size} rank{'s' * (size > 1)}",
         ]
-        if note := _note(self._result):
-            parts.append(note)
+        parts += filter(None, [self._data_note(time.monotonic()), _note(self._result)])
         print(f"{self._title}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    def _data_note(self, now: float) -> str:
+        """How much of the epoch's time this rank has waited for data."""
+        part = (current.world().data_wait_s - self._data_s) / max(1e-9, now - self._began)
+        return f"waiting for data {part:.0%}" if part >= _MENTIONED else ""
 
     def close(self) -> None:
         """Take the bar away; idempotent."""

@@ -22,10 +22,9 @@ def slow_ranks() -> list[SlowRank]:
 
     Returns:
         A list of values with ``rank``, ``host``, ``own_s`` and ``typical_s``, the seconds that a step takes
-        it and the others, ``factor``, the one by the other, and ``since``, as of ``time.time()``. It is
-        empty in jobs that are not elastic, and for the first steps of each world.
-
-    Raises nothing.
+        it and the others, ``factor``, the one by the other, ``data_s``, of the first the seconds in which it
+        waits for data, ``waits_for_data``, whether that is half of its excess, and ``since``, as of
+        ``time.time()``. It is empty in jobs that are not elastic, and for the first steps of each world.
 
     Example::
 

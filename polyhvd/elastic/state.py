@@ -29,8 +29,6 @@ class State:
         bcast_object: as ``broadcast_object`` of a framework.
         get_rank: as ``hvd.rank``.
 
-    Raises nothing.
-
     Example::
 
         class Counter(hvd.elastic.State):
@@ -58,8 +56,6 @@ class State:
 
         Args:
             callbacks: without arguments, in their order; to adapt a learning rate to ``hvd.size()``, say.
-
-        Raises nothing.
 
         Example::
 
@@ -139,7 +135,7 @@ class State:
         """
 
     def waiting(self) -> AbstractContextManager[None]:
-        """What holds while this process waits for its place in the next world. Raises nothing.
+        """What holds while this process waits for its place in the next world.
 
         Example::
 
@@ -169,8 +165,6 @@ class State:
             timestamp: when.
             update_res: what.
 
-        Raises nothing.
-
         Example::
 
             state.on_hosts_updated(time.time(), 0)
@@ -178,8 +172,6 @@ class State:
 
     def reset(self) -> None:
         """Put in order what depends on the world, after it has changed.
-
-        Raises nothing.
 
         Example::
 
@@ -231,8 +223,6 @@ class ObjectState(State):
         get_rank: as ``hvd.rank``.
         kwargs: the attributes with their first values.
 
-    Raises nothing.
-
     Example::
 
         state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=0, batch=0)
@@ -263,8 +253,6 @@ class ObjectState(State):
 
     def restore(self) -> None:
         """Give the attributes the values of the copy.
-
-        Raises nothing.
 
         Example::
 
@@ -324,8 +312,6 @@ class ObjectState(State):
             name: the same on every rank.
             get: returns it: numbers, texts and arrays, in dicts, lists and tuples.
             put: takes it back.
-
-        Raises nothing.
 
         Example::
 
@@ -403,7 +389,7 @@ class Handler:
         self.value = value
 
     def set_value(self, value: Any) -> None:
-        """Keep another value from now on. Raises nothing.
+        """Keep another value from now on.
 
         Args:
             value: in place of the one before.
@@ -492,7 +478,7 @@ class Handler:
         self.sync()
 
     def keep_synced(self, *, kept: bool) -> None:
-        """Have what was told as the last commit. Raises nothing.
+        """Have what was told as the last commit.
 
         Args:
             kept: whether it is that already, but for what is not a tensor.
@@ -542,8 +528,6 @@ class HandlersState(ObjectState):
 
     def restore(self) -> None:
         """Give all attributes the values of the copy.
-
-        Raises nothing.
 
         Example::
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 from polyhvd.collectives.objects import allgather_object, broadcast_object
@@ -64,7 +66,8 @@ def train(
             keeps. What it returns, a loss or a dict of numbers or None, is shown. What it raises otherwise
             than for a lost rank ends the job. It does not call ``state.commit()``.
         state: what is trained, one of ``hvd.elastic``: an ``ArrayState``, ``TorchState``, ``KerasState`` ...
-        data: a :class:`polyhvd.data.ArrayLoader`, or a ``DataLoader`` of PyTorch or Gluon over a
+        data: a :class:`polyhvd.data.ArrayLoader` or :class:`polyhvd.data.ParquetLoader`, the framework's
+            ``data.Batches`` of one, or a ``DataLoader`` of PyTorch or Gluon over a
             :class:`polyhvd.data.DistributedBatchSampler`.
         epochs: passes over the data in all, those before a restart included.
         checkpoint: a folder on a file system that all hosts see. Rank 0 writes there after each epoch, and
@@ -207,12 +210,14 @@ def position_of(data: Any) -> Position:
 
         position_of(DataLoader(dataset, batch_sampler=sampler)) is sampler
     """
-    for found in (data, getattr(data, "batch_sampler", None), getattr(data, "_batch_sampler", None)):
+    for name in ("", "loader", "batch_sampler", "_batch_sampler"):
+        found = getattr(data, name, None) if name else data
         if isinstance(found, Position):
             return found
     raise InvalidArgumentError(
-        f"train(data={type(data).__qualname__}): it does not say where it is in its data; expected a "
-        "polyhvd.data.ArrayLoader, or a DataLoader(dataset, batch_sampler=DistributedBatchSampler(...))"
+        f"train(data={type(data).__qualname__}): it does not say where it is in its data; expected an "
+        "ArrayLoader or ParquetLoader of polyhvd.data, the Batches of one, or a "
+        "DataLoader(dataset, batch_sampler=DistributedBatchSampler(...))"
     )
 
 
@@ -226,7 +231,6 @@ class Training(ObjectState):
 
     Raises:
         InvalidArgumentError: an argument is out of range.
-        CheckpointError: the state cannot be in a checkpoint.
     """
 
     steps: int
@@ -258,8 +262,12 @@ class Training(ObjectState):
         self._completed: int | None = None  # steps of this rank, whether committed or not, when one failed
         self.parts = LocalParts({**random_states(), **inner._local})
         super().__init__(broadcast_object, _rank, steps=0, data=position.state_dict())
+        self._unfit = ""  # why the state cannot be in a checkpoint, which sync() raises on all ranks
         if self._folder is not None:
-            pack(self.exported())  # raises now, not after an hour, where it cannot be written
+            try:
+                pack(self.exported())
+            except CheckpointError as error:
+                self._unfit = str(error)
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -342,11 +350,20 @@ class Training(ObjectState):
         self._inner.on_reset()
 
     def sync(self) -> None:
-        """Give all ranks the newest commit, or where there is none yet, the newest checkpoint."""
+        """Give all ranks the newest commit, or where there is none yet, the newest checkpoint.
+
+        Raises:
+            CheckpointError: the state cannot be in a checkpoint, or none can be read; on all ranks.
+        """
         if self._folder is not None:
-            told = allgather_object(self._commits, name="elastic.train.commits")
-            if max(told) < 0:
+            found = allgather_object((self._commits, self._unfit), name="elastic.train.commits")
+            for rank, (_, unfit) in enumerate(found):
+                if unfit:
+                    raise self._error_of(rank, unfit)
+            if max(commits for commits, _ in found) < 0:
                 self._resume(self._folder)
+            elif self._commits < 0:
+                self._folder.make()
         super().sync()
         self.parts.settle()
         if self._completed is not None and self._rank() == 0 and (member := process.find()) is not None:
@@ -456,29 +473,39 @@ class Training(ObjectState):
         while True:
             newest, error = -1, ""
             try:
+                folder.make()
                 newest = max(folder.numbers(), default=-1)
             except CheckpointError as raised:
                 error = str(raised)
-            told = allgather_object((newest, error, folder.torn()), name="elastic.train.checkpoints")
-            if errors := [text for _, text, _ in told if text]:
-                raise CheckpointError(errors[0])
-            newest = max(number for number, _, _ in told)
+            found = allgather_object((newest, error, folder.torn()), name="elastic.train.checkpoints")
+            for rank, (_, text, _) in enumerate(found):
+                if text:
+                    raise self._error_of(rank, text)
+            newest = max(number for number, _, _ in found)
             if newest < 0:
                 break
-            root = [number for number, _, _ in told].index(newest)
+            root = [number for number, _, _ in found].index(newest)
             said = self._load(folder, newest) if self._rank() == root else None
             is_torn, error = broadcast_object(said, root, name="elastic.train.loaded")
             if error and not is_torn:
-                raise CheckpointError(error)
+                raise self._error_of(root, error)
             if not error:
                 self.on_reset()  # it may be that of another number of ranks
                 return
             torn.append(error)
-        if files := sorted({file for _, _, files in told for file in files}):
-            raise CheckpointError(
+        if files := sorted({file for _, _, files in found for file in files}):
+            raise self._error_of(
+                0,
                 f"{'; '.join(torn) or 'all checkpoints are damaged'}; there is none to resume from. Restore "
-                f"one of {', '.join(files)}; or, to start from step 0, remove them or pass another folder"
+                f"one of {', '.join(files)}; or, to start from step 0, remove them or pass another folder",
             )
+
+    def _error_of(self, rank: int, text: str) -> CheckpointError:
+        """An error that all ranks raise, and that only one prints if nobody catches it."""
+        error = CheckpointError(text)
+        if self._rank() != rank:
+            _print_nothing_of(error)
+        return error
 
     def _load(self, folder: Folder, number: int) -> tuple[bool, str]:
         """Load a checkpoint; whether its file is torn, and what is wrong, if anything."""
@@ -505,6 +532,19 @@ class Training(ObjectState):
         if (member := process.find()) is not None:
             member.say(text)
         return False, ""
+
+
+def _print_nothing_of(error: Exception) -> None:
+    """Have the program end without a traceback if it ends with this error. Another's hook stays."""
+    former = sys.excepthook
+    if former is not sys.__excepthook__ and not getattr(former, "__module__", "").startswith("polyhvd."):
+        return
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            former(kind, raised, trace)
+
+    sys.excepthook = hook
 
 
 def _rank() -> int:

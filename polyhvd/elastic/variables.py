@@ -45,7 +45,7 @@ class VariablesHandler(Handler):
         self._is_spare_new = False  # whether the spare has the variables' values
 
     def form(self) -> str:
-        """How many variables there are. Raises nothing.
+        """How many variables there are.
 
         Example::
 
@@ -54,7 +54,7 @@ class VariablesHandler(Handler):
         return f" of {len(self._variables())} variables"
 
     def save(self) -> None:
-        """Keep a copy. Raises nothing.
+        """Keep a copy.
 
         Example::
 
@@ -79,7 +79,7 @@ class VariablesHandler(Handler):
                 variable.assign(value)
 
     def restore(self) -> None:
-        """Go back to the copy; variables that have come since then stay. Raises nothing.
+        """Go back to the copy; variables that have come since then stay.
 
         Example::
 
@@ -105,7 +105,7 @@ class VariablesHandler(Handler):
             variables[number].assign(copies[number])
 
     def exported(self) -> Any:
-        """The values for a checkpoint. Raises nothing.
+        """The values for a checkpoint.
 
         Example::
 
@@ -162,7 +162,7 @@ class VariablesHandler(Handler):
         self._is_spare_new = True
 
     def keep_synced(self, *, kept: bool) -> None:
-        """Have what was told as the last commit. Raises nothing.
+        """Have what was told as the last commit.
 
         Args:
             kept: whether it is that already.

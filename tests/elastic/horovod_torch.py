@@ -1,6 +1,7 @@
 """A script as Horovod's documentation of elastic training has them for PyTorch, with its import changed.
 
-Rank 1 is killed once, in the middle of the second epoch; there is a file then.
+Rank 1 is killed once, in the middle of the second epoch. Arguments: a file that is there then, and "late" to
+have the next process join in the commit after the last batch of that epoch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ def train(state: hvd.elastic.TorchState) -> None:
             state.batches += 1
             time.sleep(0.01)
             state.commit()
-        print(f"epoch {state.epoch} size {hvd.size()} loss {sum(losses) / len(losses):.3f}", flush=True)
+            while "late" in sys.argv and state.epoch == 1 and sampler.processed_num == len(dataset):
+                state.commit()  # until it is interrupted, since the new process has come
+        if losses:  # where a process has joined after its last batch, nothing is left of an epoch
+            print(f"epoch {state.epoch} size {hvd.size()} loss {sum(losses) / len(losses):.3f}", flush=True)
+        else:
+            print(f"epoch {state.epoch} size {hvd.size()} is over", flush=True)
 
 
 state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batches=0)

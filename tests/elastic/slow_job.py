@@ -1,8 +1,8 @@
 """A program one rank of which is slow, and that says what slow_ranks() tells it.
 
 Argument: a folder, in which a file `done` ends it. SLOW is the rank in the first world that sleeps for SLOW_S
-in each step, or "all", with one pause of rank 1. STEP_S is what a step takes all. Its weights tell
-whether a step was lost or made twice.
+in each step, or "all", with one pause of rank 1. With WAITS_FOR_DATA the sleep counts as waiting for data.
+STEP_S is what a step takes all. Its weights tell whether a step was lost or made twice.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polyhvd.numpy as hvd
 
+from polyhvd.data.counting import waiting
 from polyhvd.runtime import current
 
 FOLDER = Path(sys.argv[1])
 SLOW, SLOW_S = os.environ["SLOW"], float(os.environ.get("SLOW_S", "0.06"))
 STEP_S = float(os.environ.get("STEP_S", "0.005"))
 STALL_S = float(os.environ.get("STALL_S", "0"))
+WAITS_FOR_DATA = "WAITS_FOR_DATA" in os.environ
 MEMBER = os.environ["POLYHVD_MEMBER"]
 
 first_rank = ""  # of this process in the first world; empty: it was in none
@@ -34,7 +37,8 @@ def say(text: str) -> None:
 def work(step: int) -> None:
     time.sleep(STEP_S)
     if SLOW in ("all", first_rank):
-        time.sleep(SLOW_S)
+        with waiting() if WAITS_FOR_DATA else nullcontext():
+            time.sleep(SLOW_S)
     if SLOW == "all" and first_rank == "1" and step == 30:
         time.sleep(20 * SLOW_S)
     if STALL_S and first_rank == SLOW and (FOLDER / "stall").exists():

@@ -2,9 +2,12 @@
 
 ``make soak`` runs it: SOAK_KILLS kills in jobs of at most a hundred, SOAK_FRAMEWORK, SOAK_SEED. Each job has
 a seed of its own, which chooses its victims and its moments; what fails says how to have that job again.
+Some kills come while the launcher is stopped, while the hosts have fewer slots, or while the ranks meet after
+another one; agents receive SIGTERM; and half of the jobs have collectives before they train.
 A job has to end in good order, every row of every epoch has to be in its weights once, by its own count and
 by what its ranks have written down; its weights have to be, bit for bit, those of a job without failures
-that makes the same history of sizes; and neither ranks nor launcher may grow.
+that makes the same history of sizes; neither ranks nor launcher may grow; and
+no process may be left.
 """
 
 from __future__ import annotations
@@ -38,32 +41,31 @@ import netns  # noqa: E402
 import sshd  # noqa: E402
 
 JOB = str(Path(__file__).with_name("soak_job.py"))
-PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is done")
+PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is done", "in the prologue")
 MEMBERS_MAX = 1 << 14
 KILLS_MAX = 100  # in a job
 ROWS = 600
-#: The others make steps while a newcomer starts, which takes seconds where a framework is imported.
-STEPS_PER_KILL = {"numpy": 30, "torch": 60, "mxnet": 60, "tensorflow": 150, "keras": 150}
+#: Ranks make steps while a new process starts, which takes seconds where a framework is imported, and up to
+#: 480 while hosts have fewer slots. The training must not end before the last kill.
+STEPS_PER_KILL = {"numpy": 80, "torch": 150, "mxnet": 150, "tensorflow": 240, "keras": 240}
 HANG_S = 120.0
 END_S = 300.0
 #: Kills in a row that wait for no recovery: the job ends at ten worlds in which nobody has got anywhere.
 BLIND_MAX = 6
+#: How long the launcher is stopped, for which agents and ranks have to wait.
+STOPPED_S = 5.0
 #: What a process may have grown by at its end.
 DESCRIPTORS_MAX, THREADS_MAX, MEMORY_MAX = 2, 2, 24 << 20
 MEASURES = ("memory", "threads", "descriptors")
-ONE_HOST = ("-H", "localhost:4")
-SLOTS = ("--blacklist-cooldown-range", "0", "0", "--elastic-timeout", "120")
-#: By name: options, the mode of the job, and whether all worlds have one size.
+LIMITS = ("--blacklist-cooldown-range", "0", "0", "--elastic-timeout", "120", "--heartbeat-timeout-s", "15")
+LIMITS += ("--on-state-lost", "restart")  # where all are killed before the first checkpoint
+#: By name: options, slots, the mode of the job, and whether all worlds have one size.
 FORMS = {
-    "sizes": ((*ONE_HOST, "-np", "3", "--min-np", "1", "--max-np", "4", *SLOTS), "train", False),
-    "spare": (
-        (*ONE_HOST, "-np", "3", "--min-np", "2", "--max-np", "4", "--spares", "1", *SLOTS),
-        "train",
-        False,
-    ),
-    "one size": (("-np", "3", "--min-np", "3", "--spares", "1", *SLOTS), "train", True),
-    "run": (("-np", "3", "--min-np", "3", "--spares", "1", *SLOTS), "run", True),
-    "two": (("-np", "2", "--min-np", "2", "--spares", "1", *SLOTS), "train", True),
+    "sizes": (("-np", "3", "--min-np", "1", "--max-np", "4", *LIMITS), 4, "train", False),
+    "spare": (("-np", "3", "--min-np", "2", "--max-np", "4", "--spares", "1", *LIMITS), 4, "train", False),
+    "one size": (("-np", "3", "--min-np", "3", "--spares", "1", *LIMITS), 3, "train", True),
+    "run": (("-np", "3", "--min-np", "3", "--spares", "1", *LIMITS), 3, "run", True),
+    "two": (("-np", "2", "--min-np", "2", "--spares", "1", *LIMITS), 2, "train", True),
 }
 NUMPY_FORMS = ("sizes", "one size", "spare", "run")
 
@@ -81,6 +83,7 @@ class Kill:
     generation: int
     phases: list[str]
     blind: bool  # without waiting for the recovery from the one before
+    during: str = ""  # what else was going on
 
 
 @dataclass
@@ -134,15 +137,20 @@ class Job:
     form: str
     folder: Path
     options: tuple[str, ...] = ()
+    hosts: dict[str, int] = field(default_factory=dict)  # slots of each
     before: tuple[str, ...] = ()  # words of a command that runs it
     done: list[Kill] = field(default_factory=list)
     uses: dict[int, list[Use]] = field(default_factory=lambda: defaultdict(list))
     launcher_uses: list[Use] = field(default_factory=list)
     killed: int = 0
+    agents_ended: int = 0
 
     def __post_init__(self) -> None:
-        options, self.how, self.is_of_one_size = FORMS.get(self.form, ((), "train", False))
-        self.options = self.options or options
+        options, slots, self.how, self.is_of_one_size = FORMS.get(self.form, ((), 0, "train", False))
+        self.hosts = self.hosts or {"localhost": slots}
+        self.hosts_file = self.folder / "hosts"
+        self.list_hosts(self.hosts)
+        self.options = (*(self.options or options), "--hostfile", str(self.hosts_file))
         self.chance = random.Random(f"{self.seed} {self.framework} {self.form}")
         steps = STEPS_PER_KILL.get(self.framework, 15)
         self.epochs = max(2, -(-self.kills * steps * 12 // ROWS))
@@ -152,6 +160,7 @@ class Job:
         #: In half of the jobs there is a process that is killed seldom, and so sees many worlds.
         self.spares_one = self.chance.random() < 0.5
         self.spared: int | None = None
+        self.has_prologue = self.chance.random() < 0.5
         self.first_steps: dict[int, int] = {}  # of each generation, as they were seen
         self.process: Popen[bytes] | None = None
         self.said = b""
@@ -162,6 +171,7 @@ class Job:
         """Start polyhvdrun."""
         environment = {"SOAK_HOW": self.how, **environment}
         environment |= {"SOAK_EPOCHS": str(self.epochs), "TRAIN_ROWS": str(ROWS), "OMP_NUM_THREADS": "1"}
+        environment |= {"SOAK_PROLOGUE": "1"} if self.has_prologue else {}
         environment |= {"POLYHVD_FLIGHT_DIR": str(self.folder), "TF_CPP_MIN_LOG_LEVEL": "3"}
         command = [*self.before, sys.executable, "-m", "polyhvd.launch", *options]
         for name, value in environment.items():
@@ -180,6 +190,9 @@ class Job:
         try:
             self._kill_all_of_them()
             self.allowed[0] = 1 << 60
+            if self.chance.random() < 0.25:
+                with self._stopped_launcher():  # the ranks finish
+                    pass
             self._wait_for(lambda: self._status() is not None, "the end of the job", END_S)
             reader.join(10)
         except SoakError as error:
@@ -230,29 +243,119 @@ class Job:
             blind = blind + 1 if is_blind else 0
             if is_blind:
                 time.sleep(self.chance.uniform(0.0, 0.6))
-            else:
-                self._wait_for(lambda: self._goes_on_after(broken), f"a step after generation {broken}")  # noqa: B023
-                self._look()
-                time.sleep(self.chance.uniform(0.0, 0.3))
-            members = self.members()
-            if any(PHASES[row[4]] == "is done" for row in members.values()):
-                raise SoakError(f"the training has ended after {self.killed} of {self.kills} kills")
-            kind, pids = self._victims(members)
-            numbers = {int(row[0]): m for m, row in members.items()}
-            phases = [PHASES[members[numbers[pid]][4]] if pid in numbers else "an agent" for pid in pids]
-            generation = self._generation()
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if not pids:
+                broken = max(broken, self._kill_some(is_blind=True))
                 continue
-            self.killed += len(pids)
-            self.done.append(Kill(kind, time.time(), generation, phases, is_blind))
-            if {int(members[m][0]) for m in self.world(members)} & set(pids) or kind in (
-                "an agent",
-                "a host",
-            ):
-                broken = generation
+            self._wait_for(lambda: self._goes_on_after(broken), f"a step after generation {broken}")  # noqa: B023
+            self._look()
+            time.sleep(self.chance.uniform(0.0, 0.3))
+            event = self.chance.random()
+            if event < 0.06:
+                with self._stopped_launcher():
+                    broken = max(broken, self._kill_some(during="while the launcher is stopped"))
+            elif event < 0.14:
+                with self._fewer_slots():
+                    broken = max(broken, self._kill_some(during="with fewer slots"))
+            elif event < 0.26 and (former := self._kill_some()):
+                phase = self.chance.choice(("waits for a place", "meets"))
+                delay_s = self.chance.uniform(0.0, 0.02)
+                self.allowed[0] += 24  # survivors see the loss in a step
+                self._wait_for(lambda: self._meet_after(former, phase), "the ranks meet")  # noqa: B023
+                time.sleep(delay_s)
+                broken = max(former, self._kill_some(is_blind=True, during="while the ranks meet"))
+            elif event < 0.34 and self.before:
+                self._end_an_agent()
+            else:
+                broken = max(broken, self._kill_some())
+
+    def _kill_some(self, *, is_blind: bool = False, during: str = "") -> int:
+        """Returns the generation that was broken; 0: none."""
+        members = self.members()
+        if any(PHASES[row[4]] == "is done" for row in members.values()):
+            raise SoakError(f"the training has ended after {self.killed} of {self.kills} kills")
+        kind, pids = self._victims(members)
+        numbers = {int(row[0]): m for m, row in members.items()}
+        phases = [PHASES[members[numbers[pid]][4]] if pid in numbers else "an agent" for pid in pids]
+        generation = self._generation()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            return 0
+        self.killed += len(pids)
+        self.done.append(Kill(kind, time.time(), generation, phases, is_blind, during))
+        is_broken = {int(members[m][0]) for m in self.world(members)} & set(pids)
+        return generation if is_broken or kind in ("an agent", "a host") else 0
+
+    def _meet_after(self, broken: int, phase: str) -> bool:
+        """Whether a survivor of a generation has come to a phase, or is over it."""
+        survivors = [row for row in self.members().values() if row[1] == broken]
+        return any(PHASES[row[4]] == phase for row in survivors) or self._generation() > broken
+
+    # What else goes on
+
+    @contextlib.contextmanager
+    def _stopped_launcher(self) -> Iterator[None]:
+        """The launcher is stopped for a while, in which ranks make steps."""
+        assert self.process is not None
+        self.allowed[0] += 36
+        self.process.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + STOPPED_S
+        try:
+            time.sleep(self.chance.uniform(0.0, 0.5))
+            yield
+            time.sleep(max(0.0, until - time.monotonic()))
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def _fewer_slots(self) -> Iterator[None]:
+        """The discovery finds fewer slots for a while, maybe fewer than --min-np."""
+        fewer = dict(self.hosts)
+        host = self.chance.choice(sorted(fewer))
+        fewer[host] -= self.chance.randint(1, fewer[host])
+        self.list_hosts(fewer)
+        self._make_steps(self.chance.uniform(0.0, 2.0))
+        yield
+        self._make_steps(self.chance.uniform(0.0, 2.0))
+        self.list_hosts(self.hosts)
+
+    def _end_an_agent(self) -> None:
+        """An agent receives SIGTERM, so that the ranks of its host leave; then the host comes back."""
+        members = self.members()
+        world = {int(members[m][0]) for m in self.world(members)}
+        agents = {agent: below for agent, below in self._agents(members).items() if world - set(below)}
+        if not agents:
+            return
+        agent = self.chance.choice(sorted(agents))
+        below = agents[agent]
+        addresses = Path(f"/proc/{agent}/net/fib_trie").read_text()
+        name = next((host for host in self.hosts if f" {host}\n" in addresses), "localhost")
+        os.kill(agent, signal.SIGTERM)
+        self.agents_ended += 1
+
+        def has_ended() -> bool:
+            self._make_steps(0.05)
+            return not any(map(is_alive, [agent, *below]))
+
+        self._wait_for(has_ended, f"the end of the agent {agent} and of its ranks")
+        self.list_hosts({host: slots for host, slots in self.hosts.items() if host != name})
+        self._make_steps(2.5)
+        self.list_hosts(self.hosts)
+
+    def _make_steps(self, seconds: float) -> None:
+        """Let ranks make steps for a while."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.allowed[0] += 12
+            time.sleep(0.1)
+
+    def list_hosts(self, hosts: dict[str, int]) -> None:
+        """What the discovery finds."""
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items() if slots))
+        new.rename(self.hosts_file)
+
+    # Victims
 
     def _goes_on_after(self, broken: int) -> bool:
         """Whether a later world has made a step, so that what comes next is no failure that recurs."""
@@ -298,6 +401,14 @@ class Job:
         return kind, [int(members[m][0]) for m in chosen]
 
     def _of_an_agent(self, members: dict[int, Any], pick: float, *, host: bool) -> list[int]:
+        agents = self._agents(members)
+        if not agents:
+            return []
+        agent = sorted(agents)[int(pick * len(agents))]
+        return [agent, *agents[agent]] if host else [agent]
+
+    def _agents(self, members: dict[int, Any]) -> dict[int, list[int]]:
+        """Agents of other hosts, and the ranks below each."""
         below: dict[int, list[int]] = defaultdict(list)
         for row in members.values():
             below[parent_of(int(row[0]))].append(int(row[0]))
@@ -306,11 +417,7 @@ class Job:
         agents = [
             pid for pid in agents if b"polyhvd" in command_of(pid) and pid not in below[self.process.pid]
         ]
-        agents = [pid for pid in agents if parent_of(pid) != self.process.pid]
-        if not agents:
-            return []
-        agent = agents[int(pick * len(agents))]
-        return [agent, *below[agent]] if host else [agent]
+        return {pid: below[pid] for pid in agents if parent_of(pid) != self.process.pid}
 
     def _look(self) -> None:
         """What is in use, in a world that has made a step."""
@@ -335,7 +442,8 @@ class Job:
                 os.kill(int(row[0]), signal.SIGUSR2)
         time.sleep(1.0)
         kills = "\n".join(
-            f"{k.moment:.3f} {k.kind} in generation {k.generation}: {k.phases}" for k in self.done[-8:]
+            f"{k.moment:.3f} {k.kind} {k.during} in generation {k.generation}: {k.phases}"
+            for k in self.done[-8:]
         )
         words = self.said.decode("utf-8", "replace")
         return "\n".join([*lines, "the last kills:", kills, "the job's last words:", words[-12000:]])
@@ -346,7 +454,7 @@ class Job:
         """By step: what each rank has noted of it in the last generation that has begun it.
 
         A generation undoes the steps from its first one on. With a survivor it undoes what was under way
-        alone; where nobody survived, the steps since the last checkpoint.
+        alone; where nobody survived, the steps since the last checkpoint, or all.
         """
         notes: dict[int, list[list[Any]]] = defaultdict(list)
         members: dict[int, set[str]] = defaultdict(set)
@@ -408,6 +516,8 @@ class Job:
         if not ends[0].startswith(expected):
             raise SoakError(f"{ends[0]} where the same history without failures has {expected}: {segments}")
         self._judge_growth()
+        if left := self.members():
+            raise SoakError(f"processes are left: {left}")
 
     def _replayed(self, segments: list[list[int]]) -> str:
         """What a job says that has the same history without failures."""
@@ -437,21 +547,23 @@ class Job:
 
     def report(self) -> str:
         """One line, and one of the kills."""
-        kinds = Counter(kill.kind for kill in self.done)
+        kinds = Counter(f"{kill.kind} {kill.during}".strip() for kill in self.done)
         phases = Counter(phase for kill in self.done for phase in kill.phases)
         longest = max((len(uses) for uses in self.uses.values()), default=0)
         of_ranks = Use(0, *(max((getattr(g, name) for g in self.growths), default=0) for name in MEASURES))
         of_launcher = self.launcher_growth or Use(0, 0, 0, 0)
         return (
-            f"{self.killed} kills, {max(self.begun)} generations, {longest} seen by one process; ranks grew "
-            f"by {of_ranks} at most, the launcher by {of_launcher}\n  {dict(kinds)}; {dict(phases)}"
+            f"{self.killed} kills, {self.agents_ended} agents ended, {max(self.begun)} generations, "
+            f"{longest} seen by one process; ranks grew by {of_ranks} at most, "
+            f"the launcher by {of_launcher}\n  {dict(kinds)}; {dict(phases)}"
         )
 
     def recoveries(self) -> list[float]:
         """Seconds from the loss of a rank to the first step after it, where nothing was lost in between."""
         found = []
         for kill, following in zip(self.done, [*self.done[1:], None], strict=True):
-            if kill.kind not in ("a rank", "rank 0") or kill.blind or (following and following.blind):
+            is_plain = kill.kind in ("a rank", "rank 0") and not (kill.blind or kill.during)
+            if not is_plain or (following and following.blind):
                 continue
             later = [moment for moment in self.begun.values() if moment > kill.moment]
             if later:
@@ -489,19 +601,9 @@ def hosts() -> Iterator[dict[str, Any]]:
         sshd.sshd_on(Path(folder), found[1:]) as way,
     ):
         b, c = (host.address for host in found[1:])
-        options = (
-            *way,
-            "-H",
-            f"localhost:2,{b}:1,{c}:1",
-            "-np",
-            "3",
-            "--min-np",
-            "1",
-            "--max-np",
-            "4",
-            *SLOTS,
-        )
-        yield {"options": options, "before": tuple(found[0].command())}
+        options = (*way, "-np", "3", "--min-np", "1", "--max-np", "4", *LIMITS)
+        slots = {"localhost": 2, b: 1, c: 1}
+        yield {"options": options, "hosts": slots, "before": tuple(found[0].command())}
 
 
 def soak(framework: str, seed: int, kills: int, form: str) -> tuple[int, list[float]]:

@@ -7,8 +7,8 @@ Arguments: the framework, and a folder with
     steps-PID  a line for each step that a process begins: see :func:`note`
 
 It is the training of train_job.py; ``SOAK_HOW`` is "train", with ``hvd.elastic.train``, or "run", with
-``hvd.elastic.run``. With ``SOAK_HISTORY`` NumPy makes the steps of a former job again, without a failure,
-with as many ranks in each as there were.
+``hvd.elastic.run``. With ``SOAK_PROLOGUE`` there are collectives before it. With ``SOAK_HISTORY`` NumPy makes
+the steps of a former job again, without a failure, with as many ranks in each as there were.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from soak_model import INTEGERS, advanced, integers
 
 FRAMEWORK, FOLDER = sys.argv[1], Path(sys.argv[2])
 #: Phases of a process, as the killer tells them.
-PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is done")
+PHASES = ("starts", "waits for a place", "meets", "in a step", "commits", "is done", "in the prologue")
 MEMBERS_MAX = 1 << 14
 EPOCHS = int(os.environ.get("SOAK_EPOCHS", "3"))
 HISTORY = os.environ.get("SOAK_HISTORY", "")
 EXACT = os.environ.get("SOAK_MODEL") == "exact"
+PROLOGUE = "SOAK_PROLOGUE" in os.environ
 
 member = int(os.environ.get("POLYHVD_MEMBER") or 0)
 if not HISTORY:
@@ -68,12 +69,35 @@ def note(step: int, epoch: int, done: int, rows: Any) -> None:
         time.sleep(0.001)
 
 
-def tell(values: list[Any], counts: Any, steps: int) -> None:
+def prologue() -> str:
+    """Collectives before the elastic function; returns a word that is the same on all ranks."""
+    if not PROLOGUE:
+        return "none"
+    enter(6)
+    if FRAMEWORK in ("tensorflow", "tensorflow.keras", "keras"):
+        import tensorflow as tf
+
+        hvd.broadcast_variables([tf.Variable(tf.ones(3))], root_rank=0)
+    elif FRAMEWORK == "torch":
+        import torch
+
+        hvd.broadcast_parameters({"w": torch.ones(3)}, root_rank=0)
+    elif FRAMEWORK == "mxnet":
+        import mxnet as mx
+
+        hvd.broadcast_parameters({"w": mx.nd.ones(3)}, root_rank=0)
+    else:
+        hvd.broadcast_parameters({"w": np.ones(3)}, root_rank=0)
+    numpy_hvd.barrier()
+    return str(numpy_hvd.broadcast_object(f"of {os.getpid()}"))
+
+
+def tell(values: list[Any], counts: Any, steps: int, word: str = "none") -> None:
     """What has become of the weights."""
     everything = b"".join(np.ascontiguousarray(item).tobytes() for item in values)
     digest = hashlib.sha256(everything).hexdigest()[:16]
     told = sorted(set(counts.tolist()))
-    print(f"end {digest} counts {told} steps {steps}", flush=True)
+    print(f"end {digest} prologue {word} counts {told} steps {steps}", flush=True)
 
 
 class WatchedTraining(train_job.KilledTraining):
@@ -126,10 +150,11 @@ def train() -> None:
         counted(state, batch.indices, batch.weight)
         return update(batch)
 
+    word = prologue()
     folder = str(FOLDER / "checkpoints")
     hvd.elastic.train(step, state, loader, epochs=EPOCHS, progress=False, checkpoint=folder)
     enter(5)
-    tell(values(), state.counts, train_job.made[-1].steps)
+    tell(values(), state.counts, train_job.made[-1].steps, word)
 
 
 def run() -> None:
@@ -159,9 +184,10 @@ def run() -> None:
                 enter(4)
                 state.commit()
 
+    word = prologue()
     go(state)
     enter(5)
-    tell([state.w, state.m], state.counts, state.step)
+    tell([state.w, state.m], state.counts, state.step, word)
 
 
 def gradient(w: Any, rows: Any, weight: float) -> Any:

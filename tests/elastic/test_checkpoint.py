@@ -28,6 +28,7 @@ VALUE = {
 
 def test_value_is_what_was_written(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "a" / "b")
+    folder.make()
     folder.write(12, VALUE)
     assert folder.numbers() == [12]
     found = folder.read(12)
@@ -174,12 +175,11 @@ def test_full_disk_is_an_error_and_the_former_stays(tmp_path: Path) -> None:
 def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be made"):
-        Folder(tmp_path / "file" / "sub")
+        Folder(tmp_path / "file" / "sub").make()
 
 
 def test_folder_that_is_removed_is_an_error_that_names_the_checkpoint(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "gone")
-    folder.path.rmdir()
     with pytest.raises(
         CheckpointError, match=r"checkpoint-000000000003\.npz' could not be written: No such file"
     ):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polyhvd.launch.discovery import HostDiscoveryScript, HostsFile, discovery_of
-from polyhvd.launch.hosts import HostsError
+from polyhvd.launch.elastic.discovery import HostDiscoveryScript, HostsFile, discovery_of
+from polyhvd.launch.hosts.lists import HostsError
 
 MODULE = """
 class Hosts:

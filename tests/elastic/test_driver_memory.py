@@ -10,11 +10,11 @@ import pytest
 from launching import wait_until
 
 from polyhvd.elastic.membership import Limits
-from polyhvd.elastic.places import LEAVES, STEPS, Question, asks_scope
-from polyhvd.launch.blame import Ending
-from polyhvd.launch.driven import Elastic
-from polyhvd.launch.driver import Driver
-from polyhvd.launch.hosts import Host
+from polyhvd.elastic.places import BEGINS, LEAVES, PROGRESS, STEPS, Question, asks_scope
+from polyhvd.launch.elastic.driven import Elastic
+from polyhvd.launch.elastic.driver import Driver
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.blame import Ending
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 from polyhvd.rendezvous.client import Client
 from polyhvd.rendezvous.server import Server
@@ -73,9 +73,9 @@ class Job:
             self.tell(member, asks_scope(after), question.encoded(), own=True)
 
     def tell(self, member: int, scope: str, value: bytes, *, own: bool = False) -> None:
-        heard = len(self.driver._told)
+        heard = len(self.driver._received)
         self.living[member].put(scope, member, value, own=own)
-        wait_until(lambda: len(self.driver._told) > heard, "what was told")
+        wait_until(lambda: len(self.driver._received) > heard, "what was told")
         if own:
             self.living[member].forget(scope, member)
         self.turn()
@@ -89,7 +89,7 @@ class Job:
         client = self.living.pop(member)
         question = Question(self.formed, wired=True, progressed=True)
         client.put(asks_scope(self.formed), member, question.encoded(), own=True)
-        wait_until(lambda: bool(self.driver._told), "its question")
+        wait_until(lambda: bool(self.driver._received), "its question")
         client.close()
         ending = Ending(member, "here", -signal.SIGKILL, [], "", [], "process")
         self.driver.on_ending(ending, frozenset(self.living), self.now)
@@ -137,6 +137,22 @@ def test_words_of_strangers_are_ignored_and_errors_of_the_membership_are_not(job
     job.driver._membership.asks = mistaken  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyError, match="a mistake"):
         job.ask([0])
+
+
+@pytest.mark.parametrize("event", ["begins", "progress", "leaves", "time_is", "standing"])
+def test_key_errors_of_the_membership_are_raised_by_the_driver(job: Job, event: str) -> None:
+    job.come()
+
+    def mistaken(*_: object, **__: object) -> None:
+        raise KeyError("a mistake")
+
+    def all_events() -> None:
+        for scope in (BEGINS, PROGRESS, LEAVES):
+            job.tell(0, scope, b"")
+
+    setattr(job.driver._membership, event, mistaken)
+    with pytest.raises(KeyError, match="a mistake"):
+        all_events()
 
 
 def things(value: object, seen: set[int]) -> int:

@@ -12,9 +12,9 @@ import pytest
 from launching import Launcher, below
 
 from polyhvd.elastic.membership import Limits
-from polyhvd.launch.driven import Elastic
-from polyhvd.launch.hosts import Host
-from polyhvd.launch.job_spec import JobSpec
+from polyhvd.launch.elastic.driven import Elastic
+from polyhvd.launch.hosts.lists import Host
+from polyhvd.launch.job.spec import JobSpec
 
 JOB = str(Path(__file__).with_name("elastic_job.py"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import Launcher, assert_gone
 
-from polyhvd.launch.driven import RESUME_STATUS
+from polyhvd.launch.elastic.driven import RESUME_STATUS
 
 JOB = str(Path(__file__).with_name("elastic_job.py"))
 STEPS = 30
@@ -69,6 +69,30 @@ def test_spare_takes_the_place_at_once(launcher: Launcher) -> None:
     assert (status, ends) == (0, 2 * [end(2)]), said
     assert "generation 2: 2 ranks" in said
     assert "generation 3" not in said
+
+
+def test_last_rank_that_waits_for_others_without_a_collective_is_joined(launcher: Launcher) -> None:
+    source = (
+        "import os, signal, time\n"
+        "import polyhvd.numpy as hvd\n"
+        "hvd.init()\n"
+        "state = hvd.elastic.ArrayState(step=0)\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    if os.environ['POLYHVD_MEMBER'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if state.step == 0:\n"
+        "        hvd.barrier()\n"
+        "    state.step += 1\n"
+        "    while hvd.size() == 1:\n"
+        "        state.commit()\n"
+        "        time.sleep(0.001)\n"
+        "    print('end', hvd.size(), flush=True)\n"
+        "train(state)\n"
+    )
+    status, out, err = launcher.run("-np", "2", "--min-np", "1", source=source)
+    assert status == 0, err
+    assert re.findall(r"end \d", out) == ["end 2", "end 2"]
 
 
 @pytest.mark.parametrize("kill", ["meet:0:2:hello", "meet:1:2:done"])
@@ -307,7 +331,7 @@ def test_job_grows_when_discovery_finds_a_host(launcher: Launcher, tmp_path: Pat
     script.write_text(f"#!/bin/sh\ncat '{hosts}'\n")
     script.chmod(0o755)
     (tmp_path / "cluster.py").write_text(
-        "from polyhvd.launch.discovery import HostDiscovery\n"
+        "from polyhvd.launch.elastic.discovery import HostDiscovery\n"
         "class Cluster(HostDiscovery):\n"
         "    def find_available_hosts_and_slots(self):\n"
         f"        lines = [line for line in open({str(hosts)!r}) if ':' in line]\n"
@@ -450,16 +474,19 @@ def test_rank_that_ends_well_in_mid_training_is_named(launcher: Launcher) -> Non
 
 def test_program_with_more_elastic_functions_than_the_pipe_has_room_for_ends_well(launcher: Launcher) -> None:
     source = (
+        "import fcntl\n"
         "import polyhvd.numpy as hvd\n"
+        "from polyhvd.config import Settings\n"
+        "fcntl.fcntl(Settings().report_descriptor, fcntl.F_SETPIPE_SZ, 4096)\n"
         "hvd.init()\n"
         "state = hvd.elastic.ArrayState(calls=0)\n"
         "@hvd.elastic.run\n"
         "def call(state): state.calls += 1\n"
-        "for _ in range(20_000): call(state)\n"
+        "for _ in range(1_500): call(state)\n"
         "print('end', state.calls)\n"
     )
     status, out, err = launcher.run("-np", "1", "--min-np", "1", source=source)
-    assert (status, out, err) == (0, "[0] end 20000\n", "")
+    assert (status, out, err) == (0, "[0] end 1500\n", "")
 
 
 @pytest.mark.parametrize("hosts", ["localhost:2", "localhost:1,127.0.0.1:1"])

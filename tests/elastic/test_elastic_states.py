@@ -244,6 +244,57 @@ def leave_world(state: Any, checks: int = 1) -> None:
                 state.check_host_updates()
 
 
+class Unawaited(Awaited):
+    """A member whose world goes on."""
+
+    def is_awaited(self) -> bool:
+        return False
+
+
+class Devices:
+    """An engine whose devices have made the results of collectives when they have been asked so often."""
+
+    def __init__(self, results: np.ndarray[Any, Any], *, polls: int, fails: bool = False) -> None:
+        self.has_lost_results = False
+        self._results, self._polls, self._fails = results, polls, fails
+
+    @property
+    def are_devices_done(self) -> bool:
+        self._polls -= 1
+        if self._polls == 0 and self._fails:
+            self.has_lost_results = True
+        elif self._polls == 0:
+            self._results[:] = 7
+        return self._polls <= 0 and not self._fails
+
+
+def commit_with(state: Any, engine: Devices) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "find", Unawaited)
+        world = SimpleNamespace(engine=engine, placement=current.world().placement)
+        patch.setattr(current, "find", lambda: world)
+        state._commit()
+
+
+@pytest.mark.parametrize("polls", [1, 4])
+def test_a_commit_copies_what_devices_make_of_collectives(polls: int) -> None:
+    state = make()
+    commit_with(state, Devices(state.w, polls=polls))
+    state.w[:] = -1
+    state.restore()
+    assert state.w.tolist() == [7, 7, 7, 7]
+
+
+def test_a_commit_does_not_wait_for_devices_whose_world_has_failed_and_keeps_the_last_one() -> None:
+    state = make()
+    state.commit()
+    state.w[:] = -1
+    with pytest.raises(hvd.HorovodInternalError, match="the step is not whole"):
+        commit_with(state, Devices(state.w, polls=3, fails=True))
+    state.restore()
+    assert state.w.tolist() == [0, 1, 2, 3]
+
+
 def test_ranks_that_left_at_one_step_send_no_arrays_and_have_it_as_their_commit() -> None:
     state = make()
     state.sync()

@@ -21,6 +21,9 @@ from polyhvd.runtime import current
 state, counted = hvd.elastic.ArrayState(step=0), [0]
 hvd.init()
 
+def begun(rank):  # the file of a rank that has begun the step which is to fail
+    return os.path.join(os.path.dirname(__file__), f"begun{rank}")
+
 @hvd.elastic.run
 def train(state):
     if FILE:
@@ -30,9 +33,13 @@ def train(state):
     assert hvd.counters()["operations"] >= counted[0]  # they go on as well
     while state.step < 30:
         if state.step == 10 and hvd.rank() == 1 and generation == 1:
-            time.sleep(0.3)  # the others wait in their operation, and their files have what came before
+            while not all(map(os.path.exists, [begun(0), begun(2)])):
+                time.sleep(0.001)
             os.kill(os.getpid(), 9)
-        hvd.allreduce(np.ones(4, np.float32), name="x")
+        handle = hvd.allreduce_async(np.ones(4, np.float32), name="x")
+        if state.step == 10 and generation == 1:
+            open(begun(hvd.rank()), "w").close()
+        hvd.synchronize(handle)
         state.step += 1
         counted[0] = hvd.counters()["operations"]
         state.commit()

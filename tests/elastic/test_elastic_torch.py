@@ -19,8 +19,11 @@ pytestmark = [
 SCRIPT = str(Path(__file__).with_name("horovod_torch.py"))
 
 
-def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path: Path) -> None:
-    command = [*launcher.python("torch"), SCRIPT, str(tmp_path / "killed")]
+@pytest.mark.parametrize("words", [[], ["late"]], ids=["any moment", "end of an epoch"])
+def test_script_of_horovod_s_documentation_goes_on(
+    launcher: Launcher, tmp_path: Path, words: list[str]
+) -> None:
+    command = [*launcher.python("torch"), SCRIPT, str(tmp_path / "killed"), *words]
     status, out, err = launcher.run("-np", "2", "--min-np", "1", argv=command)
     assert status == 0, err
     ends = re.findall(r"end .*", out)
@@ -30,6 +33,8 @@ def test_script_of_horovod_s_documentation_goes_on(launcher: Launcher, tmp_path:
     assert min(losses) < losses[0] / 2  # the last may be of the few rows that were left when a process joined
     assert "process 1 on localhost was killed by SIGKILL; the job goes on" in err
     assert f"[0] {ends[0]}" in out, "the survivor has gone on"
+    if words:
+        assert out.count("epoch 1 size 2 is over") == 2, "nothing is left of the epoch on any rank"
 
 
 def test_spare_imports_what_an_optimizer_needs_while_it_waits(launcher: Launcher, tmp_path: Path) -> None:

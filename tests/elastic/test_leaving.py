@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launching import Launcher, assert_gone
 
-from polyhvd.launch.driven import RESUME_STATUS
+from polyhvd.launch.elastic.driven import RESUME_STATUS
 
 PROGRAM = str(Path(__file__).with_name("leaving_job.py"))
 
@@ -142,7 +142,7 @@ def test_train_that_all_ranks_leave_goes_on_at_the_same_step_when_it_is_run_agai
         "    state.counts += hvd.allreduce(rows, op=hvd.Sum, name='rows')\n"
         "    state.sizes[hvd.size()] += 1\n"
         "    os.write(1, b'step pid %d\\n' % os.getpid())\n"
-        "    time.sleep(0.1 if hvd.size() < 3 else 0.0)\n"
+        "    time.sleep(0.3 if hvd.size() < 3 else 0.0)\n"
         "loader = ArrayLoader([np.arange(120)], batch_size=2)\n"
         f"hvd.elastic.train(step, state, loader, epochs=1, progress=False, checkpoint={str(folder)!r})\n"
         "os.write(1, repr((set(state.counts), state.sizes.tolist())).encode() + b'\\n')\n"
@@ -238,7 +238,7 @@ def test_another_user_is_told_that_the_job_is_not_its_own(launcher: Launcher) ->
     assert launcher.process is not None
     # The interpreter may lie where nobody can read: all is imported before the user is another one.
     source = (
-        f"import os; from polyhvd.launch import control; os.setuid({NOBODY}); "
+        f"import os; from polyhvd.launch.job import control; os.setuid({NOBODY}); "
         f"control.request({launcher.process.pid}, {{'ranks': [1]}}, print)"
     )
     for _ in range(5):  # the refusal may come before or after the words

@@ -895,6 +895,23 @@ def test_slot_of_a_new_member_that_fails_before_its_function_stays_empty() -> No
     assert started(membership.time_is(100.0)) == []
 
 
+def test_slot_whose_new_process_fails_before_it_has_a_place_rests_and_is_tried_again() -> None:
+    membership = running(Limits(2, 1, 2, cooldown_s=(5.0, 60.0)), {"a": 2})
+    membership.asks(0, 1, 1.0, wired=True, progressed=True, failed=True, commit=(1, 0))
+    membership.ended(1, Fate.KILLED, 1.0)
+    (number,) = started(membership.time_is(7.0))
+    actions = membership.ended(number, Fate.FAILED, 8.0, has_begun=False)
+    assert (ends(actions), started(actions), started(membership.time_is(17.9))) == ([], [], [])
+    assert len(started(membership.time_is(18.0))) == 1
+
+
+def test_process_that_fails_before_it_has_a_place_ends_the_job_where_no_rank_is_left() -> None:
+    membership = running(Limits(2, 1, 2), {"a": 2})
+    membership.ended(0, Fate.KILLED, 1.0)
+    (number, *_) = started(membership.ended(1, Fate.KILLED, 1.0) + membership.time_is(2.0))
+    assert ends(membership.ended(number, Fate.FAILED, 3.0, has_begun=False)) == [End("", number)]
+
+
 def test_new_members_that_end_before_their_function_do_not_end_the_job_however_many() -> None:
     membership = joined(Limits(2, 2, 3), {"a": 2})
     number, now = 2, 3.0

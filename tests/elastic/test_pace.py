@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyhvd.elastic.membership import Fate, Form, Limits, Membership, Notify
-from polyhvd.elastic.pace import Figure, Judge, Pace
+from polyhvd.elastic.pace import Figure, Judge, Pace, SlowRank
 from polyhvd.elastic.slow import slow_ranks
 
 
@@ -28,7 +28,7 @@ def slow(figures: list[tuple[int, float]], factor: float = 1.5) -> list[int]:
     judge.begin(1, sorted({member for member, _ in figures}))
     for now in (5.0, 8.0):
         for member, own_s in figures:
-            judge.hear(member, Figure(1, own_s, 1.0), now)
+            judge.add(member, Figure(1, own_s, 1.0), now)
     return [item.member for item in judge.slow]
 
 
@@ -43,6 +43,27 @@ def test_nothing_is_told_of_few_steps_unless_they_are_long() -> None:
     assert not figures(19 * [0.02], 0.1)
     assert not figures(4 * [11.0], 16.0)
     assert figures(5 * [11.0], 16.0)[0].own_s == pytest.approx(11.0)
+
+
+def test_figure_has_the_part_in_which_a_member_waits_for_its_data() -> None:
+    pace, told = Pace(1), []
+    for number in range(21):
+        told.append(pace.step(100.0 + 0.1 * number, 0.02 * number, number + 1, 0.03 * number))
+    (figure,) = filter(None, told)
+    assert (figure.own_s, figure.data_s) == (pytest.approx(0.08), pytest.approx(0.03))
+
+
+def test_slow_member_that_waits_for_its_data_is_named_as_that() -> None:
+    judge = Judge(1.5)
+    judge.begin(1, (0, 1))
+    for now in (5.0, 8.0):
+        judge.add(0, Figure(1, 0.010, 1.0, 0.001), now)
+        judge.add(1, Figure(1, 0.060, 1.0, 0.040), now)
+    assert [(item.member, item.data_s) for item in judge.slow] == [(1, 0.040)]
+    by_data, by_itself = SlowRank(1, "a", 0.06, 0.01, 0.0, 0.04), SlowRank(1, "a", 0.06, 0.01, 0.0, 0.02)
+    assert (by_data.waits_for_data, by_itself.waits_for_data) == (True, False)
+    assert "takes 60 ms, of which it waits 40 ms for data; that of the other ranks" in str(by_data)
+    assert "takes 60 ms; that of the other ranks, which wait for it, takes 10 ms" in str(by_itself)
 
 
 def test_pauses_in_some_steps_change_nothing() -> None:
@@ -80,12 +101,12 @@ def test_nobody_is_slow_where_all_are_or_where_it_is_not_much() -> None:
 def test_nothing_is_known_until_all_have_told_and_of_another_world_nothing_counts() -> None:
     judge = Judge()
     judge.begin(2, (0, 1))
-    assert not judge.hear(0, Figure(2, 0.01, 0.1), 1.0)
-    assert not judge.hear(1, Figure(1, 0.09, 0.1), 2.0)
-    assert not judge.hear(7, Figure(2, 0.09, 0.1), 2.0)
+    assert not judge.add(0, Figure(2, 0.01, 0.1), 1.0)
+    assert not judge.add(1, Figure(1, 0.09, 0.1), 2.0)
+    assert not judge.add(7, Figure(2, 0.09, 0.1), 2.0)
     assert judge.slow == []
-    assert not judge.hear(1, Figure(2, 0.09, 0.1), 3.0)
-    assert judge.hear(1, Figure(2, 0.09, 0.1), 6.0)
+    assert not judge.add(1, Figure(2, 0.09, 0.1), 3.0)
+    assert judge.add(1, Figure(2, 0.09, 0.1), 6.0)
     assert [(item.member, item.since) for item in judge.slow] == [(1, 3.0)]
     judge.begin(3, (0, 1))
     assert judge.slow == []
@@ -94,32 +115,32 @@ def test_nothing_is_known_until_all_have_told_and_of_another_world_nothing_count
 def test_member_is_slow_after_three_seconds_in_a_row_and_stays_so_as_long() -> None:
     judge = Judge()
     judge.begin(1, (0, 1))
-    judge.hear(0, Figure(1, 0.01, 0.1), 0.0)
+    judge.add(0, Figure(1, 0.01, 0.1), 0.0)
     for now in (1.0, 3.9):
-        assert not judge.hear(1, Figure(1, 0.09, 0.1), now)
-    assert not judge.hear(1, Figure(1, 0.01, 0.1), 3.95)
+        assert not judge.add(1, Figure(1, 0.09, 0.1), now)
+    assert not judge.add(1, Figure(1, 0.01, 0.1), 3.95)
     for now in (4.5, 7.4):
-        assert not judge.hear(1, Figure(1, 0.09, 0.1), now)
-    assert judge.hear(1, Figure(1, 0.09, 0.1), 7.5)
+        assert not judge.add(1, Figure(1, 0.09, 0.1), now)
+    assert judge.add(1, Figure(1, 0.09, 0.1), 7.5)
     assert [(item.member, item.since) for item in judge.slow] == [(1, 4.5)]
     for now in (8.0, 10.9):
-        assert judge.hear(1, Figure(1, 0.01, 0.1), now) is (now == 8.0), "its figure has changed"
+        assert judge.add(1, Figure(1, 0.01, 0.1), now) is (now == 8.0), "its figure has changed"
         assert judge.slow
-    assert judge.hear(1, Figure(1, 0.01, 0.1), 11.0)
+    assert judge.add(1, Figure(1, 0.01, 0.1), 11.0)
     assert judge.slow == []
 
 
 def test_slow_member_is_told_again_when_its_figure_changes_much_and_since_when_stays() -> None:
     judge = Judge()
     judge.begin(1, (0, 1))
-    judge.hear(0, Figure(1, 0.01, 0.1), 1.0)
-    judge.hear(1, Figure(1, 0.09, 0.1), 2.0)
-    assert judge.hear(1, Figure(1, 0.09, 0.1), 5.0)
-    assert not judge.hear(1, Figure(1, 0.091, 0.1), 6.0)
-    assert judge.hear(1, Figure(1, 0.2, 0.2), 7.0)
+    judge.add(0, Figure(1, 0.01, 0.1), 1.0)
+    judge.add(1, Figure(1, 0.09, 0.1), 2.0)
+    assert judge.add(1, Figure(1, 0.09, 0.1), 5.0)
+    assert not judge.add(1, Figure(1, 0.091, 0.1), 6.0)
+    assert judge.add(1, Figure(1, 0.2, 0.2), 7.0)
     assert [(item.own_s, item.since) for item in judge.slow] == [(0.2, 2.0)]
     for now in (8.0, 20.0):
-        judge.hear(1, Figure(1, 0.019, 0.1), now)
+        judge.add(1, Figure(1, 0.019, 0.1), now)
     assert judge.slow, "9 ms more than the others: it is not let go for a hair's breadth"
 
 
@@ -129,7 +150,7 @@ def test_no_more_than_half_are_slow(own_s: list[float], factor: float) -> None:
 
 
 def test_figure_survives_the_way_and_what_is_none_is_refused() -> None:
-    assert Figure.decoded(Figure(3, 0.25, 0.5).encoded()) == Figure(3, 0.25, 0.5)
+    assert Figure.decoded(Figure(3, 0.25, 0.5, 0.125).encoded()) == Figure(3, 0.25, 0.5, 0.125)
     for data in (b"", b"[]", b'{"generation": 1}', b'{"generation": "x", "own_s": 1, "step_s": 1}'):
         with pytest.raises((ValueError, TypeError, KeyError)):
             Figure.decoded(data)

@@ -120,6 +120,7 @@ def start(
     launcher: Launcher,
     *options: str,
     framework: str = "numpy",
+    first: str = "",
     extra: str = "",
     ready: str = "hvd.size() == 3",
     commit: str = "state.commit()",
@@ -130,6 +131,7 @@ def start(
         launcher: of the test.
         options: further ones.
         framework: whose script it is.
+        first: what the script does before ``init()``.
         extra: the end of what the script does before it trains.
         ready: when it makes its last three steps.
         commit: the end of each step.
@@ -137,7 +139,7 @@ def start(
     hosts = launcher._folder / "hosts"
     hosts.write_text("localhost slots=2\n")
     training = TRAINING.replace("EXTRA", extra).replace("READY", ready).replace("COMMIT", commit)
-    source = BEGIN + PROLOGUES[framework] + training
+    source = BEGIN + first + PROLOGUES[framework] + training
     command = [*launcher.python(framework), launcher.script(source)]
     variables = ("-x", "CUDA_VISIBLE_DEVICES=-1", "-x", "TF_CPP_MIN_LOG_LEVEL=3")
     sizes = ("-np", "2", "--min-np", "2", "--max-np", "3")
@@ -192,6 +194,26 @@ def test_results_are_those_of_the_first_world_where_rank_0_is_lost(launcher: Lau
     assert "process 0 on localhost was killed by SIGKILL; the job goes on" in err
 
 
+def test_results_are_those_of_the_processes_that_began_again_where_all_were_lost(launcher: Launcher) -> None:
+    add = """
+original = add
+def total():
+    return seed
+def add(number):
+    is_second = is_joining and hvd.rank() == 1 and not os.path.exists(failed)
+    if state.step == 5 and is_second:
+        fail("")  # another process joins those that have begun again
+    if state.step == 5 and (is_second or not is_joining):
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(number)
+"""
+    ready = "os.path.exists(failed) and hvd.size() == 3"
+    start(launcher, "--on-state-lost", "restart", extra=add, ready=ready)
+    found, _, err = ends(launcher)
+    assert found == 3 * found[:1], err
+    assert found[0].startswith("end ['a', 'b'] True ")
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -219,6 +241,19 @@ except hvd.InvalidArgumentError as error:
     assert error in (launcher._folder / "failed").read_text()
     assert "process 2 on localhost exited with status 1 before its elastic function; the job goes on" in err
     assert "process 3" not in err, "it would fail as well"
+
+
+def test_new_process_that_fails_before_init_costs_the_others_nothing(launcher: Launcher) -> None:
+    first = "if is_joining and not os.path.exists(__file__ + '.failed'):\n"
+    first += "    open(__file__ + '.failed', 'w').close()\n    raise LookupError('no data')\n"
+    start(launcher, first=first)
+    found, undone, err = ends(launcher)
+    assert found == 3 * found[:1]
+    assert undone == [0, 0, 0]
+    line = (
+        "process 2 on localhost exited with status 1 before its elastic function; the job goes on without it"
+    )
+    assert err.count(line) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import test_train
 from launching import Launcher
 
-from polyhvd.launch.driven import RESUME_STATUS
+from polyhvd.launch.elastic.driven import RESUME_STATUS
 from polyhvd.testing.stand_ins import is_installed
 
 REST = ("--blacklist-cooldown-range", "600", "600")  # lost ranks are not replaced

@@ -14,7 +14,7 @@ import pytest
 from fork_servers import ForkServers
 from launching import Launcher, wait_until
 
-from polyhvd.launch.driven import RESUME_STATUS
+from polyhvd.launch.elastic.driven import RESUME_STATUS
 from polyhvd.testing.stand_ins import is_installed
 
 JOB = str(Path(__file__).with_name("train_job.py"))
@@ -33,12 +33,13 @@ def run(
     kills: tuple[str, ...] = (),
     how: str = "once",
     framework: str = "numpy",
+    data: str = "arrays",
 ) -> tuple[int, list[str], str]:
     """The status, what ranks have told, and what the job has printed."""
     folder = launcher._folder
     launcher.out = launcher.err = b""
     command = [*launcher.python(framework), JOB, framework, str(folder), *kills]
-    launcher.start(*options, argv=command, env={"TRAIN": how})
+    launcher.start(*options, argv=command, env={"TRAIN": how, "TRAIN_DATA": data})
     status, out, err = launcher.finish(DEADLINE_S)
     for kill in kills:
         assert (folder / f"killed {kill}").exists(), f"nobody was at {kill}:\n{out}\n{err}"
@@ -86,6 +87,21 @@ def test_weights_are_those_of_a_job_that_was_not_killed(
 @pytest.mark.parametrize("kills", [("before:1:4",), ("after:0:4",), ("commit:2:9",)], ids="-".join)
 def test_every_row_counts_once_when_the_world_shrinks(launcher: Launcher, kills: tuple[str, ...]) -> None:
     status, ends, said = run(launcher, *SLOTS_REST, kills=kills)
+    assert (status, ends) == (0, 2 * ends[:1]), said
+    assert re.fullmatch(r"end \w+ counts \[2\.0\] steps 2\d size 2", ends[0])
+
+
+def test_rows_of_parquet_files_are_trained_on_once_over_kills_and_restarts(launcher: Launcher) -> None:
+    status, ends, said = run(launcher, "-np", "3", data="parquet")
+    assert (status, ends) == (0, 3 * ends[:1]), said
+    assert ends[0].endswith("counts [2.0] steps 18 size 3")
+    undisturbed = ends[0]
+    status, ends, said = run(launcher, *REPLACED, kills=("before:1:4", "commit:0:9"), data="parquet")
+    assert (status, ends) == (0, 3 * [undisturbed]), said
+    options = ("-np", "3", "--min-np", "3", *SLOTS_REST[4:], "--elastic-timeout", "6")
+    status, ends, said = run(launcher, *options, kills=("committed:1:7",), how="checkpoint", data="parquet")
+    assert (status, ends) == (RESUME_STATUS, []), said
+    status, ends, said = run(launcher, "-np", "2", how="checkpoint", data="parquet")
     assert (status, ends) == (0, 2 * ends[:1]), said
     assert re.fullmatch(r"end \w+ counts \[2\.0\] steps 2\d size 2", ends[0])
 
@@ -138,10 +154,34 @@ def test_job_whose_checkpoints_are_all_damaged_never_starts_from_step_0(launcher
         assert (status, ends) == (1, []), said
         assert "there is none to resume from. Restore one of " in said
         assert len(re.findall(r"checkpoint-0+\d+\.torn", said)) >= 2, said
+        assert said.count("Traceback") == said.count("[0] Traceback") == 2, said  # the second one repeats it
     for name in checkpoints(launcher):
         (launcher._folder / "checkpoints" / name).unlink()
     status, ends, said = run(launcher, "-np", "2", how="checkpoint")
     assert status == 0, said
+
+
+def test_folder_that_cannot_be_made_is_printed_by_one_rank(launcher: Launcher) -> None:
+    (launcher._folder / "checkpoints").write_text("")
+    status, ends, said = run(launcher, "-np", "3", how="checkpoint")
+    assert (status, ends) == (1, []), said
+    assert said.count("Traceback") == said.count("[0] Traceback") == 2, said  # the second one repeats it
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_state_that_cannot_be_in_a_checkpoint_is_printed_by_one_rank(launcher: Launcher, first: int) -> None:
+    source = (
+        "import numpy as np, polyhvd.numpy as hvd\n"
+        "from polyhvd.data import ArrayLoader\n"
+        "hvd.init()\n"
+        f"state = hvd.elastic.ArrayState(x=object() if hvd.rank() >= {first} else 0)\n"
+        f"folder = {str(launcher._folder / 'checkpoints')!r}\n"
+        "loader = ArrayLoader([np.ones(8)], batch_size=1)\n"
+        "hvd.elastic.train(id, state, loader, epochs=1, checkpoint=folder)\n"
+    )
+    status, _, said = launcher.run("-np", "3", "--min-np", "2", source=source)
+    assert (status, "state['state']['x'] is a builtins.object" in said) == (1, True), said
+    assert said.count("Traceback") == said.count(f"[{first}] Traceback") > 0, said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,17 @@ def test_folder_may_be_of_bytes(tmp_path: Path) -> None:
     folder = bytes(tmp_path / "run") + b"\xff"
     hvd.elastic.train(lambda batch: None, state(), loader(), epochs=1, checkpoint=folder, progress=False)
     assert [name for name in os.listdir(folder) if name.endswith(b".npz")] == [b"checkpoint-000000000005.npz"]
+
+
+def test_progress_has_the_part_of_the_time_in_which_steps_waited_for_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class SlowLoader(ArrayLoader):
+        def _load(self, *args: Any) -> Any:
+            time.sleep(0.01)
+            return super()._load(*args)
+
+    slow = SlowLoader([np.zeros(10)], batch_size=2)
+    hvd.elastic.train(lambda batch: time.sleep(0.01), state(), slow, epochs=1)
+    line = capsys.readouterr().err.strip()
+    assert re.fullmatch(r"epoch 1/1: 5 steps, [\d.]+ s, 1 rank, waiting for data \d\d%", line), line

@@ -25,7 +25,7 @@ def test_there_is_a_tutorial_for_each_framework() -> None:
 
 
 #: Each in fresh interpreters. The others' frameworks have examples of the same kind in test_train.py.
-WHEN = {"numpy": (), "mxnet": pytest.mark.slow, "keras fit": pytest.mark.slow, "lightning": pytest.mark.slow}
+WHEN = {"numpy": (), "keras fit": pytest.mark.slow, "lightning": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(

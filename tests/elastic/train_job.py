@@ -16,7 +16,8 @@ Arguments: the framework, a folder, and places at which a process kills itself, 
     join:STAGE, meet:RANK:GENERATION:STAGE   see dying.py
 
 It tells a digest of the weights, how often each row has counted, and how many steps there were. ``TRAIN``
-in the environment says what else is done: see :func:`main`.
+in the environment says what else is done: see :func:`main`. With ``TRAIN_DATA=parquet`` rows are read from a
+file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 from dying import Kills, die_in_meetings
 
-from polyhvd.data import ArrayLoader, DistributedBatchSampler
+from polyhvd.data import ArrayLoader, DistributedBatchSampler, ParquetLoader, write_parquet
 from polyhvd.data.arrays import Batch
 from polyhvd.elastic import checkpoint
 from polyhvd.elastic.train import Training
@@ -222,6 +223,11 @@ train_module.Folder = KilledFolder  # type: ignore[attr-defined]
 
 def loader_of() -> tuple[Any, Any]:
     """A loader, and what makes a Batch of what it yields."""
+    if os.environ.get("TRAIN_DATA") == "parquet":
+        file = FOLDER / "rows.parquet"
+        write_parquet({"x": x, "y": y}, file, rows_per_group=5)  # every process does, with equal bytes
+        files = ParquetLoader(file, batch_size=BATCH, seed=3)
+        return files, lambda batch: Batch((batch["x"], batch["y"]), batch.indices, batch.weight)
     if FRAMEWORK not in ("torch", "mxnet"):
         return ArrayLoader([x, y], batch_size=BATCH, seed=3), lambda batch: batch
     sampler = DistributedBatchSampler(ROWS, batch_size=BATCH, seed=3)
