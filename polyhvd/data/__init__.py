@@ -13,20 +13,30 @@ Example::
 from __future__ import annotations
 
 from polyhvd.data.arrays import ArrayLoader, Batch
+from polyhvd.data.async_loader import AsyncDataLoaderMixin, BaseDataLoader
 from polyhvd.data.batch_sampler import DistributedBatchSampler
 from polyhvd.data.elastic_sampler import ElasticSampler
 from polyhvd.data.order import Order, Run, Step
+from polyhvd.data.parquet import FileLoader, ParquetLoader
 from polyhvd.data.position import Position
+from polyhvd.data.writing import write_parquet
+from polyhvd.errors import DataError
 
 __all__ = [
     "ArrayLoader",
+    "AsyncDataLoaderMixin",
+    "BaseDataLoader",
     "Batch",
+    "DataError",
     "DistributedBatchSampler",
     "ElasticSampler",
+    "FileLoader",
     "Order",
+    "ParquetLoader",
     "Position",
     "Run",
     "Step",
+    "write_parquet",
 ]
 
 

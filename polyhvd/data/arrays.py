@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from polyhvd.data.order import Indices
-from polyhvd.data.position import Position
+from polyhvd.data.columns import Column, NullsError, require_pyarrow
+from polyhvd.data.loader import Batch, Loader
+from polyhvd.data.order import Indices, Order, Step
+from polyhvd.data.position import Place
+from polyhvd.data.writing import is_pandas
 
 __all__ = ["ArrayLoader", "Batch"]
 
 
-class Batch:
-    """A rank's rows of one step: a sequence of arrays, or a mapping to arrays, as the loader was given them.
-
-    Args:
-        arrays: copies of the rows.
-        indices: which rows they are, int64.
-        weight: what to multiply the loss or the gradients with, so that their average over ranks is the
-            mean over the rows of all ranks. It is 1.0 in steps whose rows are dealt equally.
-
-    Example::
-
-        for batch in loader:
-            x, y = batch
-            loss = batch.weight * mean_loss(x, y)
-    """
-
-    def __init__(self, arrays: Any, indices: Indices, weight: float) -> None:
-        self.arrays = arrays
-        self.indices = indices
-        self.weight = weight
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.arrays)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.arrays[key]
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-
-class ArrayLoader(Position):
+class ArrayLoader(Loader):
     """Loads batches of arrays in memory: every row of an epoch once over all ranks, however their number
     changes.
 
@@ -55,10 +27,12 @@ class ArrayLoader(Position):
 
     Args:
         arrays: a sequence of arrays, or a mapping to arrays, of equally many rows. An array is what has a
-            ``shape`` and can be indexed with an array of integers. Every rank has the same.
+            ``shape`` and can be indexed with an array of integers. Or a DataFrame of pandas or Polars, or an
+            Arrow table or record batch, whose columns become arrays as those of files do; columns of numbers
+            in one piece are not copied. Every rank has the same.
         batch_size: rows of a step for each rank. With more ranks a step has more rows.
         global_batch_size: rows of a step over all ranks, whatever their number. One of the two is given.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether the order differs from epoch to epoch.
         seed: of the order, an integer of at least 0, the same on every rank.
         last: what becomes of the rows at the end of an epoch that fill no step. "even" deals them as evenly
             as they go, if they are fewer than ranks together with those of the step before. "short" keeps
@@ -69,7 +43,9 @@ class ArrayLoader(Position):
         placement: returns rank and size; None: those of the current world.
 
     Raises:
-        ValueError: an argument is out of range, or the arrays have different numbers of rows.
+        ValueError: an argument is out of range, the arrays have different numbers of rows, or a column of a
+            table has nulls or a type that cannot be an array.
+        ModuleNotFoundError: an Arrow table of another library needs pyarrow, which is not installed.
 
     Example::
 
@@ -82,7 +58,7 @@ class ArrayLoader(Position):
 
     def __init__(
         self,
-        arrays: Sequence[Any] | Mapping[str, Any],
+        arrays: Any,
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
@@ -92,6 +68,10 @@ class ArrayLoader(Position):
         streams: int | None = None,
         placement: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
+        if is_pandas(arrays):
+            arrays = _of_pandas(arrays)
+        elif hasattr(arrays, "__arrow_c_stream__") or hasattr(arrays, "__arrow_c_array__"):
+            arrays = _of_arrow(arrays)
         if hasattr(arrays, "shape"):
             raise ValueError("arrays is an array; put it into a list: [array]")
         self._names = list(arrays) if isinstance(arrays, Mapping) else None
@@ -102,13 +82,10 @@ class ArrayLoader(Position):
         if len(set(counts)) > 1:
             raise ValueError(f"the arrays have {', '.join(map(str, counts))} rows; they need equally many")
         super().__init__(
-            counts[0],
+            Order.of_rows(counts[0], seed=seed, streams=streams, shuffle=shuffle),
             batch_size,
             global_batch_size=global_batch_size,
-            shuffle=shuffle,
-            seed=seed,
             last=last,
-            streams=streams,
             placement=placement,
         )
 
@@ -116,23 +93,51 @@ class ArrayLoader(Position):
     def _values(arrays: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
         return list(arrays.values() if isinstance(arrays, Mapping) else arrays)
 
-    def __iter__(self) -> Iterator[Batch]:
-        """The batches of the steps that are left in this epoch."""
-        return self._iterate(self._begin())
+    def _load(self, step: Step, place: Place) -> Batch:
+        return self._batch(*self._rows_of(step, place))
 
-    def _iterate(self, own: int) -> Iterator[Batch]:
-        while self._iteration == own:
-            place = self._place()
-            step = self._next(self._cursor, place)
-            if step is None:
-                self._used = True
-                return
-            indices, weight = self._rows_of(step, place)
-            taken = [array[indices] for array in self._arrays]
-            named = tuple(taken) if self._names is None else dict(zip(self._names, taken, strict=True))
-            entry = (step, place)
-            self._under_way.append(entry)
-            yield Batch(named, indices, weight)
-            if self._under_way and self._under_way[0] is entry:
-                self._move_on()
-        raise RuntimeError("a second iteration over this loader has begun; make one loader for each")
+    def _template(self) -> Batch:
+        return self._batch(np.empty(0, np.int64), 1.0)
+
+    def _batch(self, indices: Indices, weight: float) -> Batch:
+        taken = [array[indices] for array in self._arrays]
+        named = tuple(taken) if self._names is None else dict(zip(self._names, taken, strict=True))
+        return Batch(named, indices, weight)
+
+
+def _of_pandas(frame: Any) -> dict[str, Any]:
+    arrays = {}
+    for name, (_, column) in zip(frame.columns, frame.items(), strict=True):
+        if name in arrays:
+            raise ValueError(f"arrays is a DataFrame with two columns {name!r}; rename one of them")
+        array = arrays[name] = column.to_numpy()
+        if array.dtype.hasobject and (nulls := int(column.isna().sum())):
+            raise _nulls(name, f"{nulls} nulls")
+    return arrays
+
+
+def _of_arrow(data: Any) -> dict[str, Any]:
+    require_pyarrow("ArrayLoader of a table")
+    import pyarrow as pa
+
+    table = pa.table(data)
+    arrays = {}
+    for field, column in zip(table.schema, table.columns, strict=True):
+        if field.name in arrays:
+            raise ValueError(f"arrays is a table with two columns {field.name!r}; rename one of them")
+        try:
+            arrays[field.name] = Column(field).decode(column)
+        except NullsError as error:
+            raise _nulls(field.name, error) from error
+        except ValueError as error:
+            raise ValueError(
+                f"arrays is a table whose column {field.name!r} has the type {field.type}, which cannot be "
+                "made an array; leave it out, as by table.drop_columns()"
+            ) from error
+    return arrays
+
+
+def _nulls(name: str, found: object) -> ValueError:
+    return ValueError(
+        f"arrays is a table whose column {name!r} has {found}; replace them or leave their rows out"
+    )

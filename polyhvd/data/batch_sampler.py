@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
 
+from polyhvd.data.order import Order
 from polyhvd.data.position import Position
 
 __all__ = ["DistributedBatchSampler"]
@@ -23,7 +23,7 @@ class DistributedBatchSampler(Position):
         data: the data set, or its number of rows.
         batch_size: rows of a step for each rank. With more ranks a step has more rows.
         global_batch_size: rows of a step over all ranks, whatever their number. One of the two is given.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether the order differs from epoch to epoch.
         seed: of the order, an integer of at least 0, the same on every rank.
         last: "even", "short" or "drop", as of :class:`polyhvd.data.ArrayLoader`.
         streams: into how many streams an epoch is cut; None: 64 if rows are shuffled, else 1, which keeps
@@ -55,14 +55,12 @@ class DistributedBatchSampler(Position):
         streams: int | None = None,
         placement: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
+        rows = len(data) if isinstance(data, Sized) else data
         super().__init__(
-            len(data) if isinstance(data, Sized) else data,
+            Order.of_rows(rows, seed=seed, streams=streams, shuffle=shuffle),
             batch_size,
             global_batch_size=global_batch_size,
-            shuffle=shuffle,
-            seed=seed,
             last=last,
-            streams=streams,
             placement=placement,
         )
 
@@ -101,33 +99,6 @@ class DistributedBatchSampler(Position):
             self._require(self._under_way[0][1])
         super()._move_on()
 
-    def _require(self, place: Any) -> None:
-        now = self._place()
-        if now != place:
-            raise RuntimeError(
-                f"batches were sampled for rank {place.rank} of {place.size}, but this is rank {now.rank} of "
-                f"{now.size} now: begin a new iteration over the data loader"
-            )
-
     def __iter__(self) -> Iterator[list[int]]:
         """The indices of this rank's batches in the steps that are left in this epoch."""
-        return self._iterate(self._begin())
-
-    def _iterate(self, own: int) -> Iterator[list[int]]:
-        place = self._place()
-        cursor, moves = self._cursor, self._moves
-        while True:
-            if (self._iteration, self._moves) != (own, moves):
-                raise RuntimeError(
-                    "the sampler's position was changed, or a second iteration over it has begun: begin a "
-                    "new iteration over the data loader"
-                )
-            self._require(place)
-            step = self._next(cursor, place)
-            if step is None:
-                self._used |= not self._under_way and cursor == self._cursor
-                return
-            cursor = step.after
-            indices, _ = self._rows_of(step, place)
-            self._under_way.append((step, place))
-            yield indices.tolist()
+        return self._go_ahead(self._begin(), lambda step, place: self._rows_of(step, place)[0].tolist())

@@ -25,7 +25,7 @@ class ElasticSampler:
 
     Args:
         dataset: what has a length.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether the order differs from epoch to epoch.
         seed: of the order, an integer of at least 0, the same on every rank.
 
     Raises:
@@ -99,8 +99,6 @@ class ElasticSampler:
         Args:
             indices: samples of this rank's.
 
-        Raises nothing.
-
         Example::
 
             sampler.record_indices([17, 4, 23])
@@ -116,8 +114,6 @@ class ElasticSampler:
             batch_idx: the number of the batch in the pass.
             batch_size: of a rank, in samples.
 
-        Raises nothing.
-
         Example::
 
             sampler.get_indices(0, 32)
@@ -125,7 +121,7 @@ class ElasticSampler:
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, int]:
-        """``epoch`` and ``processed_num``, the same on every rank. Raises nothing.
+        """``epoch`` and ``processed_num``, the same on every rank.
 
         Example::
 

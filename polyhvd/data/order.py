@@ -9,18 +9,21 @@ clock or a framework.
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LAST", "Indices", "Order", "Run", "Step", "at_least", "permutation"]
+__all__ = ["LAST", "Indices", "Order", "Run", "Section", "Step", "Window", "at_least", "permutation"]
 
 Indices = npt.NDArray[np.int64]
 
 _ROWS_MAX = 1 << 62
+_PATTERNS_MAX = 256  # that are kept, each of at most as many runs as streams
 #: What becomes of the rows that do not fill a step at the end of an epoch.
 LAST = ("even", "drop", "short")
 
@@ -53,8 +56,6 @@ def permutation(count: int, *key: int) -> Indices:
         count: how many numbers, from 0.
         key: integers of at least 0, of which the lowest 64 bits count.
 
-    Raises nothing.
-
     Example::
 
         permutation(60000, seed, epoch)
@@ -82,6 +83,36 @@ class Run(NamedTuple):
     stream: int
     first: int
     length: int
+
+
+class Section(NamedTuple):
+    """Consecutive rows of one row group.
+
+    Args:
+        group: its number, from 0.
+        first: the first of the rows, counted within the group.
+        rows: how many there are.
+    """
+
+    group: int
+    first: int
+    rows: int
+
+
+class Window(NamedTuple):
+    """The rows of a stream that are shuffled among themselves.
+
+    Args:
+        begin: the first row, counted within the stream.
+        end: one past the last row.
+        sections: where the rows are stored, in the order of the stream before rows are shuffled.
+        places: the place in the window of each row of the sections; None: rows are not shuffled.
+    """
+
+    begin: int
+    end: int
+    sections: list[Section]
+    places: Indices | None
 
 
 @dataclass(frozen=True)
@@ -137,6 +168,7 @@ class Order:
         window: within how many consecutive rows of a stream rows are shuffled; a reader holds the groups of
             a window of each of its streams. None: a whole stream.
         shuffle: False keeps groups, and rows within them, as they are.
+        files: the names of the files that the groups are in, for :attr:`checksum`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -156,6 +188,7 @@ class Order:
         streams: int = 64,
         window: int | None = None,
         shuffle: bool = True,
+        files: Sequence[str] = (),
     ) -> None:
         sizes = np.asarray(groups)
         if sizes.ndim != 1 or (sizes.size and (sizes.dtype.kind not in "iu" or sizes.min() < 0)):
@@ -166,6 +199,7 @@ class Order:
         self.streams = at_least(1, "streams", streams)
         self.window = None if window is None else at_least(1, "window", window)
         self.shuffle = shuffle
+        self._files = files
         if sizes.size and float(sizes.sum(dtype=np.float64)) > _ROWS_MAX:
             raise ValueError(f"groups has more than {_ROWS_MAX} rows in all")
         self._sizes: Indices = sizes.astype(np.int64, copy=False)
@@ -183,14 +217,31 @@ class Order:
         # Caches. Threads that compute one at the same time store equal ones.
         self._layout: tuple[int, Indices, Indices] | None = None
         self._windows: dict[int, tuple[int, int, Indices]] = {}
+        self._patterns: dict[tuple[int, int, int, int], list[Run]] = {}
 
     @classmethod
-    def of_rows(cls, rows: int, *, seed: int = 0, streams: int = 64, shuffle: bool = True) -> Order:
+    def of_rows(cls, rows: int, *, seed: int = 0, streams: int | None = None, shuffle: bool = True) -> Order:
         """The order of rows that are read one by one: each is a group, so that an epoch is one permutation.
 
-        The arguments are those of the class.
+        The arguments are those of the class; ``streams=None``: 64 if rows are shuffled, else 1, which keeps
+        their order.
         """
-        return cls(np.broadcast_to(np.int64(1), (rows,)), seed=seed, streams=streams, shuffle=shuffle)
+        groups = np.broadcast_to(np.int64(1), (at_least(0, "rows", rows),))
+        if streams is None:
+            streams = 64 if shuffle else 1
+        return cls(groups, seed=seed, streams=streams, shuffle=shuffle)
+
+    def with_options(self, *, seed: int, streams: int, window: int | None) -> Order:
+        """The order of the same row groups with other options, which are those of the class."""
+        return Order(
+            self._sizes, seed=seed, streams=streams, window=window, shuffle=self.shuffle, files=self._files
+        )
+
+    @cached_property
+    def checksum(self) -> int:
+        """The CRC-32 of the names of the files and the sizes of the row groups, the same on every machine."""
+        names = "\0".join(self._files).encode(errors="surrogateescape")
+        return zlib.crc32(self._sizes.astype("<i8").tobytes(), zlib.crc32(names))
 
     def length(self, stream: int) -> int:
         """The number of rows of a stream; those of two streams differ by at most one."""
@@ -250,15 +301,30 @@ class Order:
         begin, end = step.bounds(rank)
         if step.after > self.total:
             raise ValueError(f"the step ends at position {step.after}, but the epoch at {self.total}")
+        row, stream = divmod(step.cursor, self.streams)
+        key = (stream, step.rows, begin, end)
+        if (pattern := self._patterns.get(key)) is None:
+            if len(self._patterns) == _PATTERNS_MAX:
+                self._patterns.clear()
+            pattern = self._patterns[key] = self._pattern(*key)
+        return [Run(stream, row + first, length) for stream, first, length in pattern]
+
+    def _pattern(self, cursor: int, rows: int, begin: int, end: int) -> list[Run]:
+        """The runs of a piece of a step; those of a step ``streams`` positions later begin one row later."""
         streams = self._in_line
-        first = (step.cursor - streams + self.streams - 1) // self.streams
-        count = (step.after - streams + self.streams - 1) // self.streams - first
+        first = (cursor - streams + self.streams - 1) // self.streams
+        count = (cursor + rows - streams + self.streams - 1) // self.streams - first
         after = np.cumsum(count)
         low = np.maximum(begin - (after - count), 0)
         high = np.minimum(end - (after - count), count)
         found = np.flatnonzero(low < high)
         columns = (streams[found], (first + low)[found], (high - low)[found])
         return [Run(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def dealt(self, step: Step, rank: int) -> tuple[list[Run], float]:
+        """A rank's rows of a step and their weight; if it has none, one row of weight 0, for means."""
+        weight = step.weight(rank)
+        return self.runs(step, rank if weight else 0), weight  # rank 0 then has a single one
 
     def rows(self, epoch: int, runs: Sequence[Run]) -> Indices:
         """The numbers of the rows of runs, counted over all groups in the order in which these were given."""
@@ -292,6 +358,41 @@ class Order:
             return groups[places], np.zeros_like(places)
         found = np.searchsorted(starts, places, "right") - 1
         return groups[found], places - starts[found]
+
+    def window_at(self, epoch: int, stream: int, row: int) -> Window:
+        """The window that a row of a stream is in.
+
+        Args:
+            epoch: of at least 0.
+            stream: its number.
+            row: counted within the stream; it has to be below :meth:`length`.
+        """
+        length = self.length(stream)
+        width = self.window or length
+        number = row // width
+        begin, end = number * width, min((number + 1) * width, length)
+        places = None
+        if self.shuffle and not self._single:
+            places = np.empty(end - begin, np.int64)
+            places[permutation(end - begin, self.seed, epoch, 1 + stream, number)] = np.arange(end - begin)
+        return Window(
+            begin, end, self._sections(epoch, int(self._starts[stream]) + begin, end - begin), places
+        )
+
+    def _sections(self, epoch: int, place: int, rows: int) -> list[Section]:
+        """Where consecutive rows of an epoch's sequence of groups are stored."""
+        groups, starts = self._sequence(epoch)
+        if self._single:
+            return [Section(group, 0, 1) for group in groups[place : place + rows].tolist()]
+        sections = []
+        index = int(np.searchsorted(starts, place, "right")) - 1
+        while rows:
+            group = int(groups[index])
+            first = place - int(starts[index])
+            taken = min(rows, int(self._sizes[group]) - first)
+            sections.append(Section(group, first, taken))
+            index, place, rows = index + 1, place + taken, rows - taken
+        return sections
 
     def _sequence(self, epoch: int) -> tuple[Indices, Indices]:
         """The groups that have rows, as an epoch orders them, and where each begins among the rows."""

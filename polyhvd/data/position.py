@@ -9,14 +9,16 @@ them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from polyhvd.data.order import LAST, Indices, Order, Step, at_least
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.runtime import current
 
 __all__ = ["Place", "Position", "current_place"]
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -37,17 +39,13 @@ def current_place() -> Place:
 
 
 class Position:
-    """What the loader of arrays and the batch sampler have in common; users see it through these.
+    """What loaders and the batch sampler have in common; users see it through these.
 
     Args:
-        rows: the number of rows of the data.
+        order: that of the rows of the data.
         batch_size: rows of a step for each rank. With more ranks a step has more rows.
         global_batch_size: rows of a step over all ranks, whatever their number. One of the two is given.
-        shuffle: whether each epoch has an order of its own.
-        seed: an integer of at least 0.
         last: what becomes of the rows that fill no step, as in :meth:`polyhvd.data.Order.step`.
-        streams: as of :class:`polyhvd.data.Order`; None: 64 if rows are shuffled, else 1, which keeps their
-            order.
         placement: returns rank and size; None: those of the current world. It is called before each step.
 
     Raises:
@@ -60,14 +58,11 @@ class Position:
 
     def __init__(
         self,
-        rows: int,
+        order: Order,
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
         last: str = "even",
-        streams: int | None = None,
         placement: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
@@ -84,9 +79,7 @@ class Position:
                 f"placement is {placement!r}; it has to be a function that returns rank and size"
             )
         self._placement = placement or current_place
-        if streams is None:
-            streams = 64 if shuffle else 1
-        self._order = Order.of_rows(at_least(0, "rows", rows), seed=seed, streams=streams, shuffle=shuffle)
+        self._order = order
         self._epoch = 0
         self._cursor = 0
         self._used = (
@@ -97,6 +90,10 @@ class Position:
         self._iteration = 0  # number of the latest iteration, the only one that may go on
         self._moves = 0  # how often the position was set, which makes what was sampled ahead invalid
         self._owner = ""  # who alone may move it, if anybody
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, whose position moves on its own."""
+        return {**self.__dict__, "_under_way": deque(self._under_way)}
 
     @property
     def epoch(self) -> int:
@@ -110,8 +107,12 @@ class Position:
 
     def __len__(self) -> int:
         """The number of steps that are left in this epoch, if the world stays as it is."""
-        place = self._place()
-        return self._order.steps(self._cursor, self._rows(place), place.size, self._last)
+        return self._steps_from(self._cursor)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps of a whole epoch, if the world stays as it is."""
+        return self._steps_from(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; if it is the current one, stay where it is.
@@ -165,20 +166,25 @@ class Position:
     def state_dict(self) -> dict[str, int]:
         """The position, as plain numbers that are the same on every rank.
 
-        They are ``seed``, ``epoch``, ``cursor`` and ``streams``, and ``rows`` to recognise other data.
-        Raises nothing.
+        They are ``seed``, ``epoch``, ``cursor`` and ``streams``, and ``rows`` to recognise other data. Of
+        data in row groups they are also ``window``, and ``groups``, a checksum of the sizes of these groups
+        and the names of their files.
 
         Example::
 
             torch.save({"model": model.state_dict(), "data": loader.state_dict()}, path)
         """
-        return {
-            "seed": self._order.seed,
+        order = self._order
+        state = {
+            "seed": order.seed,
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "streams": self._order.streams,
-            "rows": self._order.total,
+            "streams": order.streams,
+            "rows": order.total,
         }
+        if order.window is not None:
+            state.update(window=order.window, groups=order.checksum)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position. A step that is under way does not count, and an iteration over a sampler has to
@@ -206,17 +212,24 @@ class Position:
             raise ValueError(
                 f"the state of the data's position lacks {', '.join(missing)}; it has {sorted(state)}"
             )
-        seed, epoch, cursor, streams, rows = (at_least(0, name, state[name]) for name in names)
-        if rows != self._order.total:
+        loaded = {name: at_least(0, name, state[name]) for name in names}
+        order, rows, cursor = self._order, loaded["rows"], loaded["cursor"]
+        if rows != order.total:
             raise ValueError(
-                f"the state is that of data with {rows} rows, but these have {self._order.total}: load the "
+                f"the state is that of data with {rows} rows, but these have {order.total}: load the "
                 "state of the same data"
+            )
+        if "groups" in loaded and loaded["groups"] != order.checksum:
+            raise ValueError(
+                f"the state is that of data whose {rows} rows are in other row groups or files, or whose "
+                "files are in another order: load the state of the same files"
             )
         if cursor > rows:
             raise ValueError(f"cursor is {cursor}, but the data has {rows} rows")
-        if (seed, streams) != (self._order.seed, self._order.streams):
-            self._order = Order.of_rows(rows, seed=seed, streams=streams, shuffle=self._order.shuffle)
-        self._move(epoch, cursor)
+        seed, streams, window = loaded["seed"], loaded["streams"], loaded.get("window")
+        if (seed, streams, window) != (order.seed, order.streams, order.window):
+            self._order = order.with_options(seed=seed, streams=streams, window=window)
+        self._move(loaded["epoch"], cursor)
 
     def _move(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor
@@ -247,11 +260,50 @@ class Position:
                 f"allows: a rank would have no row; use at least {size}, or batch_size, the rows of each rank"
             )
 
+    def _go_ahead(self, own: int, load: Callable[[Step, Place], T]) -> Iterator[T]:
+        """Load the steps that are left, for a pipeline that reads ahead of the current step.
+
+        The position moves by :meth:`advance` alone.
+        """
+        place = self._place()
+        cursor, moves = self._cursor, self._moves
+        while True:
+            step = self._next(cursor, place)
+            if step is None:
+                is_done = not self._under_way and cursor == self._cursor
+                self._used |= is_done and (self._iteration, self._moves) == (own, moves)
+                return
+            self._require_iteration(own, moves)
+            self._require(place)
+            loaded = load(step, place)
+            self._require_iteration(own, moves)  # it may be another thread that has changed it
+            cursor = step.after
+            self._under_way.append((step, place))
+            yield loaded
+
+    def _require_iteration(self, own: int, moves: int) -> None:
+        if (self._iteration, self._moves) != (own, moves):
+            raise RuntimeError(
+                "the position in the data was changed, or a second iteration over it has begun: begin a new "
+                "iteration over the data loader"
+            )
+
+    def _require(self, place: Place) -> None:
+        now = self._place()
+        if now != place:
+            raise RuntimeError(
+                f"batches were sampled for rank {place.rank} of {place.size}, but this is rank {now.rank} of "
+                f"{now.size} now: begin a new iteration over the data loader"
+            )
+
+    def _steps_from(self, cursor: int) -> int:
+        place = self._place()
+        return self._order.steps(cursor, self._rows(place), place.size, self._last)
+
     def _next(self, cursor: int, place: Place) -> Step | None:
         return self._order.step(cursor, self._rows(place), place.size, self._last)
 
     def _rows_of(self, step: Step, place: Place) -> tuple[Indices, float]:
-        """A rank's rows of a step and their weight; if it has none, one row of weight 0, for means."""
-        weight = step.weight(place.rank)
-        runs = self._order.runs(step, place.rank if weight else 0)  # rank 0 then has a single one
+        """The numbers of a rank's rows of a step, and their weight."""
+        runs, weight = self._order.dealt(step, place.rank)
         return self._order.rows(self._epoch, runs), weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +247,63 @@ def test_more_ranks_than_a_global_batch_has_rows_is_an_error() -> None:
     loader = ArrayLoader([np.arange(9)], global_batch_size=2, placement=lambda: (0, 3))
     with pytest.raises(ValueError, match="a step of 2 rows leaves some of 3 ranks without any"):
         next(iter(loader))
+
+
+# Tables
+
+
+def test_columns_of_an_arrow_table_are_arrays_that_share_its_memory() -> None:
+    pa = pytest.importorskip("pyarrow")
+    x = np.arange(9)
+    type_ = pa.fixed_shape_tensor(pa.float32(), [2])
+    storage = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(18, dtype=np.float32)), 2)
+    table = pa.table({"x": x, "t": pa.ExtensionArray.from_storage(type_, storage), "s": list("abcdefghi")})
+    for data in (table, table.to_batches()[0], Frame(table)):
+        loader = ArrayLoader(data, 4, placement=lambda: (0, 1))
+        assert np.shares_memory(loader._arrays[0], x)
+        seen = []
+        for batch in loader:
+            assert batch["x"].tolist() == batch.indices.tolist()
+            assert batch["t"].tolist() == [[2 * n, 2 * n + 1] for n in batch["x"]]
+            assert batch["s"].tolist() == ["abcdefghi"[n] for n in batch["x"]]
+            seen += batch["x"].tolist()
+        assert sorted(seen) == list(range(9))
+
+
+class Frame:
+    """A DataFrame as those of Polars offer themselves."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.shape = (9, 3)
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+def test_tables_with_nulls_equal_names_or_other_types_are_refused() -> None:
+    pa = pytest.importorskip("pyarrow")
+    one = pa.array([1])
+    for table, message in (
+        (pa.table({"x": pa.array([1, None])}), "a table whose column 'x' has 1 null in row 1; replace them"),
+        (pa.table([one, one], ["x", "x"]), "a table with two columns 'x'; rename"),
+        (pa.table({"x": pa.array([{"a": 1}])}), "column 'x' has the type struct<.*; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ArrayLoader(table, 1)
+
+
+def test_columns_of_pandas_are_arrays_that_share_its_memory() -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"x": np.arange(9), "y": np.arange(9) / 2, "s": list("abcdefghi")})
+    loader = ArrayLoader(frame, 4, placement=lambda: (0, 1))
+    assert np.shares_memory(loader._arrays[0], frame["x"].to_numpy())
+    for batch in loader:
+        assert batch["y"].tolist() == (batch["x"] / 2).tolist()
+        assert batch["s"].tolist() == ["abcdefghi"[n] for n in batch["x"]]
+    with pytest.raises(ValueError, match="a table whose column 's' has 1 nulls"):
+        ArrayLoader(pd.DataFrame({"s": ["a", None]}), 1)
+    with pytest.raises(ValueError, match="a DataFrame with two columns 'x'"):
+        ArrayLoader(pd.DataFrame([[1, 2]], columns=["x", "x"]), 1)
+    nullable = ArrayLoader(pd.DataFrame({"x": pd.array([1, 2], "Int64")}), 1, placement=lambda: (0, 1))
+    assert sorted(int(batch["x"][0]) for batch in nullable) == [1, 2]

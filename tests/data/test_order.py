@@ -261,6 +261,36 @@ def test_a_window_bounds_how_far_rows_move() -> None:
     assert any(b < a for a, b in pairwise(flat)), "rows of different groups are mixed"
 
 
+@given(
+    groups=GROUPS,
+    seed=st.integers(0, 2**63 - 1),
+    streams=st.integers(1, 9),
+    window=st.none() | st.integers(1, 50),
+    shuffle=st.booleans(),
+)
+@settings(max_examples=repeats(40, 200), deadline=None)
+def test_windows_of_a_stream_have_its_rows_in_their_places(
+    groups: list[int], seed: int, streams: int, window: int | None, shuffle: bool
+) -> None:
+    order = Order(groups, seed=seed, streams=streams, window=window, shuffle=shuffle)
+    offsets = np.cumsum([0, *groups])
+    for stream in range(streams):
+        rows: list[int] = []
+        while len(rows) < order.length(stream):
+            found = order.window_at(3, stream, len(rows))
+            assert found.begin == len(rows)
+            stored = [
+                row + offsets[group]
+                for group, first, count in found.sections
+                for row in range(first, first + count)
+            ]
+            placed = np.empty(found.end - found.begin, np.int64)
+            placed[slice(None) if found.places is None else found.places] = stored
+            rows += placed.tolist()
+        if rows:
+            assert rows == order.rows(3, [Run(stream, 0, len(rows))]).tolist()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -24,7 +24,7 @@ from polyhvd.runtime import bootstrap
 from polyhvd.runtime.connections import Connections
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0  # for liveness only
+DEADLINE_S = 120.0  # for liveness only
 _RANKS = 2  # at least, in every job
 
 RANK = "import os, sys, time, signal\nrank = int(os.environ['POLYHVD_RANK'])\n"
@@ -204,7 +204,7 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
 def assert_gone(pids: list[int]) -> None:
     """Fail, and clean up, unless all of these processes end soon."""
     try:
-        wait_until(lambda: not any(alive(pid) for pid in pids), f"the end of {pids}", 10.0)
+        wait_until(lambda: not any(alive(pid) for pid in pids), f"the end of {pids}", 25.0)
     finally:
         for pid in pids:
             if alive(pid):

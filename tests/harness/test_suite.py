@@ -93,6 +93,23 @@ def test_with_x_a_failure_ends_the_other_process(
     assert "the reason" in "".join(done.stdout.splitlines()[-50:]), done.stdout
 
 
+@pytest.mark.parametrize("failing", ["tests/torch/test_a.py", "tests/test_b.py"])
+def test_the_end_shows_the_failure_below_many_skipped_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    command = tree(tmp_path, monkeypatch)
+    skipping = "import pytest\n\n\n" + "".join(
+        f"def test_{number}():\n    pytest.skip('{number}')\n\n\n" for number in range(60)
+    )
+    for name in ("tests/torch/test_a.py", "tests/test_b.py"):
+        (tmp_path / name).write_text(skipping)
+    with (tmp_path / failing).open("a") as file:
+        file.write("def test_it():\n    assert 'the reason' == ''\n")
+    done = subprocess.run([*command, "-ra"], capture_output=True, text=True, check=False)
+    end = done.stdout.splitlines()[-50:]
+    assert any(line.startswith("E ") and "the reason" in line for line in end), done.stdout
+
+
 def test_costs_of_a_test_are_those_of_all_its_processes(tmp_path: Path) -> None:
     child = "import numpy, time\nwhile time.process_time() < 0.5: pass"
     (tmp_path / "conftest.py").write_text(

@@ -1,0 +1,370 @@
+"""Formats of files: which groups of rows a file has, and how one of them is read.
+
+The groups are Parquet's row groups, the record batches of Arrow's IPC files, and blocks of about 1 MiB of
+text.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyhvd.data.storage import Storage, StoredFile
+from polyhvd.errors import DataError
+
+__all__ = ["SUFFIXES", "Footer", "Format", "ParquetFormat", "TextFormat", "format_by_suffix", "format_of"]
+
+_BLOCK_BYTES = 1 << 20
+_CONVERT_OPTIONS = (
+    *("check_utf8", "column_types", "null_values", "true_values", "false_values", "decimal_point"),
+    *("strings_can_be_null", "quoted_strings_can_be_null", "timestamp_parsers", "default_column_type"),
+)
+#: Options of reading that blocks cannot have.
+_READ_OPTIONS = (
+    "column_names",
+    "autogenerate_column_names",
+    "skip_rows",
+    "skip_rows_after_names",
+    "encoding",
+)
+
+
+@dataclass
+class Footer:
+    """Schema and groups of a file, read before its rows.
+
+    Args:
+        schema: of its columns.
+        groups: for each group of rows, how many there are, and their bytes before compression.
+        detail: what the format needs to read a group, or to see that the file is the same.
+    """
+
+    schema: Any
+    groups: list[tuple[int, int]]
+    detail: Any
+
+    def equals(self, other: Footer) -> bool:
+        """Whether the files have the same content, as far as footers show it."""
+        return bool(self.groups == other.groups and self.detail == other.detail)
+
+    def column_bytes(self, names: set[str]) -> int:
+        """Bytes of columns before compression; an estimate, where the format does not store them."""
+        return sum(size for _, size in self.groups)
+
+
+class Format(ABC):
+    """A format of files."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    groups = "row groups"
+
+    @abstractmethod
+    def footer(self, storage: Storage, path: str, size: int | None) -> Footer:
+        """Read what is known of a file.
+
+        Raises:
+            OSError: it cannot be read.
+            pyarrow.ArrowException: it is not of this format.
+        """
+
+    @abstractmethod
+    def read(self, storage: Storage, path: str, footer: Footer, number: int, names: list[str]) -> Any:
+        """Read columns of a group, as a ``pyarrow.Table``; raises as :meth:`footer` does."""
+
+
+class _ParquetFooter(Footer):
+    def equals(self, other: Footer) -> bool:
+        return bool(self.detail.equals(other.detail))
+
+    def column_bytes(self, names: set[str]) -> int:
+        stored = 0
+        for number in range(self.detail.num_row_groups):
+            group = self.detail.row_group(number)
+            chunks = map(group.column, range(group.num_columns))
+            stored += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in names)
+        return stored
+
+
+class ParquetFormat(Format):
+    """Parquet, whose statistics of row groups also serve filters."""
+
+    name = "a Parquet file"
+    suffixes = (".parquet", ".parq", ".pq")
+
+    def footer(self, storage: Storage, path: str, size: int | None) -> Footer:
+        """The file's own footer, read by one request where the size is known."""
+        from pyarrow import dataset
+
+        fragment = dataset.ParquetFileFormat().make_fragment(path, storage.arrow, file_size=size)
+        metadata = fragment.metadata
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+        return _ParquetFooter(metadata.schema.to_arrow_schema(), sizes, metadata)
+
+    def read(self, storage: Storage, path: str, footer: Footer, number: int, names: list[str]) -> Any:
+        """Read columns of a row group."""
+        from pyarrow import parquet
+
+        source = storage.arrow.open_input_file(path)
+        options = {"metadata": footer.detail, "pre_buffer": storage.is_remote}
+        with source, parquet.ParquetFile(source, **options) as file:
+            return file.read_row_group(number, columns=names)
+
+
+class _IpcFooter(Footer):
+    def equals(self, other: Footer) -> bool:
+        return False  # nothing in it depends on the values
+
+
+class _IpcFormat(Format):
+    name = "an Arrow IPC file"
+    groups = "record batches"
+    suffixes = (".arrow", ".feather", ".ipc")
+
+    def footer(self, storage: Storage, path: str, size: int | None) -> Footer:
+        from pyarrow import ipc
+
+        with storage.arrow.open_input_file(path) as source:
+            with ipc.open_file(source) as reader:
+                schema, count = reader.schema, reader.num_record_batches
+            # The numbers of rows are beside the batches, of which one column has to be read.
+            fields = range(len(schema))
+            narrow = min(fields, key=lambda n: _bit_width(schema.field(n).type), default=0)
+            options = ipc.IpcReadOptions(included_fields=[narrow] if len(schema) else None)
+            with ipc.open_file(source, options=options) as reader:
+                rows = [reader.get_batch(number).num_rows for number in range(count)]
+            stored = source.size()
+        groups = [(n, stored * n // max(1, sum(rows))) for n in rows]
+        return _IpcFooter(schema, groups, None)
+
+    def read(self, storage: Storage, path: str, footer: Footer, number: int, names: list[str]) -> Any:
+        import pyarrow as pa
+        from pyarrow import ipc
+
+        fields = [footer.schema.get_field_index(name) for name in names]
+        options = ipc.IpcReadOptions(included_fields=fields or None)
+        with storage.arrow.open_input_file(path) as source, ipc.open_file(source, options=options) as reader:
+            return pa.Table.from_batches([reader.get_batch(number)]).select(names)
+
+
+def _bit_width(type_: Any) -> int:
+    try:
+        return int(type_.bit_width)
+    except ValueError:  # of variable width
+        return 1 << 62
+
+
+class TextFormat(Format):
+    """Lines of text, cut into blocks whose rows are counted by parsing each of them once."""
+
+    def footer(self, storage: Storage, path: str, size: int | None) -> Footer:
+        """Cut the text into blocks, and parse each for its rows and types."""
+        import pyarrow as pa
+
+        bounds, rows, schemas, begin = [], [], [], 0
+        names: list[str] | None = None
+        with storage.arrow.open_input_stream(path, compression=None) as source:
+            for block in self._blocks(source):
+                table = self._parsed(block, names)
+                names = names or table.schema.names
+                bounds.append((begin, len(block), zlib.crc32(block), names if begin else None))
+                rows.append((table.num_rows, len(block)))
+                schemas.append(table.schema)
+                begin += len(block)
+        schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else pa.schema([])
+        return Footer(schema, rows, bounds)
+
+    def read(self, storage: Storage, path: str, footer: Footer, number: int, names: list[str]) -> Any:
+        """Read columns of a block.
+
+        Raises:
+            OSError: it has other bytes than before.
+        """
+        import pyarrow as pa
+
+        begin, length, checksum, header = footer.detail[number]
+        with storage.arrow.open_input_file(path) as source:
+            source.seek(begin)
+            block = source.read(length)
+        if zlib.crc32(block) != checksum:
+            raise OSError("its bytes differ from those that were read when the loader was made")
+        fields = [footer.schema.field(name) for name in names] or footer.schema
+        return self._parsed(block, header, pa.schema(fields)).select(names)
+
+    def join(self, files: Sequence[StoredFile], footers: Sequence[Footer]) -> None:
+        """Give all files common types.
+
+        Raises:
+            DataError: the types of a column do not fit together.
+        """
+        import pyarrow as pa
+
+        joined = footers[0].schema
+        for file, footer in zip(files, footers, strict=True):
+            try:
+                joined = pa.unify_schemas([joined, footer.schema], promote_options="permissive")
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"{file}: its columns have other types than those of {files[0]}: {error}"
+                ) from error
+        for footer in footers:
+            names = joined.names if self._may_lack_columns else footer.schema.names
+            footer.schema = pa.schema([joined.field(name) for name in names])
+
+    _may_lack_columns = False
+    groups = "blocks"
+
+    def _blocks(self, source: Any) -> Iterator[bytes]:
+        waiting = b""
+        while more := source.read(_BLOCK_BYTES):
+            waiting += more
+            end = self._last_end(waiting)
+            if end:
+                yield waiting[:end]
+                waiting = waiting[end:]
+        if waiting:
+            yield waiting
+
+    @abstractmethod
+    def _last_end(self, text: bytes) -> int:
+        """How many bytes of a text are whole rows."""
+
+    @abstractmethod
+    def _parsed(self, block: bytes, header: list[str] | None, schema: Any = None) -> Any:
+        """A table of a block; without a header, the first row of text has the names of the columns."""
+
+
+class _CsvFormat(TextFormat):
+    name = "a CSV file"
+    suffixes: tuple[str, ...] = (".csv",)
+
+    def __init__(self, dataset_format: Any = None, delimiter: str = ",") -> None:
+        from pyarrow import csv
+
+        given = csv.ParseOptions(delimiter=delimiter)
+        self._convert: dict[str, Any] = {}
+        if dataset_format is not None:
+            given = dataset_format.parse_options
+            scan, usual = dataset_format.default_fragment_scan_options, csv.ReadOptions()
+            for name in _READ_OPTIONS:
+                if (value := getattr(scan.read_options, name)) != getattr(usual, name):
+                    raise ValueError(
+                        f"format has ReadOptions({name}={value!r}), which is not supported: the first row "
+                        "of a CSV file has to name the columns, and the text has to be UTF-8; convert the "
+                        "files with write_parquet"
+                    )
+            convert = scan.convert_options
+            known = (
+                name for name in _CONVERT_OPTIONS if hasattr(convert, name)
+            )  # of this version of pyarrow
+            self._convert = {name: getattr(convert, name) for name in known}
+        options = ("delimiter", "quote_char", "double_quote", "escape_char", "ignore_empty_lines")
+        self._parse = {name: getattr(given, name) for name in options}
+
+    def _last_end(self, text: bytes) -> int:
+        if self._parse["escape_char"]:
+            return 0  # the file is one block
+        end = text.rfind(b"\n")
+        if quote := (self._parse["quote_char"] or "").encode():
+            open_quotes = text.count(quote, 0, end + 1)
+            while end >= 0 and open_quotes % 2:
+                before = text.rfind(b"\n", 0, end)
+                open_quotes -= text.count(quote, before + 1, end)
+                end = before
+        return end + 1
+
+    def _parsed(self, block: bytes, header: list[str] | None, schema: Any = None) -> Any:
+        import pyarrow as pa
+        from pyarrow import csv
+
+        convert = dict(self._convert)
+        if schema is not None:
+            convert["column_types"], convert["include_columns"] = schema, schema.names
+        return csv.read_csv(
+            pa.BufferReader(block),
+            csv.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=header),
+            csv.ParseOptions(**self._parse, newlines_in_values=True),
+            csv.ConvertOptions(**convert),
+        )
+
+
+class _TsvFormat(_CsvFormat):
+    suffixes = (".tsv",)
+
+    def __init__(self) -> None:
+        super().__init__(delimiter="\t")
+
+
+class _JsonFormat(TextFormat):
+    name = "a file of JSON lines"
+    suffixes = (".jsonl", ".ndjson", ".json")
+    _may_lack_columns = True
+
+    def _last_end(self, text: bytes) -> int:
+        return text.rfind(b"\n") + 1
+
+    def _parsed(self, block: bytes, header: list[str] | None, schema: Any = None) -> Any:
+        import pyarrow as pa
+        from pyarrow import json
+
+        if not block.strip():
+            return pa.table({})
+        options = json.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
+        )
+        read = json.ReadOptions(use_threads=False, block_size=len(block) + 1)
+        return json.read_json(pa.BufferReader(block), read, options)
+
+
+_FORMATS: dict[str, Any] = {
+    "parquet": ParquetFormat,
+    **dict.fromkeys(("ipc", "arrow", "feather"), _IpcFormat),
+    "csv": _CsvFormat,
+    "tsv": _TsvFormat,
+    "json": _JsonFormat,
+}
+
+
+def format_of(format: Any) -> Format:
+    """A format by its name, or as pyarrow.dataset has it.
+
+    Raises:
+        ValueError: it is unknown, or has options that are not supported.
+    """
+    from pyarrow import dataset
+
+    if isinstance(format, dataset.CsvFileFormat):
+        return _CsvFormat(format)
+    if not isinstance(format, str) or format not in _FORMATS:
+        raise ValueError(
+            f"format is {format!r}; expected one of {', '.join(map(repr, _FORMATS))}, or a "
+            "pyarrow.dataset.CsvFileFormat"
+        )
+    made: Format = _FORMATS[format]()
+    return made
+
+
+def format_by_suffix(files: Sequence[StoredFile]) -> Format:
+    """The format that the names of all files end in.
+
+    Raises:
+        DataError: there are several, or none.
+    """
+    found: dict[str, StoredFile] = {}
+    for file in files:
+        names = [name for name, format in _FORMATS.items() if file.path.endswith(format.suffixes)]
+        if not names:
+            raise DataError(f"{file} is no folder, and has an unknown suffix; name the format with format=")
+        found.setdefault(names[0], file)
+    if len(found) > 1:
+        listed = ", ".join(f"{name} ({file})" for name, file in found.items())
+        raise DataError(f"the files have several formats: {listed}; select one with format=")
+    return format_of(*found)
+
+
+#: Of the files of a folder whose format is not named.
+SUFFIXES = tuple(suffix for name in dict.fromkeys(_FORMATS.values()) for suffix in name.suffixes)

@@ -1,0 +1,106 @@
+"""Batches, and the loop over the steps of an epoch that all loaders share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from polyhvd.data.counting import count, waiting
+from polyhvd.data.order import Indices, Step
+from polyhvd.data.position import Place, Position
+
+__all__ = ["Batch", "Loader"]
+
+
+class Batch:
+    """A rank's rows of one step: a sequence of arrays, or a mapping to arrays, as the loader was given them.
+
+    Args:
+        arrays: copies of the rows.
+        indices: which rows they are, int64.
+        weight: what to multiply the loss or the gradients with, so that their average over ranks is the
+            mean over the rows of all ranks. It is 1.0 in steps whose rows are dealt equally.
+
+    Example::
+
+        for batch in loader:
+            x, y = batch
+            loss = batch.weight * mean_loss(x, y)
+    """
+
+    def __init__(self, arrays: Any, indices: Indices, weight: float) -> None:
+        self.arrays = arrays
+        self.indices = indices
+        self.weight = weight
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.arrays)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.arrays[key]
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+class Loader(Position, ABC):
+    """Loads the batch of each step for this rank; users see it through the classes derived from it."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the steps that are left in this epoch."""
+        return self._iterate(self._begin())
+
+    def _iterate(self, own: int) -> Iterator[Batch]:
+        try:
+            while self._iteration == own:
+                place = self._place()
+                step = self._next(self._cursor, place)
+                if step is None:
+                    self._used = True
+                    return
+                with waiting():
+                    batch = self._counted(step, place)
+                entry = (step, place)
+                self._under_way.append(entry)
+                yield batch
+                if self._under_way and self._under_way[0] is entry:
+                    self._move_on()
+            raise RuntimeError("a second iteration over this loader has begun; make one loader for each")
+        finally:
+            if self._iteration == own:
+                self._end()
+
+    def _read_ahead(self) -> Iterator[Batch]:
+        """The batches that are left, for a pipeline that is ahead of the steps; see :meth:`_go_ahead`."""
+        own = self._begin()
+        try:
+            yield from self._go_ahead(own, self._counted)
+        finally:
+            if self._iteration == own:
+                self._end()
+
+    def _counted(self, step: Step, place: Place) -> Batch:
+        """:meth:`_load`, in the counters."""
+        batch = self._load(step, place)
+        rows = len(batch.indices) if batch.weight else 0
+        count(data_batches=1, data_rows=rows, data_rows_skipped=step.share(place.rank) - rows)
+        return batch
+
+    @abstractmethod
+    def _load(self, step: Step, place: Place) -> Batch:
+        """The batch of a step of the current epoch."""
+
+    def _template(self) -> Batch:
+        """A batch of any number of rows, which has the dtypes and the shapes of rows of all others."""
+        place = self._place()
+        step = self._next(0, place)
+        if step is None:
+            raise ValueError("the data has no row, so that the types of its columns are not known")
+        try:
+            return self._load(step, place)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Release what an iteration has needed."""

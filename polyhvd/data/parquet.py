@@ -1,0 +1,417 @@
+"""Batches of the rows of files, of which a rank reads its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from polyhvd.data.columns import require_pyarrow
+from polyhvd.data.files import ParquetFiles
+from polyhvd.data.finishing import Finishing
+from polyhvd.data.loader import Batch, Loader
+from polyhvd.data.order import Indices, Order, Run, Section, Step, at_least
+from polyhvd.data.position import Place
+from polyhvd.data.prefetch import Prefetch
+from polyhvd.data.skips import Skips
+from polyhvd.data.storage import Source
+from polyhvd.errors import NotInitializedError
+
+__all__ = ["FileLoader", "ParquetLoader"]
+
+_STREAMS_MAX = 64
+#: A stream's last row group is mostly the next one's first, and read by both: one more than ten is 10 %.
+_GROUPS_OF_STREAM = 10
+#: More ranks than streams read all of them, so that there are some also where more is read twice, or held.
+_STREAMS_OF_FEW_GROUPS = 4
+_STREAMS_OF_LARGE_GROUPS = 8
+_MIB = 1 << 20
+
+
+class FileLoader(Loader):
+    """Loads batches of files of Parquet, Arrow IPC, CSV or JSON lines: every row of an epoch once over all
+    ranks, however their number changes.
+
+    It behaves as :class:`polyhvd.data.ArrayLoader`: the same batches, the same position, the same order of
+    rows for the same seed, whatever the number of ranks. A rank reads its own row groups. A thread reads
+    them, shuffles rows and makes batches ahead of the step that is under way.
+
+    Columns of numbers, points in time and booleans become arrays of their dtype. FixedSizeList,
+    ``arrow.fixed_shape_tensor``, and FixedSizeBinary with ``shape`` and ``dtype`` in the field's metadata
+    become arrays with more axes. Strings, bytes and decimals become arrays of objects. Images and lists of
+    different lengths need ``decode`` and ``pad``.
+
+    Args:
+        source: a file, a folder, a pattern such as ``"train/*.parquet"``, or a list of these, each a path or
+            a URI such as ``"s3://bucket/train/"`` of a file system that pyarrow or fsspec knows. A folder
+            stands for the files within it, in subfolders too, with a suffix of the format. The files
+            of a folder or pattern are in the order of their paths. Every rank has to see the same files, in
+            the same order: sort lists that come from the file system. Folders named ``key=value`` within it
+            are columns.
+        format: "parquet", "ipc" (also "arrow" and "feather"), "csv", "tsv" or "json" (an object on each
+            line), or a ``pyarrow.dataset.CsvFileFormat``; None: by the suffix of the files.
+        columns: their names; None: all.
+        batch_size: rows of a step for each rank. With more ranks a step has more rows.
+        global_batch_size: rows of a step over all ranks, whatever their number. One of the two is given.
+        shuffle: whether the order differs from epoch to epoch.
+        seed: of the order, an integer of at least 0, the same on every rank.
+        last: "even", "short" or "drop", as of :class:`polyhvd.data.ArrayLoader`.
+        filter: a ``pyarrow.dataset.Expression``; only rows for which it is true exist for the loader.
+        fill_null: the value that replaces nulls, or a mapping of names of columns to such values; without,
+            a null is an error.
+        decode: names of columns of bytes that are JPEG or PNG images. Pillow makes of them arrays of uint8,
+            [row, height, width, channel]; grey ones have no channels. A mapping has for each name a mode to
+            which images are converted ("L", "RGB" or "RGBA"), a function that makes an array of a row's
+            bytes, or None. Rows of a batch need equal shapes.
+        pad: for each column of lists of different lengths the value that extends them to the longest of the
+            batch; None leaves a row of objects for each, which ``transform`` can make an array.
+        transform: is called with each batch, a dict of arrays by the names of the columns, in the thread that
+            reads ahead. What it returns, another mapping or a sequence, takes its place. Its exceptions are
+            raised where the batch is asked for.
+        on_error: "raise", or "skip": rows that cannot be read are left out, with a warning for each file, and
+            counted in ``hvd.counters()``. They keep their place in the order, with weight 0. Files that
+            cannot be opened are left out of the order.
+        streams: into how many streams an epoch is cut; None: so many that at most a tenth of the row groups
+            is read twice, up to 64. If rows are not shuffled it is 1, which keeps their order, but has every
+            rank read all row groups.
+        shuffle_bytes: memory for the rows that all ranks together hold to shuffle them.
+        prefetch_bytes: how many bytes of batches the thread is ahead at most.
+        filesystem: of ``pyarrow.fs`` or fsspec, which ``source`` is in; None: the local one, or that of the
+            URI.
+        read_attempts: how often a read of a remote file system is tried. The waits between attempts begin
+            at 0.2 s and double up to 10 s.
+        placement: returns rank and size; None: those of the current world.
+
+    Raises:
+        ModuleNotFoundError: pyarrow, or a package that the file system needs, is not installed.
+        ValueError: an argument is out of range, or a column has a type that cannot be an array.
+        DataError: a file cannot be read, or its columns differ from those of the first file. While batches
+            are loaded it also names the row group and the column.
+
+    Example::
+
+        loader = FileLoader("train/*.csv", columns=["x", "label"], batch_size=64, seed=1)
+        for epoch in range(10):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                train(batch["x"], batch["label"], weight=batch.weight)
+    """
+
+    _format: Any = None
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        format: Any = None,
+        columns: Sequence[str] | None = None,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        last: str = "even",
+        filter: Any = None,
+        fill_null: Any | Mapping[str, Any] = None,
+        decode: Sequence[str] | Mapping[str, str | Callable[[bytes], Any] | None] | None = None,
+        pad: Mapping[str, Any] | None = None,
+        transform: Callable[[dict[str, npt.NDArray[Any]]], Any] | None = None,
+        on_error: str = "raise",
+        streams: int | None = None,
+        shuffle_bytes: int = 128 * _MIB,
+        prefetch_bytes: int = 32 * _MIB,
+        filesystem: Any = None,
+        read_attempts: int = 4,
+        placement: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        require_pyarrow(f"polyhvd.data.{type(self).__name__}")
+        self._shuffle_bytes = at_least(1, "shuffle_bytes", shuffle_bytes)
+        self._prefetch_bytes = at_least(0, "prefetch_bytes", prefetch_bytes)
+        if transform is not None and not callable(transform):
+            raise ValueError(f"transform is {transform!r}; expected a function of a dict of arrays")
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error is {on_error!r}; expected 'raise' or 'skip'")
+        self._transform = transform
+        self._files = ParquetFiles(
+            source,
+            columns=columns,
+            filter=filter,
+            fill_null=fill_null,
+            decode=decode,
+            pad=pad,
+            skips=Skips() if on_error == "skip" else None,
+            format=self._format if format is None else format,
+            filesystem=filesystem,
+            read_attempts=at_least(1, "read_attempts", read_attempts),
+        )
+        sizes = np.asarray([group.rows for group in self._files.groups], np.int64)
+        self._row_bytes = self._files.row_bytes() + 8  # and the number of the row
+        largest = int(sizes.max(initial=1))
+        if streams is None:
+            streams = self._suitable_streams(len(sizes), largest) if shuffle else 1
+        if shuffle:
+            window = int(self._shuffle_bytes / (at_least(1, "streams", streams) * self._row_bytes))
+        else:
+            window = largest  # rows come as they are stored, so that one row group after the other will do
+        super().__init__(
+            Order(
+                sizes,
+                seed=seed,
+                streams=streams,
+                window=max(1, window),
+                shuffle=shuffle,
+                files=self._files.names,
+            ),
+            batch_size,
+            global_batch_size=global_batch_size,
+            last=last,
+            placement=placement,
+        )
+        self._ahead: tuple[_Expected, Prefetch[Batch]] | None = None
+
+    @property
+    def schema(self) -> Any:
+        """The selected columns, as a ``pyarrow.Schema``."""
+        return self._files.schema
+
+    @property
+    def groups_read(self) -> int:
+        """How many row groups this process has read."""
+        return self._files.groups_read
+
+    def describe(self) -> str:
+        """What the loader reads and how well it shuffles, in lines for people. It reads nothing.
+
+        Warnings say how files should be written where row groups are too large, or too few for the ranks of
+        the current world.
+
+        Example::
+
+            print(loader.describe())
+        """
+        order, groups, files = self._order, self._files.groups, self._files
+        stored = sum(group.stored_bytes for group in groups)
+        names = ", ".join(f"{c.name} {c.dtype}{list(c.shape) or ''}" for c in files.columns)
+        lines = [
+            f"{order.total:,} rows in {len(groups):,} {files.format.groups} of {len(files.files):,} files, "
+            f"{stored / _MIB:,.1f} MiB before compression",
+            f"columns: {names}; about {self._row_bytes:,.0f} bytes a row",
+        ]
+        if groups:
+            if order.shuffle:
+                lines += self._describe_shuffling()
+            lines += self._describe_reads()
+        return "\n".join(lines)
+
+    def _describe_shuffling(self) -> Iterator[str]:
+        order, groups = self._order, self._files.groups
+        window = min(order.window or order.total, order.length(0))
+        mixed = min(len(groups), order.streams * max(1, window * len(groups) // order.total))
+        yield (
+            f"shuffling: {order.streams} streams, each mixed within {window:,} rows: at any time rows of "
+            f"about {mixed:,} of the {len(groups):,} row groups"
+        )
+        held = order.streams * max(group.rows for group in groups) * self._row_bytes
+        if held > 2 * self._shuffle_bytes:
+            wanted = max(1, int(self._shuffle_bytes / (order.streams * self._row_bytes)))
+            yield (
+                f"warning: row groups are large: one rank holds up to {held / _MIB:,.0f} MiB of them to "
+                f"shuffle rows; write files with at most {wanted:,} rows per group "
+                "(write_parquet(rows_per_group=...))"
+            )
+
+    def _describe_reads(self) -> Iterator[str]:
+        order = self._order
+        try:
+            size = self._place().size
+        except NotInitializedError:
+            return
+        if size <= order.streams:
+            return
+        if order.shuffle:
+            rows = max(1, order.total // (_GROUPS_OF_STREAM * size))
+            cure = f"write files with at most {rows:,} rows per group (write_parquet(rows_per_group=...))"
+        else:
+            streams = 1 << (size - 1).bit_length()
+            cure = f"pass streams={streams}, which interleaves rows of as many parts of the data"
+        yield (
+            f"warning: {size} ranks share {order.streams} stream{'s' * (order.streams > 1)}, so that a row "
+            f"group is read about {size / order.streams:.1f} times in each epoch; {cure}"
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the steps that are left in this epoch."""
+        self._end()
+        return super().__iter__()
+
+    def _suitable_streams(self, groups: int, largest: int) -> int:
+        """A power of two, the same for any number of ranks."""
+        by_reads = max(groups // _GROUPS_OF_STREAM, min(_STREAMS_OF_FEW_GROUPS, groups // 2))
+        by_memory = max(_STREAMS_OF_LARGE_GROUPS, int(self._shuffle_bytes / (largest * self._row_bytes)))
+        most = max(1, min(_STREAMS_MAX, by_reads, by_memory))
+        return 1 << (most.bit_length() - 1)
+
+    def _load(self, step: Step, place: Place) -> Batch:
+        expected = _Expected(self._order, self._epoch, step.cursor, place)
+        if self._ahead is None or self._ahead[0] != expected or not self._ahead[1].is_usable:
+            self._end(wait=True)  # or two threads would call ``transform`` at the same time
+            shard = _Shard(self._files, self._order, self._epoch)
+            steps = shard.steps(step.cursor, self._rows(place), place, self._last)
+            batches = _batches(steps, self._files, self._transform, self._row_bytes)
+            self._ahead = (expected, Prefetch(batches, self._prefetch_bytes))
+        ahead = self._ahead[1]
+        batch = ahead.next()
+        self._ahead = (expected._replace(cursor=step.after), ahead)
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, which starts another thread to read ahead."""
+        return {**super().__getstate__(), "_ahead": None}
+
+    def _template(self) -> Batch:
+        columns = self._files.columns
+        if self._transform is not None or any(column.decoder for column in columns):
+            return super()._template()
+        arrays = {
+            column.name: column.padded(np.empty((0, *column.shape), column.dtype)) for column in columns
+        }
+        return Batch(arrays, np.empty(0, np.int64), 1.0)
+
+    def _end(self, *, wait: bool = False) -> None:
+        if self._ahead is not None and self._ahead[1].close(wait=wait):
+            self._ahead = None
+
+
+class ParquetLoader(FileLoader):
+    """The :class:`FileLoader` of Parquet files.
+
+    Args:
+        source: the folders' files end in .parquet, .parq or .pq.
+
+            ``format``, ``columns``, ``batch_size``, ``global_batch_size``, ``shuffle``, ``seed``, ``last``,
+            ``filter``, ``fill_null``, ``decode``, ``pad``, ``transform``, ``on_error``, ``streams``,
+            ``shuffle_bytes``, ``prefetch_bytes``, ``filesystem``, ``read_attempts`` and ``placement`` are
+            those of :class:`FileLoader`, where ``format`` is "parquet" if it is None.
+
+    Raises:
+        ModuleNotFoundError, ValueError, DataError: as :class:`FileLoader` does.
+
+    Example::
+
+        loader = ParquetLoader("train/", columns=["image", "label"], batch_size=64, seed=1)
+        for epoch in range(10):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                train(batch["image"], batch["label"], weight=batch.weight)
+    """
+
+    _format = "parquet"
+
+
+class _Expected(NamedTuple):
+    """The step whose batch is the next that the thread hands over."""
+
+    order: Order
+    epoch: int
+    cursor: int
+    place: Place
+
+
+#: An array for each column, and the numbers of the rows.
+_Arrays = list[npt.NDArray[Any]]
+
+
+def _batches(
+    steps: Iterator[tuple[_Arrays, float]],
+    files: ParquetFiles,
+    transform: Callable[[dict[str, npt.NDArray[Any]]], Any] | None,
+    row_bytes: float,
+) -> Iterator[tuple[int, Batch]]:
+    """The batches of steps, each with its number of bytes."""
+    finishing = Finishing(files)
+    for (*arrays, numbers), share in steps:
+        finished, indices, weight = finishing.finish(arrays, numbers, share)
+        loaded: Any = dict(zip(files.schema.names, finished, strict=True))
+        size = max(int(len(indices) * row_bytes), sum(array.nbytes for array in finished))
+        if transform is not None:
+            loaded = transform(loaded)
+            if loaded is None:
+                raise ValueError("transform returned None; expected a mapping or a sequence of arrays")
+            values = loaded.values() if isinstance(loaded, Mapping) else loaded
+            size = max(size, sum(getattr(value, "nbytes", 0) for value in values))
+        yield size, Batch(loaded, indices, weight)
+
+
+class _Shard:
+    """The rows that a rank reads in an epoch: of each of its streams the window that is being used.
+
+    It belongs to one thread.
+    """
+
+    def __init__(self, files: ParquetFiles, order: Order, epoch: int) -> None:
+        self._files = files
+        self._order = order
+        self._epoch = epoch
+        sizes = np.asarray([group.rows for group in files.groups], np.int64)
+        self._offsets = np.cumsum(sizes) - sizes
+        self._windows: dict[int, tuple[int, int, _Arrays]] = {}
+        #: Of each stream the last row group of its window, if more of its rows follow.
+        self._kept: dict[int, tuple[int, _Arrays]] = {}
+
+    def steps(self, cursor: int, rows: int, place: Place, last: str) -> Iterator[tuple[_Arrays, float]]:
+        """The arrays and the weight of a rank's rows in each step from a position on."""
+        while (step := self._order.step(cursor, rows, place.size, last)) is not None:
+            runs, weight = self._order.dealt(step, place.rank)
+            yield self._take(runs), weight
+            cursor = step.after
+
+    def _take(self, runs: list[Run]) -> _Arrays:
+        pieces = []
+        for stream, first, length in runs:
+            while length:
+                begin, end, arrays = self._window(stream, first)
+                rows = slice(first - begin, min(first + length, end) - begin)
+                pieces.append([array[rows] for array in arrays])
+                taken = rows.stop - rows.start
+                first, length = first + taken, length - taken
+        return [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+
+    def _window(self, stream: int, row: int) -> tuple[int, int, _Arrays]:
+        held = self._windows.get(stream)
+        if held is None or not held[0] <= row < held[1]:
+            self._windows.pop(stream, None)
+            del held  # its memory is free while the next one is read
+            begin, end, sections, places = self._order.window_at(self._epoch, stream, row)
+            held = (begin, end, self._mixed(stream, sections, places))
+            self._windows[stream] = held
+        return held
+
+    def _mixed(self, stream: int, sections: list[Section], places: Indices | None) -> _Arrays:
+        """The rows of sections, each in its place."""
+        total = sum(section.rows for section in sections)
+        known = self._kept.pop(stream, None)
+        mixed: _Arrays = []
+        done = 0
+        for group, first, rows in sections:
+            arrays = known[1] if known is not None and known[0] == group else self._read(group)
+            known = None
+            if done + rows == total and first + rows < len(arrays[-1]):
+                self._kept[stream] = (group, arrays)
+            own = [array[first : first + rows] for array in arrays]
+            if places is None and rows == total:
+                return own
+            if not mixed:
+                mixed = [np.empty((total, *array.shape[1:]), array.dtype) for array in own]
+            target = slice(done, done + rows) if places is None else places[done : done + rows]
+            for whole, part in zip(mixed, own, strict=True):
+                whole[target] = part
+            done += rows
+        return mixed
+
+    def _read(self, number: int) -> _Arrays:
+        group = self._files.groups[number]
+        first = int(self._offsets[number])
+        rows = np.arange(first, first + group.rows)
+        arrays, is_good = self._files.read_good(group)
+        return [*arrays, np.where(is_good, rows, ~rows)]

@@ -1,0 +1,120 @@
+"""A thread that goes ahead of its consumer, by a bounded number of bytes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Prefetch"]
+
+T = TypeVar("T")
+
+_LAST_ITEM_S = 5.0  # how long the end of a loop or of the program waits for the item that is being made
+
+
+class Prefetch(Generic[T]):
+    """Runs an iterator in a separate thread, and returns its items in order.
+
+    The thread ends with the iterator, at :meth:`close`, or when the program ends, whichever comes first. The
+    end of the program waits a few seconds for the item that it is working on.
+
+    Args:
+        items: yields the number of bytes of each item, and the item. Only the thread uses it.
+        bytes_max: the thread waits while so many bytes of items have not been taken. One item may always be
+            ahead, however large it is.
+
+    Example::
+
+        ahead = Prefetch(((len(text), text) for text in texts), bytes_max=1 << 20)
+        first = ahead.next()
+        ahead.close()
+    """
+
+    def __init__(self, items: Iterator[tuple[int, T]], bytes_max: int) -> None:
+        self._items = items
+        self._bytes_max = bytes_max
+        self._changed = threading.Condition()
+        self._ready: deque[tuple[int, T]] = deque()
+        self._bytes = 0
+        self._error: BaseException | None = None
+        self._ended = False  # the thread adds no more items
+        self._closed = False
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="polyhvd-data", daemon=True)
+        # A daemon thread does not delay the end of the program, but the interpreter must not be finalized
+        # under it.
+        atexit.register(self.close)
+        self._thread.start()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process has the thread, which a forked child does not, and it was not closed."""
+        return self._process == os.getpid() and not self._closed
+
+    def next(self) -> T:
+        """The next item, when there is one.
+
+        Raises:
+            RuntimeError: there are no more items, or :meth:`close` was called.
+            Exception: the one that the iterator raised in the thread, after the items before it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
+            if self._closed or not self._ready:
+                error, self._error = self._error, None
+                raise error or RuntimeError("there is no further item")
+            size, item = self._ready.popleft()
+            self._bytes -= size
+            self._changed.notify_all()
+        return item
+
+    def close(self, *, wait: bool = False) -> bool:
+        """End the thread, when it has finished the item that it is working on, and drop what is ahead.
+
+        Args:
+            wait: for that item as long as it takes, and not only a few seconds.
+
+        Returns:
+            Whether the thread has ended, or is that of another process or the one that calls.
+        """
+        if self._process != os.getpid():  # the lock may have been taken when the process was forked
+            return True
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(None if wait else _LAST_ITEM_S)
+            if self._thread.is_alive():
+                return False
+        atexit.unregister(self.close)
+        return True
+
+    def _run(self) -> None:
+        try:
+            for size, item in self._items:
+                if not self._add(size, item):
+                    break
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _add(self, size: int, item: T) -> bool:
+        """Hand over an item when there is room for it; False: none is wanted any more."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or not self._ready or self._bytes + size <= self._bytes_max
+            )
+            if self._closed:
+                return False
+            self._ready.append((size, item))
+            self._bytes += size
+            self._changed.notify_all()
+        return True

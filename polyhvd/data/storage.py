@@ -1,0 +1,413 @@
+"""File systems: which files a source stands for, and reads that are repeated when they fail for a moment.
+
+pyarrow and fsspec are imported only when they are used, since they are optional dependencies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
+
+from polyhvd.errors import DataError
+
+__all__ = ["Source", "Storage", "StoredFile", "in_threads", "listed", "storage_of"]
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_LOG = logging.getLogger("polyhvd")
+_THREADS = 64  # for listings and footers: most of the time they wait for the file system
+_FIRST_WAIT_S, _WAIT_MAX_S = 0.2, 10.0
+#: File systems without folders, which list all files below a prefix at once.
+_FLAT = ("s3", "gcs", "abfs")
+#: Options at the end of a URI, which pyarrow takes. A "?" of a pattern is followed by other text.
+_OPTIONS = re.compile(r"\?\w+=[^/?]*$")
+#: Errors of S3 that another attempt does not mend.
+_FINAL = re.compile(
+    r"AWS Error (?:ACCESS_DENIED|INVALID_ACCESS_KEY_ID|INVALID_CLIENT_TOKEN_ID|SIGNATURE_DOES_NOT_MATCH|"
+    r"NO_SUCH_BUCKET|NO_SUCH_KEY|RESOURCE_NOT_FOUND)|HTTP status 40[134]"
+)
+#: How names begin of files and folders that a folder as source does not stand for.
+_LEFT_OUT = ("_", ".")
+#: The name of the folder of nulls, in Hive.
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Storage:
+    """A file system.
+
+    Args:
+        filesystem: of ``pyarrow.fs`` or fsspec.
+        prefix: of the names of files in messages, such as ``"s3://"``.
+        attempts: how often a read is tried on a remote file system.
+
+    Raises:
+        ValueError: ``filesystem`` is no file system.
+    """
+
+    def __init__(self, filesystem: Any, prefix: str | None = None, attempts: int = 1) -> None:
+        from pyarrow import fs
+
+        if isinstance(filesystem, fs.FileSystem):
+            self.arrow = filesystem
+        elif hasattr(filesystem, "protocol") and hasattr(filesystem, "ukey"):
+            self.arrow = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+        else:
+            raise ValueError(
+                f"filesystem is {filesystem!r}; expected a file system of pyarrow.fs or of fsspec"
+            )
+        self.is_remote = not isinstance(self.arrow, fs.LocalFileSystem)
+        kind = self.arrow.type_name.removeprefix("py::").removeprefix("fsspec+")
+        self.prefix = prefix if prefix is not None else f"{kind}://" if self.is_remote else ""
+        handler = getattr(self.arrow, "handler", None)
+        self._fsspec = handler.fs if isinstance(handler, fs.FSSpecHandler) else None
+        self._is_flat = self._fsspec is not None or self.arrow.type_name in _FLAT
+        self._attempts = attempts if self.is_remote else 1
+
+    def name(self, path: str) -> str:
+        """A file's name in messages."""
+        return self.prefix + path.lstrip("/") if self.prefix else path
+
+    def call(self, name: str, function: Callable[[], T]) -> T:
+        """The result of a read, which is tried again as often as the file system allows.
+
+        Args:
+            name: of the file, for the log.
+            function: reads.
+
+        Raises:
+            OSError: all attempts failed, or one did for good.
+            pyarrow.ArrowException: the file is damaged.
+            DataError: by the function.
+        """
+        import pyarrow as pa
+
+        for attempt in count(1):
+            try:
+                return function()
+            except Exception as error:
+                if attempt < self._attempts and is_passing(error):
+                    wait_s = min(_WAIT_MAX_S, _FIRST_WAIT_S * 2 ** (attempt - 1))
+                    _LOG.warning(
+                        *("%s: attempt %d of %d failed: %s; the next one follows in %.1f s", name, attempt),
+                        *(self._attempts, error, wait_s),
+                    )
+                    time.sleep(wait_s)
+                    continue
+                if isinstance(error, (OSError, pa.ArrowException, DataError)) or not self.is_remote:
+                    raise
+                raise OSError(f"{type(error).__name__}: {error}") from error
+        raise AssertionError  # the loop returns or raises
+
+    def state(self, path: str) -> Any:
+        """What changes with a file: its size, and the time of its last change or its other attributes.
+
+        Raises:
+            OSError: there is no such file, or it cannot be looked up.
+        """
+        if self._fsspec is not None:
+            self._fsspec.invalidate_cache(path)
+            return self._fsspec.ukey(path)
+        return self._state(self.arrow.get_file_info(path))
+
+    def state_of(self, info: Any) -> Any:
+        """The same, of a ``pyarrow.fs.FileInfo``; None: it does not have it."""
+        return None if self._fsspec is not None else self._state(info)
+
+    @staticmethod
+    def _state(info: Any) -> tuple[int, int | None]:
+        from pyarrow import fs
+
+        if info.type == fs.FileType.NotFound:
+            raise FileNotFoundError(f"{info.path} does not exist")
+        return info.size, info.mtime_ns
+
+    def size(self, state: Any) -> int | None:
+        """The size of a file of a state, where the file system need not be asked."""
+        return None if self._fsspec is not None else state[0]
+
+    def files_in(self, folder: str, *, recursive: bool) -> list[Any]:
+        """A ``pyarrow.fs.FileInfo`` of each file in a folder. Subfolders are listed in parallel."""
+        from pyarrow import fs
+
+        if self._fsspec is not None:
+            self._fsspec.invalidate_cache()
+        found, folders = [], [folder]
+        while folders:
+            lists = in_threads(lambda folder: self._list(folder, recursive), folders)
+            infos = [info for those in lists for info in those]
+            found += [info for info in infos if info.is_file]
+            folders = [info.path for info in infos if info.type == fs.FileType.Directory]
+            if self._is_flat or not recursive:
+                break
+        return found
+
+    def _list(self, folder: str, recursive: bool) -> list[Any]:
+        from pyarrow import fs
+
+        selector = fs.FileSelector(folder, recursive=recursive and self._is_flat)
+        infos: list[Any] = self.call(self.name(folder), lambda: self.arrow.get_file_info(selector))
+        return infos
+
+
+class StoredFile(NamedTuple):
+    """A file.
+
+    Args:
+        storage: its file system.
+        path: in this file system.
+        state: what its folder's listing has shown of :meth:`Storage.state`.
+    """
+
+    storage: Storage
+    path: str
+    state: Any = None
+
+    def __str__(self) -> str:
+        return self.storage.name(self.path)
+
+    @property
+    def absolute(self) -> str:
+        """A path that two files have only if they are the same."""
+        return f"/{self}" if self.storage.is_remote else os.path.abspath(self.path)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """:meth:`Storage.call` of a read of this file."""
+        return self.storage.call(str(self), function)
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether another attempt may succeed: errors of networks, and those of unknown libraries."""
+    import pyarrow as pa
+
+    final = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, DataError)
+    if isinstance(error, final) or _FINAL.search(str(error)):
+        return False
+    if isinstance(error, (OSError, asyncio.TimeoutError)):
+        return True
+    return not isinstance(error, pa.ArrowException) and type(error).__module__ != "builtins"
+
+
+def storage_of(source: str | os.PathLike[str], filesystem: Any, attempts: int) -> tuple[Storage, str]:
+    """The file system that a path or URI belongs to, and the path in it.
+
+    The path of a URI is taken as it is written, without decoding "%".
+
+    Raises:
+        ValueError: the URI or the file system is of no use.
+        ModuleNotFoundError: a package that the file system needs is not installed.
+        DataError: the file system refuses to be opened.
+    """
+    from pyarrow import fs
+
+    text = os.fspath(source)
+    is_uri = "://" in text and not isinstance(source, os.PathLike)
+    if filesystem is not None:
+        storage = Storage(filesystem, attempts=attempts)
+        if not is_uri:
+            return storage, text
+        if storage._fsspec is None:
+            raise ValueError(
+                f"source is {text!r}; with filesystem= expected a path in it, such as "
+                f"{text.partition('://')[2]!r}"
+            )
+        return storage, storage._fsspec._strip_protocol(text)
+    if not is_uri:
+        return Storage(fs.LocalFileSystem()), text
+    try:
+        return _of_arrow(text, attempts) or _of_fsspec(text, attempts)
+    except OSError as error:
+        raise DataError(f"the file system of {_public(text)} cannot be opened: {error}") from error
+
+
+def _of_arrow(uri: str, attempts: int) -> tuple[Storage, str] | None:
+    """None: pyarrow does not know this kind of file system."""
+    import pyarrow as pa
+    from pyarrow import fs
+
+    scheme, _, rest = uri.partition("://")
+    options = _OPTIONS.search(rest)
+    rest, query = (rest[: options.start()], options[0]) if options else (rest, "")
+    authority, slash, path = rest.partition("/")
+    marker = "path"
+    try:
+        filesystem, marked = fs.FileSystem.from_uri(f"{scheme}://{authority}/{marker}{query}")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        if "Unrecognized filesystem" in str(error) or isinstance(error, pa.ArrowNotImplementedError):
+            return None
+        raise ValueError(f"source is {_public(uri)!r}, which pyarrow cannot use: {error}") from error
+    base = marked.removesuffix(marker)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        return Storage(filesystem), base + path
+    host = authority.rpartition("@")[2] + "/" if base.startswith("/") else ""
+    return Storage(filesystem, f"{scheme}://{host}", attempts), base + path if slash else base.rstrip("/")
+
+
+def _of_fsspec(uri: str, attempts: int) -> tuple[Storage, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{_public(uri)} needs fsspec, which cannot be imported ({error}); install it with: "
+            "pip install polyhvd[data]",
+            name="fsspec",
+        ) from error
+    try:
+        filesystem, path = url_to_fs(uri)
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"{_public(uri)} needs another package: {error}", name=error.name
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"source is {_public(uri)!r}, of which fsspec makes no file system: {error}; if it needs "
+            "options, make the file system and pass filesystem="
+        ) from error
+    return Storage(filesystem, attempts=attempts), path
+
+
+def _public(uri: str) -> str:
+    """A URI without user, password and options."""
+    scheme, _, rest = _OPTIONS.sub("", uri).partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def listed(
+    source: Source, suffixes: Sequence[str], filesystem: Any = None, attempts: int = 1
+) -> list[tuple[StoredFile, dict[str, str | None]]]:
+    """The files of a source, and the values of the folders ``name=value`` that they are in.
+
+    Args:
+        source: as of :class:`polyhvd.data.ParquetLoader`.
+        suffixes: of the files of folders.
+        filesystem: of pyarrow.fs or fsspec; None: that of the source.
+        attempts: how often a read of a remote file system is tried.
+
+    Raises:
+        ValueError: a file is named twice, or a URI is of no use.
+        DataError: there are no files.
+    """
+    import pyarrow as pa
+
+    given = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    found = []
+    for item in given:
+        storage, path = storage_of(item, filesystem, attempts)
+        name = storage.name(path)
+        try:
+            found += (_remote_files if storage.is_remote else _local_files)(storage, path, name, suffixes)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{name!r} cannot be listed: {error}") from error
+    if not found:
+        raise DataError("source is an empty list; expected at least one file")
+    counts = Counter(file.absolute for file, _ in found)
+    path, times = counts.most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"source has the file {path} {times} times; its rows would be read as often")
+    return found
+
+
+_Files = list[tuple[StoredFile, dict[str, str | None]]]
+
+
+def _local_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]) -> _Files:
+    root = Path(path)
+    if root.is_dir():
+        found = sorted(file for file in _walked(root) if _is_data(file.relative_to(root).parts, suffixes))
+        if not found:
+            raise DataError(f"the folder {name!r} has no files that end in {', '.join(suffixes)}")
+    elif root.exists() or not glob.has_magic(path):
+        return [(StoredFile(storage, path), {})]
+    else:
+        found = sorted(Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+        if not found:
+            raise DataError(f"no file matches {name!r}")
+        while glob.has_magic(str(root)):
+            root = root.parent
+    return [(StoredFile(storage, str(p)), _partitions_in(p.relative_to(root).parts)) for p in found]
+
+
+def _walked(root: Path) -> Iterator[Path]:
+    """The files of a folder; one within it that cannot be read is an error, unless it is left out anyway."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(_LEFT_OUT)]
+        yield from (Path(folder, file) for file in files)
+
+
+def _remote_files(storage: Storage, path: str, name: str, suffixes: Sequence[str]) -> _Files:
+    from pyarrow import fs
+
+    path = path.rstrip("/") or path
+    (info,) = storage.call(name, lambda: storage.arrow.get_file_info([path]))
+    if info.type == fs.FileType.Directory:
+        root, pattern = path, []
+    elif info.is_file or not glob.has_magic(path):
+        return [(StoredFile(storage, path, storage.state_of(info) if info.is_file else None), {})]
+    else:
+        parts = path.split("/")
+        first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+        root, pattern = "/".join(parts[:first]), parts[first:]
+    infos = storage.files_in(root, recursive=len(pattern) != 1 or pattern == ["**"])
+    skipped = len([part for part in root.split("/") if part])
+    found = []
+    for info in infos:
+        parts = info.path.strip("/").split("/")[skipped:]
+        if _matches(parts, pattern) if pattern else _is_data(parts, suffixes):
+            found.append((parts, StoredFile(storage, info.path, storage.state_of(info))))
+    if not found and pattern:
+        raise DataError(f"no file matches {name!r}")
+    if not found:
+        raise DataError(f"the folder {name!r} has no files that end in {', '.join(suffixes)}")
+    found.sort(key=lambda item: item[0])
+    return [(file, _partitions_in(parts)) for parts, file in found]
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a pattern; names that begin with "." only match such."""
+    if not parts or not pattern:
+        return not parts and all(part == "**" for part in pattern)
+    if pattern[0] == "**" and (
+        _matches(parts, pattern[1:]) or (not parts[0].startswith(".") and _matches(parts[1:], pattern))
+    ):
+        return True
+    if parts[0].startswith(".") and not pattern[0].startswith("."):
+        return False
+    return pattern[0] != "**" and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _partitions_in(parts: Sequence[str]) -> dict[str, str | None]:
+    """The values of folders ``name=value``, which Hive and Spark write."""
+    pairs = [part.split("=", 1) for part in parts[:-1] if "=" in part]
+    return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
+
+
+def _is_data(parts: Sequence[str], suffixes: Sequence[str]) -> bool:
+    return parts[-1].endswith(tuple(suffixes)) and not any(part.startswith(_LEFT_OUT) for part in parts)
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results of a function for each item, of many threads."""
+    items = list(items)
+    if len(items) == 1:
+        return [function(items[0])]
+    with ThreadPoolExecutor(min(_THREADS, len(items) or 1), "polyhvd-footers") as pool:
+        return list(pool.map(function, items))

@@ -1,0 +1,216 @@
+"""Programs and jobs that load Parquet files, and do not come to their end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fork_servers import IMPORTS, ForkServers  # tests/harness, on the path by tests/conftest.py
+from launching import DEADLINE_S, ROOT
+
+from polyhvd.data import write_parquet
+from polyhvd.testing.stand_ins import is_installed
+
+#: Each rank has a folder of its own with the same files, of which one rank's are lost within the epoch.
+JOB = """
+import sys
+from pathlib import Path
+
+import polyhvd.numpy as hvd
+from polyhvd.data import ParquetLoader
+
+hvd.init()
+folder = Path(sys.argv[1]) / str(hvd.rank())
+loader = ParquetLoader(folder, batch_size=2, shuffle=False, streams=hvd.size(), prefetch_bytes=0)
+try:
+    for step, batch in enumerate(loader):
+        if (hvd.rank(), step) == (1, 1):
+            (folder / "x.parquet").write_bytes(b"")
+        hvd.allreduce(batch["x"].sum(), name="sum")
+    print("ended")
+except hvd.HorovodInternalError as error:
+    print(f"rank {hvd.rank()}: {type(error).__name__}: {error}", flush=True)
+    raise
+"""
+
+
+def test_error_of_reading_on_one_rank_is_raised_on_every_rank(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    for rank in range(3):
+        write_parquet({"x": np.arange(180)}, tmp_path / str(rank) / "x.parquet", rows_per_group=10)
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    python = fork_servers.python(3, IMPORTS["numpy"])
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", "3", *python, str(script), str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode != 0, said
+    assert "ended" not in ended.stdout
+    for rank in (0, 2):
+        (line,) = [line for line in ended.stdout.splitlines() if f"rank {rank}: PeerDepartedError: " in line]
+        assert "DataError: " in line
+        assert "1/x.parquet has changed since the loader was made" in line
+
+
+#: The functions of one rank fail in the second epoch, in the thread that reads ahead.
+FAILING = """
+import sys
+
+import polyhvd.numpy as hvd
+from polyhvd.data import ParquetLoader
+
+def transformed(batch):
+    if (sys.argv[2], hvd.rank(), loader.epoch) == ("transform", 1, 1):
+        raise KeyError("mine")
+    return batch
+
+def decoded(data):
+    if (sys.argv[2], hvd.rank(), loader.epoch) == ("decode", 1, 1):
+        raise KeyError("mine")
+    return int(data)
+
+hvd.init()
+loader = ParquetLoader(sys.argv[1], batch_size=2, transform=transformed, decode={"x": decoded})
+for epoch in range(3):
+    loader.set_epoch(epoch)
+    for batch in loader:
+        try:
+            hvd.allreduce(batch["x"].sum(), name="sum")
+        except hvd.HorovodInternalError as error:
+            print(f"rank {hvd.rank()}: {error}", flush=True)
+            raise
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(("where", "function"), [("transform", "transformed"), ("decode", "decoded")])
+def test_exception_of_a_user_s_function_on_one_rank_ends_all_with_it(
+    fork_servers: ForkServers, tmp_path: Path, where: str, function: str
+) -> None:
+    write_parquet({"x": [str(n).encode() for n in range(60)]}, tmp_path / "x.parquet", rows_per_group=5)
+    script = tmp_path / "job.py"
+    script.write_text(FAILING)
+    python = fork_servers.python(3, IMPORTS["numpy"])
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", "3", *python, str(script), str(tmp_path), where]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert ended.returncode != 0
+    assert "ended" not in ended.stdout
+    for rank in (0, 2):
+        assert (
+            f"rank {rank}: allreduce 'sum': rank 1 has failed: KeyError: 'mine' (job.py, line" in ended.stdout
+        )
+    assert f', in {function}\n[1]     raise KeyError("mine")' in ended.stderr
+
+
+#: In the second epoch a process is killed while it waits for its data.
+KILLED = """
+import os, signal, sys
+
+import numpy as np
+import polyhvd.numpy as hvd
+from polyhvd.data import ParquetLoader
+
+def hanging(batch):
+    if os.environ["POLYHVD_MEMBER"] == "1" and loader.epoch == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch
+
+def step(batch):
+    rows = np.zeros(60)
+    rows[batch.indices] = bool(batch.weight)
+    state.counts += hvd.allreduce(rows, op=hvd.Sum, name="rows")
+
+hvd.init()
+loader = ParquetLoader(sys.argv[1], batch_size=2, transform=hanging, prefetch_bytes=0)
+state = hvd.elastic.ArrayState(counts=np.zeros(60))
+hvd.elastic.train(step, state, loader, epochs=3)
+print(f"counts {set(state.counts.tolist())} of {hvd.size()}")
+"""
+
+
+def test_job_goes_on_without_a_rank_that_is_killed_while_it_waits_for_data(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    write_parquet({"x": np.arange(60)}, tmp_path / "x.parquet", rows_per_group=5)
+    script = tmp_path / "job.py"
+    script.write_text(KILLED)
+    python = fork_servers.python(3, IMPORTS["numpy"])
+    command = [sys.executable, "-m", "polyhvd.launch", "-np", "3", "--min-np", "2", *python, str(script)]
+    ended = subprocess.run(
+        [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE_S
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("counts {3.0} of 2") == 2, ended.stdout
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from polyhvd.data import ParquetLoader
+from polyhvd.data.files import ParquetFiles
+
+read = ParquetFiles.read
+
+def interrupt(self, group):
+    if sys.argv[2] == "reading" and group.number == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    return read(self, group)
+
+ParquetFiles.read = interrupt
+for batch in ParquetLoader(sys.argv[1], batch_size=2, prefetch_bytes=0, placement=lambda: (0, 1)):
+    if sys.argv[2] == "training":
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("when", ["reading", "training"])
+def test_interrupt_ends_the_program(tmp_path: Path, when: str) -> None:
+    write_parquet({"x": np.arange(200)}, tmp_path / "x.parquet", rows_per_group=10)
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), when]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert "Fatal" not in ended.stderr
+
+
+#: A thread of TensorFlow's reads on, by prefetch(), when the program ends.
+DATASET = """
+import os, signal, sys
+import tensorflow as tf
+from polyhvd.data import ParquetLoader
+from polyhvd.tensorflow.data import Batches
+
+reading = 0
+
+def interrupt(batch):
+    global reading
+    reading += 1
+    if sys.argv[2] == "interrupt" and reading == 20:
+        os.kill(os.getpid(), signal.SIGINT)
+    return batch
+
+place = lambda: (0, 1)
+loader = ParquetLoader(sys.argv[1], batch_size=2, prefetch_bytes=0, transform=interrupt, placement=place)
+data = Batches(loader, x="x", y="x").dataset().prefetch(4)
+iterator = iter(data)
+for _ in range(3 if sys.argv[2] == "end" else 80):
+    next(iterator)
+"""
+
+
+@pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("interrupt", -signal.SIGINT)])
+def test_program_ends_while_a_dataset_is_being_read(
+    fork_servers: ForkServers, tmp_path: Path, how: str, code: int
+) -> None:
+    write_parquet({"x": np.arange(200)}, tmp_path / "x.parquet", rows_per_group=10)
+    script = tmp_path / "program.py"
+    script.write_text(DATASET)
+    command = [*fork_servers.python(1, IMPORTS["tensorflow"]), str(script), str(tmp_path), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.splitlines()[-1:] == ([] if code == 0 else ["KeyboardInterrupt"])
