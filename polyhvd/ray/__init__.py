@@ -1,0 +1,19 @@
+"""Jobs on Ray: actors are the ranks. See docs/ray.md."""
+
+from __future__ import annotations
+
+import sys
+
+from polyhvd.installed import is_installed
+
+if not is_installed("ray"):
+    raise ModuleNotFoundError(
+        f"polyhvd.ray needs Ray, which is not installed for {sys.executable}; "
+        "install it with: pip install 'polyhvd[ray]'",
+        name="ray",
+    )
+
+from polyhvd.ray.executor import RayExecutor, RaySettings
+from polyhvd.ray.meeting import rendezvous
+
+__all__ = ["RayExecutor", "RaySettings", "rendezvous"]

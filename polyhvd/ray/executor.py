@@ -1,0 +1,400 @@
+"""``RayExecutor``: runs functions on actors of Ray that are the ranks of one job. See docs/ray.md."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayError, RayTaskError, UnserializableException
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from polyhvd.errors import HorovodInternalError
+from polyhvd.ray.meeting import by_node, join, locate
+from polyhvd.ray.worker import ExitedError, PolyhvdWorker
+
+__all__ = ["RayExecutor", "RaySettings"]
+
+#: Seconds in which the other ranks can end by themselves after one has failed, so that the cause is found.
+_GRACE_S = 3.0
+#: Seconds in which ranks can leave their world when the executor shuts down.
+_LEAVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What :meth:`RayExecutor.create_settings` makes.
+
+    Args:
+        timeout_s: seconds for all ranks to meet in ``init()``.
+        placement_group_timeout_s: seconds for Ray to start the workers.
+        nics: interface, network or address of all connections; several with commas.
+    """
+
+    timeout_s: float = 30.0
+    placement_group_timeout_s: float = 100.0
+    nics: str = ""
+
+
+class RayExecutor:
+    """Runs functions on actors of Ray that are the ranks of one job; the interface is Horovod's.
+
+    Ranks of one node are consecutive. When a rank fails, all workers end; :meth:`start` starts others.
+
+    Args:
+        settings: of :meth:`create_settings`; None: its defaults.
+        num_workers: number of ranks, on as few nodes as possible.
+        num_hosts: number of nodes, each with ``num_workers_per_host`` ranks, in place of ``num_workers``.
+        num_workers_per_host: with ``num_hosts``.
+        cpus_per_worker: CPUs that Ray reserves for each rank.
+        use_gpu: whether Ray reserves GPUs for each rank. A rank sees all GPUs of its job on its node, in
+            the order of local ranks.
+        gpus_per_worker: how many; None: one.
+        use_current_placement_group: in a placement group, such as that of a trial of Tune, start the ranks in
+            it, and make no other.
+
+    Raises:
+        ValueError: the numbers contradict each other, or one is not positive.
+
+    Example::
+
+        executor = RayExecutor(RayExecutor.create_settings(), num_workers=4)
+        executor.start()
+        results = executor.run(train, args=[0.01])
+        executor.shutdown()
+    """
+
+    def __init__(
+        self,
+        settings: RaySettings | None = None,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: float = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: float | None = None,
+        use_current_placement_group: bool = True,
+    ) -> None:
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError(
+                f"RayExecutor(num_workers={num_workers}, num_hosts={num_hosts}): give one of them"
+            )
+        if gpus_per_worker is not None and not use_gpu:
+            raise ValueError(f"RayExecutor(gpus_per_worker={gpus_per_worker}) needs use_gpu=True")
+        self._hosts, self._on_host = num_hosts, 1 if num_hosts is None else num_workers_per_host
+        self._size = num_workers if num_workers is not None else (num_hosts or 0) * num_workers_per_host
+        gpus = (1 if gpus_per_worker is None else gpus_per_worker) if use_gpu else 0
+        if (
+            self._size < 1
+            or self._on_host < 1
+            or min(cpus_per_worker, gpus) < 0
+            or not cpus_per_worker + gpus
+        ):
+            raise ValueError(
+                f"RayExecutor(): expected positive numbers; found {self._size} workers with "
+                f"{cpus_per_worker} CPUs and {gpus} GPUs each"
+            )
+        self._settings = settings or RaySettings()
+        resources = {"CPU": cpus_per_worker, "GPU": gpus}
+        self._resources = {name: amount for name, amount in resources.items() if amount}
+        self._use_current = use_current_placement_group
+        self._group: Any = None  # that was made for this executor
+        self._workers: list[Any] = []  # in rank order
+        self._ended = "it has not been started"
+        self._lock = threading.Lock()  # while the three above change: run_remote() watches from threads
+        self._submitting = threading.Lock()
+        self._starting = threading.Lock()  # until start() returns: the order of the workers is not final
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100,
+        nics: str | Sequence[str] | None = None,
+    ) -> RaySettings:
+        """Return the settings of an executor.
+
+        Args:
+            timeout_s: seconds for all ranks to meet in ``init()``.
+            ssh_identity_file: has no effect, and neither has ``ssh_str``: ranks need no ssh.
+            placement_group_timeout_s: seconds for Ray to start the workers.
+            nics: interface, network or address of all connections; several as a sequence.
+        """
+        interfaces = nics if isinstance(nics, str) else ",".join(nics or ())
+        return RaySettings(float(timeout_s), float(placement_group_timeout_s), interfaces)
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the workers, and make an object of ``executable_cls`` in each of them.
+
+        Args:
+            executable_cls: a class whose objects :meth:`execute` passes to its function.
+            executable_args: positional arguments of the class.
+            executable_kwargs: keyword arguments of the class.
+            extra_env_vars: environment variables of the ranks.
+
+        Raises:
+            TimeoutError: Ray cannot start the workers in time; the message has the resources.
+            RuntimeError: the executor is running, or another thread is starting it.
+            TypeError: the class and its arguments cannot be pickled.
+            Exception: what the class has raised on a rank, as of :meth:`run`.
+        """
+        settings = self._settings
+        variables = {"POLYHVD_START_TIMEOUT": f"{settings.timeout_s:g}", **(extra_env_vars or {})}
+        if settings.nics:
+            variables["POLYHVD_GLOO_IFACE"] = settings.nics
+        made = None
+        if executable_cls is not None:
+            call = (executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
+            made = _put("start", executable_cls, call)
+        deadline = time.monotonic() + settings.placement_group_timeout_s
+        if not self._starting.acquire(blocking=False):
+            raise RuntimeError("RayExecutor.start(): another thread is starting it")
+        try:
+            if self._workers:
+                raise RuntimeError("RayExecutor.start(): it is running; call shutdown() first")
+            self._ended = "start() has not returned"
+            try:
+                self._start_workers(deadline, variables)
+                if made is not None:
+                    self._collect([worker.construct.remote(made) for worker in self._workers])
+            except BaseException:
+                self._end("start() has failed")
+                raise
+        finally:
+            self._starting.release()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
+
+        Arrays in the results may be read-only, since they lie in Ray's object store.
+
+        Raises:
+            Exception: that of the rank that failed first; its ``__cause__`` is a RuntimeError with the rank
+                and its traceback. The workers have ended.
+            RuntimeError: a rank was killed, has called ``sys.exit()``, or failed with an exception that
+                cannot be pickled; or the executor is not running.
+            TypeError: ``fn`` and its arguments cannot be pickled; nothing was run.
+            KeyboardInterrupt: Ctrl-C. The workers have ended.
+        """
+        return self._collect(self._called("run", fn, args, kwargs))
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Do what :meth:`run` does without waiting; return references to the results for ``ray.get()``.
+
+        That raises Ray's own errors, which are of the class of the exception as well. The workers end after a
+        failure as with :meth:`run`.
+        """
+        calls = self._called("run_remote", fn, args, kwargs)
+        workers = self._workers
+
+        def watch() -> None:
+            with contextlib.suppress(Exception):  # for the caller's ray.get() to raise
+                self._collect(calls, workers)
+
+        threading.Thread(target=watch, name="polyhvd-ray-watch", daemon=True).start()
+        return calls
+
+    def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Call ``fn(executable)`` on every rank with the object that :meth:`start` has made there.
+
+        Raises what :meth:`run` does, and returns what it does.
+        """
+        workers = self._running("execute")
+        function = _put("execute", fn, fn)
+        return self._collect(self._submit(workers, "execute", function))
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call ``fn(executable)`` on rank 0 only, and return its result; raises what :meth:`run` does."""
+        worker = self._running("execute_single")[0]
+        return self._collect([worker.execute.remote(_put("execute_single", fn, fn))])[0]
+
+    def shutdown(self) -> None:
+        """End the workers, and give Ray their resources back; :meth:`start` may follow."""
+        with contextlib.suppress(Exception):
+            ray.wait(
+                [worker.leave.remote() for worker in self._workers],
+                num_returns=len(self._workers),
+                timeout=_LEAVE_S,
+            )
+        self._end("shutdown() has been called")
+
+    def _called(
+        self, name: str, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> list[Any]:
+        workers = self._running(name)
+        call = _put(name, fn, (fn, tuple(args or ()), dict(kwargs or {})))
+        return self._submit(workers, "run", call)
+
+    def _submit(self, workers: list[Any], method: str, argument: Any) -> list[Any]:
+        """Call a method of all workers; calls of several threads reach all of them in the same order."""
+        with self._submitting:
+            return [getattr(worker, method).remote(argument) for worker in workers]
+
+    def _running(self, name: str) -> list[Any]:
+        workers = self._workers
+        if not workers or self._starting.locked():
+            raise RuntimeError(
+                f"RayExecutor.{name}(): no workers are running: {self._ended}. Call start() first"
+            )
+        return workers
+
+    def _start_workers(self, deadline: float, variables: Mapping[str, str]) -> None:
+        """Start the actors, and make them ranks, before ``deadline`` by ``time.monotonic()``."""
+        group, bundles = self._place(deadline)
+        actor = ray.remote(PolyhvdWorker)
+        cpus, gpus = self._resources.get("CPU", 0), self._resources.get("GPU", 0)
+        actors = [
+            actor.options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            ).remote()
+            for bundle in bundles
+        ]
+        self._workers = actors
+
+        def submit(number: int, function: Callable[..., Any], /, *arguments: Any) -> Any:
+            return self._workers[number].call.remote(function, *arguments)
+
+        try:
+            found = locate(submit, len(actors), deadline)
+        except TimeoutError:
+            raise TimeoutError(self._not_started()) from None
+        order = by_node(found)
+        self._workers = [actors[number] for number in order]
+        join(
+            submit,
+            [found[number] for number in order],
+            time.monotonic() + self._settings.placement_group_timeout_s,
+            variables,
+        )
+
+    def _place(self, deadline: float) -> tuple[Any, list[int]]:
+        """A placement group, and for each worker a bundle of it; -1: any."""
+        current = ray.util.get_current_placement_group() if self._use_current else None
+        if current is not None:
+            return current, [-1] * self._size
+        bundle = {name: amount * self._on_host for name, amount in self._resources.items()}
+        bundles = [bundle] * (self._size // self._on_host)
+        self._group = placement_group(bundles, strategy="PACK" if self._hosts is None else "STRICT_SPREAD")
+        if not self._group.wait(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(self._not_started())
+        return self._group, [number for number in range(len(bundles)) for _ in range(self._on_host)]
+
+    def _not_started(self) -> str:
+        """The message for workers that Ray has not started in time."""
+        asked = f"{self._size} workers with {_shown(self._resources)} each"
+        if self._hosts is not None:
+            asked += f", {self._on_host} on each of {self._hosts} nodes"
+        nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+        return (
+            f"RayExecutor.start(): Ray has not started {asked}, within "
+            f"{self._settings.placement_group_timeout_s:g} s. Free in the cluster: "
+            f"{_shown(ray.available_resources())}; its nodes have: {', '.join(nodes)}. Ask for fewer "
+            "workers, add nodes, or raise placement_group_timeout_s"
+        )
+
+    def _collect(self, calls: list[Any], workers: list[Any] | None = None) -> list[Any]:
+        """The results in rank order; after a failure the workers of the calls end."""
+        workers = self._workers if workers is None else workers
+        pending = {call: rank for rank, call in enumerate(calls)}
+        results: list[Any] = [None] * len(calls)
+        failures: dict[int, Exception] = {}
+        deadline = 0.0
+        try:
+            while pending:
+                left_s = max(0.0, deadline - time.monotonic()) if failures else None
+                ready, _ = ray.wait(list(pending), timeout=left_s)
+                if not ready:
+                    break
+                rank = pending.pop(ready[0])
+                try:
+                    results[rank] = ray.get(ready[0])
+                except RayError as error:
+                    failures[rank] = error
+                    deadline = deadline or time.monotonic() + _GRACE_S
+        except BaseException:
+            self._end("the last call was interrupted", workers)
+            raise
+        if failures:
+            rank = min(failures, key=lambda rank: _precedence(failures[rank]))
+            self._end(f"rank {rank} has failed", workers)
+            _raise(rank, failures[rank])
+        return results
+
+    def _end(self, why: str, only: list[Any] | None = None) -> None:
+        """Kill the workers, or these only, and give their resources back."""
+        with self._lock:
+            if only is not None and self._workers is not only:
+                return
+            workers, self._workers = self._workers, []
+            group, self._group = self._group, None
+            if workers or group is not None:
+                self._ended = why
+        for worker in workers:
+            ray.kill(worker)
+        if group is not None:
+            remove_placement_group(group)
+
+
+def _put(name: str, function: Callable[..., Any], call: object) -> Any:
+    """A reference to a call, which Ray sends to each node once."""
+    try:
+        return ray.put(call)
+    except Exception as error:
+        called = getattr(function, "__qualname__", function)
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise TypeError(
+            f"RayExecutor.{name}(): {called} and its arguments cannot be sent to the ranks: {reason}"
+        ) from error
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return (
+        " and ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU") if name in resources)
+        or "none"
+    )
+
+
+def _precedence(error: Exception) -> int:
+    """0 for what may have led to the other failures: the death of a rank, and then its exceptions."""
+    if not isinstance(error, (RayTaskError, UnserializableException)):
+        return 0
+    return 2 if isinstance(getattr(error, "cause", None), HorovodInternalError) else 1
+
+
+def _raise(rank: int, error: Exception) -> NoReturn:
+    """Raise the exception of a rank."""
+    if isinstance(error, UnserializableException):
+        raise RuntimeError(f"rank {rank} has failed; {error}") from error
+    if not isinstance(error, RayTaskError):
+        raise RuntimeError(f"rank {rank} has ended: {error}") from error
+    if isinstance(error.cause, ExitedError):
+        raise RuntimeError(f"rank {rank} has {error.cause}") from None
+    failure = RuntimeError(f"rank {rank} has failed:\n{error}")
+    if isinstance(error.cause, Exception) and not isinstance(error.cause, RayError):
+        raise error.cause from failure
+    raise failure from error

@@ -1,0 +1,32 @@
+"""One cluster of Ray for all tests of this folder, with two nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from polyhvd.installed import is_installed
+
+collect_ignore_glob = [] if is_installed("ray") else ["test_*.py"]
+
+#: A busy machine takes long to start Ray.
+SETTINGS = {"RAY_raylet_start_wait_time_s": "120", "RAY_agent_register_timeout_ms": "120000"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cluster() -> Iterator[str]:
+    """The address of a cluster to which this process is connected: two nodes with 6 CPUs, one with 2 GPUs."""
+    os.environ.update(SETTINGS)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 2})
+    try:
+        made.add_node(num_cpus=6, num_gpus=0)
+        ray.init(address=made.address, log_to_driver=False)
+        yield made.address
+        ray.shutdown()
+    finally:
+        made.shutdown()
