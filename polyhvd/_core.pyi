@@ -1,6 +1,6 @@
 """What the extension module offers to polyhvd's Python code. Adapters use it, users do not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -20,6 +20,9 @@ ERRORS: Final[tuple[tuple[int, str, bool, bool], ...]]
 
 def begin_end_of_program() -> None:
     """Only this thread goes on from now: others that wait in failing operations are held up for 10 s."""
+
+def watch_system_exits(watch: Callable[[object], None]) -> None:
+    """Call `watch` with the code of each SystemExit that is made from now on; only the first call counts."""
 
 def crc32c(bytes: Any) -> int:
     """The CRC-32C of a dense buffer."""
@@ -166,8 +169,8 @@ class Mailbox:
         """`signal` makes the process write its stacks to `descriptor` without the lock; 0: cannot."""
     def wait(self) -> bool:
         """Block until there is something to take; False once closed and empty."""
-    def take_line(self) -> str | None:
-        """A line to be logged, if one is left."""
+    def take_line(self) -> tuple[str, bool] | None:
+        """A line to be logged, and whether it is for debugging (else a warning), if one is left."""
     def take_sample(self) -> StepSample | None:
         """The latest sample of the speed that was not taken."""
     def take_question(self) -> bool:
@@ -249,6 +252,8 @@ class Engine:
         """Raise InvalidArgumentError when one runs already, or the file cannot be made."""
     def stop_timeline(self) -> bool:
         """Return when the file is whole; False when there was none."""
+    def add_data_wait(self, begin_ns: int, end_ns: int) -> None:
+        """Show in the timeline, if one runs, that the program has waited for data; of ``monotonic_ns()``."""
     def hand_over_timeline(self) -> TimelineFile | None:
         """Stop the timeline, whose file stays open for the next engine; None: there was none."""
     def take_over_timeline(self, file: TimelineFile) -> None:
@@ -272,7 +277,8 @@ class Engine:
     has_lost_results: bool
     #: Devices have done all that operations have begun. Raises when a device has failed.
     are_devices_done: bool
-    def shutdown(self) -> None: ...
+    def shutdown(self, words: str = "") -> None:
+        """Leave in good order. `words`: how this rank's program ends, for the others."""
     def abort(self, reason: str) -> None: ...
     def abandon(self) -> None:
         """In a forked child: close the descriptors and say nothing to anybody."""

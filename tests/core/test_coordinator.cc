@@ -44,7 +44,9 @@ class Desk {
 
   void request(const Request& request) { add({.requests = {request}}, {request.rank}); }
   void hit(int rank, CacheId id) { add({.hits = {{rank, id}}}, {rank}); }
-  void depart(int rank) { add({.departures = {rank}}, {rank}); }
+  void depart(int rank, const std::string& words = {}) {
+    add({.departures = {{rank, words}}}, {rank});
+  }
   void subtree_hit(std::vector<int> ranks, CacheId id) { add({.subtree_hits = {id}}, ranks); }
   void subtree_request(std::vector<int> ranks, const Request& request) {
     add({.subtree_requests = {request}}, ranks);
@@ -597,6 +599,41 @@ TEST_CASE("sets without the departed rank go on, and both of two departed are na
       "allreduce 'x' needs ranks 2, 3, which have shut down: they finished "));
 }
 
+TEST_CASE("last words of a departed rank are the reason for whatever needs it, now and later") {
+  Desk desk(3);
+  const CacheId hit = desk.agree(allreduce(0, "hit"));
+  desk.hit(0, hit);
+  desk.request(allreduce(1, "asked"));
+  desk.depart(2, "has failed: ValueError: bad row");
+  desk.hit(1, hit);
+  desk.request(allreduce(0, "later"));
+  const Decision decision = desk.take();
+  REQUIRE(decision.refusals.size() == 4);
+  for (const Refusal& refusal : decision.refusals) {
+    CHECK(refusal.error.code == ErrorCode::kPeerDeparted);
+    CHECK(refusal.error.message ==
+          "allreduce '" + refusal.name + "': rank 2 has failed: ValueError: bad row");
+    CHECK(refusal.cause == Departure{2, "has failed: ValueError: bad row"});
+  }
+}
+
+TEST_CASE("of several departed ranks of a set the first that has last words is the reason") {
+  Desk desk(4);
+  Request pair = allreduce(0, "x");
+  pair.process_set = desk.sets.add({0, 1});
+  desk.depart(1);
+  desk.depart(3, "has failed: ValueError: bad row");
+  desk.depart(2, "has failed: KeyError: 'x'");
+  desk.request(allreduce(0, "x"));
+  CHECK(desk.take().refusals.at(0).error.message ==
+        "allreduce 'x': rank 3 has failed: ValueError: bad row");
+  desk.request(pair);
+  const Decision decision = desk.take();
+  CHECK(decision.refusals.at(0).error.message.starts_with(
+      "allreduce 'x' needs rank 1, which has shut down"));
+  CHECK(decision.refusals.at(0).cause == Departure{});
+}
+
 TEST_CASE("a departure in the middle of a renegotiation leaves no trace of it") {
   Desk desk(3, {.cache_capacity = 1, .fusion = {}});
   const CacheId id = desk.agree(allreduce(0));
@@ -967,7 +1004,7 @@ class World {
   void depart(Node& node) {
     node.departed = true;
     departed_ = node.rank;
-    node.own.departures.push_back(node.rank);
+    node.own.departures.push_back({node.rank});
     for (const auto& [key, rounds] : epochs_[0].program) {
       if (sets_.position(key.first, node.rank)) {
         pending_results_ -= rounds.size() - node.next_round[key];

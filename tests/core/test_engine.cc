@@ -479,6 +479,93 @@ TEST_CASE("a rank that leaves with an operation pending fails it on all, as one 
   }
 }
 
+TEST_CASE("the last words of a rank that leaves are the reason for whoever needs it") {
+  for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0, 1}, {2, 3}}, Layout{{0}, {1}, {2}}}) {
+    const int size = static_cast<int>(layout.back().back()) + 1;
+    for (int leaver = 0; leaver < size; ++leaver) {
+      for (const bool is_pending : {false, true}) {
+        CAPTURE(text_of(layout));
+        CAPTURE(leaver);
+        CAPTURE(is_pending);
+        ThreadWorld world(layout);
+        std::atomic<int> met{0};
+        std::atomic<int> told{0};
+        const std::string reason =
+            "rank " + std::to_string(leaver) + " has failed: ValueError: bad row";
+        world.run([&](int rank, Engine& engine) {
+          std::vector<float> v(10, 1);
+          engine.wait(engine.submit(allreduce("x", v)));
+          ++met;
+          while (met < size) std::this_thread::yield();
+          OperationPtr pending;
+          if (rank == leaver) {
+            if (is_pending) pending = engine.submit(allreduce("y", v));
+            engine.shutdown("has failed: ValueError: bad row");
+            return;
+          }
+          for (int again = 0; again < 2; ++again) {  // waiting, and when it is known
+            try {
+              engine.wait(engine.submit(allreduce("x", v)));
+            } catch (const Failure& failure) {
+              CHECK(failure.error().code == ErrorCode::kPeerDeparted);
+              const bool has_reason = failure.error().message.ends_with(reason);
+              if (!has_reason) MESSAGE(failure.error().message);
+              told += has_reason;
+            }
+          }
+        });
+        CHECK(told == 2 * (size - 1));
+        world.shutdown();
+      }
+    }
+  }
+}
+
+TEST_CASE(
+    "a coordinating rank that leaves because another has failed says why, not that it has ended") {
+  ThreadWorld world(Layout{{0, 1, 2}});
+  std::atomic<bool> gone{false};
+  world.run([&](int rank, Engine& engine) {
+    std::vector<float> v(10, 1);
+    engine.wait(engine.submit(allreduce("x", v)));
+    if (rank == 1) engine.shutdown("has failed: ValueError: bad row");
+    if (rank == 2) {
+      while (!gone) std::this_thread::yield();
+    }
+    if (rank == 1) return;
+    try {
+      engine.wait(engine.submit(allreduce("x", v)));
+      CHECK(false);
+    } catch (const Failure& failure) {
+      CHECK(failure.error().message == "allreduce 'x': rank 1 has failed: ValueError: bad row");
+    }
+    if (rank == 0) {
+      engine.shutdown();
+      gone = true;
+    }
+  });
+  world.shutdown();
+}
+
+TEST_CASE("last words are cut where they are too long") {
+  ThreadWorld world(Layout{{0, 1}});
+  world.run([&](int rank, Engine& engine) {
+    std::vector<float> v(10, 1);
+    if (rank == 1) {
+      engine.shutdown(std::string(2 * kLastWordsBytesMax, 'x'));
+      return;
+    }
+    try {
+      engine.wait(engine.submit(allreduce("x", v)));
+      CHECK(false);
+    } catch (const Failure& failure) {
+      CHECK(failure.error().message ==
+            "allreduce 'x': rank 1 " + std::string(kLastWordsBytesMax, 'x'));
+    }
+  });
+  world.shutdown();
+}
+
 TEST_CASE("when one rank aborts, every pending operation of every rank fails with the reason") {
   for (const Layout& layout : {Layout{{0, 1, 2}}, Layout{{0, 1}, {2, 3}}, Layout{{0}, {1}, {2}}}) {
     ThreadWorld world(layout);
@@ -523,10 +610,11 @@ TEST_CASE("submissions of one name queue up when they are allowed to") {
 
 TEST_CASE("a rank that has joined stands in for a name of which it still executes its own") {
   ThreadWorld world(Layout{{0}, {1}});
-  std::atomic<bool> rank_1_has_joined{false}, rank_0_is_done{false};
-  const auto wait_for = [](const std::atomic<bool>& flag) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (!flag && std::chrono::steady_clock::now() < deadline) sched_yield();
+  std::atomic<bool> rank_0_is_done{false};
+  const auto wait_for_rank_0 = [&] {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+    while (!rank_0_is_done && std::chrono::steady_clock::now() < deadline) sched_yield();
+    CHECK(rank_0_is_done.load());
   };
   const auto broadcast = [](std::vector<float>& tensor) {
     Submission s = allreduce("b", tensor);
@@ -545,14 +633,13 @@ TEST_CASE("a rank that has joined stands in for a name of which it still execute
     Submission gate = without_tensors(OpKind::kBarrier, "gate");
     if (rank == 1) {
       // Its driver is held up, so that it hears of all that rank 0 does at once.
-      gate.done = [&](const Error*) { wait_for(rank_0_is_done); };
+      gate.done = [&](const Error*) { wait_for_rank_0(); };
       engine.submit(broadcast(received));
       engine.submit(std::move(gate));
-      const auto join = engine.submit(without_tensors(OpKind::kJoin, "join"));
-      rank_1_has_joined = true;
-      return engine.wait(join);
+      return engine.wait(engine.submit(without_tensors(OpKind::kJoin, "join")));
     }
-    wait_for(rank_1_has_joined);
+    // Only once rank 1 has joined, which it could not do in the gate.
+    engine.wait(engine.submit(without_tensors(OpKind::kBarrier, "after the join")));
     engine.wait(engine.submit(std::move(gate)));
     for (const float round : {1.0f, 2.0f, 3.0f}) {
       std::vector<float> sent(100, round);
@@ -599,7 +686,7 @@ TEST_CASE("a stall is reported with what each absent rank has done last, over an
       engine.wait(engine.submit(allreduce("before", v)));
       if (rank == world.size() - 1) {
         std::unique_lock lock(mutex);
-        told.wait_for(lock, std::chrono::seconds(30), [&] { return !report.empty(); });
+        told.wait_for(lock, std::chrono::minutes(2), [&] { return !report.empty(); });
       }
       engine.wait(engine.submit(allreduce("late", v)));
     });

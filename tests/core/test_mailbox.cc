@@ -14,9 +14,9 @@ TEST_CASE("lines come out in order, the last ones after close") {
   mailbox.log("b");
   mailbox.close();
   CHECK(mailbox.wait());
-  CHECK(mailbox.take_line() == "a");
+  CHECK(mailbox.take_line()->text == "a");
   CHECK(mailbox.wait());
-  CHECK(mailbox.take_line() == "b");
+  CHECK(mailbox.take_line()->text == "b");
   CHECK(!mailbox.wait());
   CHECK(!mailbox.take_line());
 }

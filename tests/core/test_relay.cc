@@ -27,7 +27,9 @@ class Node {
   void subtree_hit(const std::vector<int>& ranks, CacheId id) {
     add({.subtree_hits = {id}}, ranks);
   }
-  void depart(int rank) { add({.departures = {rank}}, {rank}); }
+  void depart(int rank, const std::string& words = {}) {
+    add({.departures = {{rank, words}}}, {rank});
+  }
   void request(int rank, ProcessSetId process_set, const char* name, int priority = 0,
                OpKind kind = OpKind::kAllreduce) {
     Request request;
@@ -95,10 +97,10 @@ TEST_CASE("a child's subtree hit speaks for its members of the set alone") {
   CHECK(node.take().subtree_hits == std::vector<CacheId>{2});
 }
 
-TEST_CASE("a departure goes up at once") {
+TEST_CASE("a departure goes up at once, with its last words") {
   Node node;
-  node.depart(2);
-  CHECK(node.take().departures == std::vector<std::int32_t>{2});
+  node.depart(2, "ValueError: bad row");
+  CHECK(node.take().departures == std::vector<Departure>{{2, "ValueError: bad row"}});
 }
 
 std::vector<int> ranks_of(const std::vector<Request>& requests) {

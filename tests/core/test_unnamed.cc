@@ -158,7 +158,7 @@ TEST_CASE("a rank that has joined or left counts for unnamed calls, too") {
   desk.request(unnamed(0, 1, {}, OpKind::kJoin));
   CHECK(desk.take().batches.size() == 1);
   desk.hit(0, id, 4);
-  desk.add({.departures = {1}}, {1});
+  desk.add({.departures = {{1}}}, {1});
   desk.hit(0, id, 5);
   decision = desk.take();
   REQUIRE(decision.refusals.size() == 2);

@@ -40,7 +40,7 @@ Report sample_report() {
   report.hits = {{0, 5}, {2147483647, 6}};
   report.subtree_requests = {Request{}, sample_request()};
   report.requests = {sample_request(), Request{}};
-  report.departures = {4, 0};
+  report.departures = {{4}, {0, "ValueError: bad row (train.py, line 31)"}};
   report.subtree_turns = {{0, 7, 1}, {0, 8, Turn{1} << 40}};
   report.turns = {{2, 7, 3}};
   return report;
@@ -58,7 +58,7 @@ Decision sample_decision() {
   decision.definitions = {definition, Definition{}};
   decision.resends = {{1, 8}, {2, 8, 40}};
   decision.refusals = {{2, "x", {ErrorCode::kRankMismatch, "Mismatched data types: ..."}},
-                       {1, "y", {ErrorCode::kPeerDeparted, ""}, OpKind::kBarrier, 6}};
+                       {1, "y", {ErrorCode::kPeerDeparted, ""}, OpKind::kBarrier, 6, {3, "E: x"}}};
   decision.batches = {{{9, 4, 2}, {0, 5, 6}}, {{7}}};
   decision.evictions = {3, 1};
   return decision;
@@ -164,6 +164,8 @@ TEST_CASE("a decision comes back as it was") {
   REQUIRE(after.refusals.size() == 2);
   CHECK(after.refusals[1].kind == OpKind::kBarrier);
   CHECK(after.refusals[1].turn == 6);
+  CHECK(after.refusals[0].cause == Departure{});
+  CHECK(after.refusals[1].cause == Departure{3, "E: x"});
   CHECK(after.refusals[0].process_set == 2);
   CHECK(after.refusals[0].name == "x");
   CHECK(after.refusals[0].error.code == ErrorCode::kRankMismatch);
@@ -211,6 +213,32 @@ TEST_CASE("inquiries and answers beyond their bounds are refused") {
   CHECK(mentions(decoding_error(neither), "conclusive"));
 }
 
+std::string farewell(const Departure& departure) {
+  std::string out;
+  encode_farewell(departure, out);
+  return out;
+}
+
+TEST_CASE("a farewell comes back as it was") {
+  for (const Departure& departure : {Departure{7, ""}, Departure{0, "ValueError: bad row"}}) {
+    CHECK(decode_farewell(farewell(departure)) == departure);
+  }
+}
+
+TEST_CASE("last words beyond their bound are refused") {
+  for (const bool is_longer : {false, true}) {
+    const Departure departure{1, std::string(kLastWordsBytesMax + is_longer, 'x')};
+    Report report;
+    report.departures = {departure};
+    Decision decision;
+    decision.refusals = {
+        {0, "x", {ErrorCode::kPeerDeparted, ""}, OpKind::kAllreduce, 0, departure}};
+    for (const std::string& payload : {encoded(report), encoded(decision), farewell(departure)}) {
+      CHECK(mentions(decoding_error(payload), "too long") == is_longer);
+    }
+  }
+}
+
 TEST_CASE("encoding appends") {
   std::string out = "before";
   encode(Report{}, out);
@@ -239,7 +267,7 @@ TEST_CASE("an empty payload, an unknown type and a message of another type are r
 
 TEST_CASE("every shorter payload and any longer one is refused") {
   for (const std::string& whole : {encoded(sample_report()), encoded(sample_decision()),
-                                   encoded(Error{ErrorCode::kTimeout, "t"}),
+                                   encoded(Error{ErrorCode::kTimeout, "t"}), farewell({1, "t"}),
                                    encoded(Inquiry{1, {2, 3}}), encoded(Answer{1, 2, true, "t"})}) {
     CHECK(decoding_error(whole) == "");
     for (std::size_t length = 1; length < whole.size(); ++length) {
@@ -250,7 +278,7 @@ TEST_CASE("every shorter payload and any longer one is refused") {
 }
 
 TEST_CASE("a length that the payload cannot hold costs no memory") {
-  for (std::size_t field = 0; field < 4; ++field) {
+  for (std::size_t field = 0; field < 6; ++field) {
     std::string payload = encoded(Report{});
     std::memset(payload.data() + 2 + 4 * field, 0xff, 4);
     CHECK(mentions(decoding_error(payload), "at byte"));
@@ -299,7 +327,7 @@ TEST_CASE("negative ranks in hits, departures and resends are refused") {
   report.hits = {{-1, 1}};
   CHECK(mentions(decoding_error(encoded(report)), "negative rank"));
   report = {};
-  report.departures = {-1};
+  report.departures = {{-1}};
   CHECK(mentions(decoding_error(encoded(report)), "negative rank"));
   Decision decision;
   decision.resends = {{-1, 1}};

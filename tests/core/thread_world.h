@@ -111,7 +111,7 @@ class ThreadWorld {
     }
     EngineOptions options;
     options.crowded = true;  // ranks are threads: more of them than cores
-    options.data_timeout = std::chrono::seconds(60);
+    options.stalls.patience = options.data_timeout;
     if (adjust) adjust(options);
     for (Connections& w : all_connections) engines_.push_back(make_engine(std::move(w), options));
   }
@@ -150,23 +150,28 @@ class ThreadWorld {
   ThreadWorld(const ThreadWorld&) = delete;
   ThreadWorld& operator=(const ThreadWorld&) = delete;
 
-  // Runs `body(rank, engine)` on a thread per rank; rethrows the first exception.
+  // Runs `body(rank, engine)` on a thread per rank; throws what any of them have thrown.
   void run(const std::function<void(int, Engine&)>& body) {
     std::vector<std::thread> threads;
     std::mutex mutex;
-    std::exception_ptr first;
+    std::string errors;
+    std::exception_ptr other;  // doctest's, after a REQUIRE
     for (int r = 0; r < size_; ++r) {
       threads.emplace_back([&, r] {
         try {
           body(r, engine(r));
+        } catch (const std::exception& error) {
+          std::lock_guard lock(mutex);
+          errors += "\n  rank " + std::to_string(r) + ": " + error.what();
         } catch (...) {
           std::lock_guard lock(mutex);
-          if (!first) first = std::current_exception();
+          other = std::current_exception();
         }
       });
     }
     for (std::thread& thread : threads) thread.join();
-    if (first) std::rethrow_exception(first);
+    if (other) std::rethrow_exception(other);
+    if (!errors.empty()) throw std::runtime_error(errors);
   }
 
   // All ranks leave, each on its own thread, as processes would.

@@ -85,7 +85,7 @@ std::vector<std::pair<std::string, std::string>> seed_payloads() {
   Report report;
   report.subtree_hits = {1, 2, 3};
   report.hits = {{0, 5}, {3, 6}};
-  report.departures = {4};
+  report.departures = {{4, "ValueError: bad row (train.py, line 31)"}};
   report.answers = {{2, 9}, {1, 9, 3}};
   report.subtree_turns = {{0, 4, 17}, {0, 4, 18}};
   report.turns = {{2, 4, 19}};
@@ -101,7 +101,7 @@ std::vector<std::pair<std::string, std::string>> seed_payloads() {
   seeds.emplace_back("decision-batches", encoded(decision));
   seeds.emplace_back("abort", encoded(Error{ErrorCode::kPeerLost, "rank 2 died"}));
   std::string farewell;
-  encode_farewell({ErrorCode::kPeerDeparted, "rank 0 has shut down"}, farewell);
+  encode_farewell({0, "ValueError: bad row (train.py, line 31)"}, farewell);
   seeds.emplace_back("farewell", farewell);
   seeds.emplace_back("inquiry", encoded(Inquiry{7, {0, 1, 3}}));
   seeds.emplace_back("answer", encoded(Answer{7, 3, true, "alive, in load (train.py:88)\n  at"}));

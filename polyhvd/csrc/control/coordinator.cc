@@ -36,7 +36,7 @@ void Coordinator::add(const Report& report, const Subtree& from, Time now) {
   for (const Report::TurnHit& hit : report.turns) add_turn(hit, now);
   for (const Request& request : report.subtree_requests) add_subtree_request(request, from, now);
   for (const Request& request : report.requests) add_request(request, now);
-  for (const int rank : report.departures) add_departure(rank);
+  for (const Departure& departure : report.departures) add_departure(departure);
   for (const Resend& answer : report.answers) add_answer(answer.rank);
 }
 
@@ -207,11 +207,13 @@ void Coordinator::add_answer(int rank) {
   if (joined_.contains(rank)) complete_without_joined();
 }
 
-void Coordinator::add_departure(int rank) {
+void Coordinator::add_departure(const Departure& departure) {
+  const int rank = departure.rank;
   if (rank < 0 || rank >= sets_.world_size()) {
     fail_protocol({"departure of rank ", std::to_string(rank), ", which is not in the world"});
   }
   if (!departed_.insert(rank).second) return;
+  if (!departure.words.empty()) failed_.push_back(departure);
   for (auto at = pending_.begin(); at != pending_.end();) {
     const auto& [key, negotiation] = *at;
     if (!sets_.position(key.first, rank)) {

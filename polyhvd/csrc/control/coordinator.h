@@ -121,7 +121,7 @@ class Coordinator {
   void add_side(CacheId id, Known& known, int position, Time now);
   void add_request(Request request, Time now);
   void add_subtree_request(const Request& request, const Subtree& from, Time now);
-  void add_departure(int rank);
+  void add_departure(const Departure& departure);
   void ask_again(int rank, CacheId id, Turn turn = 0);
   void add_answer(int rank);
 
@@ -170,6 +170,7 @@ class Coordinator {
   Rounds rounds_;
   std::vector<Rounds::node_type> spare_rounds_;  // so that the steady state allocates nothing
   std::set<int> departed_;
+  std::vector<Departure> failed_;  // those of departed_ that have last words, the first first
   std::set<int> joined_;
   // Resends that a rank has not answered: it is ready for more than is known here, so
   // that a join of it does not count yet.

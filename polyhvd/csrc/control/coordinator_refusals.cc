@@ -53,16 +53,25 @@ RunCount Coordinator::runs_of(const TurnKey& key, const std::string& name) const
 
 void Coordinator::refuse_departed(const TurnKey& key, const std::string& name,
                                   const std::vector<int>& waiting) {
+  Refusal& refusal = next_.refusals.emplace_back();
+  refusal.process_set = key.process_set;
+  refusal.name = name;
+  refusal.kind = key.kind;
+  refusal.turn = key.turn;
+  refusal.error.code = ErrorCode::kPeerDeparted;
+  const auto failed = std::ranges::find_if(failed_, [&](const Departure& departure) {
+    return sets_.position(key.process_set, departure.rank).has_value();
+  });
+  if (failed != failed_.end()) {
+    refusal.cause = *failed;
+    refusal.error.message = concat({subject(key.kind, name), ": ", text_of_failed(*failed)});
+    return;
+  }
   std::vector<int> gone;
   for (const int rank : departed_) {
     if (sets_.position(key.process_set, rank)) gone.push_back(rank);
   }
-  next_.refusals.push_back({key.process_set,
-                            name,
-                            {ErrorCode::kPeerDeparted,
-                             text_of_departed(key.kind, name, runs_of(key, name), gone, waiting)},
-                            key.kind,
-                            key.turn});
+  refusal.error.message = text_of_departed(key.kind, name, runs_of(key, name), gone, waiting);
 }
 
 std::vector<Stalled> Coordinator::stalled(Time now, std::chrono::duration<double> at_least) const {

@@ -28,7 +28,7 @@ void Relay::add(const Report& report, const Subtree& from, const ResponseCache& 
     add_subtree_request(request, from.members(request.process_set), cache, now);
   }
   for (const Request& request : report.requests) add_request(request, cache, now);
-  for (const int rank : report.departures) add_departure(rank);
+  for (const Departure& departure : report.departures) add_departure(departure);
   next_.answers.insert(next_.answers.end(), report.answers.begin(), report.answers.end());
 }
 
@@ -176,10 +176,10 @@ void Relay::pass_on_request(const Request& request, const ResponseCache& cache) 
   if (partial.seen.count() == partial.expected) end_round(partial);
 }
 
-void Relay::add_departure(int rank) {
-  next_.departures.push_back(rank);
+void Relay::add_departure(const Departure& departure) {
+  next_.departures.push_back(departure);
   for (const ProcessSetId set : sets_.ids()) {
-    if (sets_.position(set, rank)) doom(set);
+    if (sets_.position(set, departure.rank)) doom(set);
   }
 }
 

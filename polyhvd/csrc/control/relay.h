@@ -90,7 +90,7 @@ class Relay {
                            const ResponseCache& cache, Time now);
   void add_request(const Request& request, const ResponseCache& cache, Time now);
   void pass_on_request(const Request& request, const ResponseCache& cache);
-  void add_departure(int rank);
+  void add_departure(const Departure& departure);
   void begin_join();
   bool is_passed_through(const Agreement* agreement) const;
 

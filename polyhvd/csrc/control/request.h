@@ -116,6 +116,15 @@ struct Batch {
   Turn turn(std::size_t i) const noexcept { return turns.empty() ? 0 : turns[i]; }
 };
 
+// A rank that leaves in good order. If its program has failed, its last words:
+// "has failed: ValueError: bad row (train.py, line 31)".
+struct Departure {
+  std::int32_t rank = 0;
+  std::string words{};
+  friend bool operator==(const Departure&, const Departure&) = default;
+};
+inline constexpr std::size_t kLastWordsBytesMax = 512;
+
 // A named operation that failed on all members of its process set.
 struct Refusal {
   ProcessSetId process_set = kWorld;
@@ -123,6 +132,7 @@ struct Refusal {
   Error error;
   OpKind kind = OpKind::kAllreduce;  // of a call without a name, and which it is
   Turn turn = 0;
+  Departure cause{};  // of a kPeerDeparted: the rank whose program has failed; without words: none
 };
 
 // A rank must send its request in full: it named an id that was evicted. It answers
@@ -168,7 +178,7 @@ struct Report {
   // Every member of the set below the sender asks for this; of one of them.
   std::vector<Request> subtree_requests{};
   std::vector<Request> requests{};
-  std::vector<std::int32_t> departures{};
+  std::vector<Departure> departures{};
   std::vector<Resend> answers{};  // whose requests, if any, came before
   bool empty() const noexcept {
     return subtree_hits.empty() && hits.empty() && subtree_turns.empty() && turns.empty() &&

@@ -70,6 +70,10 @@ std::string text_of_departed(OpKind kind, std::string_view name, const RunCount&
   return text + ":" + text_of_uneven(kind, name, runs, one ? "it" : "they", waiting);
 }
 
+std::string text_of_failed(const Departure& departure) {
+  return concat({"rank ", std::to_string(departure.rank), " ", departure.words});
+}
+
 std::string text_of_order(std::span<const Stalled> stalled) {
   for (std::size_t i = 0; i < stalled.size(); ++i) {
     for (std::size_t k = i + 1; k < stalled.size(); ++k) {

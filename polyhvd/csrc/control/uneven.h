@@ -26,6 +26,9 @@ std::string text_of_uneven(OpKind kind, std::string_view name, const RunCount& r
 std::string text_of_departed(OpKind kind, std::string_view name, const RunCount& runs,
                              std::span<const int> gone, std::span<const int> waiting);
 
+// "rank 1 has failed: ValueError: bad row (train.py, line 31)".
+std::string text_of_failed(const Departure& departure);
+
 // Lines about the likely cause where ranks wait for each other, each in another operation; empty
 // where none do.
 std::string text_of_order(std::span<const Stalled> stalled);

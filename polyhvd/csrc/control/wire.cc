@@ -69,6 +69,11 @@ void put_requests(std::string& out, const std::vector<Request>& requests) {
   }
 }
 
+void put_departure(std::string& out, const Departure& departure) {
+  put(out, departure.rank);
+  put_text(out, departure.words);
+}
+
 void put_error(std::string& out, const Error& error) {
   put(out, error.code);
   put_text(out, error.message);
@@ -88,7 +93,7 @@ void encode(const Report& report, std::string& out) {
   put_array(out, report.turns);
   put_requests(out, report.subtree_requests);
   put_requests(out, report.requests);
-  put_array(out, report.departures);
+  for (const Departure& departure : report.departures) put_departure(out, departure);
   put_array(out, report.answers);
 }
 
@@ -107,6 +112,7 @@ void encode(const Decision& decision, std::string& out) {
     put_text(out, refusal.name);
     put_error(out, refusal.error);
     put(out, refusal.kind, refusal.turn);
+    put_departure(out, refusal.cause);
   }
   for (const Batch& batch : decision.batches) {
     put(out, count_of(batch.ids), static_cast<std::uint8_t>(!batch.turns.empty()));
@@ -121,9 +127,9 @@ void encode(const Error& abort_reason, std::string& out) {
   put_error(out, abort_reason);
 }
 
-void encode_farewell(const Error& reason, std::string& out) {
+void encode_farewell(const Departure& departure, std::string& out) {
   put(out, MessageType::kFarewell);
-  put_error(out, reason);
+  put_departure(out, departure);
 }
 
 void encode(const Inquiry& inquiry, std::string& out) {
@@ -149,7 +155,8 @@ namespace {
 constexpr std::size_t kOperationBytesMin = 4 + 4 * 1 + 2 * 4 + 2 * 8 + 3 * 4;
 constexpr std::size_t kRequestBytesMin = 4 + kOperationBytesMin + 4 + 8;
 constexpr std::size_t kDefinitionBytesMin = 4 + kOperationBytesMin + 4;
-constexpr std::size_t kRefusalBytesMin = 4 + 4 + 1 + 4 + 1 + 8;
+constexpr std::size_t kDepartureBytesMin = 4 + 4;
+constexpr std::size_t kRefusalBytesMin = 4 + 4 + 1 + 4 + 1 + 8 + kDepartureBytesMin;
 constexpr std::size_t kBatchBytesMin = 4 + 1 + 4;
 
 [[noreturn]] void fail_at(std::size_t offset, const char* reason) {
@@ -267,6 +274,14 @@ std::int32_t checked_rank(Reader& in, std::int32_t rank) {
   return rank;
 }
 
+Departure get_departure(Reader& in) {
+  Departure departure;
+  departure.rank = checked_rank(in, in.get<std::int32_t>());
+  departure.words = in.get_text();
+  if (departure.words.size() > kLastWordsBytesMax) in.fail("last words that are too long");
+  return departure;
+}
+
 Request get_request(Reader& in) {
   Request request;
   request.rank = checked_rank(in, in.get<std::int32_t>());
@@ -323,6 +338,7 @@ Refusal get_refusal(Reader& in) {
   refusal.error = get_error(in);
   refusal.kind = in.get_enum(OpKind::kRemoveProcessSet, "an unknown operation");
   refusal.turn = in.get<Turn>();
+  refusal.cause = get_departure(in);
   return refusal;
 }
 
@@ -357,8 +373,8 @@ Report decode_report(std::string_view payload) {
   }
   report.subtree_requests = get_requests(in, subtree_requests);
   report.requests = get_requests(in, requests);
-  report.departures = in.get_array<std::int32_t>(departures);
-  for (const std::int32_t rank : report.departures) checked_rank(in, rank);
+  report.departures.reserve(in.checked(departures, kDepartureBytesMin));
+  for (Count i = 0; i < departures; ++i) report.departures.push_back(get_departure(in));
   report.answers = in.get_array<Resend>(answers);
   for (const Resend& answer : report.answers) checked_rank(in, answer.rank);
   in.finish();
@@ -393,21 +409,18 @@ Decision decode_decision(std::string_view payload) {
   return decision;
 }
 
-namespace {
-
-Error decode_error(std::string_view payload, MessageType type) {
-  Reader in(payload, type);
+Error decode_abort(std::string_view payload) {
+  Reader in(payload, MessageType::kAbort);
   Error error = get_error(in);
   in.finish();
   return error;
 }
 
-}  // namespace
-
-Error decode_abort(std::string_view payload) { return decode_error(payload, MessageType::kAbort); }
-
-Error decode_farewell(std::string_view payload) {
-  return decode_error(payload, MessageType::kFarewell);
+Departure decode_farewell(std::string_view payload) {
+  Reader in(payload, MessageType::kFarewell);
+  Departure departure = get_departure(in);
+  in.finish();
+  return departure;
 }
 
 Inquiry decode_inquiry(std::string_view payload) {

@@ -42,7 +42,7 @@ enum class MessageType : std::uint8_t {
 void encode(const Report& report, std::string& out);
 void encode(const Decision& decision, std::string& out);
 void encode(const Error& abort_reason, std::string& out);
-void encode_farewell(const Error& reason, std::string& out);
+void encode_farewell(const Departure& departure, std::string& out);
 void encode(const Inquiry& inquiry, std::string& out);
 void encode(const Answer& answer, std::string& out);
 void encode(const Tuning& tuning, std::string& out);
@@ -54,7 +54,7 @@ MessageType type_of(std::string_view payload);
 Report decode_report(std::string_view payload);
 Decision decode_decision(std::string_view payload);
 Error decode_abort(std::string_view payload);
-Error decode_farewell(std::string_view payload);
+Departure decode_farewell(std::string_view payload);
 Inquiry decode_inquiry(std::string_view payload);
 Answer decode_answer(std::string_view payload);
 Tuning decode_tuning(std::string_view payload);

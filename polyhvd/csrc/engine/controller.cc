@@ -102,7 +102,8 @@ bool Controller::read_children() {
       }
       const Report report = decode_report(payload_);
       accept(report, children_[i].subtree);
-      departed = std::ranges::count(report.departures, children_[i].channel->peer()) > 0;
+      departed =
+          std::ranges::count(report.departures, children_[i].channel->peer(), &Departure::rank) > 0;
     }
     if (departed) children_.erase(children_.begin() + static_cast<std::ptrdiff_t>(i--));
   }
@@ -197,6 +198,7 @@ void Controller::refuse(const Refusal& refusal) {
   // One that is agreed is an earlier one of that name, still being executed.
   if (operation && operation->announced && !operation->agreed) {
     operation->agreed = true;
+    if (cause_.words.empty()) cause_ = refusal.cause;
     queue_.waits().on_agreement(ticks_now());
     work_.push_back({refusal.process_set, {std::move(operation)}, refusal.error, {}});
   } else if (key.turn != 0 && queue_.has_joined()) {
@@ -286,17 +288,18 @@ void Controller::nudge() noexcept {
   if (parent_ && !farewell_) parent_->nudge();
 }
 
-void Controller::depart() noexcept {
+void Controller::depart(const std::string& words) noexcept {
   try {
+    const bool is_victim = words.empty() && !cause_.words.empty();
     payload_.clear();
-    encode_farewell({ErrorCode::kPeerDeparted,
-                     "rank " + std::to_string(rank_) + ", which coordinates others, has shut down"},
-                    payload_);
+    encode_farewell(is_victim ? cause_ : Departure{rank_, words}, payload_);
     const std::string farewell = payload_;
     for (const Branch& child : children_) tell(*child.channel, farewell);
     if (parent_ && !farewell_) {
       Report report;
-      report.departures = subtree();
+      for (const int rank : subtree()) {
+        report.departures.push_back({rank, rank == rank_ ? words : std::string()});
+      }
       payload_.clear();
       encode(report, payload_);
       tell(*parent_, payload_);

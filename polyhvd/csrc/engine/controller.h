@@ -50,7 +50,7 @@ class Controller {
 
   // Why the parent has left in good order, once it has. Everything that was agreed
   // before is in the work; nothing comes after.
-  const std::optional<Error>& farewell() const noexcept { return farewell_; }
+  const std::optional<Departure>& farewell() const noexcept { return farewell_; }
 
   bool has_work() const noexcept { return !work_.empty(); }
   Work take_work();
@@ -58,8 +58,8 @@ class Controller {
   // Before this rank sleeps over an answer.
   void nudge() noexcept;
 
-  // This rank leaves in good order, with nothing announced. Best effort.
-  void depart() noexcept;
+  // This rank leaves in good order, with nothing announced; `words`: see Departure. Best effort.
+  void depart(const std::string& words) noexcept;
   // Lets the neighbours on other hosts notice what was lost on the way to them.
   void beat(std::chrono::steady_clock::time_point now);
 
@@ -118,8 +118,9 @@ class Controller {
   std::optional<Coordinator> coordinator_;  // on the root
   std::optional<Relay> relay_;              // on inner nodes that are not the root
   std::deque<Work> work_;
-  std::optional<Error> farewell_;  // the parent has left
-  std::uint64_t batches_ = 0;      // of all process sets: the number of the last one
+  std::optional<Departure> farewell_;  // the parent has left
+  Departure cause_;            // of a refusal: whose program has failed; without words: none
+  std::uint64_t batches_ = 0;  // of all process sets: the number of the last one
   std::optional<Inquiry> inquiry_;
   std::vector<Answer> answers_;  // on the root
   std::string payload_;          // scratch

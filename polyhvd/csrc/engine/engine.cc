@@ -22,6 +22,11 @@ constexpr int kIdleYields = 100;
 constexpr int kReportsMax = 64;
 constexpr std::size_t kReportBytesMax = 512;
 
+std::string text_of_farewell(const Departure& parent) {
+  if (!parent.words.empty()) return text_of_failed(parent);
+  return "rank " + std::to_string(parent.rank) + ", which coordinates others, has shut down";
+}
+
 }  // namespace
 
 Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, EngineParts parts,
@@ -31,7 +36,7 @@ Engine::Engine(int rank, ProcessSets sets, std::unique_ptr<Parking> parking, Eng
       options_(std::move(options)),
       queue_(sets_, rank),
       timeline_(queue_.recorder(), rank, options_.log),
-      flight_(queue_.recorder(), rank, options_.flights, options_.log),
+      flight_(queue_.recorder(), rank, options_.flights, options_.log, options_.loss_log),
       report_(options_.report < 0 ? -1 : fcntl(options_.report, F_DUPFD_CLOEXEC, 0)),
       parking_(std::move(parking)),
       parts_(std::move(parts)),
@@ -267,7 +272,9 @@ bool Engine::progress() {
     execute(work);
     moved = true;
   }
-  if (!failed_ && !executing_ && controller_->farewell()) throw Failure(*controller_->farewell());
+  if (!failed_ && !executing_ && controller_->farewell()) {
+    throw Failure(ErrorCode::kPeerDeparted, text_of_farewell(*controller_->farewell()));
+  }
   return moved;
 }
 
@@ -414,7 +421,8 @@ Error Engine::cause_of(const Failure& failure) noexcept {
 // What is said to the caller of an operation that the engine's end has failed.
 Error Engine::error_for(const Submission& s, const Error& cause) const {
   std::string text = concat({subject(s.kind, s.name), ": ", cause.message});
-  if (left_behind_.load(std::memory_order_acquire) && cause.code == ErrorCode::kPeerDeparted) {
+  if (left_behind_.load(std::memory_order_acquire) && is_uneven_ &&
+      cause.code == ErrorCode::kPeerDeparted) {
     const RunCount runs = queue_.cache().runs_of(s.process_set, s.name);
     text += ":" + text_of_uneven(s.kind, s.name, runs, "it", std::array{rank_});
   }
@@ -430,6 +438,7 @@ void Engine::fail(const Error& error) noexcept {
   const bool heard = controller_->farewell() && error.code == ErrorCode::kPeerDeparted;
   if (heard) {
     queue_.expect_close(error);
+    is_uneven_ = controller_->farewell()->words.empty();
     left_behind_.store(true);  // with what closes the queue: see submit()
   } else {
     told_failure_ = true;
@@ -450,7 +459,8 @@ void Engine::fail(const Error& error) noexcept {
   for (const OperationPtr& operation : queue_.close(error)) {
     complete(operation, error_for(operation->submission, error));
   }
-  flight_.put_down(std::move(states));  // nobody waits for a disk
+  // Nobody waits for a disk.
+  flight_.put_down(std::move(states), kind_of(error.code).is_consequence);
 }
 
 void Engine::claim_role() {
@@ -475,7 +485,8 @@ void Engine::abort(const std::string& reason) {
   release_role();
 }
 
-void Engine::shutdown() {
+void Engine::shutdown(std::string words) {
+  words.resize(std::min(words.size(), kLastWordsBytesMax));
   std::lock_guard once(shutdown_mutex_);
   if (shut_down_) return;
   shut_down_ = true;
@@ -488,12 +499,14 @@ void Engine::shutdown() {
     fail(cause_of(failure));
   }
   if (!failed_ && queue_.has_announced()) {
-    const Error left{ErrorCode::kPeerDeparted, "rank " + std::to_string(rank_) +
-                                                   " has shut down while operations were pending"};
+    const Error left{ErrorCode::kPeerDeparted,
+                     words.empty() ? "rank " + std::to_string(rank_) +
+                                         " has shut down while operations were pending"
+                                   : text_of_failed({rank_, words})};
     parts_.liveness->spread_abort(left);
     controller_->post_abort(left);
   } else if (!failed_) {
-    controller_->depart();
+    controller_->depart(words);
   }
   const Error shut{ErrorCode::kShutdown, "the engine was shut down"};
   for (const OperationPtr& operation : queue_.close(shut)) {

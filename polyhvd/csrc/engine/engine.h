@@ -53,7 +53,8 @@ struct EngineOptions {
   DumpPlace flights;            // of flight dumps
   int report = -1;  // a pipe to the launcher, for what other ranks have caused; -1: none
   std::function<void(const std::string&)> log = [](const std::string&) {};  // warnings; any thread
-  std::shared_ptr<Mailbox> mailbox;  // to the program's language; may be null
+  std::function<void(const std::string&)> loss_log{};  // of what a lost rank leads to; none: log
+  std::shared_ptr<Mailbox> mailbox;                    // to the program's language; may be null
 };
 
 // Everything that connects an engine to other ranks.
@@ -110,8 +111,8 @@ class Engine {
   void wait(const OperationPtr& operation, const std::function<bool()>& interrupted = {});
 
   // Ends this rank's part in good order: what was agreed still runs, what is
-  // pending fails. Idempotent.
-  void shutdown();
+  // pending fails. `words`: see Departure; they are cut at kLastWordsBytesMax. Idempotent.
+  void shutdown(std::string words = {});
   // Ends the world for everybody, also while an operation runs that does not move: an elastic
   // job goes on in the next one. Any thread.
   void abort(const std::string& reason);
@@ -217,9 +218,10 @@ class Engine {
   Lending lending_;  // likewise
   Tuner tuner_;      // likewise
 
-  std::atomic<bool> aborting_{false};          // somebody has said why, or is about to
-  std::atomic<bool> abort_said_{false};        // so that whoever has the role gives up
-  std::string abort_reason_;                   // written once, before abort_said_
+  std::atomic<bool> aborting_{false};    // somebody has said why, or is about to
+  std::atomic<bool> abort_said_{false};  // so that whoever has the role gives up
+  std::string abort_reason_;             // written once, before abort_said_
+  bool is_uneven_ = false;  // the parent has come to its end; written once, before left_behind_
   std::atomic<bool> left_behind_{false};       // the parent has left, and so this engine ended
   std::atomic<bool> has_lost_results_{false};  // any thread that raises; the driver
   std::atomic<bool> behind_{false};            // see set_behind()

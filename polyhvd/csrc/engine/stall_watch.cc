@@ -68,7 +68,10 @@ void StallWatch::finish_answer(Time now) {
   if (!stacks && now < answer_by_) return;
   answering_ = false;
   if (!stacks) {
-    stacks = "but its interpreter is busy: a function in C holds its lock\n";
+    stacks =
+        "but its interpreter does not answer: a function in C holds its lock, or the process gets "
+        "too "
+        "little CPU time\n";
     *stacks += mailbox_->dump_stacks();
   }
   const std::size_t end = std::min(stacks->find('\n'), stacks->size());

@@ -70,18 +70,23 @@ std::string FlightDump::text(std::string_view reason) const {
 // What FlightDump and its thread share. The thread may outlive the engine: a file system that
 // does not answer is not waited for.
 struct FlightDump::Desk {
-  Desk(int rank_, DumpPlace place_, Log log_)
-      : rank(rank_), place(std::move(place_)), log(std::move(log_)) {}
+  Desk(int rank_, DumpPlace place_, Log log_, Log loss_log_)
+      : rank(rank_),
+        place(std::move(place_)),
+        log(std::move(log_)),
+        loss_log(loss_log_ ? std::move(loss_log_) : log) {}
 
   void run() noexcept;
-  void put_down(const std::string& text);
+  void put_down(const std::string& text, bool after_loss);
 
   const int rank;
   const DumpPlace place;
   const Log log;
+  const Log loss_log;
   OrderedMutex<LockRank::flight_desk> mutex;
   OrderedCondition news;
   std::optional<std::string> text;  // to be written; guarded by mutex
+  bool after_loss = false;          // of `text`; likewise
   bool running = false;             // likewise: there is a thread, which ends when it has no text
   bool said = false;                // the thread's
   bool swept = false;               // likewise
@@ -90,6 +95,7 @@ struct FlightDump::Desk {
 void FlightDump::Desk::run() noexcept {
   for (;;) {
     std::string next;
+    bool next_after_loss = false;
     {
       std::lock_guard lock(mutex);
       if (!text) {
@@ -98,17 +104,18 @@ void FlightDump::Desk::run() noexcept {
         return;
       }
       next = std::move(*text);
+      next_after_loss = after_loss;
       text.reset();
     }
     try {
-      put_down(next);
+      put_down(next, next_after_loss);
     } catch (const std::exception&) {
       // No memory: the dump is given up, not the job.
     }
   }
 }
 
-void FlightDump::Desk::put_down(const std::string& content) {
+void FlightDump::Desk::put_down(const std::string& content, bool is_loss) {
   const std::string who = "rank " + std::to_string(rank);
   const DumpFolder folder(place);
   std::string path;
@@ -119,18 +126,23 @@ void FlightDump::Desk::put_down(const std::string& content) {
   }
   const std::string why = path.empty() ? std::strerror(errno) : "";
   if (!std::exchange(said, true)) {
-    log(path.empty() ? who + ": cannot write a file of the last operations in " + place.root +
-                           ": " + why + "; POLYHVD_FLIGHT_DIR names another folder"
-                     : who + ": the last operations are in " + path +
-                           "; `polyhvd flight` compares the ranks' files");
+    if (path.empty()) {
+      log(who + ": cannot write a file of the last operations in " + place.root + ": " + why +
+          "; POLYHVD_FLIGHT_DIR names another folder");
+    } else {
+      (is_loss ? loss_log : log)(who + ": the last operations are in " + path +
+                                 "; `polyhvd flight` compares the ranks' files");
+    }
   }
   if (folder && !std::exchange(swept, true)) folder.sweep();
 }
 
-FlightDump::FlightDump(const Recorder& recorder, int rank, DumpPlace place, const Log& log)
+FlightDump::FlightDump(const Recorder& recorder, int rank, DumpPlace place, Log log, Log loss_log)
     : recorder_(recorder),
       rank_(rank),
-      desk_(place.root.empty() ? nullptr : std::make_shared<Desk>(rank, std::move(place), log)) {}
+      desk_(place.root.empty() ? nullptr
+                               : std::make_shared<Desk>(rank, std::move(place), std::move(log),
+                                                        std::move(loss_log))) {}
 
 FlightDump::~FlightDump() { settle(kPatience); }
 
@@ -142,10 +154,11 @@ std::string FlightDump::look(std::string_view reason) noexcept try {
   return "";  // no memory: the dump is given up, not the job
 }
 
-void FlightDump::put_down(std::string content) noexcept try {
+void FlightDump::put_down(std::string content, bool after_loss) noexcept try {
   if (!desk_ || content.empty()) return;
   std::lock_guard lock(desk_->mutex);
   desk_->text = std::move(content);
+  desk_->after_loss = after_loss;
   if (desk_->running) return;
   std::thread([desk = desk_] { desk->run(); }).detach();
   desk_->running = true;  // before it can look, which takes the lock

@@ -20,8 +20,9 @@ namespace polyhvd {
 class FlightDump {
  public:
   using Log = std::function<void(const std::string&)>;
-  // `log` is called on any thread, also after the end of this.
-  FlightDump(const Recorder& recorder, int rank, DumpPlace place, const Log& log);
+  // Both logs are called on any thread, also after the end of this. `loss_log` (none: `log`) gets
+  // the path of a file that was written because another rank was lost.
+  FlightDump(const Recorder& recorder, int rank, DumpPlace place, Log log, Log loss_log);
   ~FlightDump();
   FlightDump(const FlightDump&) = delete;
   FlightDump& operator=(const FlightDump&) = delete;
@@ -34,7 +35,7 @@ class FlightDump {
   // Has a thread of its own write polyhvd-flight.rank<N>.<pid>.json, over an earlier one: whole
   // or not at all. It says where on the first time, and what is wrong when it cannot. Any thread;
   // the caller waits for no file.
-  void put_down(std::string content) noexcept;
+  void put_down(std::string content, bool after_loss = false) noexcept;
   // Both.
   void write(std::string_view reason) noexcept { put_down(look(reason)); }
   // Whether all that was asked for is written, or given up, before `patience` is over. A file

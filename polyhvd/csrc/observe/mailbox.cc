@@ -20,16 +20,16 @@ void write_to_stderr(const std::string& text) {
 
 }  // namespace
 
-void Mailbox::log(std::string text) {
+void Mailbox::log(std::string text, bool is_debug) {
   {
     std::lock_guard lock(mutex_);
     if (!closed_) {
-      lines_.push_back({std::move(text), Clock::now()});
+      lines_.push_back({std::move(text), is_debug, Clock::now()});
       news_.notify_one();
       return;
     }
   }
-  write_to_stderr(text);
+  if (!is_debug) write_to_stderr(text);
 }
 
 void Mailbox::tick() {
@@ -39,7 +39,9 @@ void Mailbox::tick() {
     if (lines_.empty() || Clock::now() - lines_.front().since < kPatience) return;
     overdue.swap(lines_);
   }
-  for (const Line& line : overdue) write_to_stderr(line.text);
+  for (const Line& line : overdue) {
+    if (!line.is_debug) write_to_stderr(line.text);
+  }
 }
 
 bool Mailbox::wait() {
@@ -48,12 +50,12 @@ bool Mailbox::wait() {
   return !closed_ || !lines_.empty();
 }
 
-std::optional<std::string> Mailbox::take_line() {
+std::optional<Mailbox::Line> Mailbox::take_line() {
   std::lock_guard lock(mutex_);
   if (lines_.empty()) return std::nullopt;
-  std::string text = std::move(lines_.front().text);
+  Line line = std::move(lines_.front());
   lines_.pop_front();
-  return text;
+  return line;
 }
 
 void Mailbox::post(const StepSample& sample) {

@@ -16,14 +16,22 @@ namespace polyhvd {
 
 class Mailbox {
  public:
+  using Clock = std::chrono::steady_clock;
+  struct Line {
+    std::string text;
+    bool is_debug = false;  // only for whoever looks for a fault; else it is a warning
+    Clock::time_point since{};
+  };
+
   // `signal`, sent to any thread, makes the program write its stacks to
   // `descriptor` without its lock; 0 when it cannot.
   explicit Mailbox(int signal = 0, int descriptor = -1)
       : signal_(signal), descriptor_(descriptor) {}
 
   // The engine's side. A line that is not taken within a second is written to
-  // standard error by a later tick(): the program's lock may be held for long.
-  void log(std::string text);
+  // standard error by a later tick(), unless it is for debugging: the program's lock may be held
+  // for long.
+  void log(std::string text, bool is_debug = false);
   void tick();
 
   // How fast the job is; one that is not taken is replaced.
@@ -43,7 +51,7 @@ class Mailbox {
   // and empty. Called without the program's lock, take_line() with it: what nobody
   // can take yet stays here.
   bool wait();
-  std::optional<std::string> take_line();
+  std::optional<Line> take_line();
   std::optional<StepSample> take_sample();
   // Whether stacks are asked for. The first line of an answer says in short where
   // the program is; each further line is one of the stacks.
@@ -51,16 +59,10 @@ class Mailbox {
   void answer(std::string stacks);
   // What stall reports are to say as well; empty: nothing.
   void remark(std::string text);
-  // From now on lines are written to standard error at once.
+  // From now on warnings are written to standard error at once.
   void close();
 
  private:
-  using Clock = std::chrono::steady_clock;
-  struct Line {
-    std::string text;
-    Clock::time_point since;
-  };
-
   OrderedMutex<LockRank::mailbox> mutex_;
   OrderedCondition news_;
   std::deque<Line> lines_;             // guarded by mutex_

@@ -78,21 +78,26 @@ std::unique_ptr<TimelineWriter> Timeline::hand_over() {
 
 void Timeline::add(const Operation& operation, const Transfer& transfer) {
   Entry entry{{}, transfer};
-  if (recorder_.read(operation, entry.record)) push(std::move(entry));
+  if (recorder_.read(operation, entry.record)) push(buffer_, std::move(entry));
 }
 
 void Timeline::mark_cycle() {
   if (!cycles_.load(std::memory_order_relaxed)) return;
   Entry entry;
   entry.record.times[kAtSubmit] = ticks_now();
-  push(std::move(entry));
+  push(buffer_, std::move(entry));
 }
 
-void Timeline::push(Entry entry) {
+void Timeline::add_data_wait(std::int64_t begin_ns, std::int64_t end_ns) {
+  if (on()) push(data_waits_, {begin_ns, end_ns});
+}
+
+template <typename T>
+void Timeline::push(std::vector<T>& buffer, T entry) {
   std::lock_guard lock(mutex_);
   if (!open_) return;
-  if (buffer_.size() < kBufferedMax) {
-    buffer_.push_back(std::move(entry));
+  if (buffer.size() < kBufferedMax) {
+    buffer.push_back(std::move(entry));
   } else {
     ++dropped_;
   }
@@ -100,6 +105,7 @@ void Timeline::push(Entry entry) {
 
 void Timeline::run() {
   std::vector<Entry> entries;
+  std::vector<DataWait> data_waits;
   for (bool open = true; open;) {
     std::uint64_t dropped = 0;
     {
@@ -107,6 +113,7 @@ void Timeline::run() {
       wake_.wait_for(lock, kWriteInterval, [this] { return !open_; });
       open = open_;
       entries.swap(buffer_);
+      data_waits.swap(data_waits_);
       std::swap(dropped, dropped_);
     }
     const TickScale scale = recorder_.scale();
@@ -118,12 +125,14 @@ void Timeline::run() {
         writer_->write_operation(entry.record, entry.transfer, scale);
       }
     }
+    for (const DataWait& wait : data_waits) writer_->write_data_wait(wait.begin_ns, wait.end_ns);
     writer_->flush();
     if (const int problem = writer_->take_problem()) {
       log_("the timeline of rank " + std::to_string(rank_) + " ends early: cannot write " +
            writer_->path() + ": " + std::strerror(problem));
     }
     entries.clear();
+    data_waits.clear();
   }
 }
 

@@ -64,6 +64,9 @@ class Timeline {
   void add(const Operation& operation, const Transfer& transfer);
   void mark_cycle();
 
+  // Any thread. The program has waited for its data, in nanoseconds of steady_ns().
+  void add_data_wait(std::int64_t begin_ns, std::int64_t end_ns);
+
   // What the buffer holds at most; beyond it the newest events are dropped and counted.
   static constexpr std::size_t kBufferedMax = std::size_t{1} << 16;
 
@@ -73,9 +76,15 @@ class Timeline {
     Transfer transfer;
   };
 
+  struct DataWait {
+    std::int64_t begin_ns = 0;
+    std::int64_t end_ns = 0;
+  };
+
   void require_stopped() const;
   void run_with(std::unique_ptr<TimelineWriter> writer);
-  void push(Entry entry);
+  template <typename T>
+  void push(std::vector<T>& buffer, T entry);
   void run();
 
   const Recorder& recorder_;
@@ -93,6 +102,7 @@ class Timeline {
   // Guarded by mutex_.
   bool open_ = false;
   std::vector<Entry> buffer_;
+  std::vector<DataWait> data_waits_;
   std::uint64_t dropped_ = 0;
 };
 

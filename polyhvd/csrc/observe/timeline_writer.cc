@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::size_t kFlushBytes = std::size_t{1} << 20;
 constexpr std::uint32_t kCycleRow = 0;
+constexpr std::string_view kDataRow = "data";  // no key of an operation's row begins so
 // Programs that make names up would fill memory with rows: beyond this, one for all.
 constexpr std::size_t kRowsMax = 1 << 14;
 
@@ -245,6 +246,27 @@ void TimelineWriter::write_cycle(std::int64_t ns) {
   begin_event("i", "CYCLE_START", kCycleRow);
   append_us(text_.append(",\"ts\":"), ns);
   text_ += ",\"s\":\"p\"";
+  end_event();
+  ++events_;
+}
+
+void TimelineWriter::write_data_wait(std::int64_t begin_ns, std::int64_t end_ns) {
+  keep_within_limits();
+  if (fd_ < 0) {
+    ++dropped_;
+    return;
+  }
+  const auto [it, is_new] = rows_.try_emplace(std::string(kDataRow));
+  Row& row = it->second;
+  if (is_new) {
+    row.id = static_cast<std::uint32_t>(rows_.size());
+    write_metadata("thread_name", row.id, kDataRow);
+  }
+  const std::int64_t begin = std::max(begin_ns, row.end_ns);
+  row.end_ns = std::max(end_ns, begin);
+  begin_event("X", "WAIT_FOR_DATA", row.id);
+  append_us(text_.append(",\"ts\":"), begin);
+  append_us(text_.append(",\"dur\":"), row.end_ns - begin);
   end_event();
   ++events_;
 }

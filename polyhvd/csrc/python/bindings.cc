@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "api/native_api.h"
@@ -40,6 +41,34 @@ namespace {
 void raise_as_python(const Error& error) {
   const py::object type = py::module_::import("polyhvd.errors").attr(class_name(error.code));
   PyErr_SetObject(type.ptr(), readable(error.message).ptr());
+}
+
+// Exits ------------------------------------------------------------------------
+
+// What Python does when a SystemExit is made, and what is called then; both are set once.
+initproc make_system_exit = nullptr;
+PyObject* on_system_exit = nullptr;
+
+// As SystemExit.__init__(), which Python does not let a program replace.
+int make_watched_exit(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  const int made = make_system_exit(self, arguments, keywords);
+  const bool is_watched = PyInterpreterState_Get() == PyInterpreterState_Main() && !python_ends();
+  if (made != 0 || !is_watched) return made;
+  PyObject* code = reinterpret_cast<PySystemExitObject*>(self)->code;  // null without an argument
+  if (code == nullptr) code = Py_None;
+  if (PyObject* done = PyObject_CallFunctionObjArgs(on_system_exit, code, nullptr)) {
+    Py_DECREF(done);
+  } else {
+    PyErr_WriteUnraisable(on_system_exit);
+  }
+  return 0;
+}
+
+void watch_system_exits(const py::function& watch) {
+  if (make_system_exit != nullptr) return;
+  PyTypeObject* type = reinterpret_cast<PyTypeObject*>(PyExc_SystemExit);
+  on_system_exit = watch.inc_ref().ptr();
+  make_system_exit = std::exchange(type->tp_init, &make_watched_exit);
 }
 
 // Handles ---------------------------------------------------------------------
@@ -100,7 +129,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     Connections connections = read_connections(connected, settings);
     connections.nccl_libraries = paths_of(nccl_libraries);
     connections.mpi = std::move(session);
-    EngineOptions options = read_options(settings, placement, job, mailbox);
+    EngineOptions options =
+        read_options(settings, placement, job, mailbox, connections.watches_deaths);
     {
       // To make communicators takes all ranks, and some may still wait for this rank's
       // rendezvous, which is a thread of Python.
@@ -207,11 +237,11 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     orphans_.push_back({std::move(operation), std::move(keep)});
   }
 
-  void shutdown() {
+  void shutdown(const std::string& words = {}) {
     {
       const WithoutGil without_gil;
       dump_signal_.reset();
-      if (!abandoned_) engine_->shutdown();
+      if (!abandoned_) engine_->shutdown(words);
     }
     if (!abandoned_) (void)std::exchange(orphans_, {});
   }
@@ -233,6 +263,9 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   bool stop_timeline() {
     const WithoutGil without_gil;
     return engine_->timeline().stop();
+  }
+  void add_data_wait(std::int64_t begin_ns, std::int64_t end_ns) {
+    engine_->timeline().add_data_wait(begin_ns, end_ns);
   }
   std::unique_ptr<PyTimelineFile> hand_over_timeline() {
     const WithoutGil without_gil;
@@ -421,6 +454,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("ERRORS") = py::tuple(errors);
   m.attr("INSTRUCTION_SET") = std::string(host::instruction_set());
   m.def("begin_end_of_program", &EndOfProgram::begin);
+  m.def("watch_system_exits", &watch_system_exits, py::arg("watch"));
   m.def("crc32c", &checksum, py::arg("bytes"));
   m.def("segment_bytes", &shm::Segment::bytes, py::arg("local_size"));
   m.attr("run") = py::reinterpret_steal<py::object>(PyCFunction_New(&kRunInPlace, nullptr));
@@ -498,7 +532,8 @@ PYBIND11_MODULE(_core, m) {
       .def("take_line",
            [](Mailbox& self) -> py::object {
              const auto line = self.take_line();
-             return line ? py::object(readable(*line)) : py::none();
+             if (!line) return py::none();
+             return py::make_tuple(readable(line->text), line->is_debug);
            })
       .def("take_sample", &Mailbox::take_sample)
       .def("take_question", &Mailbox::take_question)
@@ -545,13 +580,14 @@ PYBIND11_MODULE(_core, m) {
       .def("process_sets", &PyEngine::process_sets)
       .def("counters", &PyEngine::counters)
       .def("native_api", &PyEngine::native_api, py::arg("version"))
-      .def("shutdown", &PyEngine::shutdown)
+      .def("shutdown", &PyEngine::shutdown, py::arg("words") = "")
       .def("abort", &PyEngine::abort)
       .def("abandon", &PyEngine::abandon)
       .def("set_header", &PyEngine::set_header, py::arg("json"))
       .def("start_timeline", &PyEngine::start_timeline, py::arg("path"), py::arg("mark_cycles"),
            py::arg("bytes_max"))
       .def("stop_timeline", &PyEngine::stop_timeline)
+      .def("add_data_wait", &PyEngine::add_data_wait, py::arg("begin_ns"), py::arg("end_ns"))
       .def("hand_over_timeline", &PyEngine::hand_over_timeline)
       .def("take_over_timeline", &PyEngine::take_over_timeline, py::arg("file"))
       .def("tune", &PyEngine::tune, py::arg("tuning"))

@@ -57,7 +57,8 @@ Connections read_connections(const py::object& object, const py::object& setting
 }
 
 EngineOptions read_options(const py::object& settings, const py::object& placement,
-                           const std::string& job, const std::shared_ptr<Mailbox>& mailbox) {
+                           const std::string& job, const std::shared_ptr<Mailbox>& mailbox,
+                           bool recovers) {
   using Seconds = std::chrono::duration<double>;
   const auto number = [&](const char* name) { return settings.attr(name).cast<double>(); };
   EngineOptions options;
@@ -82,6 +83,7 @@ EngineOptions read_options(const py::object& settings, const py::object& placeme
   options.stalls.shutdown = Seconds(number("stall_shutdown_s"));
   options.mailbox = mailbox;
   options.log = [mailbox](const std::string& text) { mailbox->log(text); };
+  if (recovers) options.loss_log = [mailbox](const std::string& text) { mailbox->log(text, true); };
   return options;
 }
 

@@ -15,8 +15,10 @@ namespace polyhvd {
 // Of polyhvd.runtime.connections.Connections, and of the settings that say what moves data.
 Connections read_connections(const pybind11::object& object, const pybind11::object& settings);
 
-// Of polyhvd.config.Settings and polyhvd.runtime.placement.Placement; `job` names it on this host.
+// Of polyhvd.config.Settings and polyhvd.runtime.placement.Placement; `job` names it on this host;
+// `recovers`: it goes on without ranks that are lost.
 EngineOptions read_options(const pybind11::object& settings, const pybind11::object& placement,
-                           const std::string& job, const std::shared_ptr<Mailbox>& mailbox);
+                           const std::string& job, const std::shared_ptr<Mailbox>& mailbox,
+                           bool recovers);
 
 }  // namespace polyhvd

@@ -44,7 +44,7 @@ py::bytes encode_report(const Entries& subtree_hits, const std::vector<Request>&
     }
   }
   report.requests = requests;
-  report.departures = departures;
+  for (const int rank : departures) report.departures.push_back({rank});
   for (const auto& [rank, id, turn] : answers) report.answers.push_back({rank, id, turn});
   std::string payload;
   encode(report, payload);
@@ -197,8 +197,13 @@ void bind_messages(py::module_& module) {
              py::arg("departures"), py::arg("answers"));
   module.def("decode_decision", [](const std::string& bytes) { return decode_decision(bytes); });
   module.def("name_of_turn", [](OpKind kind, Turn turn) { return TurnName(kind, turn).text(); });
-  module.def("departures_of",
-             [](const std::string& bytes) { return decode_report(bytes).departures; });
+  module.def("departures_of", [](const std::string& bytes) {
+    Ranks ranks;
+    for (const Departure& each : decode_report(bytes).departures) {
+      ranks.push_back(each.rank);
+    }
+    return ranks;
+  });
 }
 
 }  // namespace
