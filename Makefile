@@ -31,7 +31,17 @@ $(STAMPS)/base: requirements/base.txt | $(PY)
 	$(PY) -m pip install -q -r requirements/base.txt
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/build: $(SOURCES) $(STAMPS)/base
+# What is made of the tables of collectives and options. The build makes it, too; this, when only they have changed.
+VERBS := $(patsubst %/dialect.py,%/verbs.py,$(wildcard frameworks/*/dialect.py)) \
+	$(patsubst %/signatures.py,%/wrappers.py,$(wildcard frameworks/*/signatures.py frameworks/*/*/signatures.py))
+TABLE := $(wildcard polyhvd/collectives/table/*.py)
+GENERATE = @$(PY) polyhvd/collectives/table/generator.py $* && touch $@
+frameworks/%/verbs.py: frameworks/%/dialect.py $(TABLE) | $(PY)
+	$(GENERATE)
+frameworks/%/wrappers.py: frameworks/%/signatures.py $(TABLE) | $(PY)
+	$(GENERATE)
+
+$(STAMPS)/build: $(SOURCES) $(STAMPS)/base | $(VERBS)
 	$(if $(CCACHE),CC="$(CCACHE) gcc" CXX="$(CCACHE) g++") MAX_JOBS=$(JOBS) \
 		$(PY) -m pip install -q --no-build-isolation --no-deps -e .
 	@mkdir -p $(STAMPS) && touch $@
@@ -135,9 +145,12 @@ core: build/core/plain/run build/core/plain/instructions stand-ins
 asan: build/core/asan/run stand-ins
 	ASAN_OPTIONS=intercept_tls_get_addr=0 build/core/asan/run
 
-##@ tsan     the same under ThreadSanitizer
+# They compute in one thread, and take a third of the time.
+ONE_THREAD := *test_coordinator.cc,*test_kernels.cc,*test_sketch.cc
+
+##@ tsan     the same under ThreadSanitizer, without tests that have one thread alone
 tsan: build/core/tsan/run stand-ins
-	TSAN_OPTIONS=halt_on_error=1 build/core/tsan/run
+	TSAN_OPTIONS=halt_on_error=1 build/core/tsan/run --source-file-exclude='$(ONE_THREAD)'
 
 FUZZ_SECONDS ?= 600
 FUZZ_SOURCES := $(wildcard tests/fuzz/*.cc)
@@ -198,15 +211,14 @@ test-gpu: $(STAMPS)/test
 	NCCL_MULTI_RANK_GPU_ENABLE=1 TEST_CUDA_LIBRARY=libcuda.so.1 \
 		$(VENV)/bin/polyhvdrun -np 2 $(PY) tests/gpu/bandwidth.py
 
-##@ verbs    write frameworks/*/verbs.py from the table of collectives
+##@ verbs    make frameworks/*/verbs.py and wrappers.py from the tables; what builds or tests does so, too
 .PHONY: verbs
-verbs: $(STAMPS)/test
-	$(PY) tools/verbs.py
+verbs: $(VERBS)
 
-##@ check    style: ruff, mypy, clang-format, layers, and that verbs.py are as the table has them
+##@ check    style: ruff, mypy, clang-format, layers, the table of collectives
 check: $(STAMPS)/test
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check . $(VERBS)
+	$(VENV)/bin/ruff format --check . $(VERBS)
 	$(PY) tools/typecheck.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard polyhvd/csrc/*/*.h polyhvd/csrc/*/*.cc backends/*.h backends/*.cc backends/*/*.h backends/*/*.cc backends/*/*/*.h backends/*/*/*.cc frameworks/*/*.h frameworks/*/*.cc tests/core/*.h tests/core/*.cc tests/core/python/*.cc tests/fuzz/*.h tests/fuzz/*.cc tests/gpu/*.cc tests/gpu/*/*.h tests/gpu/*/*.cc benchmarks/*.cc)
 	$(PY) -m pytest -q tests/test_tidy.py tests/test_verbs.py
@@ -278,6 +290,16 @@ slow: $(STAMPS)/test stand-ins
 matrix: $(STAMPS)/test stand-ins
 	$(PY) tools/matrix.py
 
+##@ setup-ray  install what make test-ray needs
+.PHONY: setup-ray
+setup-ray: $(STAMPS)/base
+	$(PY) tools/matrix.py --prepare ray
+
+##@ test-ray  the tests of polyhvd.ray on a real cluster of Ray; make matrix has them, too
+.PHONY: test-ray
+test-ray: $(STAMPS)/test stand-ins
+	$(PY) tools/matrix.py ray
+
 ##@ environments  install what make matrix needs
 .PHONY: environments
 environments: $(STAMPS)/base
@@ -293,4 +315,4 @@ image:
 
 ##@ clean    remove what was built; .venv stays
 clean:
-	rm -rf build dist *.egg-info polyhvd/*.so frameworks/*/*.so
+	rm -rf build dist *.egg-info polyhvd/*.so frameworks/*/*.so $(VERBS)

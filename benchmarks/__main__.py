@@ -20,7 +20,7 @@ from benchmarks.peers import ENTRIES
 from benchmarks.report import Report
 from benchmarks.workloads import MB
 from benchmarks.worlds import World, here
-from polyhvd.launch.host_survey import huge_pages
+from polyhvd.launch.hosts.findings import huge_pages
 
 #: What has no peers to take turns with.
 ALONE = ("elastic", "launch", "parity")

@@ -30,55 +30,7 @@ if TYPE_CHECKING:
     from polyhvd import launch as launch
     from polyhvd import observe as observe
     from polyhvd import shared as shared
-    from polyhvd.shared import (
-        Adasum,
-        Average,
-        CheckpointError,
-        HorovodInternalError,
-        HorovodVersionMismatchError,
-        HostsUpdatedInterrupt,
-        InvalidArgumentError,
-        Max,
-        Min,
-        NotInitializedError,
-        PeerDepartedError,
-        PeerLostError,
-        ProcessSet,
-        Product,
-        RankMismatchError,
-        ReduceOp,
-        Settings,
-        ShutdownError,
-        Sum,
-        TransferTimeoutError,
-        UnsupportedError,
-        UnsupportedTypeError,
-        add_process_set,
-        allgather_object,
-        barrier,
-        broadcast_object,
-        ccl_built,
-        cuda_built,
-        ddl_built,
-        doctor,
-        global_process_set,
-        gloo_built,
-        gloo_enabled,
-        gpu_available,
-        init,
-        is_initialized,
-        join,
-        make_mxnet_importable,
-        mpi_built,
-        mpi_enabled,
-        mpi_threads_supported,
-        nccl_built,
-        process_set_of,
-        remove_process_set,
-        rocm_built,
-        run,
-        shutdown,
-    )
+    from polyhvd.shared import *
 
 __version__ = "0.1.0"
 
@@ -193,7 +145,8 @@ def is_homogeneous() -> bool:
 
 
 def counters() -> dict[str, int]:
-    """Statistics of this process since ``init()``: operations, bytes per transport, cache hits, wakes.
+    """Statistics of this process since ``init()``: operations, bytes per transport, cache hits, wakes, and
+    what was read and waited for by the loaders of :mod:`polyhvd.data`.
 
     In an elastic job they go on from one world to the next; only ``pending`` is of the present one.
 
@@ -257,6 +210,7 @@ __all__ = [
     "Adasum",
     "Average",
     "CheckpointError",
+    "DataError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyhvd.bench import command as bench
-from polyhvd.launch import doctor, leave
+from polyhvd.launch.elastic import leave
+from polyhvd.launch.hosts import doctor
+from polyhvd.launch.job import status
 from polyhvd.observe import autotune, flight, terminal, timeline
 
 __all__ = ["main"]
@@ -16,7 +18,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 1 when a file cannot be used."""
-    with terminal.until_pipe_closes():
+    with terminal.until_output_fails("polyhvd"):
         return _run(arguments)
 
 
@@ -28,12 +30,36 @@ def _run(arguments: Sequence[str] | None) -> int:
         return doctor.main(words[1:])
     if words[:1] == ["leave"]:
         return leave.main(words[1:])
+    if words[:1] == ["status"]:
+        return status.main(words[1:])
     if words[:1] == ["parity"]:
         from polyhvd.parity import command as parity  # with what it needs of NumPy, which takes a while
 
         return parity.main(words[1:])
-    parser = argparse.ArgumentParser(prog="polyhvd", description="Reads what jobs have written.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.print_completion:
+        return _print_completion(parser, options.print_completion)
+    if options.run is None:
+        parser.error("the following arguments are required: COMMAND")
+    try:
+        lines: list[str] = options.run(options)
+    except (OSError, ValueError) as error:
+        print(f"polyhvd: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(lines))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="polyhvd", description="Shows what jobs do and have written, and measures one."
+    )
+    parser.add_argument(
+        "--print-completion", metavar="SHELL", help="print completions for bash or zsh; needs shtab"
+    )
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     command = commands.add_parser("timeline", help="work on timelines")
     actions = command.add_subparsers(required=True, metavar="ACTION")
@@ -53,16 +79,22 @@ def _run(arguments: Sequence[str] | None) -> int:
 
     commands.add_parser("doctor", help="say what is on this host or on several, what is wrong, what to do")
     commands.add_parser("leave", help="have ranks or hosts leave an elastic job, without a loss")
+    command = commands.add_parser("status", help="show what a running job does now, and what it waits for")
+    status.add_options(command)
     commands.add_parser("parity", help="train one network in several frameworks, and say where they part")
     commands.add_parser("bench", help="measure the collectives of a job: polyhvdrun -np 4 polyhvd bench")
+    return parser
 
-    options = parser.parse_args(words)
+
+def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
     try:
-        lines: list[str] = options.run(options)
-    except (OSError, ValueError) as error:
-        print(f"polyhvd: {error}", file=sys.stderr)
-        return 1
-    print("\n".join(lines))
+        import shtab
+
+        if shell not in ("bash", "zsh"):
+            parser.error(f"--print-completion {shell}: expected one of bash, zsh, found {shell}")
+        print(shtab.complete(parser, shell))
+    except ImportError:
+        parser.error("--print-completion needs shtab: pip install 'polyhvd[launcher]'")
     return 0
 
 

@@ -46,6 +46,7 @@ MPI_LAUNCHERS = (
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("PMIx", "PMIX_RANK", ""),
 )
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 #: By the number of the core's host::Attaching.
 _ATTACHING = ("0", "auto", "1")
 _DRIFT = ("warn", "error", "off")
@@ -97,10 +98,10 @@ def _positive(text: str) -> int:
 
 
 def _switch(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False}
-    if (word := text.strip().lower() or "0") not in values:
+    word = text.strip().lower() or "0"
+    if word not in _ON + _OFF:
         raise ValueError("must be 0 or 1")
-    return values[word]
+    return word in _ON
 
 
 def _one_of(*values: str) -> Callable[[str], str]:
@@ -315,9 +316,9 @@ class Settings(_Table):
         "CHECK_DRIFT",
         _one_of(*_DRIFT),
         "warn",
-        "Whether optimizers compare the weights of their ranks in one of the first two steps, and handlers "
-        "and callbacks that average metrics at the end of each epoch: `warn`: one rank logs what differs; "
-        "`error`: every rank raises; `off`: no comparison. The same on every rank.",
+        "Whether optimizers and tapes compare the weights of their ranks in one of the first two steps, and "
+        "handlers and callbacks that average metrics at the end of each epoch: `warn`: one rank logs what "
+        "differs; `error`: every rank raises; `off`: no comparison. The same on every rank.",
     )
     cache_capacity: int = _row("CACHE_CAPACITY", _count, 1024, "Operations that are remembered by number.")
     data_timeout_s: float = _row(
@@ -589,7 +590,8 @@ def _as_markdown() -> str:
         "",
         "Environment variables, read once by `init()`. Each is also accepted with Horovod's prefix,",
         "`HOROVOD_`; with both, `POLYHVD_` wins. A variable with one of these prefixes that is not in the",
-        "tables is reported once by rank 0, with the nearest name that is.",
+        "tables is reported once by rank 0, with the nearest name that is. A switch is on with",
+        "`1`, `true`, `yes` or `on`, and off with `0`, `false`, `no` or `off`.",
         "",
         "This page is made by `python -m polyhvd.config > docs/configuration.md`.",
         "",

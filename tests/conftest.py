@@ -24,6 +24,7 @@ import sampling  # noqa: E402
 from fork_servers import ForkServers  # noqa: E402
 from pool import Pools  # noqa: E402
 
+from polyhvd.collectives.table import generator  # noqa: E402
 from polyhvd.testing.plugin import pools_of, world_of  # noqa: E402
 
 _SERVERS: pytest.StashKey[ForkServers] = pytest.StashKey()
@@ -35,6 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if _TESTS.parent == generator.ROOT:  # generated modules of a checkout may be older than the table
+        generator.write(generator.ROOT / "frameworks")
     meter.register(config)
     sampling.declare(config)
     config.addinivalue_line(

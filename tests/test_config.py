@@ -141,6 +141,12 @@ def test_a_bad_value_is_told_with_its_variable(variable: str, value: str, reason
         Settings.from_environment({variable: value})
 
 
+@pytest.mark.parametrize(("on", "off"), [("1", "0"), ("true", "false"), ("YES", "no"), ("on", "Off")])
+def test_a_switch_takes_both_words_of_a_pair(on: str, off: str) -> None:
+    for word, value in ((on, True), (off, False)):
+        assert Settings.from_environment({"POLYHVD_STALL_CHECK_DISABLE": word}).stall_check_disable is value
+
+
 def test_a_time_beyond_what_the_kernel_can_wait_for_is_a_very_long_one() -> None:
     settings = Settings.from_environment(
         {"HOROVOD_START_TIMEOUT": "1e12", "POLYHVD_DATA_TIMEOUT_SECONDS": "9e9"}

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from polyhvd import _core, errors
-from polyhvd.launch.blame import CONSEQUENCES
+from polyhvd.launch.job.blame import CONSEQUENCES
 
 ROOT = Path(__file__).resolve().parents[1]
 

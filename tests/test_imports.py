@@ -15,11 +15,17 @@ FRAMEWORKS = {
     "torch": ("PyTorch", "pip install torch"),
     "tensorflow": ("TensorFlow", "pip install tensorflow"),
     "mxnet": ("MXNet 1.9.1", "pip install mxnet==1.9.1 'numpy<2'"),
-    "jax": ("JAX 0.6", "pip install jax==0.6.2"),
+    "jax": ("JAX", "pip install 'jax>=0.6.2,<0.11'"),
     "cupy": ("CuPy", "pip install cupy-cuda12x"),
     "keras": ("Keras 3", "pip install keras tensorflow"),
     "lightning": ("Lightning 2", "pip install lightning"),
 }
+
+#: These tests link to the core in the checkout, which only an editable install has.
+editable = pytest.mark.skipif(
+    not list((ROOT / "polyhvd").glob("_core*.so")),
+    reason="the checkout has no core: polyhvd is not installed editable",
+)
 
 
 def _run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -40,13 +46,26 @@ def test_a_script_in_a_clone_that_hides_the_installed_package_says_so(tmp_path: 
     assert "start the program from elsewhere" in told
 
 
-@pytest.mark.skipif(not list((ROOT / "polyhvd").glob("_core*.so")), reason="polyhvd is not built in place")
+@editable
 def test_a_script_beside_a_clone_finds_the_package_in_it(tmp_path: Path) -> None:
     (tmp_path / "polyhvd").symlink_to(ROOT)
     program = "import polyhvd, polyhvd.numpy as hvd; hvd.init(); print(hvd.size(), polyhvd.__version__)"
     done = _run(program, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("1 ")
+
+
+def test_ray_that_is_missing_is_an_error_with_the_command_that_installs_it() -> None:
+    program = (
+        "import importlib.util\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'ray' else real(name)\n"
+        "import polyhvd.ray\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: polyhvd.ray needs Ray, which is not installed"), done.stderr
+    assert last.endswith("pip install 'polyhvd[ray]'")
 
 
 @pytest.mark.parametrize("module", FRAMEWORKS)
@@ -70,6 +89,41 @@ def test_a_framework_that_is_missing_is_an_error_with_the_command_that_installs_
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ModuleNotFoundError: polyhvd.{module} needs {name}"), done.stderr
     assert last.endswith(command)
+
+
+@editable
+def test_a_folder_that_is_copied_is_a_framework_without_a_line_elsewhere(tmp_path: Path) -> None:
+    package = tmp_path / "polyhvd"
+    package.mkdir()
+    folders = [path.parent for path in (ROOT / "frameworks").glob("*/framework.py")]
+    for path in [*(ROOT / "polyhvd").iterdir(), *folders]:
+        (package / path.name).symlink_to(path)
+    twin = package / "twin"
+    shutil.copytree(ROOT / "frameworks" / "numpy", twin, ignore=shutil.ignore_patterns("verbs.py"))
+    for path in twin.glob("*.py"):
+        renamed = path.read_text().replace("polyhvd.numpy", "polyhvd.twin")
+        path.write_text(renamed.replace('"NumPy"', '"Twin"'))
+    program = f"""
+import pathlib, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from polyhvd.bench.collectives import measured
+from polyhvd.collectives.table import generator
+from polyhvd.installed import frameworks
+from polyhvd.observe.doctor import examine
+from polyhvd.testing.stand_ins import _ADAPTERS
+print(*(path.parent.name for path in generator.write(pathlib.Path({str(package)!r}))))
+import polyhvd.twin as hvd
+hvd.init()
+print(hvd.allreduce(2.0), hvd.allreduce.__module__)
+print(*(finding for finding in examine()["Frameworks"] if finding.name == "Twin"))
+print("twin" in measured(), "polyhvd.twin" in _ADAPTERS, sorted(frameworks().keys() & sys.modules.keys()))
+"""
+    done = _run(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    written, reduced, found, known = done.stdout.splitlines()
+    assert (written, reduced) == ("twin", "2.0 polyhvd.twin.verbs")
+    assert found.startswith("[x] Twin ")
+    assert known == "True True ['numpy']"  # no other framework was imported for it
 
 
 @pytest.mark.skipif(find_spec("mxnet") is None, reason="mxnet is not installed")

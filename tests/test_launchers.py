@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -130,14 +129,13 @@ def test_one_of_one_is_a_world_of_one(environ: dict[str, str]) -> None:
 
 
 def test_variables_that_contradict_each_other_are_told_at_once() -> None:
-    began = time.monotonic()
-    result = init({**SRUN, "RANK": "0", "WORLD_SIZE": "1"})
+    patient = {"POLYHVD_START_TIMEOUT": "600"}  # more than init() above waits
+    result = init({**SRUN, "RANK": "0", "WORLD_SIZE": "1", **patient})
     assert result.returncode == 1
     error = result.stderr.splitlines()[-1]
     assert "contradict each other" in error
     assert "RANK=0, WORLD_SIZE=1" in error
     assert "SLURM_PROCID=5, SLURM_STEP_NUM_TASKS=8" in error
-    assert time.monotonic() - began < 10  # of which the import is the most, where cores are busy
 
 
 def test_several_hosts_without_a_secret_are_told_what_to_add() -> None:

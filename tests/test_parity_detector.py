@@ -15,12 +15,13 @@ import pytest
 from polyhvd.numpy import layers as blocks
 from polyhvd.numpy.cases import NumpySession
 
-from polyhvd.parity import running
+from polyhvd.parity import layers, running, session
 from polyhvd.parity.case import Case
 from polyhvd.parity.catalogue import CASES
-from polyhvd.parity.judging import ADVICE, Finding, judge
+from polyhvd.parity.judging import ADVICE, Finding, described, judge
+from polyhvd.parity.limits import Bounds, differences, grown, suspicious
 from polyhvd.parity.runs import Run
-from polyhvd.parity.traces import KINDS, Bounds, differences, grown, told, trace_of
+from polyhvd.parity.traces import KINDS, Facts, told, trace_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
@@ -221,13 +222,176 @@ def test_runs_of_different_lengths_are_a_problem_of_their_own() -> None:
     assert "numpy (plain) has trained 4 steps, other (plain) 3" in verdict.message
 
 
-def test_the_first_step_has_limits_by_layers_and_terms_and_later_ones_a_flat_one() -> None:
-    trace = trace_of("gradient", 0, 0, "w", np.ones(4, np.float32))
-    flat = Bounds().limit(trace)
-    assert flat == pytest.approx(64 * 4 * 64 * 2.0**-24)
-    assert Bounds(0, 3, 1024).limit(trace) == pytest.approx((8 + 6) * 4 * 32 * 2.0**-24)
-    assert Bounds(1, 3, 1024).limit(trace) == flat
-    assert Bounds(0, 1000, 4096).limit(trace) == flat
+class Small:
+    """A model with weights and activations as users have them: of 0.02 and 0.1."""
+
+    def __init__(self, optimizer: str, epsilon: float = 1e-6) -> None:
+        self.case = optimized(optimizer, rate=1e-3)
+        made = [
+            layers.layer_normalization(32, epsilon=epsilon),
+            layers.dense(32, 64),
+            layers.activation("gelu"),
+            layers.dense(64, 5),
+        ]
+        self.case = replace(self.case, build=lambda _: made, batch=self.batch)
+
+    def batch(self, framework: str, step: int) -> Any:
+        inputs = np.random.default_rng(step).standard_normal((24, 32), np.float32) * np.float32(0.1)
+        return inputs, inputs[:, :5].argmax(axis=1)
+
+    def trained(self, monkeypatch: pytest.MonkeyPatch, name: str = "numpy") -> Run:
+        def small(weights: Any, seed: int = 0) -> list[Any]:
+            made = session.first_values(weights, seed)
+            sizes = [0.02 / values.std() if values.ndim > 1 else 1.0 for values in made]
+            return [np.float32(size) * values for size, values in zip(sizes, made, strict=True)]
+
+        def begin(weights: Any, seed: int = 0) -> None:
+            for weight, values in zip(weights, small(weights, seed), strict=True):
+                weight.write(np.array(weight.layout.array_from_common(values), np.float32))
+
+        monkeypatch.setattr(running, "begin", begin)
+        return trained(self.case, name=name)
+
+
+def gelu_by_tanh(x: Any) -> tuple[Any, Any]:
+    factor = np.sqrt(2 / np.pi)
+    curve = np.tanh(factor * (x + 0.044715 * x**3))
+    slope = 0.5 * x * (1 - curve**2) * factor * (1 + 3 * 0.044715 * x**2)
+    return (0.5 * x * (1 + curve)).astype(x.dtype), (0.5 * (1 + curve) + slope).astype(x.dtype)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_gelu_by_tanh_is_found_in_its_layer_where_values_are_small(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    right = Small(optimizer).trained(monkeypatch)
+    monkeypatch.setitem(blocks.FUNCTIONS, "gelu", gelu_by_tanh)
+    found = first_of([right, Small(optimizer).trained(monkeypatch, "other")])
+    assert (found.step, found.kind, found.layer) == (0, "activation", 1)
+    assert "erf or tanh" in found.advice
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_another_epsilon_is_found_in_its_layer_where_values_are_small(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    right = Small(optimizer).trained(monkeypatch)
+    found = first_of([right, Small(optimizer, 1e-5).trained(monkeypatch, "other")])
+    assert (found.step, found.kind, found.layer) == (0, "activation", 0)
+
+
+def limits_of(*facts: Facts, step: int = 0) -> list[float]:
+    return [limit.own for limit in Bounds(step).limits(facts).values()]
+
+
+def test_a_limit_follows_from_the_type_and_the_terms_of_its_own_layer() -> None:
+    def of(inputs: int, dtype: str = "float32") -> float:
+        weights = Facts("weights", 0, 0, "w", (7, inputs), dtype)
+        return limits_of(weights, Facts("activation", 1, 0, "w", (8, 7), dtype))[1]
+
+    assert of(1024) == pytest.approx(4 * 32 * 2.0**-24)
+    assert of(4096) == pytest.approx(4 * 64 * 2.0**-24)
+    assert of(4) == of(64) == pytest.approx(4 * 8 * 2.0**-24)
+    assert of(1024, "float64") == pytest.approx(4 * 32 * 2.0**-53)
+
+
+def test_a_gradient_has_the_rows_and_positions_of_its_batch_for_terms() -> None:
+    given = Facts("input", 0, 0, "w", (32, 3, 8, 16), "float32")
+    gradient = Facts("gradient", 0, 0, "w", (4, 3, 3, 3), "float32")
+    assert limits_of(given, gradient)[1] == pytest.approx(8 * 4 * 64 * 2.0**-24)
+
+
+def test_what_optimizers_make_and_weights_have_a_flat_limit() -> None:
+    flat = pytest.approx(64 * 4 * 64 * 2.0**-24)
+    for kind in ("weights", "learning rate", "momentum", "second moment", "update"):
+        assert limits_of(Facts(kind, 0, 0, "w", (4,), "float32")) == [flat]
+
+
+def activations(*apart: float, more: Any = ()) -> tuple[Any, Any]:
+    """Of layers, two sides that differ by these fractions of the norm; and by kind what else does."""
+    array = np.linspace(0.5, 1, 8, dtype=np.float64)
+    sides = []
+    for factor in (1.0, 0.0):
+        made = [
+            trace_of("activation", 1 + n, n, f"l{n}", array * (1 + factor * each))
+            for n, each in enumerate(apart)
+        ]
+        made += [trace_of(kind, 0, 0, "l0", array * (1 + factor * each)) for kind, each in more]
+        sides.append({trace.key: replace(trace, dtype="float32") for trace in made})
+    return sides[0], sides[1]
+
+
+def beyond(traces: Any, references: Any) -> list[Any]:
+    return [key for key, relative, limit in differences(traces, references, Bounds()) if relative > limit]
+
+
+def test_what_follows_from_a_difference_below_its_limit_is_not_told() -> None:
+    """Neither as a gradient nor as another layer: the cause is where it began."""
+    assert beyond(*activations(1.5e-6, 1.5e-5, more=[("gradient", 1e-4)])) == []
+    assert beyond(*activations(0.0, 1.5e-5)) == [("activation", 2)]
+    assert beyond(*activations(1e-7, 1e-7, more=[("gradient", 1e-4)])) == [("gradient", 0)]
+
+
+@pytest.mark.parametrize(
+    ("apart", "place"),
+    [
+        ((1e-7, 2e-6, 2e-6), 1),
+        ((1e-6,), 0),
+        ((1e-7, 1e-7, 1e-7), None),
+        ((0.0, 0.0), None),
+        ((1e-7, 1e-4, 1e-7), None),  # beyond its limit: it is the first difference itself
+    ],
+)
+def test_a_layer_that_stands_out_below_its_limit_is_suspicious(
+    apart: tuple[float, ...], place: int | None
+) -> None:
+    sides = activations(*apart)
+    found = suspicious(differences(*sides, Bounds()), *sides, Bounds())
+    assert (None if found is None else found.layer) == place
+
+
+def test_layers_that_differ_alike_are_not_suspicious() -> None:
+    sides = activations(1e-6, 1e-6, 1e-6)
+    assert suspicious([(key, 1e-6, 2e-6) for key in sides[0]], *sides, Bounds()) is None
+
+
+def test_half_types_have_no_suspicious_layers() -> None:
+    sides, bounds = activations(1e-7, 1e-6), Bounds(precision="bfloat16")
+    assert suspicious([(("activation", 2), 0.5, 1.0)], *sides, bounds) is None
+
+
+def test_a_suspicious_layer_is_told_with_its_figures_and_agrees() -> None:
+    """A layer normalization whose epsilon differs by a hair."""
+    right, other = (trained(Small("sgd", epsilon).case, name=f"n{epsilon}") for epsilon in (1e-6, 1.02e-6))
+    (pair,) = judge([right, other]).pairs
+    assert pair.agree
+    assert pair.suspicious is not None
+    assert (pair.suspicious.step, pair.suspicious.layer) == (0, 0)
+    assert re.match(
+        r"suspicious: step 0, layer 0, activation: .* differs by \S+ of its norm, "
+        r"\d+% of its limit; other layers reach at most \d+% of theirs$",
+        str(pair.suspicious),
+    )
+    assert "epsilon" in described(pair.suspicious)["advice"]
+
+
+def test_the_gradient_of_a_bias_whose_terms_cancel_has_the_limit_of_its_layer() -> None:
+    def traces(bias: float, kernel: float) -> Any:
+        arrays = np.full((4, 4), kernel, np.float32), np.full(4, bias, np.float32)
+        made = [trace_of("gradient", place, 0, "w", array) for place, array in enumerate(arrays)]
+        return {trace.key: trace for trace in made}
+
+    assert beyond(traces(1.0001e-2, 1.0), traces(1e-2, 1.0)) == []
+    assert beyond(traces(1.0001e-2, 1e-3), traces(1e-2, 1e-3)) == [("gradient", 1)]
+
+
+def test_where_rounding_may_decide_at_a_kink_gradients_have_a_flat_limit() -> None:
+    def sides(units: int) -> Any:
+        made = activations(1e-7, more=[("gradient", 1e-4)])
+        return tuple({key: replace(t, shape=(units,)) for key, t in side.items()} for side in made)
+
+    assert beyond(*sides(1000)) == [("gradient", 0)]
+    assert beyond(*sides(1_000_000)) == []
 
 
 def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
@@ -242,7 +406,7 @@ def test_a_gradient_of_rounding_alone_is_no_difference() -> None:
         ]
         return {trace.key: trace for trace in made}
 
-    bounds = Bounds(0, 3, 1024)
+    bounds = Bounds(0, 3)
     assert all(relative <= limit for _, relative, limit in differences(traces(2e-7), traces(-2e-7), bounds))
     found = [
         key for key, relative, limit in differences(traces(2e-7), traces(1e-4), bounds) if relative > limit

@@ -132,3 +132,10 @@ def test_texts_stand_out_from_what_is_behind_them(scheme: str) -> None:
     for front, back in pairs:
         one, two = sorted((_light(colours[front]), _light(colours[back])))
         assert (two + 0.05) / (one + 0.05) >= 4.5, f"{front} on {back}"
+
+
+def test_a_suspicious_layer_is_on_the_page_of_comparisons_that_agree() -> None:
+    assert "Suspicious" not in as_html(report_of(AGREE))
+    found = {"text": "layer 7 <stands out>", "advice": "look here"}
+    page = as_html(report_of(replace(AGREE, suspicious=found)))
+    assert "layer 7 &lt;stands out&gt;<br>look here" in page

@@ -132,7 +132,7 @@ def test_a_file_may_ask_for_a_half_type_but_for_no_other_type(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("case", ["mlp", "lstm", "gru", "transformer", "embedding"])
 def test_frameworks_agree_in_half_types(tmp_path: Path, case: str, precision: str) -> None:

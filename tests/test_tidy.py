@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from polyhvd.installed import frameworks
+
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "polyhvd" / "csrc"
 BACKENDS = ROOT / "backends"
@@ -33,20 +35,10 @@ IMPURE_HEADERS = {
     *("condition_variable", "fcntl.h", "future", "mutex", "poll.h", "sched.h", "shared_mutex", "signal.h"),
     *("sys/epoll.h", "sys/eventfd.h", "sys/mman.h", "sys/socket.h", "thread", "time.h", "unistd.h"),
 }
-#: Adapters that are one with another framework's.
-PART_OF = {"keras": {"tensorflow", "torch"}, "lightning": {"torch"}}
-#: What a framework is imported as, where that is not the name of its folder alone.
-PACKAGES = {
-    "keras": {"keras", "tensorflow", "torch"},
-    "lightning": {"lightning", "pytorch_lightning", "torch", "torchmetrics"},
-    "numpy": {"ml_dtypes", "numpy"},
-    "tensorflow": {"keras", "tensorflow"},
-}
+#: Packages of each framework, with those of the ones that its adapter stands on.
+OWN = {name: {*framework.packages, *framework.companions} for name, framework in frameworks().items()}
 #: NumPy is everybody's: the oracle, and how frameworks exchange arrays.
-FOREIGN = {
-    *(path.parent.name for path in FRAMEWORKS.glob("*/__init__.py") if path.parent.name != "numpy"),
-    *("horovod", "mpi4py", "pytorch_lightning", "torchmetrics"),
-}
+FOREIGN = {"horovod", "mpi4py"}.union(*(packages for name, packages in OWN.items() if name != "numpy"))
 #: Identifiers that come from elsewhere, and the folders that may speak of them.
 NAMES = {
     r"\bMPI_[A-Z]\w+|\bompi_\w+": ("backends/mpi",),
@@ -140,16 +132,17 @@ LAYERS = (
     ("launch",),
     ("shared",),
     ("__init__",),
-    ("bench", "exports", "runner", "sagemaker", "testing"),
+    ("bench", "exports", "ray", "runner", "sagemaker", "testing"),
     ("cli",),
 )
 FLAT_FILES_MAX = 10
 
-#: Files of an adapter's folder, which mean the same in each. All have the first five.
-FILES_OF_ALL = ("adapter", "dialect", "functions", "state", "verbs")
+#: Files of an adapter's folder, which mean the same in each. All have the first six.
+FILES_OF_ALL = ("adapter", "dialect", "framework", "functions", "state", "verbs")
 FILES_OF_MANY = (
-    *("base", "batch_norm", "cases", "compression", "derivatives", "elastic", "errors", "names", "native"),
-    *("optimizer", "parity", "passes", "reducer", "samplers", "sparse", "weights"),
+    *("base", "batch_norm", "cases", "compression", "data", "derivatives", "elastic", "errors", "names"),
+    *("native", "optimizer", "parity", "parity_driver", "passes", "reducer", "samplers", "signatures"),
+    *("sparse", "weights", "wrappers"),
 )
 
 
@@ -325,7 +318,7 @@ def test_adapters_name_their_files_alike() -> None:
     known = {*FILES_OF_ALL, *FILES_OF_MANY}
     owners = Counter(name for names in found.values() for name in names - known)
     offences += [f"{name}.py: in {count} folders" for name, count in owners.items() if count > 1]
-    report(offences, "all have the same five files; what several have besides them is listed here")
+    report(offences, "all have the same six files; what several have besides them is listed here")
 
 
 def test_the_shared_python_imports_no_framework() -> None:
@@ -358,10 +351,10 @@ def test_an_adapter_imports_its_own_framework_and_no_other_adapter() -> None:
             continue
         for line, name in imported(path):
             parts = name.split(".")
-            others = adapters - {own} - PART_OF.get(own, set())
+            others = adapters - {own, *frameworks()[own].stands_on}
             if parts[0] == "polyhvd" and len(parts) > 1 and parts[1] in others:
                 offences.append(f"{relative(path)}:{line}: {name}")
-            if parts[0] in FOREIGN - PACKAGES.get(own, {own}):
+            if parts[0] in FOREIGN - OWN[own].union(*(OWN[below] for below in frameworks()[own].stands_on)):
                 offences.append(f"{relative(path)}:{line}: {name}")
     report(offences, "adapters never import each other, or another framework")
 
@@ -407,10 +400,11 @@ def exports(path: Path) -> list[str] | None:
 
 
 def all_exports(path: Path) -> list[str]:
-    """Those of ``polyhvd.exports`` and of the own verbs.py included, where a module adds them."""
+    """Those of ``polyhvd.exports`` and of generated modules included, where a module adds them."""
     names = list(exports(path) or [])
     added = {ast.unparse(node) for node in tree(path).body if isinstance(node, ast.AugAssign)}
-    for name, other in (("exports", ROOT / "polyhvd" / "exports.py"), ("verbs", path.parent / "verbs.py")):
+    for name in ("exports", "verbs", "wrappers"):
+        other = (ROOT / "polyhvd" if name == "exports" else path.parent) / f"{name}.py"
         names += all_exports(other) if f"__all__ += {name}.__all__" in added else []
     return names
 
@@ -422,10 +416,23 @@ def defined(path: Path) -> set[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            if names == {"*"} and isinstance(node, ast.ImportFrom) and node.module:
+                names = set(exports(module_file(node.module)) or [])
+            found |= names
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return found
+
+
+def module_file(name: str) -> Path:
+    """The file of a module of polyhvd, one of a framework included."""
+    inside = name.split(".")[1:]
+    for root in (ROOT / "polyhvd", FRAMEWORKS):
+        for path in (root.joinpath(*inside).with_suffix(".py"), root.joinpath(*inside, "__init__.py")):
+            if path.is_file():
+                return path
+    raise ValueError(f"{name} is no module of polyhvd")
 
 
 def public_modules() -> list[Path]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,20 @@ class Meeting:
         self.secret = new_secret()
         self.server = Server(parse_secret(self.secret))
 
-    def world(self, rank: int, size: int, generation: int, sets: list[list[int]] | None = None) -> World:
+    def world(
+        self,
+        rank: int,
+        size: int,
+        generation: int,
+        sets: list[list[int]] | None = None,
+        settings: Settings = SETTINGS,
+        member: int | None = None,
+    ) -> World:
         told = Launched(rank=rank, size=size, rendezvous=self.server.endpoint, secret=self.secret)
         placement, store = meet_as(told, generation - 1, time.monotonic() + 20)
         assert store is not None
         with store:
-            return World.connect(SETTINGS, placement, store, sets or [])
+            return World.connect(settings, placement, store, sets or [], member=member)
 
 
 @pytest.fixture
@@ -177,6 +186,29 @@ def test_worlds_leave_no_descriptors_and_threads(meeting: Meeting) -> None:
     before = counts()
     on_threads(2, rank)
     wait_until(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)), f"{before}")
+
+
+@pytest.mark.parametrize(("member", "level"), [(None, "WARNING"), (0, "DEBUG")], ids=["fixed", "elastic"])
+def test_the_path_of_a_dump_after_a_loss_is_a_warning_unless_the_job_is_elastic(
+    meeting: Meeting,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    member: int | None,
+    level: str,
+) -> None:
+    caplog.set_level("DEBUG", "polyhvd")
+
+    def rank(number: int) -> None:
+        settings = replace(SETTINGS, flight_dir=str(tmp_path))
+        with meeting.world(number, 2, 1, settings=settings, member=member) as world:
+            if number == 1:
+                world.engine.abort("a test")
+            with pytest.raises(PeerLostError):
+                world.numpy.allreduce(np.ones(2))
+
+    on_threads(2, rank)
+    levels = [each.levelname for each in caplog.records if "the last operations are in" in each.message]
+    assert levels == [level] * 2
 
 
 def test_a_world_of_several_needs_a_store() -> None:

@@ -21,8 +21,8 @@ from polyhvd.config import Launched
 from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.command import _VARIABLES
 from polyhvd.parity.judging import judge
+from polyhvd.parity.limits import Bounds, differences
 from polyhvd.parity.runs import FRAMEWORKS, Order, Run
-from polyhvd.parity.traces import Bounds, differences
 
 _RANKS = 2
 #: Steps of each run; those of a deep network take long.
@@ -66,7 +66,7 @@ def _nearest(runs: Sequence[Run]) -> Iterator[tuple[float, str, int, str]]:
     plain = [run for run in runs if run.mode == "plain"]
     for other in plain[1:]:
         for number, (one, two) in enumerate(zip(plain[0].steps, other.steps, strict=True)):
-            bounds = Bounds(number, len(plain[0].layers), one.terms)
+            bounds = Bounds(number, len(plain[0].layers))
             for key, relative, limit in differences(two.traces, one.traces, bounds):
                 yield relative / limit, key[0], number, f"{other.framework} {one.traces[key].name}"
 
@@ -117,8 +117,8 @@ def _report(folder: Path, frameworks: Sequence[str], cases: Sequence[str], seeds
                 print(f"{case}, seed {seed}: {told}")
                 alarms += 1
             for pair in verdict.pairs:
-                if not pair.agree:
-                    print(f"{case}, seed {seed}: {pair.title(_RANKS)}: {pair.first}")
+                for found in filter(None, (pair.first, pair.suspicious)):
+                    print(f"{case}, seed {seed}: {pair.title(_RANKS)}: {found}")
                     alarms += 1
             for item in _nearest(runs):
                 nearest[item[1]] = max(nearest.get(item[1], item), item)

@@ -3,8 +3,8 @@
 Each environment is a virtual environment that is kept until its requirements change, below the user's cache
 folder, or in build/matrix if there is none. The wheel is the same file in all of them.
 
-``python tools/matrix.py legacy oldest-torch`` runs some by name. ``--all`` adds those that only
-``make nightly`` runs, and ``--prepare`` only installs them.
+``python tools/matrix.py legacy oldest-torch`` runs some by name. ``--all`` adds the environments and tests
+that only ``make nightly`` runs, and ``--prepare`` only installs the environments.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Environment:
     requirements: tuple[str, ...]
     drivers: tuple[str, ...]
     extra_tests: tuple[str, ...] = ()
+    #: What the drivers run without --all.
+    parity: tuple[str, ...] = ("tests/parity",)
+    #: Extra tests with --all only.
+    nightly_tests: tuple[str, ...] = ()
     also: tuple[str, ...] = ()  # pytest's -k, for the extra tests
     without_dependencies: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()  # environment of the tests
@@ -69,6 +73,7 @@ ENVIRONMENTS = (
         (),
         extra_tests=("tests/launch/test_notebook.py",),
     ),
+    Environment("ray", ("numpy>=2,<3", "ray[tune]==2.60.0"), (), extra_tests=("tests/ray",)),
     Environment("numpy-2", ("numpy>=2,<3", "ml_dtypes"), ("numpy",)),
     Environment(
         "legacy",
@@ -97,22 +102,35 @@ ENVIRONMENTS = (
         extra_tests=tuple(
             f"tests/tensorflow/test_tensorflow_{name}.py" for name in ("jobs", "keras2", "norm", "schedules")
         ),
+        # TensorFlow is that of the suite; Keras, which is not, has the optimizers and the models.
+        parity=tuple(
+            f"tests/parity/test_{name}.py"
+            for name in ("batch_norms", "cases", "keyed_compressors", "optimizer_options", "training")
+        ),
         without_dependencies=("tf_keras==2.21.0",),
         settings=(("TF_USE_LEGACY_KERAS", "1"),),
     ),
-    Environment(
-        "jax-0.6",  # tests run beside the folder of that name, which must not be taken for JAX
-        ("numpy==1.26.4", "ml_dtypes==0.5.4", "jax==0.6.2"),
-        ("jax",),
-        extra_tests=("tests/jax_arrays", "tests/surface"),
-        also=("-k", "jax"),
+    *(
+        Environment(
+            name,  # tests run beside the folder of that name, which must not be taken for JAX
+            requirements,
+            ("jax",),
+            extra_tests=("tests/jax_arrays", "tests/surface"),
+            also=("-k", "jax"),
+            nightly=nightly,
+        )
+        for name, requirements, nightly in (
+            ("jax-0.10", ("numpy>=2,<3", "ml_dtypes", "jax==0.10.2"), False),
+            ("jax-0.6", ("numpy==1.26.4", "ml_dtypes==0.5.4", "jax==0.6.2"), True),  # the last for NumPy 1.26
+        )
     ),
     *(
         Environment(
             name,
             ("numpy==1.26.4", "ml_dtypes==0.5.4", "mpi4py==4.1.2", *library),
             (),
-            extra_tests=("tests/mpi", "tests/backends/test_conformance.py", "tests/parity"),
+            extra_tests=("tests/mpi", "tests/backends/test_conformance.py"),
+            nightly_tests=("tests/parity",),  # the calls of MPI are those of the conformance tests
             also=("-k", "mpi and not torch and not mxnet and not tensorflow"),
             settings=(("TEST_BY_MPI", "all"),),  # conformance is tested on 1 to 4 ranks
             nightly=nightly,  # the suite has an Open MPI
@@ -199,7 +217,7 @@ def check(environment: Environment, python: Path, everything: bool) -> None:
     """Run the parity suite for the environment's drivers, and its extra tests.
 
     Each test on as few ranks as it can, but on 2 at least: what differs by version does not by ranks. Tests
-    marked nightly run only with ``everything``.
+    marked nightly, and what the environment has for --all, run only with ``everything``.
     """
     chosen = " or ".join(f"{driver}-{size}" for driver in environment.drivers for size in (2, 3))
     # Above that pytest would import the checkout's __init__.py, and so put the sources in the place of the
@@ -210,9 +228,11 @@ def check(environment: Environment, python: Path, everything: bool) -> None:
         pytest += ("-m", "not nightly")
     env = {**os.environ, "TEST_RANKS": "fewest", **dict(environment.settings)}
     if environment.drivers:
-        run(*pytest, "-k", chosen, "tests/parity", cwd=WORK, env=env)
-    if environment.extra_tests:
-        run(*pytest, *environment.also, *environment.extra_tests, cwd=WORK, env=env)
+        parity = ("tests/parity",) if everything else environment.parity
+        run(*pytest, "-k", chosen, *parity, cwd=WORK, env=env)
+    extra = environment.extra_tests + (environment.nightly_tests if everything else ())
+    if extra:
+        run(*pytest, *environment.also, *extra, cwd=WORK, env=env)
 
 
 def main() -> None:

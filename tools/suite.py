@@ -36,7 +36,7 @@ FRAMEWORKS = (
 )
 #: Tests of tf_keras, which has an environment of the matrix, and of the sources, which make check has.
 ELSEWHERE = ("tests/tensorflow/test_tensorflow_keras2.py", "tests/test_tidy.py", "tests/test_verbs.py")
-_NOTHING_COLLECTED = 5  # exit status of pytest
+_INTERRUPTED, _NOTHING_COLLECTED = 2, 5  # exit statuses of pytest
 _LAST_LINES = 50
 
 
@@ -60,6 +60,12 @@ def counts(output: str) -> Counter[str]:
     lines = re.findall(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s\b", output, re.MULTILINE)
     found = re.findall(r"(\d+) (\w+)", lines[-1]) if lines else []
     return Counter({what: int(number) for number, what in found})
+
+
+def end_of(output: str) -> str:
+    """The last lines of an output, without pytest's list of skipped tests, which follows the failures."""
+    lines = [line for line in output.splitlines() if not line.startswith("SKIPPED [")]
+    return "\n".join(lines[-_LAST_LINES:])
 
 
 def end_together(process: subprocess.Popen[str], other: subprocess.Popen[str]) -> None:
@@ -104,14 +110,16 @@ def main() -> None:
     said = LOG.read_text(errors="replace")
     print(said, end="")
     print(costs.table(costs.added(costs.read(costs.FOLDER), costs.folder_of), "folder"))
-    if statuses[0] not in (0, _NOTHING_COLLECTED):  # the end of an output is what is looked at
-        print("".join(shown[-_LAST_LINES:]), end="")
+    bad = {status for status in statuses if status not in (0, _NOTHING_COLLECTED)}
+    failed = bad - {_INTERRUPTED} or bad  # with -x the failure of one has interrupted the other
+    for status, output in zip(statuses, ("".join(shown), said), strict=True):
+        if status in failed:  # the end of an output is what is looked at
+            print(end_of(output))
     total = counts("".join(shown)) + counts(said)
     order = ("failed", "error", "errors", "passed")
     names = sorted(total, key=lambda name: order.index(name) if name in order else len(order))
     summary = ", ".join(f"{total[name]} {name}" for name in names) or "no tests ran"
     print(f"{f' total: {summary} in {time.monotonic() - began:.2f}s ':=^100}")
-    bad = [status for status in statuses if status not in (0, _NOTHING_COLLECTED)]
     sys.exit(min(bad, key=lambda status: status != 1) if bad else min(statuses))  # 1: tests have failed
 
 

@@ -17,8 +17,9 @@ import numpy as np
 import polyhvd
 from polyhvd.bench.limits import copy_seconds
 from polyhvd.collectives.adapter import ReduceOp
+from polyhvd.installed import frameworks
 
-__all__ = ["OPS", "REDOPS", "Framework", "Plan", "Row", "measure"]
+__all__ = ["OPS", "REDOPS", "Framework", "Plan", "Row", "measure", "measured"]
 
 #: Part of the size that crosses each rank's border, by number of ranks: bus over algorithm bandwidth.
 OPS: dict[str, Callable[[int], float]] = {
@@ -78,14 +79,18 @@ class Row:
         return self.algbw * OPS[self.op](self.ranks)
 
 
+def measured() -> dict[str, Callable[[Any, int, str], Any]]:
+    """How the frameworks that can be measured make tensors, by the names of the frameworks."""
+    return {name: each.ones for name, each in frameworks().items() if each.ones is not None}
+
+
 class Framework:
     """A framework by the name that the user gave: its tensors, and polyhvd's module for it."""
-
-    NAMES = frozenset({"mxnet", "numpy", "tensorflow", "torch"})
 
     def __init__(self, name: str, dtype: str) -> None:
         """Import it; raises ValueError when it or the dtype is not there."""
         self.name, self.dtype = name, dtype
+        self._made, self._finish = measured()[name], frameworks()[name].finish
         try:
             self.hvd: Any = importlib.import_module(f"polyhvd.{name}")
             self.module: Any = importlib.import_module(name)
@@ -103,29 +108,19 @@ class Framework:
 
     def ones(self, count: int) -> Any:
         """A new tensor of this many elements."""
-        if self.name == "torch":
-            return self.module.ones(count, dtype=getattr(self.module, self.dtype))
-        if self.name == "mxnet":
-            return self.module.nd.ones((count,), dtype=self.dtype)
-        if self.name == "tensorflow":
-            return self.module.ones([count], self.dtype)
-        dtype: Any = self.dtype
-        if dtype == "bfloat16":
-            dtype = importlib.import_module("ml_dtypes").bfloat16
-        return np.ones(count, dtype)
+        return self._made(self.module, count, self.dtype)
 
     def finish(self, result: Any) -> None:
         """Wait for a result, where the framework has not done so."""
-        if self.name == "mxnet":
-            result.wait_to_read()
+        if self._finish is not None:
+            self._finish(result)
 
     def call(self, op: str, count: int, redop: str, ranks: int) -> Callable[[], Any]:
         """A function that runs one collective whose larger side has `count` elements."""
         hvd, name = self.hvd, f"bench.{op}.{count}"
         share = self.ones(count // ranks) if op == "allgather" else self.ones(count)
         reduction = REDOPS[redop]
-        # TensorFlow's tensors cannot be written to.
-        in_place = self.name != "tensorflow"
+        in_place = hasattr(hvd, "allreduce_")  # TensorFlow's tensors cannot be written to
         calls: dict[str, Callable[[], Any]] = {
             "allreduce": lambda: (hvd.allreduce_ if in_place else hvd.allreduce)(
                 share, name=name, op=reduction

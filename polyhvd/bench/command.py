@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import polyhvd
 from polyhvd.bench import limits
-from polyhvd.bench.collectives import OPS, REDOPS, Framework, Plan, measure
+from polyhvd.bench.collectives import OPS, REDOPS, Framework, Plan, measure, measured
 from polyhvd.bench.table import Table
 from polyhvd.config import Launched
 from polyhvd.errors import HorovodInternalError, InvalidArgumentError
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-bytes", type=_bytes, default=64 << 20, metavar="SIZE", help="default: 64M")
     add("--factor", type=_positive, default=4, metavar="N", help="from one size to the next; default: 4")
     add("--dtype", default="float32", metavar="DTYPE", help="float32 (default), float16, bfloat16, int8, ...")
-    add("--framework", choices=sorted(Framework.NAMES), default="numpy", help="whose tensors; default: numpy")
+    add("--framework", choices=sorted(measured()), default="numpy", help="whose tensors; default: numpy")
     add("--iterations", type=_positive, metavar="N", help="of each size; default: about half a second's")
     add("--warm-up", type=_positive, default=5, metavar="N", help="iterations before; default: 5")
     add("--json", metavar="FILE", help="write the figures there as well; - is standard output, and no table")

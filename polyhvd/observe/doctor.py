@@ -13,39 +13,20 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polyhvd import _core
 from polyhvd.config import ConfigError, Settings
+from polyhvd.installed import frameworks
 from polyhvd.rendezvous import network
 from polyhvd.rendezvous.segment import make_segment
 from polyhvd.runtime import gpu, mpi
 
-__all__ = ["FRAMEWORKS", "Finding", "examine", "lines"]
+__all__ = ["Finding", "distributions", "examine", "lines"]
 
-#: How each framework is imported, its packages on PyPI, and what polyhvd needs of it.
-FRAMEWORKS = (
-    ("NumPy", "numpy", ("numpy",), ""),
-    (
-        "CuPy",
-        "cupy",
-        ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
-        "pip install cupy-cuda13x (or 12x), for arrays on GPUs",
-    ),
-    ("PyTorch", "torch", ("torch",), "pip install torch"),
-    (
-        "TensorFlow",
-        "tensorflow",
-        ("tensorflow", "tensorflow-cpu", "tf-nightly"),
-        "pip install tensorflow-cpu",
-    ),
-    ("Keras", "keras", ("keras",), "pip install keras"),
-    ("MXNet", "mxnet", ("mxnet",), "pip install mxnet==1.9.1, which needs Python below 3.12"),
-    ("JAX", "jax", ("jax",), "pip install jax==0.6.2"),
-    ("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),
-)
-_ADAPTERS = {module for _, module, *_ in FRAMEWORKS} - {"mpi4py"}
+#: Of what is no framework of polyhvd's: as which it is imported, its packages on PyPI, and the remedy.
+_OTHERS = (("mpi4py", "mpi4py", ("mpi4py",), "pip install mpi4py, if programs use MPI themselves"),)
 
 
 @dataclass(frozen=True)
@@ -94,18 +75,32 @@ def _version(*packages: str) -> str:
     return ""
 
 
+def distributions() -> dict[str, tuple[str, ...]]:
+    """The packages on PyPI of all frameworks that are looked for, by the names of these."""
+    found = {framework.title: framework.distributions for framework in frameworks().values()}
+    return {**found, **{name: packages for name, _, packages, _ in _OTHERS}}
+
+
 def _frameworks() -> Iterator[Finding]:
-    for name, module, packages, remedy in FRAMEWORKS:
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None:  # a folder that merely has the name has no file
-            yield Finding(name, False, note=f"not installed in this Python; {remedy}")
-            continue
-        places = list(spec.submodule_search_locations or [])
-        path = places[0] if places else spec.origin or ""
-        note = ""
-        if module in _ADAPTERS and importlib.util.find_spec(f"polyhvd.{module}") is None:
+    for name, framework in frameworks().items():
+        remedy = ", ".join(filter(None, (framework.install, framework.remark)))
+        found = _package(framework.title, framework.packages, framework.distributions, remedy)
+        if found.found and importlib.util.find_spec(f"polyhvd.{name}") is None:
             note = "but this build of polyhvd has no adapter for it; install polyhvd again"
-        yield Finding(name, not note, _version(*packages), path, note)
+            found = replace(found, found=False, note=note)
+        yield found
+    for title, module, packages, remedy in _OTHERS:
+        yield _package(title, (module,), packages, remedy)
+
+
+def _package(title: str, modules: Sequence[str], distributions: Sequence[str], remedy: str) -> Finding:
+    specs = [importlib.util.find_spec(module) for module in modules]
+    # A folder that merely has the name has no file.
+    spec = next((spec for spec in specs if spec is not None and spec.origin is not None), None)
+    if spec is None:
+        return Finding(title, False, note=f"not installed in this Python; {remedy}")
+    places = list(spec.submodule_search_locations or [])
+    return Finding(title, True, _version(*distributions), places[0] if places else spec.origin or "")
 
 
 def _mpi() -> Finding:

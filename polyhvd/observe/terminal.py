@@ -1,15 +1,17 @@
-"""How commands write to standard output: names without escape sequences, and into a pipe that may close."""
+"""How commands write to standard output: without escape sequences, to pipes that may close, to full disks."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
 
-__all__ = ["printable", "until_pipe_closes"]
+__all__ = ["printable", "until_output_fails"]
 
-_CLOSED_STATUS = 1
+_FAILED_STATUS = 1
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def printable(text: str) -> str:
@@ -18,11 +20,16 @@ def printable(text: str) -> str:
 
 
 @contextlib.contextmanager
-def until_pipe_closes() -> Iterator[None]:
-    """Exit without a message if the reader of standard output has gone, as ``head`` does.
+def until_output_fails(program: str) -> Iterator[None]:
+    """Exit if standard output cannot be written.
+
+    There is no message if its reader has gone, as ``head`` does, and one line if the disk is full.
+
+    Args:
+        program: the command's name, for the line.
 
     Raises:
-        SystemExit: standard output is a closed pipe.
+        SystemExit: standard output is a closed pipe, or its disk is full or broken.
     """
     try:
         try:
@@ -30,8 +37,12 @@ def until_pipe_closes() -> Iterator[None]:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if error.errno not in _DISK_ERRORS or error.filename is not None:
+                raise
+            print(f"{program}: cannot write standard output: {error.strerror}", file=sys.stderr)
         # What is still buffered is written at exit, which must not fail again.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(_CLOSED_STATUS) from None
+        raise SystemExit(_FAILED_STATUS) from None

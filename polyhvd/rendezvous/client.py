@@ -146,7 +146,7 @@ class ConnectedStore(Store):
         return values
 
     def abandon(self, request: int) -> None:
-        """Nobody will take the values of this request any more. Raises nothing."""
+        """Nobody will take the values of this request any more."""
         if self._replies.pop(request, None) is None:
             self._abandoned.append(request)
 

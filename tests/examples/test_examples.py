@@ -19,13 +19,13 @@ from polyhvd.testing.stand_ins import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"mxnet": "mxnet", "pytorch": "torch", "lightning": "torch", "tensorflow": "tensorflow"}
-#: Those that are killed, or move a model, have tests of their own. One framework's follow each other, since
-#: its fork servers may end when others are needed.
+#: Those that are killed, move a model or read files have tests of their own. One framework's follow each
+#: other, since its fork servers may end when others are needed.
 EXAMPLES = sorted(
     (
         path.name
         for path in (ROOT / "examples").glob("*.py")
-        if path.name != "common.py" and not path.name.startswith(("elastic_", "migration_"))
+        if path.name != "common.py" and not path.name.startswith(("elastic_", "migration_", "parquet_"))
     ),
     key=lambda name: ([*FRAMEWORKS, name.split("_")[0]].index(name.split("_")[0]), name),
 )
@@ -113,6 +113,16 @@ def test_there_are_examples_for_every_framework() -> None:
 def test_example_trains_on_any_number_of_ranks(run: Run, example: str, ranks: int) -> None:
     skip_unless_installed(example)
     check_training(run(example, ranks, *EPOCHS), ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "framework"), [("gluon", "mxnet"), ("keras", "tensorflow"), ("torch", "torch")]
+)
+def test_example_trains_on_parquet_files(fork_servers: ForkServers, name: str, framework: str) -> None:
+    if not is_installed(framework):
+        pytest.skip(f"{framework} is not installed")
+    python = fork_servers.python(2, IMPORTS[framework])
+    check_training(run_by(python, f"parquet_{name}.py", 2, *EPOCHS), 2)
 
 
 @pytest.mark.nightly

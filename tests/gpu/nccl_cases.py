@@ -231,29 +231,34 @@ def fail_in_operation(fault: str) -> tuple[str, str, float]:
     return kind, words, time.monotonic() - begin
 
 
-def leave_while_streams_work(released: str) -> float:
+def leave_while_streams_work(folder: str) -> float:
     """A sum that a rank's GPU makes after rank 0, which coordinates others, has shut down; and rank 0's."""
+    leaving, released = Path(folder, "leaving"), Path(folder, "released")
 
-    def wait_for_release() -> None:
-        while not Path(released).exists():
+    def await_file(path: Path) -> None:
+        while not path.exists():
             time.sleep(0.001)
 
-    def need_rank_0() -> None:
-        with contextlib.suppress(hvd.HorovodInternalError):
-            hvd.barrier()
+    def release() -> None:
+        await_file(leaving)
+        time.sleep(0.5)  # work that is given up ends before
+        released.touch()
 
-    with cuda().busy(current_stream(), wait_for_release):
+    # On another thread: the one that receives the departure waits for its GPU.
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    with cuda().busy(current_stream(), lambda: await_file(released)):
         mine = DeviceArray.from_numpy(np.full(1000, 1 + hvd.rank(), np.float32))
         result = gpu.allreduce(mine, name="the last one", op=hvd.Sum)
         if hvd.rank() == 0:
+            leaving.touch()
             hvd.shutdown()
         else:
-            barrier = threading.Thread(target=need_rank_0)
-            barrier.start()
-            barrier.join(0.5)  # it would have ended by then if the GPU's work had been given up
-            Path(released).touch()
-            barrier.join()
-        return float(result.to_numpy().mean())
+            with contextlib.suppress(hvd.HorovodInternalError):
+                hvd.barrier()
+        mean = float(result.to_numpy().mean())
+    releasing.join()
+    return mean
 
 
 def die_between_operations(victim: int) -> tuple[str, float]:

@@ -27,6 +27,14 @@ if hvd.rank() == 1:
 """
 
 
+@pytest.mark.parametrize(("version", "warns"), [("0.9.2", True), ("0.10.2", False)])
+def test_a_version_of_jaxlib_that_crashes_is_a_warning_at_the_import(version: str, warns: bool) -> None:
+    program = f"import jaxlib; jaxlib.__version__ = {version!r}; import polyhvd.jax"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (f"RuntimeWarning: jaxlib {version} can crash" in done.stderr) == warns, done.stderr
+
+
 def test_a_compiled_function_ends_with_the_error_of_a_rank_that_is_lost(fork_servers: ForkServers) -> None:
     with Pool(PoolSpec("jax", (2,)), fork_servers) as pool:
         pool.start("test_jax:lose_a_rank")

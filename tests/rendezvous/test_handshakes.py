@@ -210,9 +210,9 @@ def test_silent_stranger_is_dropped_after_a_while(handshakes: Handshakes, listen
 
 
 def test_garbage_is_dropped_at_once(handshakes: Handshakes, listener: socket.socket) -> None:
+    handshakes._patience_s = 600.0  # with silence
     with socket.create_connection(listener.getsockname()) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
-        began = time.monotonic()
         stranger.settimeout(0.0)
 
         def dropped() -> bool:
@@ -224,7 +224,6 @@ def test_garbage_is_dropped_at_once(handshakes: Handshakes, listener: socket.soc
                 return True
 
         drive(handshakes, dropped)
-        assert time.monotonic() - began < 1.5, "garbage was treated like silence"
 
 
 @pytest.mark.parametrize("word", [b"", b"polyhvd\x02", b"x"])

@@ -207,7 +207,7 @@ def test_rank_0_warns_soon_of_a_rank_with_another_secret(kind: str, caplog: pyte
         root.open(0, 1, time.monotonic() + WAIT_S) as store,
         pytest.raises(StoreError, match=OTHER_SECRET),
     ):
-        stranger.open(1, 1, time.monotonic() + 1.0)
+        stranger.open(1, 1, time.monotonic() + 3.0)
     (warning,) = [text for text in caplog.messages if text.startswith("rank 0: a process on ")]
     assert re.search("calls as rank 1, and " + OTHER_SECRET, warning)
     assert store.strangers == {1}

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import polyhvd.keras as hvd
+import polyhvd.tensorflow as tensorflow_hvd
 import pytest
 import tensorflow as tf
 from drift_reports import drift_reports
@@ -116,3 +117,100 @@ def test_an_error_is_raised_on_every_rank(eager: bool) -> None:
     message = raises(Exception, reports_of_fit, model)
     assert "2 of 6 weights differ between ranks" in message
     assert "rank 1 has other values than rank 0" in message
+
+
+def reports_of_tapes(step: Any, *, steps: int = 3) -> list[str]:
+    """Those of all ranks."""
+    with drift_reports() as reports:
+        for number in range(steps):
+            step(number)
+    return [report for some in hvd.allgather_object(reports) for report in some]
+
+
+def tape_step(
+    variables: list[tf.Variable],
+    *,
+    graph: bool,
+    local: tf.Variable | None = None,
+    calls: int = 1,
+    **options: Any,
+) -> Any:
+    """A step that a tape makes, which retraces for each number if it is in a graph."""
+
+    def step(number: int) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = sum(tf.reduce_sum(variable) for variable in variables)
+        tape = tensorflow_hvd.DistributedGradientTape(tape, **options)
+        if local is not None:
+            tape.register_local_source(local)
+        for _ in range(calls):
+            for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+                variable.assign_sub(0.1 * gradient)
+
+    return tf.function(step) if graph else step
+
+
+def variables_of(value: float) -> list[tf.Variable]:
+    return [tf.Variable([0.0], name="same"), tf.Variable([value], name="w")]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_tape_reports_variables_once(graph: bool, calls: int) -> None:
+    (report,) = reports_of_tapes(tape_step(variables_of(float(RANK)), graph=graph, calls=calls), steps=5)
+    assert "DistributedGradientTape: 1 of 2 weights differ between ranks, the first is 'w:0'" in report
+    assert "rank 1 has other values than rank 0; call hvd.broadcast_variables(" in report
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_variables_that_are_broadcast_after_the_first_step_of_a_tape_are_not_reported(graph: bool) -> None:
+    variables = variables_of(float(RANK))
+    taped = tape_step(variables, graph=graph, calls=2)
+
+    def step(number: int) -> None:
+        taped(number)
+        if number == 0:
+            tensorflow_hvd.broadcast_variables(variables, root_rank=0)
+
+    assert reports_of_tapes(step) == []
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_local_sources_of_a_tape_and_tapes_of_one_rank_are_not_reported(graph: bool) -> None:
+    variables = variables_of(float(RANK))
+    assert reports_of_tapes(tape_step(variables, graph=graph, local=variables[1])) == []
+    alone = hvd.add_process_set([0])
+    assert reports_of_tapes(tape_step(variables_of(float(RANK)), graph=graph, process_set=alone)) == []
+    hvd.remove_process_set(alone)
+
+
+def test_a_function_that_was_traced_without_a_tape_is_traced_again_with_one() -> None:
+    variables = variables_of(float(RANK))
+    step = tape_step(variables, graph=False)
+
+    @tf.function
+    def later(number: int, is_taped: bool) -> None:
+        if is_taped:
+            step(number)
+
+    later(0, is_taped=False)
+    (report,) = reports_of_tapes(lambda number: later(number, is_taped=True))
+    assert "1 of 2 weights differ between ranks" in report
+
+
+def test_gradients_by_data_are_not_reported() -> None:
+    def step(number: int) -> None:
+        data = tf.constant([float(RANK)])
+        with tf.GradientTape() as tape:
+            tape.watch(data)
+            loss = tf.reduce_sum(data * data)
+        tensorflow_hvd.DistributedGradientTape(tape).gradient(loss, data)
+
+    assert reports_of_tapes(step) == []
+
+
+@pytest.mark.ranks(2, framework="tensorflow", timeout_s=400, env={"POLYHVD_CHECK_DRIFT": "error"})
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_tape_raises_on_every_rank(graph: bool) -> None:
+    message = raises(Exception, reports_of_tapes, tape_step(variables_of(float(RANK)), graph=graph))
+    assert "1 of 2 weights differ between ranks" in message

@@ -142,7 +142,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank_that_hangs(session: Callable[.
     began = time.monotonic()
     done = session(
         """
-        @pytest.mark.ranks(timeout_s=1.5)
+        @pytest.mark.ranks(timeout_s=4)
         def test_hangs():
             if hvd.rank() == 0:
                 while True:
@@ -150,7 +150,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank_that_hangs(session: Callable[.
         """
     )
     assert "1 failed" in done.stdout, done.stdout
-    assert "test_hangs takes more than 1.5 s" in done.stdout
+    assert "test_hangs takes more than 4 s" in done.stdout
     assert "rank 0 of numpy 2 was still at:" in done.stdout
     assert "rank 1 of numpy 2 passed" in done.stdout
     assert time.monotonic() - began < 60
@@ -293,7 +293,7 @@ def test_nothing_is_left_when_a_session_is_killed(tmp_path: Path, end: int) -> N
         time.sleep(0.05)
     process.send_signal(end)
     process.wait(60)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while processes_with(MARKED, str(tmp_path)):
         assert time.monotonic() < deadline, "ranks outlive their session"
         time.sleep(0.05)

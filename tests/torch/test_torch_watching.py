@@ -167,6 +167,28 @@ def test_a_divergence_far_into_training_is_found_in_its_step(rank: int) -> None:
     assert (first.step, first.kind, first.layer, first.rank) == (6, "weights", 1, 3)
 
 
+LOGGED = {"POLYHVD_PARITY_LOG": "/dev/null"}  # with which every step is judged
+
+
+@pytest.mark.ranks(3, env=LOGGED)
+@pytest.mark.parametrize(("epsilon", "is_suspicious"), [(1.25e-6, True), (1e-6, False)])
+def test_a_layer_that_stands_out_below_its_limit_is_told_on_every_rank(
+    rank: int, epsilon: float, is_suspicious: bool
+) -> None:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(32, eps=epsilon if rank == 2 else 1e-6)
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), norm, nn.Linear(32, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with parity.watch(model, optimizer) as watched:
+        for number in range(2):
+            step(model, optimizer, batch(6, 12, number))
+    assert watched.first is None, watched
+    found = watched.suspicious
+    assert (found is not None) == is_suspicious
+    assert found is None or (found.step, found.layer, found.rank) == (0, 1, 2), found
+    assert ("suspicious: step 0, layer 1, activation: " in str(watched)) == is_suspicious
+
+
 class Odd(nn.Module):
     """What is not read where it lies: whole numbers, gaps, half types, a gradient of few rows."""
 

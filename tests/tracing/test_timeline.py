@@ -19,6 +19,7 @@ from pool import Pool, Pools, PoolSpec
 from ranks_alive import is_running
 
 from polyhvd import cli
+from polyhvd.data import ArrayLoader
 from polyhvd.observe import timeline, tracing
 from polyhvd.testing import worker
 
@@ -110,6 +111,27 @@ def test_cycles_are_marked_when_asked_for(pools: Pools, traced: list[Path], tmp_
     assert len(marks) >= STEPS * 3
     pools.get(TWO).run(train, str(tmp_path / "plain.json"), False)
     assert not [e for e in events_of(tmp_path / "plain.json") if e["name"] == "CYCLE_START"]
+
+
+def load(path: str) -> None:
+    hvd.start_timeline(path)
+    for _ in ArrayLoader([np.arange(12)], batch_size=2):
+        hvd.allreduce(np.ones(3), name="x")
+    hvd.stop_timeline()
+
+
+def test_steps_that_wait_for_data_have_spans_in_a_row_of_their_own(pools: Pools, tmp_path: Path) -> None:
+    pools.get(TWO).run(load, str(tmp_path / "trace.json"))
+    for name in ("trace.json", "trace.rank1.json"):
+        rows = rows_of(events_of(tmp_path / name))
+        assert set(rows) == {"allreduce.x", "data"}
+        assert [span["name"] for span in rows["data"]] == 3 * ["WAIT_FOR_DATA"]
+        steps = [span["ts"] for span in rows["allreduce.x"] if span["name"] == "NEGOTIATE_ALLREDUCE"]
+        for span, step, following in zip(rows["data"], steps, [*steps[1:], float("inf")], strict=True):
+            assert span["dur"] > 0
+            assert span["ts"] + span["dur"] <= step < following
+    assert not cli.main(["timeline", "merge", str(tmp_path / "all.json"), *map(str, tmp_path.glob("t*"))])
+    assert len(rows_of(events_of(tmp_path / "all.json"))) == 2
 
 
 def reduce_often(path: str, count: int) -> None:
