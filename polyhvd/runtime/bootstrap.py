@@ -160,9 +160,8 @@ class _Meeting:
         if self._told or isinstance(error, RankMismatchError):
             return
         lost = isinstance(error, PeerLostError)  # says itself which rank
-        reason = (
-            str(error) if lost else f"rank {self._rank} failed in init(): {error or type(error).__name__}"
-        )
+        text = str(error) or type(error).__name__
+        reason = text if lost else f"rank {self._rank} failed in init(): {text}"
         with suppress(OSError, ValueError):
             self._store.put(self._scope("failed"), 0, json.dumps([lost, reason[:4000]]).encode())
 

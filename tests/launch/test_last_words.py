@@ -136,6 +136,34 @@ def test_process_sets_without_the_rank_go_on_and_a_rank_that_has_joined_is_given
     assert waiting == f"PeerDepartedError: allreduce 'x': {reason}\n[2.0, 2.0, 2.0]\n", err
 
 
+def test_a_rank_that_is_interrupted_in_init_is_the_reason(ranks: Ranks) -> None:
+    """Rank 1 calls init() once rank 0, which waits for it there, has been interrupted."""
+    source = (
+        "import os, signal, sys, threading\n"
+        "import polyhvd.numpy as hvd\n"
+        "def interrupt(thread):\n"
+        "    stack = []\n"
+        "    while '_exchange' not in stack:\n"
+        "        frame, stack = sys._current_frames()[thread], []\n"
+        "        while frame: frame, stack = frame.f_back, [*stack, frame.f_code.co_name]\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "if os.environ['POLYHVD_RANK'] == '0':\n"
+        "    threading.Thread(target=interrupt, args=[threading.get_ident()]).start()\n"
+        "    try:\n"
+        "        hvd.init()\n"
+        "    except KeyboardInterrupt:\n"
+        "        open(__file__ + '.interrupted', 'w')\n"
+        "else:\n"
+        "    while not os.path.exists(__file__ + '.interrupted'): pass\n"
+        "    try:\n"
+        "        hvd.init()\n"
+        "    except hvd.HorovodInternalError as error:\n"
+        "        print(error)\n"
+    )
+    (first, _, err), (_, out, _) = ranks.run("aa", source)
+    assert (first, out) == (0, "rank 0 failed in init(): KeyboardInterrupt\n"), err
+
+
 @pytest.mark.parametrize("end", ["", "hvd.shutdown()\nfail()\n", "try: fail()\nexcept ValueError: pass\n"])
 def test_a_rank_that_ends_in_good_order_has_shut_down(ranks: Ranks, end: str) -> None:
     source = BEGIN + "if hvd.rank() == 0: told(hvd.allreduce, np.ones(3), name='x')\nelse:\n"

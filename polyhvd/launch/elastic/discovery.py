@@ -253,7 +253,8 @@ class Discovery:
             try:
                 hosts = self.look()
             except Exception as error:
-                complaint = f"discovery of hosts: {error or type(error).__name__}; the hosts stay as they are"
+                text = str(error) or type(error).__name__
+                complaint = f"discovery of hosts: {text}; the hosts stay as they are"
             with self._lock:
                 changed = not complaint and hosts != before
                 if changed:

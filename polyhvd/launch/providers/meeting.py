@@ -318,7 +318,9 @@ class _Placing:
             return
         lost = isinstance(error, PeerLostError)  # says itself which rank
         known = lost or isinstance(error, RankMismatchError)
-        text = str(error) if known else f"rank {self._rank} failed in init(): {error or type(error).__name__}"
+        text = str(error) or type(error).__name__
+        if not known:
+            text = f"rank {self._rank} failed in init(): {text}"
         with suppress(OSError, ValueError):
             said = json.dumps([lost, text[:_REASON_CHARS_MAX]]).encode()
             self._store.put(self._scope("failed"), 0, said)
