@@ -144,13 +144,13 @@ class GluonSession(Session):
         """Of the block."""
         return parity.weights_of(self.model)
 
-    def on_input(self, layer: Any, tell: Callable[[Any], None]) -> None:
+    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
         """By a hook."""
-        parity.on_input(layer, tell)
+        parity.on_input(layer, listener)
 
-    def on_output(self, tell: Callable[[Any], None]) -> None:
+    def on_output(self, listener: Callable[[Any], None]) -> None:
         """By a hook."""
-        parity.on_output(self.model, tell)
+        parity.on_output(self.model, listener)
 
     def prepare(self) -> None:
         """A trainer."""

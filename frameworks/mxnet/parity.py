@@ -230,28 +230,28 @@ def _is_trained(layer: Block) -> bool:
     return bool(own) and not isinstance(layer, nn.BatchNorm) and all(each.grad_req == "null" for each in own)
 
 
-def on_input(layer: Block, tell: Callable[[Any], None], *, trained: bool = True) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given, by default in training; returns what ends that.
+def on_input(layer: Block, listener: Callable[[Any], None], *, trained: bool = True) -> Callable[[], None]:
+    """Call ``listener`` with each input of a layer, by default in training; returns a function that ends it.
 
     A block that is hybridized calls none of those within it: see :func:`run_as_written`.
     """
 
-    def hear(_: Block, given: tuple[Any, ...]) -> None:
+    def hook(_: Block, given: tuple[Any, ...]) -> None:
         if given and isinstance(given[0], NDArray) and (not trained or _is_trained(layer)):
-            tell(given[0])
+            listener(given[0])
 
-    return layer.register_forward_pre_hook(hear).detach
+    return layer.register_forward_pre_hook(hook).detach
 
 
-def on_output(model: Block, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a model returns in training; returns what ends that."""
+def on_output(model: Block, listener: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``listener`` with each output of a model in training; returns a function that ends it."""
 
-    def hear(_: Block, given: tuple[Any, ...], made: Any) -> None:
+    def hook(_: Block, given: tuple[Any, ...], made: Any) -> None:
         first = made[0] if isinstance(made, (list, tuple)) and made else made
         if isinstance(first, NDArray) and autograd.is_recording():
-            tell(first)
+            listener(first)
 
-    return model.register_forward_hook(hear).detach
+    return model.register_forward_hook(hook).detach
 
 
 def run_as_written(model: Block) -> Callable[[], None]:
@@ -295,7 +295,7 @@ def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
 def on_step(optimizer: Any, around: Stepping) -> Callable[[], None]:
     """Have each step within ``around``, which is given what returns the gradient of a source.
 
-    Gluon divides gradients by the batch size in the step; they are told with the factor that does it. A
+    Gluon divides gradients by the batch size in the step; they are returned with that factor. A
     program that calls ``update()`` itself has averaged them in ``allreduce_grads()``: of each, a copy from
     before that counts.
     """
@@ -340,7 +340,7 @@ def rate_of(optimizer: Any) -> float:
 def kept_of(optimizer: Any, source: Parameter) -> dict[str, tuple[NDArray, float]]:
     """What a trainer keeps for a parameter: "momentum" and "second moment", each with a factor.
 
-    The momentum of SGD is told with its sign changed: in Gluon it is what is added to the weight.
+    The momentum of SGD is returned with its sign changed: Gluon adds it to the weight.
     """
     place = optimizer._param2idx.get(source.name)
     state = optimizer._updaters[0].states.get(place) if optimizer._updaters else None

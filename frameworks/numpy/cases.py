@@ -76,13 +76,13 @@ class NumpySession(Session):
             for role in block.weights
         ]
 
-    def on_input(self, layer: Any, tell: Callable[[Any], None]) -> None:
+    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
         """By a list of the block."""
-        layer.hears.append(tell)
+        layer.input_listeners.append(listener)
 
-    def on_output(self, tell: Callable[[Any], None]) -> None:
+    def on_output(self, listener: Callable[[Any], None]) -> None:
         """By a list of this session."""
-        self._hear_output = tell
+        self._output_listener = listener
 
     def prepare(self) -> None:
         """States of zeros."""
@@ -103,7 +103,7 @@ class NumpySession(Session):
             for block, role in self._trained:
                 block.gradients[role][...] = 0
         outputs = self.model(inputs)
-        self._hear_output(outputs)
+        self._output_listener(outputs)
         count = len(inputs)
         if self.case.loss == "cross_entropy":
             raised = np.exp(outputs - outputs.max(axis=-1, keepdims=True))

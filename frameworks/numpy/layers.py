@@ -1,4 +1,4 @@
-"""Layers with their gradients in NumPy, as the formulas have them: what frameworks are held against.
+"""Layers with their gradients in NumPy, as the formulas have them: the reference for frameworks.
 
 Slow and plain. Each class has ``forward``, which keeps what ``backward`` needs; gradients are added up in
 ``gradients``, beside ``weights``.
@@ -6,6 +6,7 @@ Slow and plain. Each class has ``forward``, which keeps what ``backward`` needs;
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from math import erf, pi
 from typing import Any
@@ -35,7 +36,7 @@ Array = np.ndarray[Any, Any]
 _erf = np.vectorize(erf, otypes=[np.float64])
 
 
-class Block:
+class Block(abc.ABC):
     """A layer, or several.
 
     Args:
@@ -45,21 +46,21 @@ class Block:
     def __init__(self, roles: dict[str, tuple[int, ...]] | None = None) -> None:
         self.weights = {role: np.zeros(shape, np.float32) for role, shape in (roles or {}).items()}
         self.gradients = {role: np.zeros_like(array) for role, array in self.weights.items()}
-        self.hears: list[Callable[[Array], None]] = []
+        self.input_listeners: list[Callable[[Array], None]] = []
 
     def __call__(self, x: Array) -> Array:
-        """:meth:`forward`, and tells who wants to hear of the input."""
-        for tell in self.hears:
-            tell(x)
+        """Call the input's listeners, then :meth:`forward`."""
+        for listener in self.input_listeners:
+            listener(x)
         return self.forward(x)
 
+    @abc.abstractmethod
     def forward(self, x: Array) -> Array:
-        """What the layer makes of its input."""
-        raise NotImplementedError
+        """The output for an input."""
 
+    @abc.abstractmethod
     def backward(self, g: Array) -> Array:
-        """The gradient of the input, given that of what the layer has made."""
-        raise NotImplementedError
+        """The gradient of the input, given the gradient of the output."""
 
     def blocks(self) -> list[Block]:
         """This one and all within it, in order."""
@@ -124,7 +125,7 @@ class Chain(Block):
 
 
 class Residual(Block):
-    """The sum of two ways."""
+    """The sum of two paths."""
 
     def __init__(self, inner: Block, around: Block) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class Residual(Block):
         return made
 
     def blocks(self) -> list[Block]:
-        """Those of both ways."""
+        """Those of both paths."""
         return self.inner.blocks() + self.around.blocks()
 
 

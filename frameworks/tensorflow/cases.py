@@ -151,13 +151,13 @@ class KerasSession(Session):
         found: list[Weight] = self._keras.weights_of(self.model)
         return found
 
-    def on_input(self, layer: Any, tell: Callable[[Any], None]) -> None:
+    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
         """Around its call."""
-        self._keras.on_input(layer, tell)
+        self._keras.on_input(layer, listener)
 
-    def on_output(self, tell: Callable[[Any], None]) -> None:
+    def on_output(self, listener: Callable[[Any], None]) -> None:
         """Around the model's call."""
-        self._keras.on_output(self.model, tell)
+        self._keras.on_output(self.model, listener)
 
     def prepare(self) -> None:
         """An optimizer of Keras."""

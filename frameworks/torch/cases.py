@@ -135,13 +135,13 @@ class TorchSession(Session):
         """Of the module."""
         return parity.weights_of(self.model)
 
-    def on_input(self, layer: Any, tell: Callable[[Any], None]) -> None:
+    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
         """By a hook."""
-        parity.on_input(layer, tell)
+        parity.on_input(layer, listener)
 
-    def on_output(self, tell: Callable[[Any], None]) -> None:
+    def on_output(self, listener: Callable[[Any], None]) -> None:
         """By a hook."""
-        parity.on_output(self.model, tell)
+        parity.on_output(self.model, listener)
 
     def prepare(self) -> None:
         """An optimizer of torch.optim."""
@@ -150,7 +150,7 @@ class TorchSession(Session):
         self._optimizer = self._make_optimizer()
         self._local: dict[Tensor, Tensor] = {}
         for parameter in self._trained:
-            parameter.register_hook(functools.partial(self._hears_gradient, parameter))
+            parameter.register_hook(functools.partial(self._on_gradient, parameter))
         if self.process_set is not None:
             self._optimizer = DistributedOptimizer(
                 self._optimizer,
@@ -210,7 +210,7 @@ class TorchSession(Session):
             return contextlib.nullcontext()
         return torch.autocast("cpu", dtype=getattr(torch, self.case.precision))
 
-    def _hears_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         gradient = gradient.detach().clone()
         self._local[parameter] = self._local[parameter] + gradient if parameter in self._local else gradient
 

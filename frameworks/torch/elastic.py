@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def _is_strided(tensor: Tensor) -> bool:
     return is_plain and tensor.layout is torch.strided
 
 
-class _TensorsHandler(StateHandler):
+class _TensorsHandler(StateHandler, abc.ABC):
     """Copies of the tensors of a state dict, in memory of the host that is used again."""
 
     def __init__(self, value: Any) -> None:
@@ -101,8 +102,9 @@ class _TensorsHandler(StateHandler):
         for parameter in self._parameters():
             parameter.grad = None
 
+    @abc.abstractmethod
     def _parameters(self) -> Iterable[Tensor]:
-        raise NotImplementedError
+        """The parameters whose gradients are forgotten."""
 
 
 class _ModelHandler(_TensorsHandler):

@@ -121,25 +121,25 @@ def _is_trained(layer: torch.nn.Module) -> bool:
 
 
 def on_input(
-    layer: torch.nn.Module, tell: Callable[[Any], None], *, trained: bool = True
+    layer: torch.nn.Module, listener: Callable[[Any], None], *, trained: bool = True
 ) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given, by default in training; returns what ends that."""
+    """Call ``listener`` with each input of a layer, by default in training; returns a function to end it."""
 
-    def hear(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def hook(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not trained or _is_trained(layer):
-            tell(given[0] if given else next(iter(named.values()), None))
+            listener(given[0] if given else next(iter(named.values()), None))
 
-    return layer.register_forward_pre_hook(hear, with_kwargs=True).remove
+    return layer.register_forward_pre_hook(hook, with_kwargs=True).remove
 
 
-def on_output(model: torch.nn.Module, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a model returns in training; returns what ends that."""
+def on_output(model: torch.nn.Module, listener: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``listener`` with each output of a model in training; returns a function that ends it."""
 
-    def hear(_: Any, given: tuple[Any, ...], made: Any) -> None:
+    def hook(_: Any, given: tuple[Any, ...], made: Any) -> None:
         if _is_trained(model):
-            tell(made)
+            listener(made)
 
-    return model.register_forward_hook(hear).remove
+    return model.register_forward_hook(hook).remove
 
 
 def check_optimizer(optimizer: Any, weights: Sequence[Weight]) -> None:
@@ -198,7 +198,7 @@ def rate_of(optimizer: Any) -> float:
 def kept_of(optimizer: Any, source: Any) -> dict[str, tuple[Tensor, float]]:
     """What an optimizer keeps for a parameter: "momentum" and "second moment", each with a factor.
 
-    The momentum of SGD is told times the learning rate, which it has in it in other frameworks.
+    The momentum of SGD is returned times the learning rate, which other frameworks include in it.
     """
     state = optimizer.state.get(source)
     found: dict[str, tuple[Tensor, float]] = {}

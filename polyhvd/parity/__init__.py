@@ -1,11 +1,11 @@
 """One model in several frameworks: jobs in which they train together, and proof that they agree.
 
-Imports no framework: what it is given says which one it needs.
+Imports no framework: the model or tensor it is given determines which one is needed.
 
 Example::
 
     from polyhvd import parity
-    mapping = parity.mapping(net)  # on every rank, of its own model
+    mapping = parity.mapping(net)  # on every rank, of that rank's model
     mapping.broadcast(root_rank=0)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, mapping=mapping)
 """

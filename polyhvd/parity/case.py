@@ -24,8 +24,8 @@ __all__ = [
     "BadCaseError",
     "Case",
     "Optimizer",
+    "error_line",
     "from_file",
-    "told",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -48,8 +48,8 @@ class BadCaseError(ValueError):
     """A case cannot be used; the message says what is wrong with it."""
 
 
-def told(error: BaseException) -> str:
-    """An error in a message, of one line."""
+def error_line(error: BaseException) -> str:
+    """Return an error's class and the first line of its text, for messages."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
@@ -84,7 +84,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What every framework is to do with the gradients, in numbers that all of them understand alike.
+    """What every framework is to do with the gradients, in numbers that mean the same to all of them.
 
     docs/parity.md has the formulas, and what each framework has instead by default.
 
@@ -217,7 +217,7 @@ class Case:
         try:
             made = self.build(framework)
         except (Exception, SystemExit) as error:
-            raise BadCaseError(f"{self.name}: build({framework!r}) has raised {told(error)}") from error
+            raise BadCaseError(f"{self.name}: build({framework!r}) has raised {error_line(error)}") from error
         if isinstance(made, (list, tuple)):
             wrong = next((item for item in made if not isinstance(item, Layer)), None)
             if wrong is not None or not made:
@@ -247,7 +247,7 @@ class Case:
             made = self.batch(framework, step)
         except (Exception, SystemExit) as error:
             raise BadCaseError(
-                f"{self.name}: batch({framework!r}, {step}) has raised {told(error)}"
+                f"{self.name}: batch({framework!r}, {step}) has raised {error_line(error)}"
             ) from error
         if not isinstance(made, (tuple, list)) or len(made) != 2:
             raise BadCaseError(
@@ -263,7 +263,7 @@ class Case:
         return _plain(inputs), _plain(targets)
 
 
-def _numbers(value: Any, who: str) -> Array:
+def _numbers(value: Any, source: str) -> Array:
     """An array of numbers.
 
     Raises:
@@ -273,11 +273,11 @@ def _numbers(value: Any, who: str) -> Array:
         made = np.asarray(value)
     except ValueError as error:  # rows of different lengths
         raise BadCaseError(
-            f"{who}: expected two arrays of numbers, inputs and targets, found a list that makes none: the "
-            "model of a case has one input; compare one with several by --scripts"
+            f"{source}: expected two arrays of numbers, inputs and targets, found a list that makes none: "
+            "the model of a case has one input; compare one with several by --scripts"
         ) from error
     if made.dtype.kind not in "fiub":
-        raise BadCaseError(f"{who}: expected arrays of numbers, found one of {made.dtype}")
+        raise BadCaseError(f"{source}: expected arrays of numbers, found one of {made.dtype}")
     return made
 
 
@@ -286,7 +286,7 @@ def _plain(array: Array) -> Array:
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
-#: What a file may say besides ``build`` and ``batch``.
+#: Names that a file may define besides ``build`` and ``batch``.
 _OPTIONAL = {"loss", "optimizer", "same_on_ranks", "about", "channels_last", "precision"}
 
 
@@ -316,7 +316,7 @@ def from_file(path: Path) -> Case:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whose status would be taken for that of the comparison
-        raise BadCaseError(f"{path}: cannot be run: {told(error)}") from error
+        raise BadCaseError(f"{path}: cannot be run: {error_line(error)}") from error
     known = vars(module)
     for name, called in (("build", "build(framework)"), ("batch", "batch(framework, step)")):
         if not callable(known.get(name)):
@@ -334,7 +334,7 @@ def from_file(path: Path) -> Case:
 
 
 def _check_options(path: Path, given: Mapping[str, Any]) -> None:
-    """Whether what a file says besides its functions can be used.
+    """Check the values that a file defines besides its functions.
 
     Raises:
         BadCaseError: something cannot.

@@ -1,4 +1,4 @@
-"""``polyhvd parity``: one case in several frameworks, alone and on several ranks; or programs of a user."""
+"""``polyhvd parity``: one case in several frameworks, on one and on several ranks; or a user's programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from polyhvd.parity.statuses import STATUSES
 
 __all__ = ["SUBCOMMANDS", "main"]
 
-#: Words in the place of CASE that are commands of their own, by the module whose ``main`` runs them.
+#: Subcommands, accepted in the place of CASE, by the module whose ``main`` runs them.
 SUBCOMMANDS: dict[str, str] = {"migrate": "polyhvd.parity.migrating"}
 _INTERRUPTED_STATUS = 130
 #: One thread for each rank: small networks gain nothing by more, and sums stay in one order.
@@ -74,12 +74,12 @@ def _names(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    told = "  ".join(f"{status} {name}" for name, status in STATUSES.items())
+    statuses = "  ".join(f"{status} {name}" for name, status in STATUSES.items())
     parser = _Parser(
         prog="polyhvd parity",
-        description="Train one network in several frameworks, alone and on several ranks, and say whether "
-        "they agree, and where they part first.",
-        epilog=f"exit status: {told}. docs/parity.md has more.",
+        description="Train one network in several frameworks, alone and on several ranks, and report whether "
+        "they agree, and where they first differ.",
+        epilog=f"exit status: {statuses}. docs/parity.md has more.",
     )
     add = parser.add_argument
     add("case", nargs="?", metavar="CASE", help="a name of --list, or a file with build() and batch()")
@@ -140,10 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give a CASE or --scripts, one of them")
     if options.scripts is not None and (given := [n for n in _OF_CASES if getattr(options, n) is not None]):
         parser.error(
-            f"--{given[0].replace('_', '-')} is for a CASE; programs of --scripts say that themselves"
+            f"--{given[0].replace('_', '-')} is for a CASE; the programs of --scripts set that themselves"
         )
     if options.scripts is not None and len(options.scripts) * (options.np or 1) == 1:
-        parser.error("--scripts: one program on one rank has nobody to compare with; name another, or --np 2")
+        parser.error(
+            "--scripts: one program on one rank has no other rank to compare with; name another, or --np 2"
+        )
     for name in ("json", "junit", "html"):
         path = getattr(options, name)
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
@@ -228,7 +230,7 @@ def _write(report: Report, options: argparse.Namespace) -> int:
 
 
 def _numbers(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of the optimizer."""
+    """The optimizer's settings from the command line."""
     known = {item.name for item in fields(Optimizer)} - {"name"}
     given = {key: value for key, value in vars(options).items() if key in known and value is not None}
     return given if options.optimizer is None else {"name": options.optimizer, **given}
@@ -309,7 +311,7 @@ def _run_jobs(
     progress = Progress(order.steps * modes * len(frameworks))
     jobs: list[Job] = []
 
-    def tell() -> None:
+    def show_progress() -> None:
         done = {
             name: path.stat().st_size if (path := folder / f"{name}.progress").exists() else 0
             for name in frameworks
@@ -322,7 +324,9 @@ def _run_jobs(
         for name in frameworks:
             program = [sys.executable, "-m", "polyhvd.parity.running", str(folder / "order.json"), name]
             jobs.append(Job(name, [*launcher(order.ranks, timeout_s), *words, *program], work))
-        failed = run_all(jobs, timeout_s, tell, lambda job: (folder / f"{job.name}.left-out").exists())
+        failed = run_all(
+            jobs, timeout_s, show_progress, lambda job: (folder / f"{job.name}.left-out").exists()
+        )
     finally:
         progress.close()
     runs: list[Run] = []
@@ -385,9 +389,9 @@ def _check(pair: Pair, ranks: int) -> Check:
 
 
 def _died(job: Job) -> str:
-    said = job.said()
+    launcher_lines = job.launcher_lines()
     if job.is_late:
         return f"{job.name}: was not ready in time; raise --timeout, or take fewer --steps"
-    reason = said[-1] if said else f"the launcher has ended with status {job.status}"
+    reason = launcher_lines[-1] if launcher_lines else f"the launcher has ended with status {job.status}"
     lines = [line for line in job.tail(30) if not line.startswith("polyhvdrun: ")][-10:]
     return "\n".join([f"{job.name}: {reason}", *(f"  {line}" for line in lines)])

@@ -95,8 +95,8 @@ class Comparison:
     def __str__(self) -> str:
         if self.agree:
             return f"parity.compare {self.name!r}: ranks {list(self.ranks)} agree"
-        told = "\n  ".join(self._side(difference) for difference in self.differences)
-        return f"parity.compare {self.name!r}: ranks differ\n  {told}"
+        sides = "\n  ".join(self._side(difference) for difference in self.differences)
+        return f"parity.compare {self.name!r}: ranks differ\n  {sides}"
 
     def _side(self, difference: Difference) -> str:
         place = self.ranks.index(difference.rank)
@@ -161,7 +161,7 @@ def compare(
         name: of the comparison; matches the calls of the ranks.
         tensor: of any framework, or a number.
         rtol, atol: elements may differ by ``atol + rtol * abs(reference)``; None: by dtype and ``terms``, as
-            docs/parity.md says.
+            described in docs/parity.md.
         layout: how the tensor lies on this rank: letters such as "NHWC" or "HWIO", or a :class:`Layout`;
             None: in common form, NCHW and OIHW.
         terms: products that are added up for one element, at most; None: 4096.
@@ -195,13 +195,13 @@ def compare(
     named = _exchanged(str(name), mine, process_set)
     ranks = tuple(process_set.ranks or range(len(named)))
     _check_names([each[0] for each in named], ranks)
-    told = [each[1] for each in named]
-    reference: Fingerprint = told[0][1]
-    rtol, atol, terms = told[0][2]
+    sides = [each[1] for each in named]
+    reference: Fingerprint = sides[0][1]
+    rtol, atol, terms = sides[0][2]
     usual = tolerance_of(reference.dtype, terms, reference.scale)
     tolerance = Tolerance(usual.rtol if rtol is None else rtol, usual.atol if atol is None else atol)
     found = Comparison(
-        name, ranks, tuple(side[0] for side in told), tuple(side[1] for side in told), tolerance
+        name, ranks, tuple(side[0] for side in sides), tuple(side[1] for side in sides), tolerance
     )
     found = _measured(found, array, process_set)
     log.note(_entry(found), ranks[0])
@@ -213,9 +213,9 @@ def compare(
 def _exchanged(name: str, mine: Any, process_set: ProcessSet) -> list[tuple[str, Any]]:
     """What every rank compares, and its side.
 
-    All comparisons of the main thread are one operation, which meets whatever the ranks compare: ranks that
-    compare different things would wait for each other otherwise. Those of other threads are under way at the
-    same time, in an order of their own on each rank, and meet by their names.
+    All comparisons of the main thread use one operation name, so that ranks that compare different things
+    get an error instead of waiting for each other. Comparisons of other threads run at the same time, in an
+    order that differs between ranks, and are matched by their names.
     """
     is_main = threading.current_thread() is threading.main_thread()
     operation = "parity.compare" if is_main else f"parity.compare.{name}"
@@ -229,10 +229,10 @@ def _exchanged(name: str, mine: Any, process_set: ProcessSet) -> list[tuple[str,
 def _check_names(names: Sequence[str], ranks: Sequence[int]) -> None:
     if len(set(names)) == 1:
         return
-    told = ", ".join(f"rank {rank} compares {name!r}" for rank, name in zip(ranks, names, strict=True))
+    compared = ", ".join(f"rank {rank} compares {name!r}" for rank, name in zip(ranks, names, strict=True))
     raise RankMismatchError(
-        f"parity.compare: the ranks compare different things: {told}; call it on every rank with the same "
-        "names in the same order"
+        f"parity.compare: the ranks compare different things: {compared}; call it on every rank with the "
+        "same names in the same order"
     )
 
 
@@ -270,12 +270,12 @@ def _measured(found: Comparison, mine: Array, process_set: ProcessSet) -> Compar
     whole = _broadcast(found.name, mine, found.ranks[0], process_set)
     rank = current.world().placement.rank
     own = _difference(rank, mine, whole, found.tolerance)
-    told = allgather_object(own, name=f"parity.{found.name}.differences", process_set=process_set)
+    measured = allgather_object(own, name=f"parity.{found.name}.differences", process_set=process_set)
     return replace(
         found,
-        differences=tuple(each for each, _ in told if each.count),
-        relative=max(each.relative for each, _ in told),
-        margin=max(margin for _, margin in told),
+        differences=tuple(each for each, _ in measured if each.count),
+        relative=max(each.relative for each, _ in measured),
+        margin=max(margin for _, margin in measured),
     )
 
 

@@ -32,17 +32,17 @@ _OPTIONAL |= dict.fromkeys(_UNSIGNED, Capability.UNSIGNED)
 
 
 class Driver(abc.ABC):
-    """A way into one framework, which is imported by the methods. Tensors hold what ``from_numpy`` was given.
+    """Access to one framework, which its methods import. Tensors hold what ``from_numpy`` was given.
 
     Args:
         framework: the name of its folder.
     """
 
     form = ""  # ends the name of the driver, where a framework has several
-    sizes: Sequence[int] = (2, 3)  # numbers of ranks: what more of them have of their own is the core's
+    sizes: Sequence[int] = (2, 3)  # numbers of ranks: more of them differ only in the core
     #: Whether its tests are those of the core's kernels, too, which differ by element type.
     tests_kernels = False
-    #: Whether an asynchronous allgather waits until all ranks have told their sizes.
+    #: Whether an asynchronous allgather waits until all ranks have sent their sizes.
     gathers_wait = False
     #: What a collective raises when the ranks disagree.
     mismatch_error = "polyhvd.errors.RankMismatchError"
@@ -117,7 +117,7 @@ class Driver(abc.ABC):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the driver says how they are computed."""
+        """Whether the driver defines :meth:`gradients`."""
         return type(self).gradients is not Driver.gradients
 
     def parameter(self, array: Array) -> Any:
@@ -125,7 +125,7 @@ class Driver(abc.ABC):
         return self.from_numpy(array)
 
     def broadcast_parameters(self, parameters: dict[str, Any], root: int) -> None:
-        """The framework's way to overwrite a model's parameters with the root's."""
+        """Overwrite a model's parameters with the root's, by the framework's function."""
         self.hvd.broadcast_parameters(parameters, root_rank=root)
 
     def forget_errors(self) -> None:

@@ -1,4 +1,4 @@
-"""What is told of a tensor before, and mostly instead of, the tensor itself. Pure, on NumPy's arrays."""
+"""Fingerprints, sent before, and mostly instead of, the tensors themselves. Pure, on NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Array = np.ndarray[Any, Any]
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 #: Half types are added up in float32, and rounded once at the end.
 _ADDED_IN = {"bfloat16": "float32", "float16": "float32"}
-#: Terms of an element where the caller does not say: a dense layer of so many inputs, or a convolution of
-#: 3 x 3 over 455 channels.
+#: Terms of an element where the caller does not give them: a dense layer of so many inputs, or a convolution
+#: of 3 x 3 over 455 channels.
 TERMS = 4096
 #: How many roundings of each kind are granted: of the two results, of their operands, and of factors.
 _ROUNDINGS = 4.0

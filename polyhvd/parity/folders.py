@@ -1,4 +1,4 @@
-"""Folders for the files of a command, of which nothing is left, whatever ends the command."""
+"""Folders for the files of a command, removed however the command ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["NoRoomError", "WorkFolder", "is_full", "work_folder"]
 
 _OWNER = "owner"
-#: Waits until nobody holds the folder, and removes it. What is killed with -9 can't do that itself.
+#: Waits until no process holds the folder, and removes it: a process killed with -9 cannot.
 _HEIR = (
     "import fcntl, shutil, sys\n"
     "fcntl.flock(0, fcntl.LOCK_EX)\n"
@@ -33,7 +33,7 @@ class NoRoomError(OSError):
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """A folder that is removed when all who hold it have ended.
+    """A folder that is removed when all processes that hold it have ended.
 
     Args:
         path: of the folder.
@@ -60,9 +60,9 @@ def is_full(folder: Path) -> bool:
 def work_folder(prefix: str, parent: Path | None = None) -> Iterator[WorkFolder]:
     """A folder for as long as the block runs.
 
-    It is removed as well when this process is killed, by a process of its own, as soon as those who have
-    inherited ``held_by`` have ended; and what was left even so, since that one was killed too, goes when the
-    next folder of this kind is made.
+    If this process is killed, a separate process removes the folder as soon as all processes that inherited
+    ``held_by`` have ended. If that process was killed too, the folder is removed when the next one with this
+    prefix is made.
 
     Args:
         prefix: of its name.
@@ -87,7 +87,7 @@ def work_folder(prefix: str, parent: Path | None = None) -> Iterator[WorkFolder]
             owner = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, owner)
             fcntl.flock(owner, fcntl.LOCK_EX)
-            unlocked.rename(path / _OWNER)  # which nobody finds without its lock
+            unlocked.rename(path / _OWNER)  # no process can find it unlocked
             heir = _heir(path)
             try:
                 yield WorkFolder(path, owner)
@@ -101,18 +101,18 @@ def work_folder(prefix: str, parent: Path | None = None) -> Iterator[WorkFolder]
 
 
 def _heir(path: Path) -> subprocess.Popen[bytes]:
-    with (path / _OWNER).open("rb") as file:  # opened anew: not the lock that is held
+    with (path / _OWNER).open("rb") as file:  # a second open: it does not share the lock that is held
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _HEIR, str(path)],
             stdin=file,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what is sent to the group of this process does not come to it
+            start_new_session=True,  # signals to this process's group do not reach it
         )
 
 
 def _sweep(parent: Path, prefix: str) -> None:
-    """Remove the folders whose owners were killed together with who would have removed them."""
+    """Remove folders whose owner was killed together with the process that would have removed them."""
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             state = path.lstat()

@@ -54,7 +54,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 preexec_fn=end_with_parent(),  # this process has one thread
                 pass_fds=(folder.held_by,),
-                start_new_session=True,  # Ctrl-C comes to this process, which ends the others
+                start_new_session=True,  # Ctrl-C reaches this process, which ends the others
             )
 
     @property
@@ -88,8 +88,8 @@ class Job:
             return [line for line in lines if not line.startswith("polyhvdrun: ")]
         return []
 
-    def said(self) -> list[str]:
-        """What the launcher has said."""
+    def launcher_lines(self) -> list[str]:
+        """The lines that the launcher has printed, without their prefix."""
         mark = "polyhvdrun: "
         return [line.removeprefix(mark) for line in self.tail(1000) if line.startswith(mark)]
 
@@ -97,7 +97,7 @@ class Job:
 def run_all(
     jobs: Sequence[Job],
     timeout_s: float,
-    tell: Callable[[], None],
+    on_poll: Callable[[], None],
     excuses: Callable[[Job], bool] = lambda job: False,
 ) -> Job | None:
     """Wait for jobs; when one fails, or the time is over, the others end as well.
@@ -105,7 +105,7 @@ def run_all(
     Args:
         jobs: that run.
         timeout_s: for all of them.
-        tell: is called again and again while they run.
+        on_poll: is called at each poll while they run.
         excuses: whether the failure of a job is none.
 
     Returns:
@@ -122,7 +122,7 @@ def run_all(
 
     try:
         while failed is None and any(job.status is None for job in jobs):
-            tell()
+            on_poll()
             time.sleep(_POLL_S)
             failed = failure()
             if failed is None and time.monotonic() >= deadline:
@@ -134,7 +134,7 @@ def run_all(
             job.stop()
         for job in jobs:
             job.wait()
-    tell()
+    on_poll()
     return failed or failure()
 
 
@@ -143,7 +143,7 @@ def launcher(ranks: int, timeout_s: float) -> list[str]:
 
     Args:
         ranks: of the first program.
-        timeout_s: for ranks to start, which import frameworks and train alone before they meet.
+        timeout_s: for ranks to start; they import frameworks and rank 0 trains by itself before they connect.
     """
     words = [sys.executable, "-m", "polyhvd.launch", "-np", str(ranks), "--no-tag"]
     return [*words, "--start-timeout", f"{timeout_s:g}"]

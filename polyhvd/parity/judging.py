@@ -1,4 +1,4 @@
-"""What the runs of a case say: which of them agree, and where those that do not part first. Pure."""
+"""Which runs of a case agree, and where the others first differ. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyhvd.parity.traces import (
     in_order,
     joined,
     mean_of,
-    told,
+    reported_kind,
     trace_of,
 )
 
@@ -109,7 +109,7 @@ class Pair:
     """Two runs, compared.
 
     Args:
-        question: "distribution" (several ways to run one framework) or "frameworks".
+        question: "distribution" (one framework, run in several modes) or "frameworks".
         frameworks, modes: of the reference, and of the other.
         first: where they part; None: they agree.
         loss: the largest relative difference of losses.
@@ -146,7 +146,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all runs say.
+    """The result of comparing all runs.
 
     Args:
         problem: what forbids a comparison: "models", "nan", "batches" or nothing.
@@ -179,11 +179,11 @@ def judge(runs: Sequence[Run], *, same_on_ranks: bool = True, precision: str = "
         precision: in which layers have computed.
 
     Returns:
-        the verdict; if models or batches differ, or NaNs came up, that alone.
+        the verdict; if models or batches differ, or there are NaNs, it reports only that.
     """
     whole = _whole([run for run in runs if run.problem != "none"])
     left_out = tuple(dict.fromkeys(run.framework for run in runs if run.problem == "none"))
-    told = Verdict(
+    verdict = Verdict(
         layers={framework: next(iter(modes.values())).layers for framework, modes in whole.items()},
         losses={
             f: {m: [s.loss for s in run.steps] for m, run in modes.items()} for f, modes in whole.items()
@@ -192,8 +192,8 @@ def judge(runs: Sequence[Run], *, same_on_ranks: bool = True, precision: str = "
     )
     for problem, check in (("models", _unlike_models), ("batches", _unlike_batches), ("nan", _not_finite)):
         if message := check(whole):
-            return replace(told, problem=problem, message=message)
-    return replace(told, pairs=tuple(_pairs(whole, precision, same_on_ranks=same_on_ranks)))
+            return replace(verdict, problem=problem, message=message)
+    return replace(verdict, pairs=tuple(_pairs(whole, precision, same_on_ranks=same_on_ranks)))
 
 
 def _whole(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
@@ -236,13 +236,13 @@ def _unlike_models(whole: Mapping[str, Mapping[str, Run]]) -> str:
         for place in range(max(len(mine), len(theirs))):
             pair = [side[place] if place < len(side) else None for side in (mine, theirs)]
             if pair[0] is None or pair[1] is None or _differ(pair[0], pair[1]):
-                told = " and ".join(
+                found = " and ".join(
                     f"{framework} has {_described(weight)}"
                     for framework, weight in zip((one, other), pair, strict=True)
                 )
                 return (
-                    f"the models do not match: at weight {place}, {told}; build them with the same layers in "
-                    "the same order, and with the same weights frozen"
+                    f"the models do not match: at weight {place}, {found}; build them with the same layers "
+                    "in the same order, and with the same weights frozen"
                 )
     return ""
 
@@ -316,7 +316,7 @@ def _pairs(whole: Mapping[str, Mapping[str, Run]], precision: str, *, same_on_ra
 
 
 def _pair(question: str, reference: Run, other: Run, precision: str) -> Pair:
-    worst = dict.fromkeys(map(told, KINDS), 0.0)
+    worst = dict.fromkeys(map(reported_kind, KINDS), 0.0)
     cells: list[list[float]] = []
     firsts: list[Finding] = []
     suspicions: list[Suspicion] = []
@@ -367,7 +367,7 @@ def _step(
         one, two = traces[key], others[key]
         if question == "distribution" and one.shape != two.shape and key[0] in ("input", "activation"):
             continue  # of something that has no row for each sample, and is cut elsewhere
-        kind = told(key[0])
+        kind = reported_kind(key[0])
         worst[kind] = max(worst[kind], relative)
         if bounds.layers:
             row[one.layer] = max(row[one.layer], relative / limit)

@@ -44,7 +44,7 @@ class Layer:
         kind: the name of the function that made it.
         options: by name.
         inner: layers within, in order.
-        around: layers of the way around these.
+        around: layers of the other path, around these.
     """
 
     kind: str
@@ -129,7 +129,7 @@ def activation(function: str) -> Layer:
 
 
 def max_pool(size: int) -> Layer:
-    """The largest of each square of an image; rows and columns that fill none are left out.
+    """The largest of each square of an image; rows and columns that do not fill one are dropped.
 
     Args:
         size: height and width of the square, and the stride.
@@ -153,7 +153,7 @@ def embedding(words: int, units: int, *, sparse: bool = False) -> Layer:
     Args:
         words: rows.
         units: columns.
-        sparse: whether the gradient has those rows alone that a batch has used, where the optimizer
+        sparse: whether the gradient has only the rows that a batch has used, where the optimizer
             is SGD without momentum, decay, clipping and accumulation.
     """
     return Layer("embedding", {"words": words, "units": units, "sparse": sparse})
@@ -196,7 +196,7 @@ def residual(layers: Sequence[Layer], around: Sequence[Layer] = ()) -> Layer:
 
     Args:
         layers: in order.
-        around: of the other way; empty: the input itself.
+        around: of the other path; empty: the input itself.
     """
     return Layer("residual", inner=tuple(layers), around=tuple(around))
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from polyhvd.parity.fingerprints import roundoff_of, tolerance_of
 from polyhvd.parity.traces import (
-    ALONE,
     BACKWARD,
     FADING,
     NOISE,
     OF_OPTIMIZERS,
+    SCALED_BY_ITSELF,
     Facts,
     Key,
     Trace,
@@ -183,7 +183,7 @@ class Bounds:
 
 
 def _terms_of(references: Iterable[Trace | Facts]) -> dict[Key, int]:
-    """How many numbers are added up for one element of each tensor, as far as shapes say so."""
+    """How many numbers are added up for one element of each tensor, as far as shapes determine it."""
     inputs: dict[int, int] = {}  # of a layer
     units: dict[int, int] = {}
     given: dict[int, tuple[int, ...]] = {}
@@ -259,7 +259,7 @@ def relative_difference(trace: Trace, reference: Trace, total: float) -> float:
     if trace.shape != reference.shape or trace.not_finite != reference.not_finite:
         return float("inf")
     difference = float(np.sqrt(np.square(trace.sketch - reference.sketch).sum()))
-    scale = reference.norm if reference.kind in ALONE else reference.norm + NOISE * total
+    scale = reference.norm if reference.kind in SCALED_BY_ITSELF else reference.norm + NOISE * total
     if difference == 0.0:
         return 0.0
     return difference / scale if scale else float("inf")
@@ -270,8 +270,8 @@ def differences(
 ) -> list[tuple[Key, float, float]]:
     """All tensors that both have, causes before effects: with their differences by the norm, and the limits.
 
-    Left out is what only seems to differ. Zeros around an image are part of a convolution in one framework
-    and a layer of its own in another, so that the next layer is given the same. And a weight that has no
+    Apparent differences are left out. Zeros around an image are part of a convolution in one framework
+    and a separate layer in another, so that the next layer is given the same. And a weight that has no
     effect, as a bias before batch normalization, has a gradient of rounding errors, of which some optimizers
     make a step like any other: that gradient, that step, and what the weight does until its effect is
     taken away.

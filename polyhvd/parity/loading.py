@@ -161,17 +161,17 @@ def _names(pairs: Pairs) -> dict[str, str]:
 
 
 def _not_taken(inputs: Sequence[Array], problem: object) -> str:
-    told = ", ".join(f"{each.dtype} {list(each.shape)}" for each in inputs)
-    return f"parity.load: check: a model does not take inputs of {told}: {problem}; nothing was loaded"
+    inputs_text = ", ".join(f"{each.dtype} {list(each.shape)}" for each in inputs)
+    return f"parity.load: check: a model does not take inputs of {inputs_text}: {problem}; nothing was loaded"
 
 
 def _judge(found: proving.Finding | None, is_explicit: bool) -> None:
-    """Raise what was found, or warn of it where nobody has asked and the mapping is right."""
+    """Raise what was found, or warn of it if no check was requested and the mapping is right."""
     if found is None:
         return
     if is_explicit or found.is_mapping:
-        way = "; pass layouts= or from_layouts= with the layouts of its weights" if found.is_mapping else ""
-        raise ParityError(f"parity.load: {found.text}{way}; nothing was loaded")
+        hint = "; pass layouts= or from_layouts= with the layouts of its weights" if found.is_mapping else ""
+        raise ParityError(f"parity.load: {found.text}{hint}; nothing was loaded")
     warnings.warn(f"parity.load: the weights were loaded, but {found.text}", stacklevel=6)
 
 
@@ -193,8 +193,8 @@ def _from_rank(
 
     is_root = current.world().placement.rank == root
     mine = _on_all(lambda: laid_out(weights_of(model), layouts, "layouts"), gather, process_set)
-    told = given_of(mine) if is_root else None
-    given = broadcast_object(told, root, name="parity.load", process_set=process_set)
+    own = given_of(mine) if is_root else None
+    given = broadcast_object(own, root, name="parity.load", process_set=process_set)
     sides = _sides(model, f"rank {root}")
     pairs = _on_all(
         lambda: (

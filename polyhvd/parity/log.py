@@ -13,7 +13,7 @@ __all__ = ["note"]
 
 
 def note(entry: dict[str, Any], first_rank: int) -> None:
-    """Add a line of JSON to the file that ``POLYHVD_PARITY_LOG`` names, on the first of the ranks alone.
+    """Add a line of JSON to the file that ``POLYHVD_PARITY_LOG`` names, only on the first of the ranks.
 
     Args:
         entry: what was found.

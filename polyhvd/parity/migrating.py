@@ -1,6 +1,6 @@
 """``polyhvd parity migrate``: trained weights from a file of one framework to a file of another, with proof.
 
-Imports no framework: each side runs in a process of its own, ``migrating_side.py``.
+Imports no framework: each side runs in a separate process, ``migrating_side.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 from polyhvd.parity import proving
 from polyhvd.parity.folders import NoRoomError, WorkFolder, work_folder
 from polyhvd.parity.jobs import end_with_parent
-from polyhvd.parity.migrating_side import FRAMEWORKS, Said, Task
+from polyhvd.parity.migrating_side import FRAMEWORKS, SideResult, Task
 
 __all__ = ["main"]
 
-#: What the end of a file's name says.
+#: Frameworks by the end of a file's name.
 _ENDINGS = {ending: name for name, facts in FRAMEWORKS.items() for ending in facts.endings}
 _SIDE = "from polyhvd.parity import migrating_side; migrating_side.main()"
 _RTOL = 1e-4
@@ -129,7 +129,7 @@ def _migrate(options: argparse.Namespace) -> int:
         written = _side(Task(target, options.model, file, read.inputs, read), options.timeout)
         compared = _compared(read.run.outputs, written.run.outputs, options.rtol)
         shape = ", ".join("x".join(map(str, each.shape)) for each in read.inputs)
-        told = (
+        difference = (
             f"outputs of {source} and {target} on inputs {shape} differ by {compared.largest:.2g} at most, "
             f"where their root mean square is {compared.scale:.2g}"
         )
@@ -138,12 +138,12 @@ def _migrate(options: argparse.Namespace) -> int:
             found = proving.finding(written.run, read.run, pairs)
             if found is not None and found.is_mapping:
                 raise _Failed(
-                    f"{told}: more than --rtol {options.rtol:g}: {found.text}; add its weights to layouts in "
-                    f"{options.model}; nothing was written",
+                    f"{difference}: more than --rtol {options.rtol:g}: {found.text}; add its weights "
+                    f"to layouts in {options.model}; nothing was written",
                     1,
                 )
             raise _Failed(
-                f"{told}: more than --rtol {options.rtol:g}. The weights match, so the models compute "
+                f"{difference}: more than --rtol {options.rtol:g}. The weights match, so the models compute "
                 "something else: compare epsilons, padding, activations and the order of dimensions; nothing "
                 "was written",
                 1,
@@ -157,7 +157,7 @@ def _migrate(options: argparse.Namespace) -> int:
             print(f"{weight.source} -> {weight.name} {list(weight.shape)}")
     parameters = sum(int(np.prod(weight.shape)) for weight in written.weights)
     print(f"{options.target}: {len(written.weights)} weights, {parameters} numbers of {options.source}")
-    print(told)
+    print(difference)
     if compared.same_classes is not None:
         print(f"the largest output is the same in {compared.same_classes:.1%} of rows")
     return 0
@@ -194,7 +194,7 @@ def _read(path: str) -> list[Array]:
     return [np.ascontiguousarray(each) for each in arrays]
 
 
-def _side(task: Task, timeout_s: float) -> Said:
+def _side(task: Task, timeout_s: float) -> SideResult:
     """Run one side to its end."""
     with work_folder("polyhvd-migrate-") as work:
         folder = work.path
@@ -214,20 +214,20 @@ def _side(task: Task, timeout_s: float) -> Said:
             raise _Failed(
                 f"the side of {task.framework} takes more than {timeout_s:g} s (--timeout)", 4
             ) from None
-        if not (folder / "said").exists():
+        if not (folder / "result").exists():
             how = (
                 f"status {done.returncode}" if done.returncode >= 0 else signal.Signals(-done.returncode).name
             )
             printed = done.stderr.strip()[-_PRINTED_MAX:]
             raise _Failed(f"the process of {task.framework} ended with {how}; it printed:\n{printed}", 4)
-        said: Said = pickle.loads((folder / "said").read_bytes())
-    if said.status:
-        raise _Failed(said.error, said.status)
-    return said
+        result: SideResult = pickle.loads((folder / "result").read_bytes())
+    if result.status:
+        raise _Failed(result.error, result.status)
+    return result
 
 
-def _check_finite(said: Said, what: str) -> None:
-    if not all(np.isfinite(each).all() for each in said.run.outputs):
+def _check_finite(result: SideResult, what: str) -> None:
+    if not all(np.isfinite(each).all() for each in result.run.outputs):
         raise _Failed(f"{what} makes NaNs or infinities of the inputs, which prove nothing", 1)
 
 

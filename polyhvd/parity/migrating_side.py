@@ -1,4 +1,4 @@
-"""One side of a migration, in a process of its own: reads weights of a model, or writes and proves them.
+"""One side of a migration, in a separate process: reads weights of a model, or writes and proves them.
 
 ``migrating.py`` starts it with the name of a folder, where it finds what it is to do, and writes what came
 of it. Plain arrays of NumPy pass between the sides.
@@ -22,7 +22,7 @@ from polyhvd.errors import InvalidArgumentError, UnsupportedError
 from polyhvd.parity import loading, models, pairing, proving
 from polyhvd.training.mapping import Weight
 
-__all__ = ["FRAMEWORKS", "Said", "Task", "main"]
+__all__ = ["FRAMEWORKS", "SideResult", "Task", "main"]
 
 #: Those whose files of weights are known, by their names in migrations.
 FRAMEWORKS = {facts.migrates_as: facts for facts in models.FRAMEWORKS.values() if facts.migrates_as}
@@ -39,12 +39,12 @@ class Task:
     model_file: str
     file: str  # of weights: to be read by the source, to be written by the target
     inputs: list[Array] | None = None  # None: those of the model file
-    source: Said | None = None  # what the source has said; None: this is the source
+    source: SideResult | None = None  # the source's result; None: this is the source
 
 
 @dataclass(frozen=True)
-class Said:
-    """What came of it."""
+class SideResult:
+    """The result of a task."""
 
     status: int = 0  # 2: the call cannot be carried out, 3: the models do not match
     error: str = ""
@@ -63,19 +63,19 @@ class _Refused(Exception):
 
 
 def main() -> None:
-    """Do what the folder says."""
+    """Run the task of the folder named on the command line, and write its result there."""
     folder = Path(sys.argv[1])
     task: Task = pickle.loads((folder / "task").read_bytes())
     try:
-        said = _work(task)
+        result = _work(task)
     except _Refused as refused:
-        said = Said(refused.status, str(refused))
+        result = SideResult(refused.status, str(refused))
     except ImportError as error:
-        said = Said(2, f"{task.framework}: {error}")
-    (folder / "said").write_bytes(pickle.dumps(said))
+        result = SideResult(2, f"{task.framework}: {error}")
+    (folder / "result").write_bytes(pickle.dumps(result))
 
 
-def _work(task: Task) -> Said:
+def _work(task: Task) -> SideResult:
     adapter = importlib.import_module(_MODULES[task.framework])
     file = _imported(task.model_file)
     make = _made(file, task)
@@ -84,28 +84,28 @@ def _work(task: Task) -> Said:
     _run(model, [], inputs, task)  # which gives layers their shapes
     source = task.source
     if source is None:
-        _told(lambda: adapter.load_file(model, task.file), 3)
-        weights = _told(lambda: _weights(adapter, model, file, task), 3)
+        _or_refuse(lambda: adapter.load_file(model, task.file), 3)
+        weights = _or_refuse(lambda: _weights(adapter, model, file, task), 3)
         run = _run(model, weights, inputs, task)
         given = pairing.given_of(weights)
-        return Said(framework=task.framework, weights=given, inputs=inputs, run=run)
+        return SideResult(framework=task.framework, weights=given, inputs=inputs, run=run)
     sides = (task.framework, source.framework)
     names = getattr(file, "names", None)
-    mine = _told(lambda: _weights(adapter, model, file, task), 3)
+    mine = _or_refuse(lambda: _weights(adapter, model, file, task), 3)
     convert = getattr(file, "convert", None)
-    given = _told(lambda: pairing.converted(source.weights, convert), 3)
-    pairs = _told(lambda: pairing.paired(mine, given, names, sides), 3)
+    given = _or_refuse(lambda: pairing.converted(source.weights, convert), 3)
+    pairs = _or_refuse(lambda: pairing.paired(mine, given, names, sides), 3)
     loading.write(pairs)
     adapter.save_file(model, task.file)
     # What is proved is what the file has, in another model.
     again = make()
     _run(again, [], inputs, task)
-    _told(lambda: adapter.load_file(again, task.file), 3)
+    _or_refuse(lambda: adapter.load_file(again, task.file), 3)
     found = [loading.Loaded(w.name, other.name, w.layout.common_shape) for w, other in pairs]
     weights = adapter.weights_of(again)  # Gluon counts models in their names
     named = [replace(weight, name=w.name) for weight, w in zip(weights, mine, strict=True)]
     run = _run(again, named, inputs, task)
-    return Said(framework=task.framework, weights=found, run=run)
+    return SideResult(framework=task.framework, weights=found, run=run)
 
 
 def _weights(adapter: Any, model: Any, file: Any, task: Task) -> list[Weight]:
@@ -180,15 +180,15 @@ def _run(model: Any, weights: list[Weight], inputs: list[Array], task: Task) -> 
     try:
         return proving.ran(model, weights, inputs)
     except Exception as error:
-        told = ", ".join(f"{each.dtype} {'x'.join(map(str, each.shape))}" for each in inputs)
+        shapes = ", ".join(f"{each.dtype} {'x'.join(map(str, each.shape))}" for each in inputs)
         raise _Refused(
-            f"the model of {task.framework} does not take inputs of {told}: {_in_a_line(error)}",
+            f"the model of {task.framework} does not take inputs of {shapes}: {_in_a_line(error)}",
             3,
         ) from error
 
 
-def _told(function: Callable[[], Any], status: int) -> Any:
-    """What a function returns; what it refuses is told in a line."""
+def _or_refuse(function: Callable[[], Any], status: int) -> Any:
+    """Call a function, and raise _Refused with one line of text if it fails."""
     try:
         return function()
     except (InvalidArgumentError, OSError, UnsupportedError) as error:

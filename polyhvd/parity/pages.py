@@ -1,4 +1,4 @@
-"""What ranks tell each other of a step that is watched, and whether nothing in it needs a closer look."""
+"""The data that ranks exchange for a step that is watched, and whether any of it needs a closer look."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from polyhvd.parity.limits import (
     idle_below,
     units_of,
 )
-from polyhvd.parity.traces import ALONE, BACKWARD, KINDS, NOISE, Facts, Key, Trace, in_order
+from polyhvd.parity.traces import BACKWARD, KINDS, NOISE, SCALED_BY_ITSELF, Facts, Key, Trace, in_order
 from polyhvd.runtime import current
 
 __all__ = ["Page", "Pages", "Plan"]
@@ -44,7 +44,7 @@ _GRADIENT = KINDS.index("gradient")
 
 @dataclass(frozen=True)
 class Page:
-    """All that one rank has to tell of one step.
+    """The data that one rank sends for one step.
 
     Args:
         digest: of the facts, below 2^52, so that a float64 has it exactly.
@@ -57,8 +57,8 @@ class Page:
     rows: Array
 
     @property
-    def told(self) -> Array:
-        """What that rank has told besides, and zeros."""
+    def extra(self) -> Array:
+        """Further numbers that this rank sends, followed by zeros."""
         return self.rows[0, _HEAD:]
 
     @property
@@ -68,7 +68,7 @@ class Page:
 
 
 class Pages:
-    """Exchanges pages: numbers in each step, and facts in those in which some that are new have come up.
+    """Exchanges pages: numbers in each step, and facts only in steps that have new ones.
 
     Args:
         prefix: begins the names on the wire.
@@ -80,21 +80,21 @@ class Pages:
         self._process_set = process_set
         #: By digest.
         self._known: dict[int, tuple[Facts, ...]] = {}
-        #: Tells apart what ranks know: the same digests, but where one has begun later than the others.
+        #: A checksum of the known digests: it differs on a rank that has begun later than the others.
         self._knowledge = 0
 
-    def exchange(self, mine: Page, told: Array) -> list[Page]:
+    def exchange(self, mine: Page, extra: Array) -> list[Page]:
         """Those of all ranks, in their order.
 
         Args:
             mine: of this rank; its first row is overwritten.
-            told: a few numbers besides.
+            extra: a few further numbers.
 
         Raises:
             HorovodInternalError: a rank was lost.
         """
         mine.rows[0, :_HEAD] = len(mine.facts), mine.digest, self._knowledge
-        mine.told[: len(told)] = told
+        mine.extra[: len(extra)] = extra
         world = self._process_set.world or current.world()
         handle = world.engine.submit(
             OpKind.ALLGATHER,
@@ -115,10 +115,10 @@ class Pages:
         return [Page(digest, self._known[digest], rows) for digest, rows in zip(digests, sides, strict=True)]
 
     def _learn(self, mine: tuple[Facts, ...], digests: Sequence[int], *, forgets: bool) -> None:
-        told = allgather_object(mine, name=f"{self._prefix}.facts", process_set=self._process_set)
+        facts = allgather_object(mine, name=f"{self._prefix}.facts", process_set=self._process_set)
         if forgets or len(self._known) + len(digests) > _KNOWN_MAX:
             self._known.clear()
-        self._known.update(zip(digests, told, strict=True))
+        self._known.update(zip(digests, facts, strict=True))
         self._knowledge = functools.reduce(operator.xor, self._known)
 
 
@@ -152,7 +152,7 @@ class Plan:
         limits = np.array([(limit, limit) if limit else known[facts.key] for facts in reference])
         self._own, self._most = (limits * (1 - _MARGIN)).T if reference else np.zeros((2, 0))
         self._kinds = np.array([KINDS.index(facts.kind) for facts in reference], np.intp)
-        self._noise = np.array([0.0 if facts.kind in ALONE else NOISE for facts in reference])
+        self._noise = np.array([0.0 if facts.kind in SCALED_BY_ITSELF else NOISE for facts in reference])
         self._is_carried, self._is_forward, is_backward, self._may_idle = (
             np.array([facts.kind in kinds for facts in reference], bool)
             for kinds in (CARRIED, FORWARD, BACKWARD, IDLE_KINDS)

@@ -121,7 +121,7 @@ def paired(
             raise InvalidArgumentError(
                 f"parity.load: the models are not alike: at weight {position}, {sides[0]} has "
                 f"{_of_weight(weight)}, {sides[1]} {_of_given(other)}; nothing was loaded. "
-                f"{_way_out(weight, other)}"
+                f"{_hint(weight, other)}"
             )
         pairs.append((weight, other))
     return pairs
@@ -197,15 +197,15 @@ def _by_channel(weight: Weight, other: Given) -> Given:
     return other
 
 
-def _way_out(weight: Weight | None, other: Given | None) -> str:
+def _hint(weight: Weight | None, other: Given | None) -> str:
     if weight is not None and other is not None and _is_per_group(weight) and weight.role == other.role:
         return (
             "Gluon's GroupNorm has one number for each group, and those of the channels of a group differ: "
             "multiply by them in a layer of your own"
         )
     return (
-        "Make both with the same layers in the same order, or say with names= which weights belong together, "
-        "or with convert= how to make one's of the other's"
+        "Make both with the same layers in the same order, or pass names= to pair the weights, "
+        "or convert= to make one model's weights from the other's"
     )
 
 

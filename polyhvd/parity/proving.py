@@ -112,12 +112,12 @@ def ran(model: Any, weights: Sequence[Weight], inputs: Sequence[Array]) -> Ran:
             hooks.callback(framework.run_as_written(model))
         for weight in layers:
 
-            def tell(tensor: Any, weight: Weight = weight) -> None:
+            def record(tensor: Any, weight: Weight = weight) -> None:
                 tensor = first_of(tensor)
                 if tensor is not None and weight.name not in given:
                     given[weight.name] = common_input(array_of(tensor)[1], weight)
 
-            hooks.callback(framework.on_input(weight.layer, tell, trained=False))
+            hooks.callback(framework.on_input(weight.layer, record, trained=False))
         made, is_last = framework.outputs_of(model, inputs)
     outputs = [
         np.moveaxis(each, -1, 1) if is_last and each.ndim > 2 else each
@@ -150,9 +150,9 @@ def finding(mine: Ran, other: Ran, pairs: Mapping[str, str]) -> Finding | None:
     for name, theirs in named:
         here, there = mine.given.get(name), other.given[theirs]
         if here is not None and _is_reordered(here, there, limit):
-            blamed = before if here.ndim > 2 and before else _pair(name, theirs)
+            layer = before if here.ndim > 2 and before else _pair(name, theirs)
             return Finding(
-                f"the mapping is wrong for layer {blamed}: on the same inputs, layer {_pair(name, theirs)} "
+                f"the mapping is wrong for layer {layer}: on the same inputs, layer {_pair(name, theirs)} "
                 f"is given the same numbers as in {other.framework}, in another order",
                 True,
             )

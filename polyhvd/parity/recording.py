@@ -1,4 +1,4 @@
-"""What is written down of a model in training, step by step: sketches of all that can differ."""
+"""Records a model in training, step by step: sketches of everything that can differ."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ Array = np.ndarray[Any, Any]
 Form = tuple[str, tuple[int, ...]]
 #: Frameworks have whole numbers of other kinds, so that all are taken for these.
 _WHOLE = "float32"
-#: What an optimizer keeps is told as this, as frameworks differ in it.
-_KEPT = "float32"
 
 
 def layers_of(weights: Sequence[Weight]) -> list[Weight]:
@@ -55,8 +53,8 @@ def _dense(array: Array) -> Array:
 
 
 @dataclass
-class _Heard:
-    """The passes of a step in which a layer was given something.
+class _Passes:
+    """The passes of a step in which a layer got an input.
 
     Args:
         count: how many.
@@ -70,9 +68,9 @@ class _Heard:
 class Recorder:
     """Writes down sketches of a model and its optimizer.
 
-    In a step: :meth:`begin`, :meth:`data`, the hooks of :meth:`hears` and :meth:`hears_output` in forward,
-    :meth:`gradients` for those of this rank and for the averaged ones, :meth:`update`, and :meth:`take` or
-    :meth:`page`.
+    In a step: :meth:`begin`, :meth:`data`, the callbacks of :meth:`input_listener` and :meth:`record_output`
+    in forward, :meth:`gradients` for those of this rank and for the averaged ones, :meth:`update`, and
+    :meth:`take` or :meth:`page`.
 
     A tensor that lies in common form in memory of this process is read there, all of a kind in one call.
 
@@ -112,7 +110,7 @@ class Recorder:
         self._filled: set[int] = set()
         self._open_rows: dict[str, tuple[list[int], list[int]]] = {}  # places of weights and rows, by kind
         self._paged: tuple[list[int], int, tuple[Facts, ...]] | None = None  # None: facts have changed
-        self._heard: dict[Key, _Heard] = {}
+        self._layer_passes: dict[Key, _Passes] = {}
         self._before: list[Any] = [None] * len(self.weights)
         self._rate = np.zeros(1, np.float32)
         numbers = {id(weight.layer): number for number, weight in reversed([*enumerate(self.layers)])}
@@ -134,7 +132,7 @@ class Recorder:
             for place, array in self._running.items()
             if self.weights[place].role == "variance"
         }
-        self._is_deaf = False
+        self._is_paused = False
         self._passes: Counter[int] = Counter()  # how often a layer was given something, by number
         self._open = [
             weight.is_whole and weight.layout.is_common and view_of(weight.source) is not None
@@ -172,7 +170,7 @@ class Recorder:
         Args:
             rows: where.
             tensors: of which types the core reads.
-            dtype: is told instead of theirs.
+            dtype: recorded instead of theirs; empty: theirs.
             options: of ``_core.sketch``.
         """
         forms = _core.sketch(tensors, self._rows, rows, **options)
@@ -206,8 +204,8 @@ class Recorder:
 
     # Hooks ----------------------------------------------------------------------
 
-    def hears(self, number: int) -> Callable[[Any], None] | None:
-        """What is to be told of the input of a layer; None: nothing.
+    def input_listener(self, number: int) -> Callable[[Any], None] | None:
+        """The callback that records a layer's input; None: nothing is recorded for it.
 
         Args:
             number: of the layer.
@@ -221,26 +219,28 @@ class Recorder:
         inputs = common[1] if weight.role == "kernel" and len(common) == 2 else None
         is_plain = not weight.channels_last and not weight.rows
 
-        def tell(tensor: Any) -> None:
+        def listener(tensor: Any) -> None:
             tensor = first_of(tensor)
-            if tensor is None or self._is_deaf:
+            if tensor is None or self._is_paused:
                 return
-            if getattr(weight.layer, "training", True):  # PyTorch says so; else statistics stay
+            if getattr(
+                weight.layer, "training", True
+            ):  # PyTorch's flag; in evaluation statistics do not change
                 self._passes[number] += 1
             is_common = is_plain and (inputs is None or tensor.shape[-1] == inputs)
             view = self._view_of(tensor) if is_common else None
             if view is None or not self._keep(key, row, view, tensor.shape):
                 self._keep_array(key, row, common_input(array_of(tensor)[1], weight))
 
-        return tell
+        return listener
 
-    def hears_output(self, tensor: Any) -> None:
-        """Is to be told of the output of the model; of several, or of some by name, the first one counts."""
+    def record_output(self, tensor: Any) -> None:
+        """Record the output of the model; of several, or of a dict of them, the first one."""
         last, number = self.layers[-1], len(self.layers)
         key = ("activation", number)
         row = self._row(*key, number - 1, last.name)
         tensor = first_of(tensor)
-        if tensor is None or self._is_deaf:
+        if tensor is None or self._is_paused:
             return
         view = None if last.channels_last else self._view_of(tensor)
         if view is not None and self._keep(key, row, view, tensor.shape):
@@ -257,20 +257,20 @@ class Recorder:
             self._keep(key, row, _dense(array.astype(np.float64)), array.shape, array.dtype.name)
 
     def _keep(self, key: Key, row: int, tensor: Any, shape: Sequence[int], dtype: str = "") -> bool:
-        """Sketch what a layer was given; False: it does not lie open, or is of whole numbers."""
-        heard = self._heard.get(key) if self._keeps_all else None
+        """Sketch a layer's input; False: the core cannot read it in place, or it has whole numbers."""
+        passes = self._layer_passes.get(key) if self._keeps_all else None
         number, of = self._part
-        part = (0 if heard is None else heard.count) * of + number
+        part = (0 if passes is None else passes.count) * of + number
         begin = part * math.prod(shape) if part else 0
         (form,) = _core.sketch([tensor], self._scratch, [0], begins=[begin])
         if form is None or form[0].startswith(("int", "uint", "bool")):
             return False
-        if heard is None:
-            self._heard[key] = _Heard(1, form[1])
+        if passes is None:
+            self._layer_passes[key] = _Passes(1, form[1])
             self._rows[row] = self._scratch[0]
             self._filled.add(row)
         else:
-            heard.count += 1
+            passes.count += 1
             whole, more = self._rows[row], self._scratch[0]
             norm = math.hypot(whole[0], more[0])
             whole += more
@@ -281,20 +281,20 @@ class Recorder:
         return True
 
     @contextlib.contextmanager
-    def deaf(self) -> Iterator[None]:
-        """Within this, what layers are given and make does not count: it is no part of training."""
-        was, self._is_deaf = self._is_deaf, True
+    def paused(self) -> Iterator[None]:
+        """Record no inputs and outputs of layers within this block: its passes are no part of training."""
+        was, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._is_deaf = was
+            self._is_paused = was
 
     # A step ---------------------------------------------------------------------
 
-    def begin_anew(self) -> None:
+    def forget_statistics(self) -> None:
         """Forget running statistics: another rank's have replaced them, before a forward pass or since.
 
-        What they were before the step that begins is not known, and not told.
+        Their values before the step that begins are unknown, and are not recorded.
         """
         self._passes.clear()
         self._knows_running = False
@@ -304,9 +304,9 @@ class Recorder:
             self._variances[place] = self._running[place].astype(np.float64)
 
     def begin(self) -> None:
-        """What the weights are before the step. What is left of one that has failed is forgotten."""
-        if len(self._filled) > len(self._heard):
-            self._filled.intersection_update(self._places[key] for key in self._heard)
+        """Record the weights before the step, and drop the records of a step that has failed."""
+        if len(self._filled) > len(self._layer_passes):
+            self._filled.intersection_update(self._places[key] for key in self._layer_passes)
         for place in self._sketch_open("weights", copies=True):
             weight = self.weights[place]
             array = self._running[place] if place in self._running else weight.read()
@@ -314,7 +314,7 @@ class Recorder:
                 self._before[place] = array
             if place in self._running and not self._knows_running:
                 continue
-            if weight.role == "variance":  # which frameworks define in two ways; see statistics
+            if weight.role == "variance":  # frameworks have two definitions of it; see statistics
                 continue
             common = _dense(weight.layout.array_to_common(array))
             if place not in self._running:
@@ -379,7 +379,7 @@ class Recorder:
 
         Args:
             rate: learning rate that was used.
-            states_of: a weight, by kind: arrays, or tensors with the factor by which each is to be told.
+            states_of: a weight, by kind: arrays, or tensors with the factor by which each is multiplied.
         """
         self.passes()
         self._rate[0] = rate
@@ -406,7 +406,7 @@ class Recorder:
 
         Args:
             found: of weights, by their places, tensors by kind, or with a factor each.
-            dtype: as which they are told; empty: as what they are.
+            dtype: as which they are recorded; empty: their own.
         """
         rows: list[int] = []
         views: list[Any] = []
@@ -425,9 +425,9 @@ class Recorder:
             self._note_part(*parts[index], dtype)
 
     def passes(self) -> None:
-        """What layers were given and made since the last step."""
-        self._shown = {key[1]: heard.shape for key, heard in self._heard.items() if key[0] != "data"}
-        self._heard.clear()
+        """End the recording of layers' inputs and outputs of this step; keep their shapes for statistics."""
+        self._shown = {key[1]: passes.shape for key, passes in self._layer_passes.items() if key[0] != "data"}
+        self._layer_passes.clear()
 
     def _note_statistics(self, place: int, after: Array) -> None:
         """What a step has made of a running mean or variance, the latter by the batch's own variance.

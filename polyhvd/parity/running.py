@@ -1,4 +1,4 @@
-"""What one rank of ``polyhvd parity`` does: train a case in one framework, and keep a trace of all it sees.
+"""One rank of ``polyhvd parity``: trains a case in one framework, and records a trace of each tensor.
 
 A program: ``python -m polyhvd.parity.running ORDER FRAMEWORK``, for :mod:`polyhvd.parity.command`.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from polyhvd.config import Launched
-from polyhvd.parity.case import BadCaseError, Case, told
+from polyhvd.parity.case import BadCaseError, Case, error_line
 from polyhvd.parity.recording import Recorder
 from polyhvd.parity.runs import FRAMEWORKS, Order, Run, Step
 from polyhvd.parity.session import Session, begin
@@ -32,7 +32,7 @@ def train(
     run: Run,
     steps: int,
     part: tuple[int, int],
-    tell: Callable[[], None],
+    on_step: Callable[[], None],
     seed: int = 0,
 ) -> None:
     """Train, and write down what happens.
@@ -42,14 +42,14 @@ def train(
         run: what is written to.
         steps: how many.
         part: of each batch: which of how many.
-        tell: is called after each step.
+        on_step: is called after each step.
         seed: of the weights.
 
     Raises:
         BadCaseError: the case cannot be used.
     """
     case = session.case
-    with _blamed(case, run, "its weights or its optimizer"):
+    with _case_errors(case, run, "its weights or its optimizer"):
         weights = session.weights()
         run.weights = [(w.name, w.role, *w.form[1:]) for w in weights]
         begin(weights, seed)
@@ -57,10 +57,10 @@ def train(
     joined = part[1] if session.synchronized else 1
     recorder = Recorder(weights, session.batch_norm_of, part=part, joined=joined)
     for place, layer in enumerate(recorder.layers):
-        if (tell_input := recorder.hears(place)) is not None:
-            session.on_input(layer.layer, tell_input)
+        if (listener := recorder.input_listener(place)) is not None:
+            session.on_input(layer.layer, listener)
     if recorder.layers:
-        session.on_output(recorder.hears_output)
+        session.on_output(recorder.record_output)
     run.layers = [weight.name for weight in recorder.layers]
     number, of = part
     for step in range(steps):
@@ -92,7 +92,7 @@ def train(
                 raise BadCaseError(
                     f"{case.name}: in step {step} {run.framework} cannot compute the model and its loss of "
                     f"inputs {list(mine[0].shape)} and targets {list(mine[1].shape)}: "
-                    f"{told(error)}"
+                    f"{error_line(error)}"
                 ) from error
             losses.append(loss)
         recorder.gradients("gradient", session.local_gradient_of)
@@ -101,12 +101,12 @@ def train(
         session.update(case.optimizer.rate_at(step, steps))
         recorder.update(session.rate(), session.states_of)
         run.steps.append(Step(float(np.mean(losses)), rows, recorder.take()))
-        tell()
+        on_step()
 
 
 @contextlib.contextmanager
-def _blamed(case: Case, run: Run, what: str) -> Iterator[None]:
-    """What fails within this, in a run of one process alone, is a fault of the case.
+def _case_errors(case: Case, run: Run, what: str) -> Iterator[None]:
+    """Raise a failure within this block, in a run of one process, as a fault of the case.
 
     Raises:
         BadCaseError: it has failed.
@@ -114,12 +114,12 @@ def _blamed(case: Case, run: Run, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_told = isinstance(error, BadCaseError) or (isinstance(error, LookupError) and not error.args)
-        if is_told or run.mode != "plain":  # it may be about another rank
+        is_reported = isinstance(error, BadCaseError) or (isinstance(error, LookupError) and not error.args)
+        if is_reported or run.mode != "plain":  # it may be about another rank
             raise
         raise BadCaseError(
             f"{case.name}: {run.framework} cannot make the model that build({run.framework!r}) has returned, "
-            f"{what}: {told(error)}"
+            f"{what}: {error_line(error)}"
         ) from error
 
 
@@ -148,11 +148,11 @@ def run_mode(
         mode: one of :data:`MODES`.
         process_set: the ranks that train together; None: this process alone, without polyhvd.
         part: of each batch: which of how many.
-        rank: of this process; the first one tells how far it is.
+        rank: of this process; the first one reports progress.
     """
     folder = Path(order.folder)
 
-    def tell() -> None:
+    def report_progress() -> None:
         if rank == 0 and order.folder:
             with (folder / f"{framework}.progress").open("ab") as file:
                 file.write(b".")
@@ -160,9 +160,9 @@ def run_mode(
     made = Run(framework, mode)
     try:
         case = order.load()
-        with _blamed(case, made, "its layers"):
+        with _case_errors(case, made, "its layers"):
             session = session_of(framework, case, process_set, synchronized=mode == "all")
-        train(session, made, order.steps, part, tell, order.seed)
+        train(session, made, order.steps, part, report_progress, order.seed)
     except BadCaseError as error:
         made.problem = f"bad case: {error}"
     except LookupError as error:

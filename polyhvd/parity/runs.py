@@ -1,4 +1,4 @@
-"""What ``polyhvd parity`` asks its processes for, and what they have seen. Values alone."""
+"""Orders of ``polyhvd parity`` to its processes, and their records. Only values."""
 
 from __future__ import annotations
 

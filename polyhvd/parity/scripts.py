@@ -19,12 +19,12 @@ from polyhvd.parity.statuses import STATUSES
 
 __all__ = ["run"]
 
-#: In what a rank prints when it finds that models are not alike, or that others compare something else.
+#: In the output of a rank that finds that models do not match, or that others compare something else.
 _UNLIKE = "models are not alike"
 _OTHERS = "the ranks compare different things"
 #: For ranks to call init(), from the first to the last one.
 _START_S = 120.0
-#: What a rank prints whose model or optimizer cannot be watched or compared.
+#: In the output of a rank whose model or optimizer cannot be watched or compared.
 _REFUSED = "InvalidArgumentError: parity."
 #: Where to look, by what parity.compare has found.
 _ADVICE = {
@@ -44,7 +44,7 @@ def run(paths: Sequence[str], ranks: int, timeout_s: float, work: WorkFolder, st
     """Run programs, and report what they have compared.
 
     Args:
-        paths: of programs of Python, each of them alone or with arguments, as a shell has them.
+        paths: of Python programs, each with or without arguments, as in a shell.
         ranks: of each.
         timeout_s: for all of it.
         work: for what is written.
@@ -106,7 +106,7 @@ def _failed(report: Report, outcome: str, message: str) -> Report:
 
 
 def _checks(entries: Sequence[dict[str, Any]], of_rank: Sequence[str]) -> list[Check]:
-    """One for each name, in the order of the first call; it tells of the first difference."""
+    """One for each name, in the order of the first call; it reports the first difference."""
     found: dict[str, Check] = {}
     for entry in entries:
         first = {} if entry["agree"] else entry["first"]
@@ -168,12 +168,12 @@ def _concluded(report: Report, entries: Sequence[dict[str, Any]], job: Job, of_r
 
 def _ended(report: Report, job: Job, of_rank: Sequence[str]) -> Report:
     """Of programs that have failed, or were late."""
-    said, lines = job.said(), job.tail(200)
-    # The launcher tells the traceback of who failed first once more, last of all.
+    launcher_lines, lines = job.launcher_lines(), job.tail(200)
+    # The launcher prints the traceback of the rank that failed first again, at the end.
     last = max((place for place, line in enumerate(lines) if line.startswith("polyhvdrun: ")), default=-1)
     shown = lines[last + 1 :] or [line for line in lines if not line.startswith("polyhvdrun: ")]
     outcome = "rank-died"
-    reason = said[-1] if said else f"the launcher has ended with status {job.status}"
+    reason = launcher_lines[-1] if launcher_lines else f"the launcher has ended with status {job.status}"
     if job.is_late:
         shown = [line for line in lines if not line.startswith("polyhvdrun: ")]
         reason = f"{report.case}: the programs were not ready in time; raise --timeout"

@@ -1,4 +1,4 @@
-"""What a framework does for the ``polyhvd parity`` command: one model in training, step by step."""
+"""The interface of a framework to the ``polyhvd parity`` command: one model in training, step by step."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Session(abc.ABC):
         """Make the optimizer, once the weights have their values."""
 
     @abc.abstractmethod
-    def on_input(self, layer: Any, tell: Callable[[Any], None]) -> None:
-        """Have ``tell`` called with what a layer is given."""
+    def on_input(self, layer: Any, listener: Callable[[Any], None]) -> None:
+        """Call ``listener`` with each input of a layer."""
 
     @abc.abstractmethod
-    def on_output(self, tell: Callable[[Any], None]) -> None:
-        """Have ``tell`` called with what the model returns."""
+    def on_output(self, listener: Callable[[Any], None]) -> None:
+        """Call ``listener`` with each output of the model."""
 
     @abc.abstractmethod
     def compute(self, inputs: Array, targets: Array, *, is_first: bool, is_last: bool) -> float:
@@ -75,7 +75,7 @@ class Session(abc.ABC):
         """
 
     def local_gradient_of(self, weight: Weight) -> Any:
-        """The gradient of a weight by this rank's part alone, asked for before :meth:`reduce`; None: none."""
+        """The gradient of a weight by this rank's part only, read before :meth:`reduce`; None: none."""
         return self.gradient_of(weight)
 
     @abc.abstractmethod

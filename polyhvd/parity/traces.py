@@ -13,13 +13,13 @@ from polyhvd import _core
 from polyhvd.training.mapping import Weight
 
 __all__ = [
-    "ALONE",
     "BACKWARD",
     "CUT",
     "FADING",
     "KINDS",
     "NOISE",
     "OF_OPTIMIZERS",
+    "SCALED_BY_ITSELF",
     "Facts",
     "Key",
     "Trace",
@@ -27,7 +27,7 @@ __all__ = [
     "in_order",
     "joined",
     "mean_of",
-    "told",
+    "reported_kind",
     "totals_of",
     "trace_of",
 ]
@@ -35,7 +35,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 #: Kind and place: what names a tensor within a step, the same in every framework.
 Key = tuple[str, int]
-#: In the order in which one is the cause of another within a step; docs/parity.md says what each is.
+#: In the order in which one is the cause of another within a step; docs/parity.md describes each.
 KINDS = (
     "weights",
     "data",
@@ -52,8 +52,8 @@ KINDS = (
 )
 #: Of which each rank has a part.
 CUT = ("data", "input", "activation")
-#: Whose noise is seen beside the tensor itself; of others, beside all of their kind.
-ALONE = (*CUT, "loss", "learning rate")
+#: Differences of these are scaled by the tensor's norm; those of others, by all tensors of their kind, too.
+SCALED_BY_ITSELF = (*CUT, "loss", "learning rate")
 #: From the last layer to the first.
 BACKWARD = ("gradient", "average")
 #: What fades as a loss gets near 0, down to rounding errors of what made it.
@@ -61,8 +61,8 @@ FADING = (*BACKWARD, "momentum", "second moment", "update")
 #: With numbers such as 1 - 0.999, whose rounding errors are a thousand times as large.
 OF_OPTIMIZERS = ("momentum", "second moment", "update")
 #: What an optimizer keeps is a part of what it does.
-_TOLD = {"momentum": "update", "second moment": "update"}
-#: A tensor that is smaller than this fraction of all of its kind may be rounding alone.
+_REPORTED_AS = {"momentum": "update", "second moment": "update"}
+#: A tensor that is smaller than this fraction of all of its kind may be only rounding.
 NOISE = 1e-3
 
 
@@ -121,9 +121,9 @@ class Trace:
         return cls(kind, place, layer, name, shape, dtype, float(row[0]), sketch, int(row[1]), detail)
 
 
-def told(kind: str) -> str:
-    """What reports call a kind of traces."""
-    return _TOLD.get(kind, kind)
+def reported_kind(kind: str) -> str:
+    """The name of a kind of traces in reports."""
+    return _REPORTED_AS.get(kind, kind)
 
 
 def trace_of(

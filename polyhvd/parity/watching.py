@@ -1,4 +1,4 @@
-"""Watching a model train on ranks of several frameworks, and telling where they part first."""
+"""Watches a model train on ranks of several frameworks, and reports where they first differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyhvd.parity.limits import Bounds, Suspicion, computed_in, differences, s
 from polyhvd.parity.models import framework_of, reader_of, weights_of
 from polyhvd.parity.pages import Page, Pages, Plan
 from polyhvd.parity.recording import Recorder, view_of
-from polyhvd.parity.traces import FADING, KINDS, Key, Trace, in_order, told
+from polyhvd.parity.traces import FADING, KINDS, Key, Trace, in_order, reported_kind
 from polyhvd.runtime import current
 from polyhvd.runtime.world import World
 
@@ -143,11 +143,11 @@ class Watch:
         if hasattr(framework, "run_as_written"):
             self._ends.append(framework.run_as_written(model))
         for number, weight in enumerate(self._recorder.layers):
-            if (tell := self._recorder.hears(number)) is not None:
-                self._ends.append(framework.on_input(weight.layer, tell))
-        self._ends.append(framework.on_output(model, self._recorder.hears_output))
+            if (listener := self._recorder.input_listener(number)) is not None:
+                self._ends.append(framework.on_input(weight.layer, listener))
+        self._ends.append(framework.on_output(model, self._recorder.record_output))
         if hasattr(framework, "on_evaluation"):  # outermost, around what layers within are given
-            self._ends.append(framework.on_evaluation(model, self._recorder.deaf))
+            self._ends.append(framework.on_evaluation(model, self._recorder.paused))
         if self._optimizer is not None:
             self._ends.append(framework.on_step(self._optimizer, self._stepping))
 
@@ -177,7 +177,7 @@ class Watch:
         generation = self._world().placement.generation
         if generation != self._generation:  # weights are those of another rank, perhaps
             self._generation = generation
-            self._recorder.begin_anew()
+            self._recorder.forget_statistics()
         self._recorder.begin()
         self._recorder.gradients("gradient", lambda weight: gradient_of(weight.source))
         return _Step(self._after_step)
@@ -206,8 +206,8 @@ class Watch:
         self._recorder.passes()
         # A rank that has begun later, in a world that has changed, goes on from what the others know.
         pages = self._pages.exchange(self._recorder.page(), self._known)
-        told = [page.told for page in pages]
-        known = functools.reduce(np.fmax, told[1:], told[0])[: len(self._known)]
+        extras = [page.extra for page in pages]
+        known = functools.reduce(np.fmax, extras[1:], extras[0])[: len(self._known)]
         self.steps, self._largest = int(known[0]), known[1:]
         ranks = tuple(self._process_set.ranks or range(len(pages)))
         is_logged = bool(current.world().settings.parity_log)
@@ -246,7 +246,7 @@ class Watch:
         worst: dict[str, float] = {}
         cells = [0.0] * len(self._recorder.layers)
         for key, (relative, limit) in (item for each in apart for item in each.items()):
-            kind, layer = told(key[0]), sides[0][key].layer
+            kind, layer = reported_kind(key[0]), sides[0][key].layer
             worst[kind] = max(worst.get(kind, 0.0), relative)
             cells[layer] = max(cells[layer], relative / (self._limit or limit))
         return {
@@ -291,7 +291,7 @@ class Watch:
                 relative, limit = relatives.get(key, (0.0, 1.0))
                 limit = self._limit or limit
                 if relative > limit:
-                    kind, names = told(key[0]), tuple(each[key].name for each in sides)
+                    kind, names = reported_kind(key[0]), tuple(each[key].name for each in sides)
                     detail = reference.detail or (key[0] if kind != key[0] else "")
                     place = reference.layer
                     return Divergence(self.steps, kind, place, names, rank, relative, limit, detail)
@@ -334,7 +334,7 @@ def watch(
     limit: float | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Watch:
-    """Watch a model train on all ranks, each in its framework, and tell where the first divergence is.
+    """Watch a model train on all ranks, each in its framework, and report the first divergence.
 
     Give every rank the same batches and the same weights to begin with (:func:`polyhvd.parity.load`). In each
     step of the optimizer, ranks compare their weights, what their layers were given and made, the gradients
@@ -352,12 +352,12 @@ def watch(
         model: of PyTorch, Gluon or Keras, built.
         optimizer: of the model: of PyTorch, a Trainer of Gluon, or the one that a model of Keras was compiled
             with; None: the program calls ``step()`` of what is returned, on every rank.
-        prefix: begins the names on the wire; of several watches in a job each has its own.
+        prefix: of the names on the wire; must be unique for each watch of a job.
         limit: differences up to this fraction of a tensor's norm are rounding; None: by dtype.
         process_set: the ranks that take part.
 
     Returns:
-        A :class:`Watch`: ``first`` is the first divergence, and as text it says where that is.
+        A :class:`Watch`: ``first`` is the first divergence; ``str()`` of the watch describes it.
 
     Raises:
         InvalidArgumentError: no such model or optimizer, weights are not made yet, or the optimizer has none

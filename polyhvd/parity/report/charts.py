@@ -1,4 +1,4 @@
-"""Curves as SVG, with text for who does not see them. Pure."""
+"""Curves as SVG, with text for screen readers. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINES_MAX = 6
 _POWERS = [int(f"1{'0' * power}") for power in range(20)]
 #: Of an axis of logarithms: what is smaller is drawn there.
 _LEAST = 1e-9
-#: Of an axis, by the numbers on it: what differs by rounding alone is to be seen as one line.
+#: Of an axis, by the numbers on it: curves that differ only by rounding are drawn as one line.
 _SPAN_LEAST = 0.02
 
 Curve = tuple[str, str, Sequence[float]]

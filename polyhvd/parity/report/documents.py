@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
 def as_junit(report: Report) -> str:
     """The report as JUnit's XML: a test suite with a test case for each check.
 
-    What has kept the case from being compared is an error of a test case of its own.
+    If the case could not be compared, the reason is an error of a separate test case.
     """
     failures = report.differing
     is_error = report.outcome not in ("agree", "differ")

@@ -17,7 +17,7 @@ class Check:
 
     Args:
         name: in words.
-        question: "distribution" (one framework, run in several ways), "frameworks", or "compare" (a call of
+        question: "distribution" (one framework, run in several modes), "frameworks", or "compare" (a call of
             :func:`polyhvd.parity.compare` or a step of :func:`polyhvd.parity.watch` in a script).
         agree: what has come of it.
         first: where the first difference is: step, kind, layer, names, relative, limit and advice; {}: none.

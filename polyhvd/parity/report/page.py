@@ -78,8 +78,8 @@ def _head(report: Report) -> str:
 
 def _lines(text: str) -> str:
     first, *others = text.splitlines() or [""]
-    rest = f"<pre>{escape(chr(10).join(others))}</pre>" if others else ""
-    return escape(first) + rest
+    details = f"<pre>{escape(chr(10).join(others))}</pre>" if others else ""
+    return escape(first) + details
 
 
 def _next_steps(report: Report) -> str:
@@ -90,7 +90,7 @@ def _next_steps(report: Report) -> str:
     if report.status:
         step = _ADVICE[report.outcome]
         if report.outcome == "rank-died" and not is_case:
-            step = "Run the program of that rank alone, and read what it prints."
+            step = "Run the program of that rank by itself, and read what it prints."
     else:
         step = "Nothing has to be done." + is_case * (
             " Other optimizers (--optimizer), more steps (--steps) and other numbers of ranks (--np) look at "
@@ -126,7 +126,7 @@ def _to_do(checks: Sequence[Check]) -> str:
 
 
 def _place(check: Check) -> tuple[int, int]:
-    """Causes first: of one framework alone, then by step."""
+    """Causes first: those within one framework, then by step."""
     return check.question != "distribution", int(check.first.get("step", 0))
 
 
@@ -220,7 +220,7 @@ def _heat_maps(report: Report) -> str:
     checks = [check for check in report.checks if check.cells and check.cells[0]]
     if not checks:
         return ""
-    if report.is_of_scripts:  # each of a model of its own
+    if report.is_of_scripts:  # each has a different model
         maps = [_map(check.name, check.cells, report.layers.get(check.name, [])) for check in checks]
         return _section("heat", "Layers and steps", "".join([*_legend(), *maps[:_MAPS_MAX]]))
     steps = min(len(check.cells) for check in checks)
@@ -273,5 +273,5 @@ def _about(report: Report) -> str:
     items += [("Versions", ", ".join(f"{k} {v}" for k, v in report.versions.items()))]
     if report.left_out:
         items.append(("Left out", ", ".join(report.left_out)))
-    told = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items if text)
-    return _section("about", "What was run", f"<dl>{told}</dl>")
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items if text)
+    return _section("about", "What was run", f"<dl>{facts}</dl>")

@@ -104,17 +104,17 @@ def _details(report: Report) -> list[str]:
     return [*lines, report.message]
 
 
-def _print_plain(report: Report, say: Callable[[str], None]) -> None:
+def _print_plain(report: Report, write_line: Callable[[str], None]) -> None:
     rows = [_heads(report), *map(_columns, report.checks)]
     if report.checks:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
-            say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-        say("")
+            write_line("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        write_line("")
     for line in _details(report):
         indent = line[: len(line) - len(line.lstrip())]
         for part in line.splitlines() if "\n" in line else textwrap.wrap(line, 100, subsequent_indent=indent):
-            say(part)
+            write_line(part)
 
 
 def _print_rich(report: Report, stream: IO[str]) -> None:
