@@ -121,7 +121,7 @@ def test_a_whole_step_is_one_operation_and_groups_of_it_are_numbered() -> None:
     reducer(noted, num_groups=2).reduce(ones(0, 1, 3), sources)
     names = [name for name, _ in noted.sent]
     assert names == ["p", "q.group.0", "q.1", "p.group.0", "p.group.1"]
-    with pytest.raises(InvalidArgumentError, match="does not tell the variables"):
+    with pytest.raises(InvalidArgumentError, match="has no variables"):
         reducer(noted, groups=[[sources[0]]]).reduce(ones(0))
 
 

@@ -51,7 +51,7 @@ class ReduceOp(enum.IntEnum):
 
 
 class Capability(enum.Enum):
-    """What an adapter can do beyond the basics; the shared tests skip by these alone."""
+    """What an adapter can do beyond the basics; the shared tests skip only by these."""
 
     DIRECT = "tensors that the core reads itself"
     IN_PLACE = "in place"
@@ -126,7 +126,7 @@ class FrameworkAdapter(Protocol[T]):
     def is_plain(self, tensor: T) -> bool:
         """Whether the core may work on the tensor's own memory, on a CPU, if that is dense.
 
-        Asked with ``Capability.DIRECT`` alone. Raises TypeError for what cannot be communicated.
+        Called only with ``Capability.DIRECT``. Raises TypeError for what cannot be communicated.
         """
 
     def dtype(self, tensor: T) -> str:

@@ -1,6 +1,6 @@
 """How the gradients of collectives are scaled: as in Horovod, or as the exact adjoints.
 
-A gradient is made of a sum or of a gathering of the ranks' gradients; here stands what multiplies it.
+A gradient is made of a sum or of a gathering of the ranks' gradients; this file has the factors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gradient_factor(kind: int, size: int, exact: bool | None, op: int = ReduceOp
     Args:
         kind: an :class:`OpKind`: ALLGATHER, BROADCAST or REDUCESCATTER.
         size: number of ranks in the process set.
-        exact: whether the exact adjoint is wanted; None: as POLYHVD_EXACT_GRADIENTS says.
+        exact: whether to use the exact adjoint; None: the value of POLYHVD_EXACT_GRADIENTS.
         op: of a reducescatter, Average or Sum.
     """
     if exact is None:
@@ -41,34 +41,34 @@ def rows_kept(rows: int, size: int) -> list[int]:
 
 
 def rows_before(
-    told: Sequence[Sequence[int]], position: int, size: int, totals: Sequence[int], name: str
+    reported: Sequence[Sequence[int]], position: int, size: int, totals: Sequence[int], name: str
 ) -> list[int]:
     """For each tensor of an allgather, the rows that precede those of one member.
 
-    Ranks may have joined since the forward pass, and their rows then lie among the others unseen.
+    Ranks may have joined since the forward pass; their rows are then among the others, and not reported.
 
     Args:
-        told: for each member that still takes part its position, then its rows of each tensor.
+        reported: for each member that still takes part its position, then its rows of each tensor.
         position: of the member.
         size: number of members.
         totals: rows of each result of the forward pass.
         name: of the operation, for the error.
 
     Raises:
-        InvalidArgumentError: nobody knows where rows lie; on every member alike.
+        InvalidArgumentError: the positions of rows are unknown; on every member.
     """
     before = [0] * len(totals)
     missing = list(totals)
-    for other, *rows in told:
+    for other, *rows in reported:
         for i, count in enumerate(rows):
             missing[i] -= count
             before[i] += count if other < position else 0
-    joined = sorted(set(range(size)) - {other for other, *_ in told})
+    joined = sorted(set(range(size)) - {other for other, *_ in reported})
     if not joined or not any(missing):
         return before
     if joined[-1] - joined[0] + 1 != len(joined):  # members between them would not know where they begin
         raise InvalidArgumentError(
             f"allgather {name!r}: ranks have joined between it and its gradient, of those at "
-            f"{joined} in the process set, so nobody knows whose rows are whose; call join() after backward()"
+            f"{joined} in the process set, so the ranks of the rows are unknown; call join() after backward()"
         )
     return [b + m if joined[0] < position else b for b, m in zip(before, missing, strict=True)]

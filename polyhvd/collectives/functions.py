@@ -452,7 +452,7 @@ class Functions(Generic[T]):
         membership.barrier(process_set)
 
     def join(self) -> int:
-        """Say that this rank has run out of data; return the rank that joined last."""
+        """Declare that this rank has run out of data; return the rank that joined last."""
         return membership.join()
 
     def poll(self, handle: Handle) -> bool:

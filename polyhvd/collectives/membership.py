@@ -16,7 +16,7 @@ from polyhvd.runtime.world import World
 __all__ = ["add_process_set", "barrier", "join", "passing_set", "process_set_of", "remove_process_set"]
 
 
-def _run_alone(
+def _run_without_tensors(
     world: World, kind: OpKind, set_id: int = 0, root: int = -1, numbers: Sequence[int] = ()
 ) -> int:
     """Run an operation without tensors, and return the number that it yields."""
@@ -48,11 +48,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
             download()
         hvd.barrier()  # now it is there for all
     """
-    _run_alone(_world_of(process_set), OpKind.BARRIER, process_set_id(process_set))
+    _run_without_tensors(_world_of(process_set), OpKind.BARRIER, process_set_id(process_set))
 
 
 def join() -> int:
-    """Say that this rank has run out of data; return when all ranks have.
+    """Declare that this rank has run out of data; return when all ranks have.
 
     Meanwhile it takes part in the operations of the others: with zeros in sums and averages (which
     still divide by the number of ranks), with neutral elements in other reductions, without rows in
@@ -74,7 +74,7 @@ def join() -> int:
     """
     world = current.world()
     world.has_joined = True
-    return _run_alone(world, OpKind.JOIN)
+    return _run_without_tensors(world, OpKind.JOIN)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
@@ -101,7 +101,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     added = _with_ranks(process_set, world)
     if added.process_set_id is not None or added.ranks is None:
         raise InvalidArgumentError(f"{added} is registered already, or has no members")
-    number = _run_alone(world, OpKind.ADD_PROCESS_SET, numbers=added.ranks)
+    number = _run_without_tensors(world, OpKind.ADD_PROCESS_SET, numbers=added.ranks)
     world.register(added, number)
     return added
 
@@ -148,7 +148,7 @@ def _with_ranks(process_set: ProcessSet | Iterable[int] | Any, world: World) -> 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; every rank of the world calls it. Its pending operations fail.
 
-    A rank that had joined while the others removed it calls it alone, or not at all.
+    A rank that had joined while the others removed the set may call it without them, or not at all.
 
     Args:
         process_set: one of ``init(process_sets=[...])`` or ``add_process_set()``.
@@ -172,17 +172,17 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     world = _world_of(process_set)
     is_there = number in world.engine.process_sets()
     if is_there:
-        _run_alone(world, OpKind.REMOVE_PROCESS_SET, root=number)
+        _run_without_tensors(world, OpKind.REMOVE_PROCESS_SET, root=number)
     world.unregister(process_set)
     return is_there
 
 
 @contextmanager
 def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
-    """A process set for what is done within; every rank of the world enters, members or not, and leaves.
+    """A process set for a block; every rank of the world enters and leaves it, members or not.
 
-    Who leaves waits until all have done so: a rank that went on could shut down, which fails what others are
-    still doing. The next world of an elastic job does not have the set.
+    A rank that leaves waits until all have done so: if it shut down, the others' operations would fail. The
+    next world of an elastic job does not have the set.
 
     Args:
         ranks: world ranks in ascending order, the same on every rank.
@@ -202,7 +202,7 @@ def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
     if there:
         yield world.registered_as(there[0], ProcessSet(members))
         return
-    number = _run_alone(world, OpKind.ADD_PROCESS_SET, numbers=members)
+    number = _run_without_tensors(world, OpKind.ADD_PROCESS_SET, numbers=members)
     world.passing_sets.add(number)
     found = world.registered_as(number, ProcessSet(members))
     try:
@@ -212,7 +212,7 @@ def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
             world.engine.submit(OpKind.REMOVE_PROCESS_SET, None, (), None, root=number)
         raise
     else:
-        with suppress(HorovodInternalError):  # what was done within is done, whoever is lost meanwhile
-            _run_alone(world, OpKind.REMOVE_PROCESS_SET, root=number)
+        with suppress(HorovodInternalError):  # the block is done, even if a rank is lost meanwhile
+            _run_without_tensors(world, OpKind.REMOVE_PROCESS_SET, root=number)
     finally:
         world.unregister(found)

@@ -16,16 +16,16 @@ __all__ = ["ObjectNumbers"]
 class ObjectNumbers:
     """Numbers objects in the order in which they first ask; each process set counts for itself.
 
-    A new engine may be one of other processes, which have made nothing yet. Objects keep their numbers then,
-    since these stand in compiled graphs, but those of objects that are gone are free again: a process that
-    has been there before and makes its model anew numbers it as one that has just been started.
+    A new engine may include new processes, which have made nothing yet. Objects then keep their numbers,
+    since compiled graphs contain them, but numbers of objects that are gone are free again: a process that
+    was in the world before and makes its model again numbers it as a process that has just been started.
     """
 
     def __init__(self) -> None:
         self._sets: dict[tuple[int, ...], WeakKeyDictionary[Any, int]] = {}
         self._next: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()  # of what `of` reads and writes
-        current.on_change(self._begin_anew)
+        current.on_change(self._free_numbers)
 
     def of(self, item: Any, process_set: ProcessSet) -> int:
         """The number of an object, by identity; it is held weakly."""
@@ -44,7 +44,7 @@ class ObjectNumbers:
         number = self.of(item, process_set)
         return f"{base}.{number}" if number else base
 
-    def _begin_anew(self, _: object) -> None:
+    def _free_numbers(self, _: object) -> None:
         if not self._sets:
             return
         gc.collect()  # what is left in cycles would count

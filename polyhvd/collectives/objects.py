@@ -101,8 +101,8 @@ def _receive(wire: _Broadcast) -> tuple[Bytes, list[Bytes]]:
 class _Broadcast:
     """Arrays of bytes from the root to the others, one after the other, under a common name.
 
-    Between hosts, numbers that go ahead carry the MACs of what follows, and one of their own. An array is
-    only returned when it is what the root has sent.
+    Between hosts, numbers that are sent ahead carry the MACs of the arrays that follow, and their own MAC. An
+    array is only returned if it is the one that the root has sent.
     """
 
     def __init__(self, world: World, label: str, root: int, set_id: int) -> None:
@@ -111,7 +111,7 @@ class _Broadcast:
         self.root = root
         self._set_id = set_id
         self._seals: Seals | None = None
-        self._tags: dict[str, bytes] = {}  # that the root has told
+        self._tags: dict[str, bytes] = {}  # that the root has sent
 
     def open(self) -> None:
         """On all ranks, before the first array."""
@@ -131,8 +131,8 @@ class _Broadcast:
         if self._seals is None:
             words = self._received(part, size).tobytes()
         else:
-            told = self._received(part, size + TAG_BYTES * (len(following) + 1))
-            words = self._seals.opened(self.root, part, told)
+            received = self._received(part, size + TAG_BYTES * (len(following) + 1))
+            words = self._seals.opened(self.root, part, received)
             tags = (words[begin : begin + TAG_BYTES] for begin in range(size, len(words), TAG_BYTES))
             self._tags = dict(zip(following, tags, strict=True))
         return [int(number) for number in np.frombuffer(words[:size], dtype=np.int64)]
@@ -211,16 +211,17 @@ def _gathered_pickles(world: World, number: int, obj: Any, label: str) -> list[B
     if seals is not None:
         row = seals.sealed("size", words + seals.tag(rank, "data", pickled.data))
     rows = _gathered(world, number, f"{label}.size", row).reshape(-1, len(row))
-    told = _told(rows, seals)
+    announced = _announced(rows, seals)
     everything = _gathered(world, number, f"{label}.data", pickled)
-    ends = np.cumsum([_length(size) for _, size, _ in told])
+    ends = np.cumsum([_length(size) for _, size, _ in announced])
     parts = [
-        everything[int(end) - _length(size) : int(end)] for end, (_, size, _) in zip(ends, told, strict=True)
+        everything[int(end) - _length(size) : int(end)]
+        for end, (_, size, _) in zip(ends, announced, strict=True)
     ]
     if seals is not None:
-        for part, (sender, _, tag) in zip(parts, told, strict=True):
+        for part, (sender, _, tag) in zip(parts, announced, strict=True):
             seals.check(sender, "data", tag, part.data)
-    failed = {sender: part for part, (sender, size, _) in zip(parts, told, strict=True) if size < 0}
+    failed = {sender: part for part, (sender, size, _) in zip(parts, announced, strict=True) if size < 0}
     if failed:
         raise _not_sent(label, failed) from error
     return parts
@@ -239,14 +240,14 @@ def _recorded(world: World, call: str, name: str | None, set_id: int) -> list[An
     return world.prologue.result(call, name)
 
 
-def _told(rows: Bytes, seals: Seals | None) -> list[tuple[int, int, bytes]]:
-    """What each rank has said of what it will send: its rank, the size, and the MAC."""
-    told = []
+def _announced(rows: Bytes, seals: Seals | None) -> list[tuple[int, int, bytes]]:
+    """What each rank has announced: its rank, the size of its data, and the MAC."""
+    announced = []
     for index, row in enumerate(rows):
         words = row.tobytes() if seals is None else seals.opened(seals.ranks[index], "size", row)
         sender, size = np.frombuffer(words[:16], dtype=np.int64)
-        told.append((int(sender), int(size), words[16:]))
-    return told
+        announced.append((int(sender), int(size), words[16:]))
+    return announced
 
 
 def _gathered(world: World, number: int, name: str, array: Bytes) -> Bytes:
@@ -263,7 +264,7 @@ def _seals(world: World, verb: str, label: str, number: int) -> Seals | None:
 
 
 def _pickled(obj: Any, *, keep_together: bool = False) -> tuple[Bytes, list[Bytes], Exception | None]:
-    """An object's pickle and the large arrays that are not in it; or a text that says why there is none."""
+    """An object's pickle and the large arrays that are not in it; or a text with the error."""
     buffers: list[Bytes] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -286,7 +287,7 @@ def _pickled(obj: Any, *, keep_together: bool = False) -> tuple[Bytes, list[Byte
 
 
 def _signed(pickled: Bytes, error: Exception | None) -> int:
-    """The length that the others are told: below zero for a text that says what went wrong."""
+    """The length that is sent to the others: below zero for a text with the error."""
     return len(pickled) if error is None else -len(pickled)
 
 
@@ -295,9 +296,9 @@ def _length(signed: Any) -> int:
 
 
 def _not_sent(label: str, failed: dict[int, Any]) -> InvalidArgumentError:
-    told = "; ".join(
+    reasons = "; ".join(
         f"rank {rank} cannot pickle {bytes(text).decode(errors='replace')}" for rank, text in failed.items()
     )
     return InvalidArgumentError(
-        f"{label}: {told}. Send what can be pickled, such as a state_dict or plain values"
+        f"{label}: {reasons}. Send what can be pickled, such as a state_dict or plain values"
     )

@@ -1,9 +1,9 @@
-"""Signs the parts of one call that sends objects between hosts: a pickle runs whatever its sender wants.
+"""Signs the parts of one call that sends objects between hosts: a pickle runs any code of its sender.
 
-First each rank tells all others a random number that nobody has seen before. The MAC of every part then
-covers the numbers of all ranks, the call, the sender and which part it is: one that was recorded earlier, in
-this job or another, one of another call and one that was put elsewhere have the wrong MAC. The key is the
-world's, which all its ranks have and nobody else.
+First each rank sends a new random number (a nonce) to all others. The MAC of every part then covers the
+nonces of all ranks, the call, the sender and which part it is: a part that was recorded earlier, in this job
+or another, belongs to another call or was moved has the wrong MAC. The key is the world's; only its ranks
+have it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TAG_BYTES = 16
 
 _RANK = struct.Struct("<q")
 _NONCE_BYTES = 16
-_TOLD_BYTES = _RANK.size + _NONCE_BYTES
-_ROW_BYTES = _TOLD_BYTES + TAG_BYTES
+_NONCE_ROW_BYTES = _RANK.size + _NONCE_BYTES
+_ROW_BYTES = _NONCE_ROW_BYTES + TAG_BYTES
 
 
 class Seals:
@@ -63,23 +63,26 @@ class Seals:
         self._mac = _mac(world.key, b"nonces", subject)
         own = _RANK.pack(self._rank) + secrets.token_bytes(_NONCE_BYTES)
         rows = gather(np.frombuffer(own + self.tag(self._rank, "nonce", own), np.uint8)).tobytes()
-        told: list[bytes] = []
+        received: list[bytes] = []
         #: Ranks that take part, in the order in which they are gathered: those that have joined do not.
         self.ranks: list[int] = []
         for begin in range(0, len(rows), _ROW_BYTES):
-            row, tag = rows[begin : begin + _TOLD_BYTES], rows[begin + _TOLD_BYTES : begin + _ROW_BYTES]
+            row, tag = (
+                rows[begin : begin + _NONCE_ROW_BYTES],
+                rows[begin + _NONCE_ROW_BYTES : begin + _ROW_BYTES],
+            )
             (rank,) = _RANK.unpack_from(row)
             self.check(rank, "nonce", tag, row)
             if self.ranks and rank <= self.ranks[-1]:
                 self.refuse(rank)
-            told.append(row)
+            received.append(row)
             self.ranks.append(rank)
-        if own not in told:
+        if own not in received:
             self.refuse(self._rank)
-        self._mac = _mac(world.key, b"parts", subject + b"".join(told))
+        self._mac = _mac(world.key, b"parts", subject + b"".join(received))
 
     def tag(self, sender: int, part: str, *data: bytes | memoryview) -> bytes:
-        """The MAC of a part's bytes; ``part`` tells it from the others of this call."""
+        """The MAC of a part's bytes; ``part`` identifies it among the others of this call."""
         mac = self._mac.copy()
         mac.update(_RANK.pack(sender) + struct.pack("<I", len(part)) + part.encode())
         for item in data:
@@ -102,7 +105,7 @@ class Seals:
         return words
 
     def refuse(self, sender: int) -> None:
-        """End the job on all ranks, for somebody stands between them.
+        """End the job on all ranks: the connection between them was tampered with.
 
         Raises:
             PeerLostError: always.

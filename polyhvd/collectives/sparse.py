@@ -25,19 +25,19 @@ Array = np.ndarray[Any, Any]
 _HALF = ("float16", "bfloat16")
 
 
-def check_shapes(name: str | None, told: Sequence[Sequence[int]]) -> None:
+def check_shapes(name: str | None, shapes: Sequence[Sequence[int]]) -> None:
     """Raise where the ranks' tensors have different shapes.
 
     Args:
         name: of the call.
-        told: of each rank, what it has sent as k and shape.
+        shapes: of each rank, what it has sent as k and shape.
 
     Raises:
         RankMismatchError: they differ; the same on every rank.
     """
-    for dimensions in zip(*told, strict=True):
+    for dimensions in zip(*shapes, strict=True):
         if len({size for size in dimensions if size >= 0}) > 1:
-            sides = ", ".join(str(list(side[1:])) for side in told)
+            sides = ", ".join(str(list(side[1:])) for side in shapes)
             raise RankMismatchError(
                 f"Mismatched sparse_allreduce tensor shapes: {name!r} is, in order of rank, {sides}; "
                 "reduce tensors of one shape"

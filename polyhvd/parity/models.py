@@ -123,7 +123,7 @@ def mapping(
     Raises:
         InvalidArgumentError: weights are not made yet, or ``layouts`` names one that there is not.
         UnsupportedError: a layer moves axes so that the order of a weight's inputs is not known.
-        RankMismatchError: the ranks' models are not alike; on every rank, with the first weight that differs.
+        RankMismatchError: the ranks' models do not match; on every rank, with the first weight that differs.
         NotInitializedError: before ``init()``.
 
     Example::

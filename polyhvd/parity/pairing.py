@@ -119,7 +119,7 @@ def paired(
             other = _by_channel(weight, other)
         if weight is None or other is None or not _fit(weight, other):
             raise InvalidArgumentError(
-                f"parity.load: the models are not alike: at weight {position}, {sides[0]} has "
+                f"parity.load: the models do not match: at weight {position}, {sides[0]} has "
                 f"{_of_weight(weight)}, {sides[1]} {_of_given(other)}; nothing was loaded. "
                 f"{_hint(weight, other)}"
             )

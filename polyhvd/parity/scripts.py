@@ -20,7 +20,7 @@ from polyhvd.parity.statuses import STATUSES
 __all__ = ["run"]
 
 #: In the output of a rank that finds that models do not match, or that others compare something else.
-_UNLIKE = "models are not alike"
+_UNLIKE = "models do not match"
 _OTHERS = "the ranks compare different things"
 #: For ranks to call init(), from the first to the last one.
 _START_S = 120.0

@@ -80,12 +80,12 @@ class CompressorState:
         return dict(self._tensors)
 
     def replace(self, tensors: Mapping[str, Any]) -> None:
-        """Keep these, and nothing else; with no tensors, begin anew."""
+        """Keep only these; with no tensors, reset the state."""
         self._tensors = dict(tensors)
 
 
 class KeyedCompressor(ABC):
-    """A compressor that is told whose gradient it compresses, and may keep tensors for each.
+    """A compressor that gets the key of each gradient it compresses, and may keep tensors for each.
 
     Its state belongs to one optimizer. Pass the class, and each optimizer makes an instance of its own,
     without arguments; or pass an instance, which no second optimizer can use as long as the first lives. A
@@ -213,7 +213,7 @@ class KeyedCompressor(ABC):
         return _OneKey(self, name)
 
     def hold(self, make_state: Callable[[], CompressorState]) -> None:
-        """Keep tensors in a framework's own way, what was loaded before included."""
+        """Keep tensors as the framework stores them, including those that were loaded before."""
         if self._state is None or type(self._state) is CompressorState:
             state = make_state()
             if self._state is not None:

@@ -68,14 +68,14 @@ class DriftCheck:
         self._process_set = process_set
         self._remedy = remedy
         self._step = step
-        self._left = step
+        self._steps_left = step
         self._world: weakref.ref[World] | None = None
         self._begun: _Comparison | None = None
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing is left to compare in this world."""
-        return self._left == 0 and self._world is not None and self._world() is current.find()
+        return self._steps_left == 0 and self._world is not None and self._world() is current.find()
 
     def is_due(self) -> bool:
         """Count a step; return whether the weights are to be compared in it."""
@@ -83,9 +83,9 @@ class DriftCheck:
             return False
         world = current.world()
         if self._world is None or self._world() is not world:
-            self._world, self._left = weakref.ref(world), self._step
-        self._left -= 1
-        return self._left == 0 and _is_compared(world, self._process_set)
+            self._world, self._steps_left = weakref.ref(world), self._step
+        self._steps_left -= 1
+        return self._steps_left == 0 and _is_compared(world, self._process_set)
 
     def begin(self, name: str, weights: Weights) -> None:
         """Send fingerprints of the weights.
@@ -180,11 +180,11 @@ def compare_now(name: str, sharing: ProcessSet, weights: Weights, among: Process
 
 
 def report(world: World, text: str, remedy: str, *, is_reporter: bool) -> None:
-    """Warn, or raise, as ``POLYHVD_CHECK_DRIFT`` says.
+    """Warn, or raise, depending on ``POLYHVD_CHECK_DRIFT``.
 
     Args:
         world: whose setting it is.
-        text: who has found what.
+        text: the finding.
         remedy: what to do.
         is_reporter: whether this rank warns.
 

@@ -16,7 +16,7 @@ def parameter_groups(
     """Positions of the parameters of each group, in ascending order.
 
     Args:
-        parameters: all of the optimizer's; told apart by identity.
+        parameters: all of the optimizer's; compared by identity.
         trainable: positions of those that can be in a group.
         grouping: of :class:`polyhvd.training.options.Options`: how many groups of neighbours to make, of
             nearly the same number of parameters; or lists of parameters. Those in none are reduced by
@@ -33,7 +33,7 @@ def parameter_groups(
 
 
 class KeyGroups:
-    """The same for an optimizer that hears of its parameters, by keys, only when gradients come.
+    """The same for an optimizer that gets its parameters, by keys, only with their gradients.
 
     Args:
         grouping: as of :func:`parameter_groups`: a number, of the gradients that come together; or lists of
@@ -69,7 +69,7 @@ class KeyGroups:
             members: what the lists call these; None: the same.
 
         Returns:
-            Those of no group are alone, with None.
+            Each parameter without a group is listed by itself, with None.
         """
         if self._count:
             parts = _split(range(len(keys)), self._count)

@@ -24,7 +24,7 @@ def intercept(owner: Any, name: str, replacement: Callable[..., Any]) -> Callabl
         replacement: is called with the method as it was, and its arguments.
 
     Returns:
-        what ends it. The object is then what it was, if nobody has taken hold of the method since; else its
+        a function that ends it. The object is then as before, if the method was not replaced since; else its
         calls go on to what was there before.
     """
     original = getattr(owner, name)
@@ -37,7 +37,7 @@ def intercept(owner: Any, name: str, replacement: Callable[..., Any]) -> Callabl
         return replacement(original, *args, **kwargs) if is_on else original(*args, **kwargs)
 
     method = types.MethodType(through, owner)
-    object.__setattr__(owner, name, method)  # frameworks keep track of attributes of their own
+    object.__setattr__(owner, name, method)  # frameworks track attributes in their own __setattr__
 
     def end() -> None:
         nonlocal is_on

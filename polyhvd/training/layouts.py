@@ -1,4 +1,4 @@
-"""How a framework lays out a weight, and how all of them do when they meet. Knows no tensors of its own."""
+"""How a framework lays out a weight, and the common form for exchange. Imports no framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layout:
-    """The way from a weight as it lies in its framework to the common form, and back.
+    """The conversion of a weight from its framework's form to the common form, and back.
 
     The tensor is reshaped to ``view``, its axes are permuted, the result is reshaped to ``common``, numbers
     along its last axis change places, and so do blocks of its first axis. The common form is that of PyTorch

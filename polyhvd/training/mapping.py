@@ -85,7 +85,7 @@ class WeightMapping:
 
     Raises:
         UnsupportedError: a weight cannot meet those of other frameworks.
-        RankMismatchError: the ranks' models are not alike; on every rank.
+        RankMismatchError: the ranks' models do not match; on every rank.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WeightMapping:
             if not weight.is_whole or weight.layout.blocks is not None:
                 raise UnsupportedError(
                     f"parity.mapping {prefix!r}: {weight.name!r} is of a recurrent cell, whose gates or "
-                    f"biases {framework} has in a way of its own: its gradients cannot be averaged with "
+                    f"biases {framework} lays out differently: its gradients cannot be averaged with "
                     "those of other frameworks; train it on ranks of one framework"
                 )
         self._agree()
@@ -108,11 +108,11 @@ class WeightMapping:
         mine = (self.framework, [(weight.name, *weight.form) for weight in self.weights])
         every = allgather_object(mine, name=f"{self.prefix}.mapping", process_set=self.process_set)
         ranks = self.process_set.ranks or range(len(every))
-        sides = [(rank, *told) for rank, told in zip(ranks, every, strict=True)]
+        sides = [(rank, *model) for rank, model in zip(ranks, every, strict=True)]
         difference = _first_difference(sides)
         if difference is not None:
             raise RankMismatchError(
-                f"parity.mapping {self.prefix!r}: the ranks' models are not alike: {difference}; make them "
+                f"parity.mapping {self.prefix!r}: the ranks' models do not match: {difference}; make them "
                 "with the same layers in the same order, all of them built, and with the same weights frozen"
             )
 
@@ -120,7 +120,7 @@ class WeightMapping:
         """What is known of the gradients of the weights that are trained, which are numbered in order.
 
         Args:
-            identity: tells sources apart, and is the same for an object and what wraps it.
+            identity: of a source; the same for an object and its wrapper.
         """
         trained = [weight for weight in self.weights if weight.trainable]
         return {
@@ -183,17 +183,17 @@ def _first_difference(sides: Sequence[tuple[int, str, list[tuple[Any, ...]]]]) -
     longest = max(len(weights) for _, _, weights in sides)
     for position in range(longest):
         each = [weights[position] if position < len(weights) else None for _, _, weights in sides]
-        if _are_alike(each):
+        if _match(each):
             continue
-        told = ", ".join(
+        sides_text = ", ".join(
             f"rank {rank} ({framework}) has {_described(weight)}"
             for (rank, framework, _), weight in zip(sides, each, strict=True)
         )
-        return f"at weight {position}, {told}"
+        return f"at weight {position}, {sides_text}"
     return None
 
 
-def _are_alike(each: Iterable[tuple[Any, ...] | None]) -> bool:
+def _match(each: Iterable[tuple[Any, ...] | None]) -> bool:
     forms = [None if weight is None else weight[1:] for weight in each]
     if None in forms:
         return False

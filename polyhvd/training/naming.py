@@ -116,7 +116,7 @@ def _rows(call: str, name: str, by_rank: Mapping[int, NDArray[np.float64] | str]
 
 
 def _numbers(value: Any) -> NDArray[np.float64] | str:
-    """A value as an array; or as a text that says what it is instead."""
+    """A value as an array; or as a text that describes it."""
     try:
         return np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):

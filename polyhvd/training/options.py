@@ -86,7 +86,7 @@ class Options:
         changed = {}
         for field in fields(self):
             value, default = getattr(self, field.name), field.default
-            # Others are told apart by identity: tensors in lists are not to be compared.
+            # Others are compared by identity: tensors in lists are not to be compared by value.
             if value is not default and not (isinstance(default, (int, float)) and value == default):
                 changed[field.name] = value
         return changed

@@ -1,6 +1,6 @@
 """Backward passes whose gradients wait, on this rank, for an update: those of all optimizers of a process.
 
-They are in no state. Who keeps a state commits when there are none, and drops them to go back to a commit.
+They are in no state. Code that keeps a state commits when there are none, and drops them to restore a commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def register(passes: CountedPasses) -> None:
 
 
 def passes_held() -> int:
-    """The most that one of the optimizers says; 0: no update lacks passes. Alike on ranks that do alike."""
+    """The largest number among the optimizers; 0: no update lacks passes. The same for equal calls."""
     with _lock:
         everyone = list(_everyone)
     return max((passes.passes_held() for passes in everyone), default=0)

@@ -1,6 +1,6 @@
 """Gradients over the ranks, for all optimizers and tapes: which, under which names, in what form.
 
-A framework says in an :class:`Exchange` how its tensors travel. All else is decided here.
+A framework defines in an :class:`Exchange` how its tensors are sent. All else is decided here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Exchange(Generic[T]):
 
     #: Gradients of no group are reduced as one operation, not each by itself; and sources are known.
     whole_steps = False
-    #: Local gradients are scaled whatever the reduction is, not for averages alone.
+    #: Local gradients are scaled for every reduction, not only for averages.
     scales_local_sums = False
 
     def __init__(self, collectives: Collectives[T]) -> None:
@@ -131,7 +131,7 @@ class Exchange(Generic[T]):
         return cast(T, cast(Any, tensor)[..., list(places)])
 
     def identity(self, source: Any) -> Any:
-        """What tells variables apart, the same for a variable and what wraps it."""
+        """The identity of a variable, the same for a variable and its wrapper."""
         return id(source)
 
     def new_state(self) -> CompressorState:
@@ -158,7 +158,7 @@ class GradientReducer(Generic[T]):
         groups: of keys; None: of sources, as the options list them.
         local_layers: layers of Keras whose gradients stay on their rank; they need not be built yet.
         shares_compressor: whether a :class:`KeyedCompressor` outlives this and may be used by others.
-        sources: the parameters, by key, where :meth:`reduce` is not told of them.
+        sources: the parameters, by key, if :meth:`reduce` does not get them.
 
     Raises:
         InvalidArgumentError: a source is in two groups, a keyed compressor cannot be used here, or the
@@ -206,7 +206,7 @@ class GradientReducer(Generic[T]):
                 self._of_source(key, source)
         self._numbers: dict[Any, int] = {}  # of sources, in order of appearance
         self._pending: list[tuple[Results[T], list[_Packed[T]], bool]] = []
-        self._alone: list[tuple[Any, Any, T]] = []  # handle, key, gradient
+        self._single: list[tuple[Any, Any, T]] = []  # handle, key, gradient
 
     def _take_compressor(self, is_shared: bool) -> None:
         given = self.options.compression
@@ -229,7 +229,7 @@ class GradientReducer(Generic[T]):
     def takes_part(self) -> bool:
         """Whether this rank is in the process set; another one keeps its gradients as they are."""
         if self.process_set is global_process_set or self.process_set.process_set_id is None:
-            return True  # of a set that is not registered, the collective says what to do
+            return True  # if the set is not registered, the collective raises an error that explains it
         return self.process_set.included()
 
     def keep_local(self, source: Any) -> None:
@@ -328,9 +328,7 @@ class GradientReducer(Generic[T]):
         """Each gradient by itself, in the order of the mapping's numbers; see the class."""
         known = self._sources if sources is None else dict(enumerate(sources))
         if not known:
-            raise InvalidArgumentError(
-                "mapping: the call does not tell the variables of the gradients; pass both"
-            )
+            raise InvalidArgumentError("mapping: the call has no variables for the gradients; pass both")
         stay = dict(zip(known, self.are_local(list(known.values())), strict=True))
         results: dict[Any, T] = {}
         chosen: list[tuple[Mapped, Any, T]] = []
@@ -381,9 +379,7 @@ class GradientReducer(Generic[T]):
         members = keys
         if whole and self._groups.are_listed:
             if sources is None:
-                raise InvalidArgumentError(
-                    "groups=: the call does not tell the variables of the gradients; pass both"
-                )
+                raise InvalidArgumentError("groups=: the call has no variables for the gradients; pass both")
             members = [self.exchange.identity(sources[key]) for key in keys]
         operations = []
         for number, group in self._groups.numbered(keys, members):
@@ -407,7 +403,7 @@ class GradientReducer(Generic[T]):
             self.start(str(key), {key: gradient}, priority=priority)
             return
         handle = self.exchange.start_one(gradient, f"{self.prefix}.{key}", priority, self._request)
-        self._alone.append((handle, key, gradient))
+        self._single.append((handle, key, gradient))
 
     def start_sparse(self, key: Any, gradient: T, *, priority: int = 0) -> None:
         """Begin to reduce a sparse gradient as it is."""
@@ -415,18 +411,18 @@ class GradientReducer(Generic[T]):
 
     def drop(self) -> None:
         """Forget all gradients: others may never send theirs. Their memory lives until the core lets go."""
-        self._pending, self._alone = [], []
+        self._pending, self._single = [], []
 
     def finish(self) -> dict[Any, T]:
         """Wait for all gradients that were started; they are in the framework's hands then, and returned.
 
         When one fails, the others are waited for all the same, and the first error is raised.
         """
-        pending, alone = self._pending, self._alone
+        pending, single = self._pending, self._single
         self.drop()
         finished: dict[Any, T] = {}
         first_error: Exception | None = None
-        for handle, key, gradient in alone:
+        for handle, key, gradient in single:
             try:
                 self.exchange.wait(handle)
                 finished[key] = gradient

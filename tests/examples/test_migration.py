@@ -231,7 +231,7 @@ def test_a_model_with_two_inputs_and_fused_projections_comes_over(tmp_path: Path
             1,
             "dense0_weight' / '4.weight' is given the same numbers as in torch, in another order",
         ),
-        (("units=5", "units=7"), 3, "the models are not alike: at weight 6"),
+        (("units=5", "units=7"), 3, "the models do not match: at weight 6"),
         (("def gluon_model", "def other"), 2, "has no function gluon_model(), which is to return"),
         (
             ("    from torch import nn\n", "    os.kill(os.getpid(), signal.SIGKILL)\n"),

@@ -248,7 +248,7 @@ def frozen(name: str) -> None:
 
 
 def mismatch(name: str) -> str:
-    """Models that are not alike: what every rank is told."""
+    """Models that do not match: the error of every rank."""
     driver = drivers.get(name)
     net = _NETS[driver.framework](10 + driver.hvd.rank())
     with pytest.raises(driver.hvd.RankMismatchError) as caught:

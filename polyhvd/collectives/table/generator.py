@@ -3,7 +3,7 @@
 ``python polyhvd/collectives/table/generator.py`` writes all that have changed, with ``torch`` behind it one.
 A framework is whatever folder has a dialect.py, of which verbs.py is made, or a signatures.py, of which
 wrappers.py is made. Both are read without importing the framework. The build of the package runs this before
-anything is compiled: it needs the standard library alone.
+anything is compiled: it needs only the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a row of the table says, and what a framework's dialect says.
+"""The fields of a row of the table, and those of a framework's dialect.
 
 Texts are templates: ``{tensor}``, ``{a_tensor}`` and ``{tensors}`` are what the framework calls its tensors,
 ``{Tensor}`` is their type and ``{Given}`` that of arguments, and ``{ones}`` and ``{array}`` make one from a
@@ -62,7 +62,7 @@ class Verb:
         returns: the annotation of the result, a template.
         result: what the result is, for the documentation; empty: nothing is returned.
         example: the last lines of the example; a template.
-        details: more than the family says; a template.
+        details: added to the text of the family; a template.
         without: parameters of the family that this form does not have.
         texts: of parameters that mean something else here, by name; templates.
         raises: instead of the family's.
@@ -90,7 +90,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a framework says it: ``DIALECT`` of its ``dialect.py``.
+    """A framework's names and texts: ``DIALECT`` of its ``dialect.py``.
 
     Keys of ``order`` and ``notes`` are names of verbs, or of families with an asterisk: ``"allreduce*"``.
 

@@ -1,1 +1,1 @@
-"""What Keras needs, of its own package or TensorFlow's."""
+"""Keras support, for the keras package and for TensorFlow's."""

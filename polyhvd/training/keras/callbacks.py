@@ -197,7 +197,7 @@ class MetricAverage(abc.ABC):
             logs[name] = mean if mean.ndim else float(mean)
 
     def _compare(self, epoch: int) -> None:
-        """Compare the ranks' weights, of models whose way of training is known."""
+        """Compare the ranks' weights, of models whose training method is known."""
         if self.model is None:  # called by a loop of the user's own
             return
         reducer, variables = _reducer_of(self.model.optimizer), self.model.trainable_variables
@@ -372,7 +372,7 @@ class LearningRateWarmup(LearningRateSchedule):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """As of the base class; say so when it was the last epoch."""
+        """Run the base class's method; print a line after the last epoch."""
         super().on_epoch_end(epoch, logs)
         if self.verbose > 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
             rate = _number(self.model.optimizer.learning_rate)
@@ -447,7 +447,7 @@ def _trains_apart(model: Any) -> bool:
 
 
 def _is_built(model: Any) -> bool:
-    """Whether all variables are there: a model may say so of itself while a layer has none yet."""
+    """Whether all variables exist: a model may report itself as built while a layer has none yet."""
     layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else model.layers
     return bool(model.built) and all(getattr(layer, "built", True) for layer in layers)
 

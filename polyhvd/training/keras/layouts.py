@@ -26,7 +26,7 @@ _OF_FEATURES = ("Dense", "EinsumDense", "Embedding", "RNN", "Bidirectional", "Mu
 
 
 class Rows:
-    """Goes through the layers of a model of a class of its own, which is no graph, in the order in which they
+    """Goes through the layers of a subclassed model, which is no graph, in the order in which they
     were made, and guesses from the numbers of inputs which images or steps a dense layer has as rows.
 
     These are in another order than elsewhere behind a Flatten, or a Reshape that makes rows, of what has
@@ -68,7 +68,7 @@ def _input_shape(layer: Any) -> tuple[int, ...] | None:
     """Of one sample; None: not known."""
     try:
         shape = tuple(layer.input.shape)
-    except (AttributeError, ValueError):  # in a model that is a class of its own
+    except (AttributeError, ValueError):  # in a subclassed model
         shape = built_shape(layer) or ()
     return None if len(shape) < 2 or None in shape[1:] else shape[1:]
 

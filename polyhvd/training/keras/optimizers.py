@@ -23,7 +23,7 @@ class Wrapped:
 
     @contextmanager
     def polyhvd_already_reduced(self) -> Iterator[None]:
-        """Take gradients as they come: somebody around this optimizer has reduced them."""
+        """Use gradients as given: a wrapper of this optimizer has reduced them."""
         object.__setattr__(self, "_polyhvd_reduced", True)
         try:
             yield

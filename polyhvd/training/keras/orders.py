@@ -1,7 +1,7 @@
 """The order of numbers in tensors of Keras, followed through a graph of layers. Imports no Keras.
 
 Keras has channels last where other frameworks have them first, so that rows made of images are in another
-order. Layers that move axes in a way that is not followed are named.
+order. Layers that move axes in an unsupported manner are named.
 """
 
 from __future__ import annotations

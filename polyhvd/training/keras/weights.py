@@ -94,7 +94,7 @@ def weights_of(model: Any) -> list[Weight]:
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    """A layer and all within it, those with weights of their own before what is in them."""
+    """A layer and all within it; a layer that has weights itself comes before its inner layers."""
     if hasattr(model, "_flatten_modules"):  # Keras 2
         yield from model._flatten_layers(include_self=True, recursive=True)
         return
@@ -212,22 +212,22 @@ def _is_channels_last(layer: Any) -> bool:
     return getattr(layer, "data_format", None) == "channels_last"
 
 
-def on_input(layer: Any, tell: Callable[[Any], None], *, trained: bool = True) -> Callable[[], None]:
-    """Have ``tell`` called with what a layer is given, in any pass; returns what ends that."""
+def on_input(layer: Any, listener: Callable[[Any], None], *, trained: bool = True) -> Callable[[], None]:
+    """Call ``listener`` with each input of a layer, in any pass; returns a function that ends it."""
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tell(args[0] if args else next(iter(kwargs.values()), None))
+        listener(args[0] if args else next(iter(kwargs.values()), None))
         return original(*args, **kwargs)
 
     return intercept(layer, "call", call)
 
 
-def on_output(model: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``tell`` called with what a model returns; returns what ends that."""
+def on_output(model: Any, listener: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``listener`` with each output of a model; returns a function that ends it."""
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        tell(made)
+        listener(made)
         return made
 
     return intercept(model, "call", call)
