@@ -21,7 +21,7 @@ from polyhvd.parity.catalogue import CASES
 from polyhvd.parity.judging import ADVICE, Finding, described, judge
 from polyhvd.parity.limits import Bounds, differences, grown, suspicious
 from polyhvd.parity.runs import Run
-from polyhvd.parity.traces import KINDS, Facts, told, trace_of
+from polyhvd.parity.traces import KINDS, Facts, reported_kind, trace_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
@@ -418,7 +418,7 @@ def test_the_documentation_has_every_kind_in_the_order_of_causes() -> None:
     document = (ROOT / "docs" / "parity.md").read_text()
     section = document.split("### Kinds")[1].split("###")[0]
     listed = re.findall(r"^\| `([a-z ]+)` \|", section, re.MULTILINE)
-    assert listed == list(dict.fromkeys(map(told, KINDS)))
+    assert listed == list(dict.fromkeys(map(reported_kind, KINDS)))
     assert set(listed) == set(ADVICE)
 
 
