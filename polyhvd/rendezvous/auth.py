@@ -1,7 +1,7 @@
 """The mutual challenge that opens every connection of a job.
 
 Both sides prove that they know the job's secret before any other byte is parsed. The messages have
-fixed sizes and carry no length, so an unauthenticated peer can make nobody allocate anything. Nothing is
+fixed sizes and carry no length, so an unauthenticated peer cannot cause any allocation. Nothing is
 encrypted. From the handshake both sides have the keys of a session, one for each direction, that no
 other connection has; with them they sign what follows, see :mod:`polyhvd.rendezvous.signed_stream`.
 
@@ -44,7 +44,7 @@ __all__ = [
 NO_RANK = -1
 #: In place of a caller's proof, to an answerer that does not know the secret: so it learns of that, too.
 REFUSAL = bytes(32)
-#: What an AuthError says of a peer that speaks this protocol, and does not know the secret.
+#: The text of an AuthError about a peer that speaks this protocol, and does not know the secret.
 OTHER_SECRET = "the peer does not know this job's secret"
 
 _NAME = b"polyhvd"
@@ -110,7 +110,7 @@ def parse_secret(text: str) -> bytes:
 
 
 def derive_secret(secret: bytes, purpose: str) -> bytes:
-    """A secret of its own for ``purpose``, from which ``secret`` cannot be told: one user's jobs differ."""
+    """A separate secret for ``purpose``, which does not reveal ``secret``: one user's jobs differ."""
     return hmac.new(secret, purpose.encode(), hashlib.sha256).digest()
 
 
@@ -220,7 +220,7 @@ def prove(connection: socket.socket, secret: bytes, greeting: Greeting, deadline
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
         raise TimeoutError("the peer did not answer in time")
-    connection.settimeout(left)
+    connection.settimeout(remaining_s)

@@ -1,4 +1,4 @@
-"""A rank's way to the store that :mod:`polyhvd.rendezvous.server` serves: one authenticated connection."""
+"""A rank's client of the store that :mod:`polyhvd.rendezvous.server` serves: one authenticated connection."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Client", "ConnectedStore"]
 
 _PATIENCE_S = 10.0  # of one try to connect
 _PATIENCE_EACH_S = 3.0  # where there are several addresses
-#: While a reply is awaited: after how much silence of ours we say something, at first and at last. Whoever
-#: leaves out a message on its way is noticed by the next one, in either direction.
+#: While a reply is awaited: first and largest interval between heartbeats. A message that was removed in
+#: transit is detected by the next one, in either direction.
 _BEAT_S = 0.5
 _BEAT_S_MAX = 30.0
-#: So many requests that nobody waits for any more are remembered until their replies come, if ever.
+#: So many abandoned requests are remembered until their replies come, if ever.
 _ABANDONED_MAX = 64
 
 
@@ -82,7 +82,7 @@ class ConnectedStore(Store):
         return self._closed or network.is_silent(self._socket, silence_s)
 
     def hang_up(self) -> None:
-        """Have whoever waits for the server hear that it is gone; from any thread."""
+        """Shut the connection down: calls that wait for the server fail; from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -92,7 +92,7 @@ class ConnectedStore(Store):
 
     @property
     def poll_s(self) -> float:
-        """Until the next sign of life is due: the server says when a time is over."""
+        """Until the next heartbeat is due: the server reports timeouts."""
         return max(0.0, self._beat_at - time.monotonic()) if self._beat_at else math.inf
 
     def pause(self) -> None:
@@ -146,12 +146,12 @@ class ConnectedStore(Store):
         return values
 
     def abandon(self, request: int) -> None:
-        """Nobody will take the values of this request any more."""
+        """Drop the values of this request when they come."""
         if self._replies.pop(request, None) is None:
             self._abandoned.append(request)
 
     def _beat(self) -> None:
-        """Say something, and hear something, when neither side has for a while; ever more rarely."""
+        """Exchange a heartbeat if nothing was sent for a while; at growing intervals."""
         now = time.monotonic()
         if not 0 < self._beat_at <= now or self._lost:
             return
@@ -170,7 +170,7 @@ class ConnectedStore(Store):
             self._socket.setblocking(True)
             self._socket.sendall(self._signed.seal(pack_frame(header, body)))
         except OSError as error:
-            self._receive()  # the server may have said why
+            self._receive()  # the server may have sent the reason
             raise StoreError(self._lost or f"{self._server} is gone: {error}") from error
 
     def _receive(self) -> None:
@@ -199,7 +199,7 @@ class ConnectedStore(Store):
 
 
 class Client(ConnectedStore):
-    """A rank's connection to a server whose address it was told.
+    """A rank's connection to a server at a given address.
 
     Args:
         endpoint: ``host:port``; or several with commas, of which the first that answers is taken. Then not

@@ -1,7 +1,7 @@
 """A store in a folder of a file system that all hosts share.
 
-Each value is a file of its own, written under a temporary name and then linked to its own one: the first
-writer wins, and nobody sees half a value, over NFS too. There are no locks. Whoever makes the folder
+Each value is a separate file, written under a temporary name and then linked to its final one: the first
+writer wins, and no reader sees half a value, over NFS too. There are no locks. Whoever makes the folder
 removes it; a rank that is killed leaves its own values, and perhaps a temporary file, behind.
 """
 
@@ -26,20 +26,20 @@ _READ_BYTES = 1 << 20
 _NAME_CHARS_MAX = 200  # of the 255 that file systems allow
 _SAFE = frozenset(f"{string.ascii_lowercase}{string.digits}-_".encode())
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_FOR_ME_ALONE = 0o700
+_OWNER_ONLY = 0o700
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
-_JOB = "job"  # the name of the file that tells one job's folder from another's
+_JOB = "job"  # the name of the file that identifies the job of a folder
 
 
 class FolderStore(KeyedStore):
-    """One rank's way to values that are files of a folder.
+    """One rank's access to values that are files of a folder.
 
     The folder is made, with mode 0700, where it is not there yet; the one above it has to be. The file
     system needs hard links, as local ones, NFS, Lustre and GPFS have them. A mount that waits for its server
     forever (``hard``) makes every method wait, too.
 
     Args:
-        path: of the folder, which belongs to this job alone. It may differ from host to host.
+        path: of the folder, which belongs only to this job. It may differ from host to host.
         secret: the job's.
         rank: this process's, or ``auth.NO_RANK``.
         address: of this host, as the other ranks reach it; empty: not known.
@@ -61,14 +61,14 @@ class FolderStore(KeyedStore):
         """A random word that the first rank leaves: paths differ between hosts and are used again."""
         word = secrets.token_bytes(16)
         if not self._folder.create(_JOB, seal(Record(word, 0, bytes(16), False), secret, "", _JOB)):
-            self._folder.refresh()  # somebody else was first
+            self._folder.refresh()  # another rank was first
         data = self._folder.read(_JOB)
         try:
             return unseal(data or b"", secret, "", _JOB).value.hex()
         except StoreError:
             raise StoreError(
                 f"{self._folder.name(_JOB)} is of a job with another secret, or damaged; "
-                "give each job a folder of its own"
+                "give each job a separate folder"
             ) from None
 
     def _create(self, key: str, data: bytes) -> bool:
@@ -101,7 +101,7 @@ class _Folder:
         self._descriptor = -1
         try:
             with suppress(FileExistsError):
-                os.mkdir(path, _FOR_ME_ALONE)
+                os.mkdir(path, _OWNER_ONLY)
             self._descriptor = self._open()
             self._check_private()
         except BaseException as error:
@@ -175,11 +175,11 @@ class _Folder:
         return os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _check_private(self) -> None:
-        """Values are sealed, but who may write here can remove them, and hinder the job."""
+        """Values are sealed, but other users with write access could remove them and stop the job."""
         folder = os.fstat(self._descriptor)
         if folder.st_uid == os.geteuid() and not folder.st_mode & _OTHERS_WRITE:
             return
-        # A server may show everything as somebody else's, or with modes of its own. A new file tells.
+        # A file server may map owners and modes. A new file shows how.
         temporary = f"t-{secrets.token_hex(16)}"
         try:
             self._write(temporary, b"")
@@ -203,11 +203,11 @@ class _Folder:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         finally:
-            os.close(descriptor)  # NFS sends the bytes now, and says now whether there was room
+            os.close(descriptor)  # NFS sends the bytes now, and reports now whether there was room
 
     @contextmanager
     def _temporary(self, file: str, data: bytes) -> Iterator[str]:
-        """A new file for the block, on the way to its name."""
+        """A new file for the block, under a temporary name."""
         temporary = f"t-{secrets.token_hex(16)}"
         try:
             try:
@@ -226,7 +226,7 @@ class _Folder:
         try:
             os.link(temporary, file, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError as error:
-            # The server's answer to a first, successful try may have been lost on the way.
+            # The server's answer to a first, successful try may have been lost.
             if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink == 2:
                 return True
             if isinstance(error, FileExistsError):
@@ -248,7 +248,7 @@ class _Folder:
         while len(data) < found.st_size:
             part = os.read(descriptor, min(_READ_BYTES, found.st_size - len(data)))
             if not part:
-                break  # torn: the seal tells
+                break  # truncated: the seal will not fit
             data += part
         return bytes(data)
 

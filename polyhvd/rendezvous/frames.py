@@ -35,7 +35,7 @@ def pack_frame(header: Header, body: bytes = b"") -> bytes:
 
 
 def tampered(sender: str, receiver: str, error: OSError) -> str:
-    """What is said of a connection whose bytes were tampered with."""
+    """The error text for a connection whose bytes were tampered with."""
     return (
         f"what {sender} sent to {receiver} was changed, replayed or lost on its way: {error}; look at the "
         "network between them"

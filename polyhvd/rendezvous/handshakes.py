@@ -78,9 +78,9 @@ class Handshakes:
     """The listeners of one process, and the connections that it makes. Not thread-safe.
 
     ``poll`` never blocks beyond its timeout.
-    ``admit`` says of an incoming greeting, before it is proved, whether it is wanted at all.
+    ``admit`` decides on an incoming greeting, before it is proved, whether to go on with it.
     ``on_other_secret`` is called with the greeting and address of a peer that does not know the secret, which
-    may be anybody.
+    may be any process.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Handshakes:
         return True
 
     def _pause(self) -> None:
-        """Leave newcomers in the kernel's queue for a moment."""
+        """Leave new connections in the kernel's queue for a moment."""
         if not self._paused_until:
             self._paused_until = time.monotonic() + 0.05
             for listener in self._listeners:
@@ -236,12 +236,12 @@ class Handshakes:
             self._add(pending)
         else:
             connection.close()
-            # A Unix listener whose queue is full, perhaps with strangers, says EAGAIN.
+            # A Unix listener whose queue is full, perhaps with strangers, fails with EAGAIN.
             self._fail(outgoing, os.strerror(code), final=not outgoing.persistent and code != errno.EAGAIN)
 
     def _fail(self, outgoing: Outgoing, reason: str, *, final: bool) -> None:
         outgoing.error = reason
-        if outgoing.others:  # somebody else may have that address in this network
+        if outgoing.others:  # another host may have that address in this network
             outgoing.others.append((outgoing.family, outgoing.address))
             outgoing.family, outgoing.address = outgoing.others.pop(0)
         elif final:
@@ -281,14 +281,14 @@ class Handshakes:
                 self._connected(pending)
         except AuthError as error:
             if str(error) == OTHER_SECRET:
-                self._tell_of_other_secret(pending)
+                self._report_other_secret(pending)
             self._drop(pending, str(error), hopeless=True)
         except BlockingIOError:
             pass
         except OSError as error:
             self._drop(pending, error.strerror or str(error))
 
-    def _tell_of_other_secret(self, pending: _Pending) -> None:
+    def _report_other_secret(self, pending: _Pending) -> None:
         greeting = pending.machine.greeting
         with contextlib.suppress(OSError):
             if pending.outgoing is not None:

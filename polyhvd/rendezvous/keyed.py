@@ -1,9 +1,9 @@
 """A base for stores that know nothing but keys: create, replace, read, remove.
 
 Gathers are made by looking again and again, at times that grow with the waiting; *own* values by removing
-them at the end. Who sees a gather complete writes the answer down for the others before it goes on: it may
-be gone, with its own values, before they look. What lies there is sealed, so that whoever writes to the
-place without knowing the job's secret can delay a rank but tell it nothing.
+them at the end. The first rank that sees a gather complete stores the answer for the others before it
+continues: it may be gone, with its own values, before they look. Records are sealed, so that a process that
+writes to the place without knowing the job's secret can delay a rank but not give it false values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Gather:
 
 
 class KeyedStore(Store):
-    """What is common to stores of keys. A subclass says how a key is created, replaced, read and removed.
+    """The base of stores of keys. A subclass defines how a key is created, replaced, read and removed.
 
     The four raise StoreError, with a message that names the place, when that cannot be reached. Keys are
     text of any kind and length; records are bytes.
@@ -128,9 +128,9 @@ class KeyedStore(Store):
 
     @property
     def poll_s(self) -> float:
-        """Seconds until the next look; where a descriptor tells of values, until the next timeout."""
-        told = self.fileno() >= 0
-        times = [gather.deadline if told else gather.look_at for gather in self._gathers.values()]
+        """Seconds until the next look; if a descriptor signals values, until the next timeout."""
+        has_descriptor = self.fileno() >= 0
+        times = [gather.deadline if has_descriptor else gather.look_at for gather in self._gathers.values()]
         return max(_SPIN_S, min(times) - time.monotonic()) if times else math.inf
 
     def put(self, scope: str, index: int, value: bytes, *, own: bool = False) -> None:
@@ -140,7 +140,7 @@ class KeyedStore(Store):
         key = _key(scope, index)
         data = seal(Record(value, self._rank, self._writer, own), self.secret, self.job, key)
         created = self._create(key, data)
-        if own and not created and self._left_behind(key):
+        if own and not created and self._is_stale(key):
             self._remove(key)
             created = self._create(key, data)
         if own and created:
@@ -209,12 +209,12 @@ class KeyedStore(Store):
             if gather.present < gather.count:
                 return None
             if start == 0:
-                self._tell(gather, records)
+                self._publish(gather, records)
                 return [record.value for record in records]
             gather.present = 0  # what was there may have gone, or been replaced
 
-    def _tell(self, gather: _Gather, records: list[Record]) -> None:
-        """Keep an answer of which a part may go."""
+    def _publish(self, gather: _Gather, records: list[Record]) -> None:
+        """Store a complete answer for the other ranks if some of its values may be removed."""
         answer = _pack(records)
         if answer == gather.former or not any(record.own for record in records):
             return
@@ -237,11 +237,11 @@ class KeyedStore(Store):
             raise StoreError(f"{self._place(key)} {error}") from None
 
     def _place(self, key: str) -> str:
-        """What messages call a key."""
+        """The name of a key in messages."""
         return f"the value of {key!r}"
 
-    def _left_behind(self, key: str) -> bool:
-        """Whether an own value of an earlier process in this one's place stands in the way."""
+    def _is_stale(self, key: str) -> bool:
+        """Whether the key has an own value of an earlier process in this rank's place."""
         self._refresh()
         record = self._record(key)
         return (
@@ -262,7 +262,7 @@ def _answer_key(scope: str, count: int) -> str:
 
 
 def _pack(records: list[Record]) -> bytes:
-    """The values in order. Writers are told, so that the answers to two gathers of one scope differ."""
+    """The values in order, with their writers, so that the answers to two gathers of one scope differ."""
     return b"".join(_ITEM.pack(record.writer, len(record.value)) + record.value for record in records)
 
 

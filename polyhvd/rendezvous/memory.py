@@ -83,7 +83,7 @@ class Memory:
 
 
 class MemoryStore(KeyedStore):
-    """One rank's way to a :class:`Memory`.
+    """One rank's access to a :class:`Memory`.
 
     Example::
 

@@ -41,7 +41,7 @@ __all__ = [
 _CREDENTIALS = struct.Struct("iII")
 _PROBE_TIMEOUT_S = 1.0
 _SIOCGIFADDR = 0x8915
-_IFA_F_UNUSABLE = 0x40 | 0x08  # tentative, or somebody else has it; see linux/if_addr.h
+_IFA_F_UNUSABLE = 0x40 | 0x08  # tentative, or another host has it; see linux/if_addr.h
 _TCP_ESTABLISHED = 1
 _TCP_INFO_LAST_ACK = 56  # offset of tcpi_last_ack_recv, in ms; see linux/tcp.h
 _KEEPALIVE_IDLE_S = 5
@@ -99,7 +99,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def probe(connection: socket.socket, silence_s: float) -> None:
-    """Have a peer that says nothing asked four times in so long, so that :func:`is_silent` can tell."""
+    """Have a silent peer probed four times in so long, for :func:`is_silent`."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or silence_s <= 0:
         return
     tcp, interval_s = socket.IPPROTO_TCP, _probe_interval_s(silence_s)
@@ -108,7 +108,7 @@ def probe(connection: socket.socket, silence_s: float) -> None:
 
 
 def give_up_after(connection: socket.socket, silence_s: float) -> None:
-    """Have a silent peer given up after so long instead, to the second; 0: as :func:`tune` says."""
+    """Have a silent peer given up after so long instead, to the second; 0: as :func:`tune` sets it."""
     probe(connection, silence_s)
     if connection.family in (socket.AF_INET, socket.AF_INET6) and silence_s > 0:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * silence_s)))
@@ -151,7 +151,7 @@ def nearest_first(addresses: Iterable[str], own: Iterable[str]) -> list[str]:
     """Addresses of another host in the order in which to try them: those in networks of this one's first.
 
     By how many leading bits they have in common with an own address. An own one itself comes last: the other
-    host has it as well, as that of a bridge for containers, say.
+    host has the same address, for example of a bridge for containers.
 
     Example::
 
@@ -222,7 +222,7 @@ def own_addresses() -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this names the own host alone, wherever it is said."""
+    """Whether this names the own host, on whichever host it is used."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -303,7 +303,7 @@ def address_towards(host: str) -> str:
     try:
         targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
-        # An alias that only ssh knows: take the way to the outside.
+        # An alias that only ssh knows: use the default route.
         targets = [
             (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("192.0.2.1", 9)),
             (socket.AF_INET6, socket.SOCK_DGRAM, 0, "", ("2001:db8::1", 9, 0, 0)),

@@ -26,11 +26,11 @@ RECORD_BYTES_MAX = _HEADER.size + _SEAL_BYTES + VALUE_BYTES_MAX
 
 @dataclass(frozen=True)
 class Record:
-    """A value and who wrote it."""
+    """A value and its writer."""
 
     value: bytes
     rank: int
-    writer: bytes  # 16 bytes that tell processes of one rank apart
+    writer: bytes  # 16 bytes, different for each process of one rank
     own: bool  # goes when its writer closes the store
 
 

@@ -19,7 +19,7 @@ _HERE, _NONE = b"M", b"-"
 
 
 def make_segment(size: int) -> int:
-    """A zeroed memfd of ``size`` bytes that nobody can resize any more; raises OSError."""
+    """A zeroed memfd of ``size`` bytes that cannot be resized any more; raises OSError."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     descriptor = os.memfd_create("polyhvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -33,7 +33,7 @@ def make_segment(size: int) -> int:
 
 
 def send_segment(connection: socket.socket, descriptor: int) -> None:
-    """Pass a descriptor to the other end; -1 says that there is none. Raises OSError."""
+    """Pass a descriptor to the other end; -1 if there is none. Raises OSError."""
     if descriptor < 0:
         connection.send(_NONE, socket.MSG_NOSIGNAL)
     else:

@@ -39,7 +39,7 @@ class _Peer:
 
 
 class Server:
-    """Serves the values of a job on one address, on a thread of its own, until ``close``.
+    """Serves the values of a job on one address, on its own thread, until ``close``.
 
     ``endpoint`` is what ranks need as POLYHVD_RENDEZVOUS. Usable as a context manager.
 
@@ -68,7 +68,7 @@ class Server:
         self._generation = generation
         self._observe = observe
         #: Commands of other threads; appending and popping are atomic.
-        self._told: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         if listener is None:
             listener = _listener(address)
             self.endpoint = network.endpoint_text(address, listener.getsockname()[1])
@@ -92,14 +92,14 @@ class Server:
 
     def post(self, scope: str, index: int, value: bytes) -> None:
         """Write a value, unless there is one; from any thread, and without waiting for it."""
-        self._tell(lambda: self._put(None, scope, index, value, own=False))
+        self._submit(lambda: self._put(None, scope, index, value, own=False))
 
     def drop(self, prefix: str, *, waiters: bool = False) -> None:
         """Forget the values of all scopes that begin so; from any thread.
 
-        With ``waiters`` those are forgotten as well who wait there for an answer.
+        With ``waiters``, requests that wait for these scopes are forgotten as well.
         """
-        self._tell(lambda: self._values.drop(prefix, waiters=waiters))
+        self._submit(lambda: self._values.drop(prefix, waiters=waiters))
 
     def close(self) -> None:
         """Cut all connections and end the thread; clients that wait fail at once."""
@@ -114,22 +114,22 @@ class Server:
         listener = _listener(address)
         endpoint = network.endpoint_text(address, listener.getsockname()[1])
         self._added.append(listener)
-        self._tell(self._listen)
+        self._submit(self._listen)
         return endpoint
 
     def _listen(self) -> None:
         self._handshakes.listen(self._added.popleft())
 
-    def _tell(self, command: Callable[[], None]) -> None:
-        self._told.append(command)
+    def _submit(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
         os.write(self._wake_write, b"+")
 
-    def _obey(self) -> bool:
-        """Do what other threads have told; False: the server is to end."""
+    def _run_commands(self) -> bool:
+        """Run the commands of other threads; False: the server is to end."""
         if not os.read(self._wake_read, READ_BYTES):
             return False
-        while self._told:
-            self._told.popleft()()
+        while self._commands:
+            self._commands.popleft()()
         return True
 
     def _admit(self, greeting: Greeting) -> bool:
@@ -156,7 +156,7 @@ class Server:
             self._peers.add(peer)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         for key, mask in events:
-            if key.data is None and not self._obey():
+            if key.data is None and not self._run_commands():
                 return False
             if isinstance(key.data, _Peer) and key.data in self._peers:
                 self._attend(key.data, mask)

@@ -27,14 +27,14 @@ _HEADER_BYTES = _LENGTH.size + _TAG_BYTES
 
 
 class TamperedError(OSError):
-    """What has come is not what the other side sent next: it was changed, replayed, or some was left out."""
+    """The received bytes are not those that the peer sent next: they were changed, replayed or removed."""
 
 
 class SignedStream:
     """Both directions of one connection; does no input or output itself. Not thread-safe.
 
     What goes in at one end with ``seal`` comes out at the other from ``unseal``, as a stream of bytes:
-    messages have borders of their own.
+    the boundaries of messages are not those of calls.
 
     Example::
 
@@ -80,7 +80,7 @@ class SignedStream:
         if len(inbox) < _HEADER_BYTES:
             return None
         if self._length is None:
-            # Before the length is believed: waiting for bytes that nobody sends has no end.
+            # Check the length before using it: waiting for bytes that are never sent has no end.
             (length,) = _LENGTH.unpack_from(inbox)
             self._check(length, b"", inbox[_LENGTH.size : _HEADER_BYTES])
             if length > MESSAGE_BYTES_MAX:

@@ -46,7 +46,7 @@ class GatherTimeoutError(StoreError):
 
 
 class Store(abc.ABC):
-    """One rank's way to the values of its job. Not thread-safe. Usable as a context manager.
+    """One rank's access to the values of its job. Not thread-safe. Usable as a context manager.
 
     ``post_gather`` and ``take`` let an event loop wait for values beside other things; ``gather`` blocks.
     Every method but ``close`` and ``fileno`` raises StoreError when the store is gone or closed, and
@@ -60,7 +60,7 @@ class Store(abc.ABC):
 
     #: The job's secret, by which ranks prove to each other that they belong to it.
     secret: bytes
-    #: Tells this job from others on the same machines. No secret.
+    #: Identifies this job among others on the same machines. No secret.
     job: str
     #: Address of this host as those of the other ranks reach it; empty: not known.
     address: str = ""
@@ -88,7 +88,7 @@ class Store(abc.ABC):
     def poll_s(self) -> float:
         """Seconds after which :meth:`take` is worth another call though no descriptor is readable.
 
-        Infinite where the descriptor tells everything, timeouts included.
+        Infinite if the descriptor signals every event, timeouts included.
         """
         return 0.01
 
@@ -124,7 +124,7 @@ class Store(abc.ABC):
         A request ends with its values or with its error. None, too, for one that has ended.
 
         Raises:
-            GatherTimeoutError: somebody did not come within the request's time.
+            GatherTimeoutError: a value was not written within the request's time.
             StoreError: the store is gone.
         """
 
@@ -144,12 +144,12 @@ class Store(abc.ABC):
 
 
 def job_name(place: str, secret: bytes) -> str:
-    """What :attr:`Store.job` is: a digest of where the job meets and of its secret, which tells neither."""
+    """The value of :attr:`Store.job`: a digest of the job's place and secret, which reveals neither."""
     return f"job-{hashlib.sha256(f'{place} {secret.hex()}'.encode()).hexdigest()[:16]}"
 
 
 def check_count(count: int) -> None:
-    """Raise ValueError for a number of values that nobody can ask for."""
+    """Raise ValueError for a number of values outside of the allowed range."""
     if not 0 < count <= COUNT_MAX:
         raise ValueError(f"a gather of {count} values: from 1 to {COUNT_MAX} can be asked for")
 

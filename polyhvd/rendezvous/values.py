@@ -1,4 +1,4 @@
-"""The values of a job on the side that serves them, and who waits for which.
+"""The values of a job on the side that serves them, and the requests that wait for them.
 
 Pure: no socket, thread or clock.
 """
@@ -17,7 +17,7 @@ Peer = TypeVar("Peer")
 
 @dataclass(eq=False)
 class Waiter(Generic[Peer]):
-    """Somebody who waits, as the server knows him, with the number of his request."""
+    """A request that waits: the peer as the server knows it, and the request's number."""
 
     peer: Peer
     request: int
@@ -31,17 +31,17 @@ class _Gather(Generic[Peer]):
 
 
 class Values(Generic[Peer]):
-    """The values under (scope, index), and who waits for them."""
+    """The values under (scope, index), and the waiters for them."""
 
     def __init__(self) -> None:
         self.scopes: dict[str, dict[int, bytes]] = {}
         self._writers: dict[tuple[str, int], int] = {}
-        self._gathers: dict[str, dict[int, _Gather[Peer]]] = {}  # scope -> count -> who waits
+        self._gathers: dict[str, dict[int, _Gather[Peer]]] = {}  # scope -> count -> waiters
 
     def put(
         self, scope: str, index: int, value: bytes, rank: int
     ) -> list[tuple[list[Waiter[Peer]], bytes, Header]]:
-        """Keep a value unless there is one; returns who is to be answered, and with what."""
+        """Keep a value unless there is one; returns the waiters to answer, and their answers."""
         values = self.scopes.setdefault(scope, {})
         if index in values:
             return []
@@ -75,7 +75,7 @@ class Values(Generic[Peer]):
         gathers.setdefault(count, _Gather(self.missing(scope, count))).waiters.append(waiter)
 
     def remove(self, scope: str, index: int) -> None:
-        """Forget a value. Who waits for it, and for more, goes on waiting."""
+        """Forget a value. Requests that wait for it, and for more, still wait."""
         del self.scopes[scope][index], self._writers[scope, index]
         if not self.scopes[scope]:
             del self.scopes[scope]
@@ -84,7 +84,7 @@ class Values(Generic[Peer]):
                 gather.missing.add(index)
 
     def drop(self, prefix: str, *, waiters: bool = False) -> None:
-        """Forget all values of the scopes that begin so, and who waits there if that is said."""
+        """Forget all values of the scopes that begin so; with ``waiters``, the waiters there, too."""
         for scope in [scope for scope in self._gathers if waiters and scope.startswith(prefix)]:
             del self._gathers[scope]
         for scope in [scope for scope in self.scopes if scope.startswith(prefix)]:

@@ -1,8 +1,8 @@
-"""Ways to a store that world rank 0 serves: how it says where, and how the others find it.
+"""Access to a store that world rank 0 serves: how it publishes its address, and how the others find it.
 
-Under launchers that serve no store, rank 0 does so for as long as the ranks of one generation meet. The
-others try all places at which it may be, all the time, until one proves that it belongs to the job; who
-else listens there does not matter.
+Under launchers that serve no store, rank 0 does so while the ranks of one generation connect. The others
+keep trying all places at which it may be until one proves that it belongs to the job; other listeners there
+do no harm.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NobodyFoundError(StoreError):
 
 
 class HostedStore(ConnectedStore):
-    """Rank 0's way to the store that it serves itself; the store ends when this is closed."""
+    """Rank 0's access to the store that it serves itself; the store ends when this is closed."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Way(abc.ABC):
     """How rank 0 of a job listens, and how the others find it.
 
     Args:
-        key: tells this job from others; the same on all its ranks.
-        secret: that a peer has to prove; empty: the way itself finds out.
+        key: identifies this job; the same on all its ranks.
+        secret: that a peer has to prove; empty: the subclass gets one.
     """
 
-    #: Whether only processes of this user can stand where rank 0 is looked for. Otherwise one with another
-    #: secret may be anybody's, and rank 0 is waited for until the deadline.
+    #: Whether only processes of this user can listen where rank 0 is looked for. Otherwise one with another
+    #: secret may be any user's, and rank 0 is waited for until the deadline.
     _knows_peers = False
 
     def __init__(self, key: str, secret: bytes = b"") -> None:
@@ -104,7 +104,7 @@ class Way(abc.ABC):
     @property
     @abc.abstractmethod
     def description(self) -> str:
-        """Where rank 0 is looked for, as a message says it."""
+        """Where rank 0 is looked for, for messages."""
 
     @abc.abstractmethod
     def _listen(self, generation: int) -> tuple[socket.socket, list[Place]]:
@@ -153,7 +153,7 @@ class Way(abc.ABC):
             raise
 
     def _reach(self, look: Callable[[], list[Place]], greeting: Greeting, deadline: float) -> Authenticated:
-        """The first connection that proves the secret, at any of the places that ``look`` tells."""
+        """The first connection that proves the secret, at any of the places that ``look`` returns."""
         dials = _Dials(greeting)
         is_refused = False
         try:
@@ -176,7 +176,7 @@ class Way(abc.ABC):
         return f"{self.description}: {OTHER_SECRET}; {_SAME_SECRET}"
 
     def _forget(self, generation: int) -> None:
-        """Remove on rank 0 what others have found it by; nothing, unless a way has left something."""
+        """Remove on rank 0 what it has published; nothing, unless a subclass publishes something."""
         return
 
     def _agreed(self, store: ConnectedStore, deadline: float) -> ConnectedStore:
@@ -310,7 +310,7 @@ class SharedFileWay(Way):
     def description(self) -> str:
         """Where rank 0 is looked for."""
         return (
-            f"the file {self._path}, in which rank 0 says where it is (do all hosts see that folder? "
+            f"the file {self._path}, in which rank 0 writes its address (do all hosts see that folder? "
             "POLYHVD_SHARED_DIR names another)"
         )
 
@@ -351,14 +351,14 @@ class SharedFileWay(Way):
         own = addresses[0] if self._interface else network.loopback()
         return listener, [_place(own, port)]
 
-    def _write(self, generation: int, said: dict[str, Any]) -> None:
+    def _write(self, generation: int, record: dict[str, Any]) -> None:
         file = self._file(generation)
         temporary = file.with_name(f"{file.name}.{new_secret()[:16]}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o600)
         try:
             with open(descriptor, "w", encoding="ascii") as stream:
-                json.dump(said, stream)
+                json.dump(record, stream)
             temporary.replace(file)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -368,9 +368,9 @@ class SharedFileWay(Way):
         with suppress(OSError):
             os.listdir(self._path.parent)  # NFS remembers for a while that there was no such file
         try:
-            said = json.loads(self._read(generation))
-            self._secret = parse_secret(said["secret"])
-            return [_place(str(address), int(said["port"])) for address in said["addresses"]]
+            record = json.loads(self._read(generation))
+            self._secret = parse_secret(record["secret"])
+            return [_place(str(address), int(record["port"])) for address in record["addresses"]]
         except FileNotFoundError:
             return []
         except (KeyError, TypeError, ValueError):
@@ -383,7 +383,7 @@ class SharedFileWay(Way):
             found = os.fstat(descriptor)
             private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
             if not private or not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{file} is not this user's alone, with mode 0600")
+                raise StoreError(f"{file}: expected a file of this user's with mode 0600")
             return os.read(descriptor, _FILE_BYTES_MAX).decode("ascii", "replace")
         finally:
             os.close(descriptor)
@@ -424,12 +424,12 @@ class _Dials:
 
     @property
     def were_refused(self) -> bool:
-        """Whether somebody who speaks polyhvd's protocol has had another secret."""
+        """Whether a process that speaks polyhvd's protocol had another secret."""
         return self._other_since > 0
 
     @property
     def refused_for_good(self) -> bool:
-        """Whether whoever speaks polyhvd's protocol there has had another secret for a while."""
+        """Whether all answers in polyhvd's protocol have had another secret for a while."""
         return self.were_refused and time.monotonic() >= self._other_since + _OTHER_SECRET_S
 
     def try_all(self, places: list[Place], secret: bytes) -> None:
@@ -448,11 +448,11 @@ class _Dials:
 
     def wait(self, until: float) -> Authenticated | None:
         """Go on until one place has proved itself, or the time is over."""
-        while (left_s := until - time.monotonic()) > 0:
+        while (remaining_s := until - time.monotonic()) > 0:
             if self._handshakes is None:
-                time.sleep(left_s)
+                time.sleep(remaining_s)
                 continue
-            passed = self._handshakes.poll(left_s)
+            passed = self._handshakes.poll(remaining_s)
             for other in passed[1:]:
                 other.connection.close()
             if passed:

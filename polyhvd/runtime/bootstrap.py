@@ -1,7 +1,8 @@
 """Brings the ranks of a world together: from a store to authenticated connections.
 
-Ranks meet in the job's store, see who shares a host, hand the shared memory around there, and
-open TCP connections to everybody else. One loop drives all of it, so no order of arrival deadlocks.
+Ranks exchange their addresses in the job's store, find out which of them share a host, pass the shared
+memory around there, and open TCP connections to all others. One loop drives all of it, so no order of
+arrival deadlocks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def connect(
 ) -> Connections:
     """Meet the other ranks and return the connections to them; the caller owns the descriptors.
 
-    The placement's generation tells this meeting from earlier ones of the same processes. Raises
+    The placement's generation distinguishes this bootstrap from earlier ones of the same processes. Raises
     PeerLostError naming the ranks that did not come within ``settings.start_timeout_s``,
     RankMismatchError when ranks disagree on ``process_sets`` or the size, HorovodInternalError when
     another rank failed meanwhile, and ConfigError for settings that cannot work.
@@ -56,7 +57,7 @@ def connect(
     except StoreError as error:
         raise HorovodInternalError(f"rank {placement.rank}: {error}") from None
     except BaseException as error:
-        meeting.tell(error)
+        meeting.report_failure(error)
         raise
     finally:
         meeting.close()
@@ -79,7 +80,7 @@ def _segment_bytes(local_size: int) -> int:
 
 @dataclass
 class _Card:
-    """What a rank tells the others about itself."""
+    """The data that a rank sends the others about itself."""
 
     rank: int
     size: int
@@ -130,12 +131,12 @@ class _Meeting:
         self._dials: dict[tuple[str, int], Outgoing] = {}
         self._host = _Host()
         self._failure = -1  # the request that is answered when another rank fails
-        self._told = False
+        self._is_reported = False
 
     def run(self) -> Connections:
         """Go through the stages; whatever can fail fails here."""
         self._store.forget(self._scope("failed"), 0)  # of an earlier process in this rank's place
-        self._failure = self._store.post_gather(self._scope("failed"), 1, self._left_s() + 60)
+        self._failure = self._store.post_gather(self._scope("failed"), 1, self._remaining_s() + 60)
         cards = self._exchange("hello", asdict(self._introduce()), "they have not called init()")
         self._cards = [_Card(**card) for card in cards]
         self._compare()
@@ -155,11 +156,11 @@ class _Meeting:
         self._hand_out(connections)
         return connections
 
-    def tell(self, error: BaseException) -> None:
-        """Let the others know why this rank gives up, those too that come later, unless they know."""
-        if self._told or isinstance(error, RankMismatchError):
+    def report_failure(self, error: BaseException) -> None:
+        """Send the reason for which this rank fails to the others, unless they have it already."""
+        if self._is_reported or isinstance(error, RankMismatchError):
             return
-        lost = isinstance(error, PeerLostError)  # says itself which rank
+        lost = isinstance(error, PeerLostError)  # its text names the rank
         text = str(error) or type(error).__name__
         reason = text if lost else f"rank {self._rank} failed in init(): {text}"
         with suppress(OSError, ValueError):
@@ -176,7 +177,7 @@ class _Meeting:
     # Stages
 
     def _introduce(self) -> _Card:
-        """Open the listeners, and say where they are."""
+        """Open the listeners; return their addresses."""
         address = self._store.address or network.loopback()
         further = list(self._store.further_addresses)
         if self._settings.interface:
@@ -239,7 +240,7 @@ class _Meeting:
                 raise RankMismatchError(f"init(): {what} must be the same on all ranks: {text}")
 
     def _world_key(self) -> bytes:
-        """No other world has it, though it may have the secret: every rank has had its say in it."""
+        """A key that no other world has, even with the same secret: every rank contributes a nonce."""
         nonces = " ".join(card.nonce for card in self._cards)
         return derive_secret(self._store.secret, f"world of generation {self._generation}: {nonces}")
 
@@ -260,7 +261,7 @@ class _Meeting:
         if groups:
             own = next((ranks for ranks in groups if self._rank in ranks), [])
             problem = self._join_host(own) if own else ""
-            verdicts = self._exchange("local", problem, "they did not say whether they share memory")
+            verdicts = self._exchange("local", problem, "they did not send whether they share memory")
         domains = []
         for ranks in hosts.values():
             reasons = [f"rank {rank}: {verdicts[rank]}" for rank in ranks if verdicts[rank]]
@@ -288,7 +289,7 @@ class _Meeting:
             return self._host.problem  # and go on serving while the others answer
         dials = [self._dials["local", peer] for peer in ranks if peer < self._rank]
         # Not all of the time that there is: TCP may still be needed.
-        give_up_at = time.monotonic() + self._left_s() / 2
+        give_up_at = time.monotonic() + self._remaining_s() / 2
 
         def settled() -> bool:
             failed = [dial for dial in dials if dial.failed]
@@ -335,13 +336,13 @@ class _Meeting:
     def _meet(
         self, purpose: str, peer: int, family: int, address: Any, others: Sequence[tuple[int, Any]] = ()
     ) -> None:
-        """The higher rank dials; the lower one notes whom to expect."""
+        """Connect to a lower rank; expect a connection of a higher one."""
         if peer == self._rank:
             return
         source, target = max(peer, self._rank), min(peer, self._rank)
         greeting = Greeting(purpose, self._generation, source, target)
         if peer < self._rank:
-            persistent = family != socket.AF_UNIX  # who cannot be reached in here never will
+            persistent = family != socket.AF_UNIX  # within a host, retrying does not help
             self._dials[purpose, peer] = self._handshakes.connect(
                 family, address, greeting, persistent=persistent, others=others
             )
@@ -380,11 +381,11 @@ class _Meeting:
     # The loop
 
     def _exchange(self, stage: str, mine: Any, meaning: str) -> list[Any]:
-        """Tell all ranks something and hear it from all of them, in rank order."""
+        """Send a value to all ranks and return the values of all of them, in rank order."""
         request = self._store.post_gather(
             self._scope(stage),
             self._size,
-            self._left_s(),
+            self._remaining_s(),
             own=(self._rank, json.dumps(mine).encode()),
         )
         answer: list[Any] = []
@@ -397,15 +398,15 @@ class _Meeting:
             answer.extend(json.loads(value) for value in values or [])
             return bool(answer)
 
-        # The server's own deadline comes first, since it knows who is missing.
+        # The server's own deadline comes first, since it knows which ranks are missing.
         self._until(answered, lambda: "the rendezvous", slack_s=5.0)
         return answer
 
     def _until(self, done: Callable[[], bool], what: Callable[[], str], slack_s: float = 0.0) -> None:
         """Drive everything until ``done``; raises at the deadline, or when another rank has failed."""
         while not done():
-            left_s = self._left_s() + slack_s
-            if left_s <= 0:
+            remaining_s = self._remaining_s() + slack_s
+            if remaining_s <= 0:
                 raise PeerLostError(
                     f"rank {self._rank} waited {self._settings.start_timeout_s:g} s for {what()}"
                 )
@@ -417,7 +418,7 @@ class _Meeting:
             if self._host.source is not None:
                 poller.register(self._host.source, select.POLLIN)
             tick_s = _TICK_S if watched else self._store.poll_s
-            poller.poll(1000 * min(left_s, self._handshakes.timer_s(), tick_s))
+            poller.poll(1000 * min(remaining_s, self._handshakes.timer_s(), tick_s))
             for passed in self._handshakes.poll(0):
                 self._arrived(passed)
             self._host.receive()
@@ -447,7 +448,7 @@ class _Meeting:
     def _check_failure(self) -> None:
         with suppress(GatherTimeoutError):
             if values := self._store.take(self._failure):
-                self._told = True
+                self._is_reported = True
                 lost, reason = json.loads(values[0])
                 raise (PeerLostError if lost else HorovodInternalError)(str(reason))
 
@@ -459,12 +460,12 @@ class _Meeting:
     def _scope(self, stage: str) -> str:
         return f"init/{self._generation}/{stage}"
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _late(self, whom: str, meaning: str) -> str:
+    def _late(self, missing: str, meaning: str) -> str:
         return (
-            f"rank {self._rank} waited {self._settings.start_timeout_s:g} s for {whom} "
+            f"rank {self._rank} waited {self._settings.start_timeout_s:g} s for {missing} "
             f"(of {self._size}): {meaning}; POLYHVD_START_TIMEOUT sets the time"
         )
 
@@ -494,7 +495,7 @@ class _Host:
         if peer not in self._ranks:
             return  # not known yet, or no rank of this host
         if self._leading:
-            with suppress(OSError):  # then the peer says so
+            with suppress(OSError):  # then the peer reports it
                 send_segment(connection, self.descriptor)
         elif peer == self._ranks[0]:
             self.source = connection

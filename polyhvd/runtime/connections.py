@@ -24,7 +24,7 @@ class Connections:
     """A *domain* is a group of ranks that share a memory segment: a host, or a single rank.
 
     Domains are ordered by their first rank, and ranks within a domain ascend. The first rank of a
-    domain leads it: it alone has control connections to other domains (``tree_parent``).
+    domain leads it: only it has control connections to other domains (``tree_parent``).
     """
 
     rank: int = 0
@@ -47,7 +47,7 @@ class Connections:
     #: With what messages on these connections are signed, by world rank.
     control_keys: dict[int, SessionKeys] = field(default_factory=dict)
     data_keys: dict[int, SessionKeys] = field(default_factory=dict)
-    #: Of this world alone; all its ranks have it, and sign with it what concerns more than two of them.
+    #: Only of this world; all its ranks have it, and sign with it what concerns more than two of them.
     world_key: bytes = field(default=b"", repr=False)
     #: Whether a rank that dies is given up before its process has ended: where others go on without it. Where
     #: its end is the end of the job, the launcher is to see it before the ends that follow from it.

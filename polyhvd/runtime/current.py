@@ -126,8 +126,8 @@ def leave(words: str = "") -> None:
         return
     for leaver in _leavers:
         leaver(_world)
-    left, _world = _world, None
-    left.close(words)
+    closing, _world = _world, None
+    closing.close(words)
     for listener in _listeners:
         listener(None)
 

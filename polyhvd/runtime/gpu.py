@@ -1,4 +1,4 @@
-"""Where the libraries of GPUs are, and what they say of themselves. A job asks for paths alone: the
+"""Where the libraries of GPUs are, and their versions. A job asks only for paths: the
 core opens a library at the first operation on a GPU.
 """
 

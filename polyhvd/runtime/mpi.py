@@ -1,6 +1,6 @@
-"""MPI as a way for ranks to meet: whether to ask it, where its library is, and who is which rank.
+"""Ranks that connect through MPI: whether to use it, where its library is, and which process is which rank.
 
-Nothing here runs before MPI is asked for. What MPI says of a job, with a rendezvous that world rank
+Nothing here runs before MPI is asked for. What MPI reports of a job, with a rendezvous that world rank
 0 serves, becomes a Placement like a launcher's, so everything after that is the same for all jobs.
 """
 
@@ -49,7 +49,7 @@ _OPEN_MPI, _MPICH = "libmpi.so.40", "libmpi.so.12"
 _MAPPED = re.compile(r"(/.*/libmpi(?:ch|_abi)?\.so[.\d]*)$", re.MULTILINE)
 _LAUNCHERS = re.compile(r"mpirun|mpiexec|orterun|orted|prte(?:run|d)?|hydra|slurmstepd")
 _GENERATIONS_MAX = 20  # of processes between a launcher and its rank
-_UNTIL_TOLD_S = 10.0  # of a wait for MPI that may be somebody's mistake
+_REPORT_AFTER_S = 10.0  # of a wait for MPI that may be a user's mistake
 
 
 # Finding ---------------------------------------------------------------------
@@ -70,7 +70,7 @@ def is_asked_for(settings: Settings, comm: object, *, launched: bool) -> bool:
     launch = mpi_launch()
     if launched or settings.controller == "gloo" or launch is None:
         return False
-    # Cluster schedulers say the same of single programs that know nothing of MPI.
+    # Cluster schedulers set the same for single programs that do not use MPI.
     return launch.size != 1 or isinstance(probe(settings), Found)
 
 
@@ -149,7 +149,7 @@ def start(runtime: _core.MpiRuntime, settings: Settings) -> None:
     Raises PeerLostError when other processes of the launcher's do not come to it within
     ``settings.start_timeout_s``, and ConfigError when MPI serves one thread only.
     """
-    at_first = min(_UNTIL_TOLD_S, settings.start_timeout_s)
+    at_first = min(_REPORT_AFTER_S, settings.start_timeout_s)
     try:
         if runtime.initialize(at_first):
             return
@@ -268,12 +268,12 @@ class MpiJob:
     def resolve(self, mine: Sequence[Sequence[int] | None]) -> list[list[list[int]]]:
         """For each process set that every rank took from a communicator: all that ranks named there.
 
-        ``mine`` has None where a set was made of ranks, which all have to name alike.
+        ``mine`` has None for a set made of ranks, which must be the same on all ranks.
         """
-        said = [json.loads(text) for text in self.session.gather(json.dumps(mine).encode())]
+        gathered = [json.loads(text) for text in self.session.gather(json.dumps(mine).encode())]
         resolved = []
         for position in range(len(mine)):
-            named = [sets[position] if position < len(sets) else None for sets in said]
+            named = [sets[position] if position < len(sets) else None for sets in gathered]
             distinct = {tuple(ranks) for ranks in named if ranks}
             resolved.append([] if None in named else [list(ranks) for ranks in sorted(distinct)])
         return resolved
@@ -311,14 +311,14 @@ def join(settings: Settings, comm: object, ranks: Sequence[int] | None, *, after
     start(_runtime, settings)
     session = _runtime.meet(_handle_of(comm), list(ranks or ()), settings.start_timeout_s)
     _check_size(session, _runtime, whole=comm is None and not ranks)
-    said = json.dumps({"name": socket.gethostname(), "after": after}).encode(errors="surrogateescape")
-    told = [json.loads(text) for text in session.gather(said)]
-    generation = 1 + max(int(other["after"]) for other in told)
+    mine = json.dumps({"name": socket.gethostname(), "after": after}).encode(errors="surrogateescape")
+    gathered = [json.loads(text) for text in session.gather(mine)]
+    generation = 1 + max(int(other["after"]) for other in gathered)
     hosts = session.hosts()
     job = MpiJob(placements(list(map(str, hosts)), generation)[session.rank], session, (comm, ranks))
     _last = job
     if session.size > 1:
-        _open_rendezvous(job, settings, hosts, [str(other["name"]) for other in told])
+        _open_rendezvous(job, settings, hosts, [str(other["name"]) for other in gathered])
     return job
 
 
@@ -332,23 +332,23 @@ def ranks_in(job: MpiJob | None, members: object) -> list[int]:
 
 
 def _open_rendezvous(job: MpiJob, settings: Settings, hosts: Sequence[int], names: Sequence[str]) -> None:
-    """World rank 0 serves it and tells the others where, and the job's secret."""
-    said = {}
+    """World rank 0 serves it and sends the others its address and the job's secret."""
+    offer = {}
     if job.placement.rank == 0:
         secret = new_secret()
         try:
             job.server = Server(parse_secret(secret), _address(settings, hosts, names))
-            said = {"endpoint": job.server.endpoint, "secret": secret}
+            offer = {"endpoint": job.server.endpoint, "secret": secret}
         except (OSError, ValueError) as error:
-            said = {"error": f"rank 0 cannot serve the rendezvous: {error}"}
-    heard = json.loads(job.session.gather(json.dumps(said).encode())[0])
-    if "error" in heard:
-        raise HorovodInternalError(heard["error"])
-    job.endpoint, job.secret = heard["endpoint"], heard["secret"]
+            offer = {"error": f"rank 0 cannot serve the rendezvous: {error}"}
+    offered = json.loads(job.session.gather(json.dumps(offer).encode())[0])
+    if "error" in offered:
+        raise HorovodInternalError(offered["error"])
+    job.endpoint, job.secret = offered["endpoint"], offered["secret"]
 
 
 def _check_size(session: _core.MpiSession, library: _core.MpiRuntime, *, whole: bool) -> None:
-    """Find out a library that does not belong to the launcher: each process is a world of its own."""
+    """Refuse a library that does not belong to the launcher: each process would be a separate world."""
     launched, launch = Launched.from_environment(), mpi_launch()
     expected = max(launched.size, launch.size if launch else 0)
     if whole and session.size != expected and session.size == 1:

@@ -47,7 +47,7 @@ class Placement:
             raise ValueError(f"POLYHVD_SIZE={self.size}: at most {RANKS_MAX} ranks are possible")
 
     def values(self) -> dict[str, int]:
-        """What launchers tell a rank of its place, by the names of variables without their prefix."""
+        """The place that launchers pass to a rank, by the names of variables without their prefix."""
         return {
             "RANK": self.rank,
             "SIZE": self.size,

@@ -21,7 +21,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def stacks(without: Collection[int] = ()) -> str:
-    """Say in one line where the main thread is, and then where every thread is.
+    """Write in one line where the main thread is, and then where every thread is.
 
     ``without`` are idents of threads that are left out. The first line names the innermost function
     that belongs to neither Python, an installed package nor polyhvd, and the exception that is being handled:

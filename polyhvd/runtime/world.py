@@ -75,7 +75,7 @@ class World:
         #: The number of this process in its elastic job, in which it keeps it over all worlds.
         self.member = member
         #: What its timeline was started with, if one runs; and whether that was in a former world. Written
-        #: by who starts and stops it, which the engine allows one at a time.
+        #: by the caller that starts and stops it; the engine allows one at a time.
         self.timeline = ""
         self.timeline_is_carried = False
         #: What this process has counted in former worlds of its elastic job.
@@ -87,7 +87,7 @@ class World:
         self.prologue = prologue
         #: Whether this rank has called join(): others may take steps that it does not.
         self.has_joined = False
-        #: That the ranks of this world have and nobody else, if they had a secret; empty in a world of one.
+        #: Known only to the ranks of this world, if they had a secret; empty in a world of one.
         self.key: bytes = connections.world_key
         self._domains = connections.domains
         self._closing = threading.Lock()  # held by the thread that closes it; taken before no other
@@ -132,7 +132,7 @@ class World:
 
         Args:
             settings: those that must agree are compared with the other ranks'.
-            placement: this rank's place, with the generation, which tells this meeting from others.
+            placement: this rank's place, with the generation, which distinguishes this bootstrap from others.
             store: where all ranks of the placement's generation meet; None: a world of one. It stays the
                 caller's, and is not needed any more when this returns.
             process_sets: ranks of the process sets 1, 2, ..., the same on every rank.
@@ -224,11 +224,11 @@ class World:
         return self._data_wait_ns / 1e9
 
     def on_sample(self, observe: Any) -> None:
-        """Hand samples of the speed to ``observe``, on a thread of their own."""
+        """Pass samples of the speed to ``observe``, on a separate thread."""
         self._mailbox_thread.on_sample = observe
 
     def remark(self, text: str) -> None:
-        """Have this said at the end of stall reports that this rank makes; empty: nothing."""
+        """Append this text to the stall reports of this rank; empty: nothing."""
         self._mailbox_thread.mailbox.remark(text)
 
     @property
@@ -305,7 +305,8 @@ class World:
 
         Names that recur are known to the response cache. So that several threads may make such calls at
         once, each process lets them follow one another: the n-th call of a rank meets the n-th of the
-        others, as calls without a name do. Nobody counts them, and a rank that has joined need not catch up.
+        others, as calls without a name do. They are not counted, and a rank that has joined does
+        not catch up.
         It adds no deadlock: what it makes a call wait for are earlier ones, which no rank can pass over
         either. The program's own code, which may communicate, is not to run inside.
 
@@ -314,13 +315,13 @@ class World:
             with world.line("broadcast_parameters", set_id):
                 ...
         """
-        with self._lock:  # each line lasts as long as somebody stands in it
+        with self._lock:  # each line lasts as long as a call waits in it
             return self._lines.setdefault((process_set, name), threading.Lock())
 
     def abandon(self) -> None:
         """In a forked process: close what was inherited, and leave the rest as it is for ever."""
         self.engine.abandon()
-        for item in self._sets:  # no lock: who held it is another process's thread
+        for item in self._sets:  # no lock: its holder was a thread of the parent process
             item.world = item.process_set_id = None
         _abandoned.append(self)
 

@@ -177,7 +177,7 @@ def test_launcher_keeps_no_more_after_many_losses_than_after_some(job: Job) -> N
     for _ in range(2):
         for _ in range(20):
             job.cycle()
-        wait_until(lambda: not job.rendezvous._told, "what the server is to forget on its thread")
+        wait_until(lambda: not job.rendezvous._commands, "what the server is to forget on its thread")
         counts.append(things(job.driver, set()) + things(job.rendezvous._values, set()))
     assert job.formed > 80
     assert counts[1] <= counts[0] + 8, counts

@@ -293,7 +293,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
     tmp_path.chmod(0o700)
     (tmp_path / "job.1").write_text("{}")
     (tmp_path / "job.1").chmod(mode)
-    with pytest.raises(StoreError, match="is not this user's alone"):
+    with pytest.raises(StoreError, match="expected a file of this user's"):
         file_way(tmp_path).open(1, 1, time.monotonic() + WAIT_S)
 
 
