@@ -20,8 +20,8 @@ def broadcast_parameters(
     """Overwrite arrays with the root's, in place, on every rank.
 
     Args:
-        params: arrays by their names: a dict, or pairs of name and array; or arrays alone, which are told
-            apart by their positions. Names, shapes and dtypes are the same on every rank.
+        params: arrays by their names: a dict, or pairs of name and array; or only arrays, which are
+            matched by their positions. Names, shapes and dtypes are the same on every rank.
         root_rank: world rank of the sender, which is a member of the process set.
         process_set: the ranks that take part, all of which make the call; by default all ranks of the job.
 

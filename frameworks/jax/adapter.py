@@ -1,6 +1,6 @@
 """JAX's arrays, as the collectives see them: on one device, read where they lie on a CPU.
 
-Functions that ``jax.jit`` compiles have a primitive of their own; see traced.py.
+Functions that ``jax.jit`` compiles use a separate primitive; see traced.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The collectives as ``jax.grad`` and ``jax.jit`` see them: done now, or recorded; with derivatives.
 
 A derivative is a collective, too: every rank that takes part in the forward runs it, in the same order.
-It is scaled as polyhvd.adjoints says, and its name follows from the forward's. Outside of ``jax.jit`` both
-are done while Python runs, so that shapes may be what other ranks make of them; see traced.py for inside.
+It is scaled by the factors of polyhvd.collectives.adjoints, and its name follows from the forward's. Outside
+of ``jax.jit`` both are done while Python runs, so that shapes may depend on other ranks; see traced.py for
+inside.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _gradient_name(name: str | None) -> str | None:
 def _check_linear(verb: str, op: int) -> None:
     if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise InvalidArgumentError(
-            f"op={ReduceOp(op).name}: {verb} has a gradient for Average and Sum alone; use one of them, or "
+            f"op={ReduceOp(op).name}: {verb} has a gradient only for Average and Sum; use one of them, or "
             "jax.lax.stop_gradient()"
         )
 
@@ -105,7 +106,7 @@ def _differentiable(
     collective = jax.custom_vjp(lambda *given: tuple(forward(given)))
 
     def begin(*given: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        # In its own terms for second derivatives alone: JAX may drop what has a derivative and no use.
+        # Only for second derivatives in its own terms: JAX may drop what has a derivative and no use.
         return collective(*given) if traced.are_differentiated(given) else tuple(forward(given)), None
 
     collective.defvjp(begin, derive)
@@ -182,7 +183,7 @@ def allgather(
             before = [own * count for count in counts]
         else:
             # With the rank, since those that have joined are missing from it.
-            table = _told([own, *counts], label and f"{label}.rows", process_set)
+            table = _gathered_numbers([own, *counts], label and f"{label}.rows", process_set)
             before = rows_before(table, own, size, [totals[i] for i in chosen], name or "without a name")
         factor = gradient_factor(OpKind.ALLGATHER, size, exact)
         sums = allreduce(gradients, label, ReduceOp.Sum, 1.0, factor, process_set)
@@ -251,8 +252,11 @@ def reducescatter(
         gathered = allgather(scaled, label, process_set, exact, kept)
         if all(t.shape[0] == rows[i] for t, i in zip(gathered, chosen, strict=True)):
             return gathered
-        # Ranks have joined; all others see it alike, and take part in this.
-        members = [rank for (rank,) in _told([process_set.rank()], label and f"{label}.ranks", process_set)]
+        # Ranks have joined; all others know it, and take part in this.
+        members = [
+            rank
+            for (rank,) in _gathered_numbers([process_set.rank()], label and f"{label}.ranks", process_set)
+        ]
         places = zip(gathered, kept, chosen, strict=True)
         return [_in_their_places(t, counts, members, rows[i]) for t, counts, i in places]
 
@@ -310,8 +314,8 @@ def _exchange(
     return result, counts, received
 
 
-def _told(numbers: list[int], name: str | None, process_set: ProcessSet) -> list[list[int]]:
-    """What each member tells of itself, now."""
+def _gathered_numbers(numbers: list[int], name: str | None, process_set: ProcessSet) -> list[list[int]]:
+    """Gather a few numbers of each member."""
     own = jnp.asarray(np.array([numbers], np.int32))
     table: list[list[int]] = _collectives.allgather(own, name=name, process_set=process_set).tolist()
     return table

@@ -1,4 +1,4 @@
-"""polyhvd's errors out of compiled functions, where JAX raises one of its own with their text."""
+"""polyhvd's errors out of compiled functions, where JAX raises a JaxRuntimeError with their text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _raised: deque[BaseException] = deque(maxlen=64)
 
 
 def remember(error: BaseException) -> None:
-    """An error is about to leave a callback, and will be known by its text alone."""
+    """Remember an error that is about to leave a callback: only its text comes out."""
     _raised.append(error.with_traceback(None))  # whose frames hold arrays
 
 
 def known(error: BaseException) -> BaseException | None:
     """The error of a collective that JAX's error has come of; None: it has come of something else."""
     text = str(error)
-    return next((each for each in reversed(tuple(_raised)) if _told(each) in text), None)
+    return next((each for each in reversed(tuple(_raised)) if _quoted(each) in text), None)
 
 
-def _told(error: BaseException) -> str:
-    """As JAX quotes it: of Ctrl-C there is the name of its class alone."""
+def _quoted(error: BaseException) -> str:
+    """The text with which JAX quotes an error: of Ctrl-C only the name of its class."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

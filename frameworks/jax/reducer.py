@@ -84,7 +84,7 @@ class DistributedGradients:
     ) -> None:
         if groups is not None and not isinstance(groups, int):
             raise InvalidArgumentError(
-                f"groups={groups!r}: expected the number of operations; JAX's arrays cannot be told apart"
+                f"groups={groups!r}: expected the number of operations; JAX's arrays have no identity"
             )
         options = Options(
             op=op,

@@ -1,7 +1,7 @@
 """Collectives in functions that ``jax.jit`` compiles: a primitive that calls back to the host.
 
 ``jax.experimental.io_callback(ordered=True)`` promises nearly what a collective needs, and is made of the
-same parts. This is a primitive of its own for three reasons. JAX refuses ordered callbacks in
+same parts. This is a separate primitive for three reasons. JAX refuses ordered callbacks in
 ``jax.custom_vjp``, so there would be no gradients. It drops one in a loop whose result no gradient needs. And
 it hands its arguments over as JAX's arrays, which may be copied by threads that are all in callbacks, waiting
 for other ranks. Here a callback reads XLA's own memory. A ``pure_callback`` may be dropped and repeated.
@@ -104,8 +104,8 @@ def are_differentiated(tensors: Sequence[Any]) -> bool:
 def settle() -> None:
     """Return when the collectives of all compiled functions that this thread has called are done.
 
-    What one of them has failed with is told to whoever uses its results; JAX would go on to fail every later
-    function with it.
+    If one of them has failed, its error is raised where its results are used; JAX would fail every later
+    function with it, too.
     """
     if not _TOKENS.current_tokens and not _TOKENS.output_runtime_tokens:
         return
@@ -124,7 +124,7 @@ def _finish() -> None:
         ):
             time.sleep(0.005)
     shutdown()
-    _TOKENS.clear()  # what nobody has read is nobody's concern any more, and JAX would print it
+    _TOKENS.clear()  # JAX would print errors that were never read
 
 
 atexit.register(_finish)  # after JAX and polyhvd have registered theirs, so that it runs before
@@ -211,13 +211,13 @@ class Collective:
         return self._checked(results, arrays)
 
     def _checked(self, results: list[Array], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """The results, if they have the shapes that were told; every rank comes to the same answer."""
+        """The results, if they have the expected shapes; an error is raised on every rank."""
         if self.check_rows:
-            told = results.pop().tolist()
+            found = results.pop().tolist()
             own = [array.shape[0] for array in arrays]
-            if told != [own] * self.size:
+            if found != [own] * self.size:
                 raise InvalidArgumentError(
-                    f"{self.label}: the ranks have {told} rows; in a compiled function all have the same "
+                    f"{self.label}: the ranks have {found} rows; in a compiled function all have the same "
                     "number, and none has joined: its results' shapes are known beforehand. Pad them, or "
                     "call it outside of jax.jit"
                 )

@@ -68,7 +68,7 @@ class _Exchange(Exchange[Tensor]):
         return torch.zeros_like(source.value, requires_grad=False)
 
     def transposed(self, tensor: Tensor, axes: Sequence[int]) -> Tensor:
-        """In memory of its own: it is reduced there."""
+        """A copy in separate memory: it is reduced there."""
         return tensor.permute(*axes).contiguous()
 
     def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:

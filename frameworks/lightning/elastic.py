@@ -44,8 +44,8 @@ class LightningState(TorchState):
     """A Trainer with its module, optimizers, schedulers, callbacks and loops, and other attributes, by name.
 
     With ``sampler=``, the :class:`polyhvd.data.DistributedBatchSampler` of the ``DataLoader``, it commits
-    after each batch, and every row of an epoch is used once. Without, nobody knows the position in the data:
-    it commits after each epoch, which begins anew after a failure.
+    after each batch, and every row of an epoch is used once. Without, the position in the data is unknown: it
+    commits after each epoch, which begins again after a failure.
 
     Args:
         trainer: with ``strategy="polyhvd"``, and with ``use_distributed_sampler=False`` where there is a
@@ -140,16 +140,16 @@ class LightningState(TorchState):
         return value
 
     def _keep_synced(self, *, kept: bool) -> None:
-        super().save()  # not what the trainer has: that was told
+        super().save()  # not the trainer's tensors: those were broadcast
 
     def _sync_from(self, root: int, *, among: ProcessSet | None) -> None:
         super()._sync_from(root, among=among)
         if among is None:
             return
         likes = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in self._tensors]
-        told = broadcast_object((self._rest, likes), root, "elastic.state.lightning", among)
+        received = broadcast_object((self._rest, likes), root, "elastic.state.lightning", among)
         if self._rank() != root:
-            self._rest, likes = told
+            self._rest, likes = received
             self._tensors = [
                 torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in likes
             ]
@@ -160,7 +160,7 @@ class LightningState(TorchState):
         """What Lightning writes to files, as a restart after a whole step reads it."""
         checkpoint: dict[str, Any] = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if self._sampler is not None:
-            # The rest of the epoch is an epoch of its own: its loader counts the batches that are left.
+            # The rest of the epoch counts as an epoch: its loader counts the remaining batches.
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             total = progress["total"]
             total["completed"] = total["processed"]

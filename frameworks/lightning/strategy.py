@@ -70,8 +70,8 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
         accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
 
     Raises:
-        InvalidArgumentError: an argument cannot be used; or the Trainer was told another number of devices
-            or nodes than the launcher, or to use an accelerator other than the CPU.
+        InvalidArgumentError: an argument cannot be used; or the Trainer has another number of devices
+            or nodes than the launcher, or an accelerator other than the CPU.
 
     Example::
 
@@ -114,7 +114,7 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the strategy known by name; ``horovod`` is an alias, if that is nobody else's."""
+        """Make the strategy known by name; ``horovod`` is an alias, unless that name is in use."""
         for name in ("polyhvd", "horovod"):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="Ranks of polyhvdrun")
@@ -228,7 +228,7 @@ class PolyhvdStrategy(pl.strategies.ParallelStrategy):  # type: ignore[misc]
     # Exchanges ---------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A new tensor with the ranks' mean, or what ``reduce_op`` says; what is no tensor stays as it is.
+        """A new tensor with the ranks' mean, or the reduction ``reduce_op``; other values stay as they are.
 
         A metric that is logged with ``sync_dist=True`` is paired by its name.
 

@@ -198,9 +198,9 @@ class MxnetAdapter:
         _, members = _place(operation)
         splits = _checked_splits(operation, tensor.shape[0], members)
         _count(operation)
-        handle, told = native.push_sized(operation, (tensor,))
-        received = [max(rows, 0) for rows in told]  # below zero: the rank has joined
-        rows = [(received[p], splits[p], told[p] >= 0) for p in range(members)]
+        handle, reported = native.push_sized(operation, (tensor,))
+        received = [max(rows, 0) for rows in reported]  # below zero: the rank has joined
+        rows = [(received[p], splits[p], reported[p] >= 0) for p in range(members)]
         (out,) = record(operation, (tensor,), handle.result, rows)
         make = mx.np.array if isinstance(tensor, mx.np.ndarray) else mx.nd.array
         handle.result = [out, make(received, dtype="int32", ctx=tensor.ctx)]
@@ -243,7 +243,7 @@ class MxnetAdapter:
 
 
 class MxnetCollectives(Collectives[NDArray]):
-    """:class:`Collectives`, with a short way for what a step does hundreds of times."""
+    """:class:`Collectives`, with a fast path for calls that a step makes hundreds of times."""
 
     def allreduce_async(
         self,

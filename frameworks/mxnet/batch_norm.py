@@ -59,7 +59,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
 
     Inputs, with x the samples, as many values as there are channels: a shift k, sum(x - k), sum((x - k)^2);
     then the shape of x, gamma and beta. Outputs: factor and bias, such that (x - k) * factor + bias is
-    normal; and what backward needs. Of small vectors alone: MXNet 1.9.1 hands to a custom operator memory
+    normal; and what backward needs. Only of small vectors: MXNet 1.9.1 passes memory to a custom operator
     that it has freed where an array has a layout of oneDNN, as convolutions leave it.
 
     It keeps nothing between its calls.
@@ -96,7 +96,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
             for moving, now in zip(aux, (mean, variance), strict=True):
                 moving = moving.as_nd_ndarray()
                 moved = moving * self._momentum + now.astype(moving.dtype) * (1 - self._momentum)
-                moving[:] = mx.nd.where(count, moved, moving)  # as it was if nobody has samples
+                moving[:] = mx.nd.where(count, moved, moving)  # as it was if no rank has samples
         else:
             mean, variance = _doubles(aux)
             count = mx.nd.zeros_like(mean)
@@ -205,7 +205,7 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
     With n ranks it does what ``BatchNorm`` does in one process with the joined batch: outputs, moving
     statistics and gradients; ranks may have different numbers of samples, also none, unless the layer is
     hybridized. Outside of training, and with ``use_global_stats``, it is ``BatchNorm``. Its parameters are
-    those of ``BatchNorm``: either loads what the other has saved. It may be hybridized, alone or in a
+    those of ``BatchNorm``: either loads what the other has saved. It may be hybridized, by itself or in a
     network. One small allreduce in forward and one in backward: sums in float64, of float16 arrays in
     float32. A hybridized network takes sums of its samples outside of training too, for nothing; to deploy
     it, load its parameters into one of ``BatchNorm``.
@@ -317,7 +317,7 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
     def _wire_name(self, F: Any) -> str:
         """Of the layer, the same on all ranks: two layers may be in flight together, in any order."""
         if F is mx.nd and not mx.autograd.is_training():
-            return "none"  # evaluation, which a rank may do alone, exchanges nothing
+            return "none"  # evaluation exchanges nothing: a single rank may do it
         return f"SyncBatchNorm.{_numbers.of(self, self._process_set)}"
 
     def _generation(self, F: Any) -> int:
@@ -339,7 +339,7 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc]
         precise = self.gamma.dtype
         wanted = x.dtype if F is mx.nd else self._dtype
         over = {"axis": self._kwargs["axis"], "exclude": True, "keepdims": True}
-        shape = F.shape_array(x) if shape is None else shape  # says how many samples there are
+        shape = F.shape_array(x) if shape is None else shape  # has the number of samples
         if np.dtype(wanted) != np.dtype(precise):
             x = F.cast(x, dtype=precise)
         # Around the mean of this rank, sums keep their digits.

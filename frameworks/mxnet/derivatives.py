@@ -1,4 +1,4 @@
-"""The derivatives of the collectives, for MXNet's autograd, scaled as polyhvd.adjoints says.
+"""The derivatives of the collectives, for MXNet's autograd, scaled by polyhvd.collectives.adjoints.
 
 They are collectives too, under the name of the forward one with ``.gradient``; every rank runs the
 same backward. Nothing here waits for a collective.
@@ -69,7 +69,7 @@ def _require_linear(forward: Operation) -> None:
 
 
 def _of_allreduce(forward: Operation, shapes: Any, rows: Any, gradients: Arrays) -> Arrays:
-    """The ranks' gradients, reduced alike."""
+    """The ranks' gradients, reduced by the same operation."""
     _require_linear(forward)
     return _sum(forward, gradients, op=forward.op, prescale=forward.prescale, postscale=forward.postscale)
 
@@ -85,7 +85,7 @@ def _of_broadcast(forward: Operation, shapes: Any, rows: Any, gradients: Arrays)
 def _of_allgather(
     forward: Operation, shapes: Sequence[Sequence[int]], rows: Sequence[int], gradients: Arrays
 ) -> Arrays:
-    """This rank's rows of the sum of the ranks' gradients; ``rows`` says how many come before them."""
+    """This rank's rows of the sum of the ranks' gradients; ``rows``: how many come before them."""
     totals = _sum(forward, gradients, postscale=_factor(forward))
     return [
         total.slice_axis(0, first, first + shape[0]) if shape[0] else mx.nd.empty(shape, dtype=total.dtype)
@@ -101,7 +101,7 @@ def _position(position: int) -> NDArray:
 def _of_reducescatter(
     forward: Operation, shapes: Sequence[Sequence[int]], rows: Any, gradients: Arrays
 ) -> Arrays:
-    """The gradients of all ranks' rows, scaled alike; those of ranks that have joined are zero.
+    """The gradients of all ranks' rows, scaled; those of ranks that have joined are zero.
 
     Rows of these are missing in what is gathered, so each rank sends its position along, and native.cc puts
     the others where they belong.
@@ -122,7 +122,7 @@ def _of_alltoall(
     rows: Sequence[tuple[int, int, bool]],
     gradients: Arrays,
 ) -> Arrays:
-    """The gradients sent back; ``rows`` says for each rank how many came, how many went, and whether it
+    """The gradients sent back; ``rows``: for each rank how many came, how many went, and whether it
     was there. Rows that stayed here have none, nor have those that went to a rank that had joined.
     """
     shape, (gradient,) = shapes[0], gradients
@@ -189,13 +189,13 @@ class _Node:
 
 
 # mx.autograd.Function would do, but it drops gradients that are to be added, and all after one that
-# nobody wants.
+# is not requested.
 def _backward(outputs: int, inputs: int, pointers: Any, requests: Any, _training: int, node: int) -> int:
     arrays = [NDArray(NDArrayHandle(pointers[i])) for i in range(outputs + inputs)]
     try:
         with mx.util.np_shape(True):
             _node_at(node).run(arrays[:outputs], arrays[outputs:], requests[:inputs])
-    except Exception as error:  # MXNet says only that something failed, at the next read
+    except Exception as error:  # MXNet reports only that something failed, at the next read
         print(f"polyhvd: {error}", file=sys.stderr, flush=True)
         return 0
     return 1

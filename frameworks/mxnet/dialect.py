@@ -9,7 +9,7 @@ __all__ = ["DIALECT"]
 _GRADIENT = "Sums and averages have a gradient, where every rank runs the same backward."
 _SPARSE = (
     "Of a row_sparse array only the rows that a rank has are sent; the call waits until it is computed, and "
-    "for Min, Max and Product until all ranks have told their rows."
+    "for Min, Max and Product until all ranks have sent their rows."
 )
 _WAITS = "The call waits until all ranks' arrays are computed and the size of the result is known."
 
@@ -46,7 +46,7 @@ DIALECT = Dialect(
         "allgather*": f"{_WAITS} The result has a gradient, where every rank runs the same backward.",
         "broadcast*": "The result has a gradient, where every rank runs the same backward.",
         "broadcast_": "The result is unknown to autograd.",
-        "alltoall*": "The call waits until all ranks have told their splits, not for the data. The rows have "
+        "alltoall*": "The call waits until all ranks have sent their splits, not for the data. The rows have "
         "a gradient, where every rank runs the same backward.",
         "reducescatter*": _GRADIENT,
         "join": "It waits first for everything that MXNet's engine was given, and raises what of it has "

@@ -132,10 +132,10 @@ class _Trainer(Handler):
 
     def imported(self, value: Any) -> None:
         updater, optimizer = optimizer_of(self.value)
-        scheduler, told = getattr(optimizer, "lr_scheduler", None), value.get("scheduler")
+        scheduler, saved = getattr(optimizer, "lr_scheduler", None), value.get("scheduler")
         here = None if scheduler is None else type(scheduler).__qualname__
-        if here != (told and told["class"]):
-            raise ValueError(f"it has the lr_scheduler {told and told['class']}, here is {here}")
+        if here != (saved and saved["class"]):
+            raise ValueError(f"it has the lr_scheduler {saved and saved['class']}, expected {here}")
 
         def array(item: Any) -> Any:
             return mx.nd.array(item, dtype=item.dtype) if isinstance(item, np.ndarray) else item
@@ -143,8 +143,8 @@ class _Trainer(Handler):
         updater.states = changed(value["states"], array)
         updater.states_synced = dict.fromkeys(updater.states, False)
         vars(optimizer).update(value["attributes"])
-        if told is not None:
-            vars(scheduler).update(told["attributes"])
+        if saved is not None:
+            vars(scheduler).update(saved["attributes"])
         scaler = getattr(self.value, "_amp_loss_scaler", None)
         if scaler is not None and value["scaler"] is not None:
             vars(scaler).update(value["scaler"])
@@ -218,7 +218,7 @@ class GluonState(HandlersState):
             self.trainer = None
 
     def save(self) -> None:
-        """Keep a copy of all attributes, when the updates that are under way have ended.
+        """Keep a copy of all attributes, when the pending updates have ended.
 
         Raises:
             HorovodInternalError: one of them has failed; the copy is what it was.

@@ -28,7 +28,7 @@ class InvalidArgumentError(errors.InvalidArgumentError, MXNetError):
 
 
 class UnsupportedError(errors.UnsupportedError, MXNetError):
-    """A call that asks for what cannot be had in this way."""
+    """A call that is not supported."""
 
 
 class HorovodInternalError(errors.HorovodInternalError, MXNetError):

@@ -1,4 +1,4 @@
-"""Handlers for ``mxnet.gluon.contrib.estimator``: the ranks start alike, and report alike."""
+"""Handlers for ``mxnet.gluon.contrib.estimator``: ranks start with equal weights and report equal metrics."""
 
 from __future__ import annotations
 

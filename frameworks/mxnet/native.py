@@ -24,6 +24,7 @@ from polyhvd.collectives.adapter import Operation, OpKind
 
 __all__ = [
     "Handle",
+    "counters",
     "drain",
     "failure_in",
     "forget",
@@ -35,7 +36,6 @@ __all__ = [
     "set_engine",
     "settle",
     "unlock",
-    "watch",
 ]
 
 
@@ -99,11 +99,11 @@ _wait_for_all = _LIB.MXNDArrayWaitAll  # as MXNet has it: returns a status
 def _finish() -> None:
     """Let the last operations run, which others may need, then end polyhvd.
 
-    MXNet itself waits at exit for all of them, and for ever: also for one that a rank alone has
-    asked for. So this comes before.
+    MXNet itself waits at exit for all of them without a limit, even for a collective that only one rank has
+    called. So this comes before.
     """
     shutdown()
-    # What nobody has read is nobody's concern any more, and MXNet would print it.
+    # MXNet would print errors that were never read.
     with contextlib.suppress(RuntimeError):  # newer Pythons start no thread at exit
         waiting = threading.Thread(target=_wait_for_all, daemon=True)
         waiting.start()
@@ -226,7 +226,7 @@ def push_sized(operation: Operation, tensors: Sequence[NDArray]) -> tuple[Handle
 
     Returns:
         The handle, whose result is the new arrays, which may not be written yet; and the rows that the core
-        tells, as ``sized`` in c_api.h has them.
+        reports, as ``sized`` in c_api.h has them.
 
     Raises:
         Exception: what the operation has failed with before the sizes were known.
@@ -311,8 +311,8 @@ def set_engine(engine: _core.Engine | None) -> None:
     _library.polyhvd_mxnet_set_engine(api)
 
 
-def watch() -> memoryview:
-    """Numbers that change, as struct Watch has them; by a view, which is quicker than ctypes."""
+def counters() -> memoryview:
+    """The live fields of struct Watch; by a view, which is quicker than ctypes."""
     first = _quick.polyhvd_mxnet_watch().contents
     return memoryview((ctypes.c_int64 * 5).from_address(ctypes.addressof(first))).cast("B").cast("q")
 
@@ -337,7 +337,7 @@ def drain(seconds: float) -> bool:
 
 
 def failure_in(message: bytes) -> Exception | None:
-    """The error of the collective that a message of MXNet tells of, if it is one's."""
+    """The error of the collective that a message of MXNet is about; None: it is about no collective."""
     text = ctypes.c_char_p()
     code = _quick.polyhvd_mxnet_failure_in(message, text)
     return _error(code, text) if code else None

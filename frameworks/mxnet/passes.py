@@ -31,7 +31,7 @@ def fill(gradient: NDArray, value: float) -> None:
 
 
 class Sums:
-    """Gradients that wait for the last pass, by key, in buffers of their own."""
+    """Gradients that wait for the last pass, by key, in separate buffers."""
 
     def __init__(self) -> None:
         self._sums: dict[Any, NDArray] = {}

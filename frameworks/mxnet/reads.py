@@ -35,7 +35,7 @@ class _Updates:
 updates = _Updates()
 
 _IN_FLIGHT, _FAILURES, _PUSHER, _UNSETTLED, _FORGIVEN = range(5)
-_watch = native.watch()
+_counters = native.counters()
 _NOTHING = ctypes.c_size_t(0)
 _mxnet_wait = _LIB.MXNDArrayWaitToRead
 _mxnet_wait_to_write = _LIB.MXNDArrayWaitToWrite
@@ -46,7 +46,7 @@ _mxnet_error = base.get_last_ffi_error
 
 def failures() -> int:
     """How many collectives have failed in this process."""
-    return _watch[_FAILURES]
+    return _counters[_FAILURES]
 
 
 def _last_error() -> Exception:
@@ -56,9 +56,9 @@ def _last_error() -> Exception:
 
 def _is_simple() -> bool:
     """Whether nothing can be in flight that this thread reads, nor another thread take the same error out."""
-    if _watch[_IN_FLIGHT] or _watch[_UNSETTLED] or _watch[_FAILURES] != _watch[_FORGIVEN]:
+    if _counters[_IN_FLIGHT] or _counters[_UNSETTLED] or _counters[_FAILURES] != _counters[_FORGIVEN]:
         return False
-    pusher = _watch[_PUSHER]
+    pusher = _counters[_PUSHER]
     return not pusher or pusher == threading.get_ident()
 
 
@@ -80,7 +80,7 @@ def _wait_to_write(handle: Any) -> int:
 
 
 def _wait_for_all() -> int:
-    if _watch[_UNSETTLED]:
+    if _counters[_UNSETTLED]:
         return _take_error(_mxnet_wait_for_all)
     return _mxnet_wait_for_all()
 
@@ -106,13 +106,13 @@ def forgive() -> None:
 
     What waited for these has been skipped, so parameters are as the last update left them.
     """
-    failed = _watch[_FAILURES]
-    if failed == _watch[_FORGIVEN]:
+    failed = _counters[_FAILURES]
+    if failed == _counters[_FORGIVEN]:
         return
     with updates:
         native.settle()
-    _mxnet_wait_for_all()  # takes them out of all arrays, and tells the first
-    _watch[_FORGIVEN] = failed
+    _mxnet_wait_for_all()  # takes them out of all arrays, and returns the first
+    _counters[_FORGIVEN] = failed
 
 
 def _forget() -> None:

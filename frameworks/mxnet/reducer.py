@@ -1,4 +1,4 @@
-"""How gradients of MXNet travel: its engine orders reads after the reduction, so nobody waits.
+"""How gradients of MXNet are sent: its engine orders reads after the reduction, so Python does not wait.
 
 Row_sparse gradients are the exception: which rows there are is known only when they are computed.
 """
@@ -31,13 +31,13 @@ class MxnetExchange(Exchange[NDArray]):
         self._failures_seen = reads.failures()
 
     def begin(self) -> None:
-        """Raise what a reduction of the last step has failed with; this is told once."""
+        """Raise the error of a reduction of the last step, once."""
         try:
             self.check()
         finally:
             self._started = []
 
-    def begin_anew(self) -> None:
+    def forget_started(self) -> None:
         """Forget what was started: the program knows that it has failed."""
         self._started, self._groups_started = [], []
         self._failures_seen = reads.failures()

@@ -1,4 +1,4 @@
-"""Allreduce of row_sparse arrays: sums as polyhvd.collectives.sparse says, as in other frameworks.
+"""Allreduce of row_sparse arrays: sums by polyhvd.collectives.sparse, as in other frameworks.
 
 Other reductions need the zeros that a rank has in rows of others: the rows that any rank has are reduced as a
 dense array.
@@ -96,8 +96,8 @@ def start_sum(
     factor = prescale_factor * postscale_factor / (process_set.size() if op == ReduceOp.Average else 1)
 
     def merge(buffers: Any) -> RowSparseNDArray:
-        places, numbers, told = (memoryview(buffer) for buffer in buffers)
-        check_shapes(gathering.name, np.frombuffer(told, np.int64).reshape(-1, own.size).tolist())
+        places, numbers, shapes = (memoryview(buffer) for buffer in buffers)
+        check_shapes(gathering.name, np.frombuffer(shapes, np.int64).reshape(-1, own.size).tolist())
         found = np.frombuffer(numbers, values.dtype).reshape(-1, *tensor.shape[1:])
         if values.dtype != tensor.dtype and found.size:
             decompressed = compression.decompress(mx.nd.array(found, dtype=found.dtype), context)
@@ -162,7 +162,7 @@ def spread(
 
     Values are zero where the rank has no row. When no rank has any, there are no indices, and one row of
     zeros all the same, since MXNet has no arrays without rows. Waits until the arrays are computed and all
-    ranks have told their indices, which travel together.
+    ranks have sent their indices, which are gathered together.
 
     Args:
         tensors: by their names in the collectives; each of any shape and dtype.
@@ -176,22 +176,22 @@ def spread(
         np.concatenate(([-1 - tensor.shape[0]], rows))
         for tensor, rows in zip(tensors.values(), own, strict=True)
     ]
-    told = _gather(tensors, parts, process_set)
-    unions = [_union(name, numbers) for name, numbers in zip(tensors, told, strict=True)]
+    gathered = _gather(tensors, parts, process_set)
+    unions = [_union(name, numbers) for name, numbers in zip(tensors, gathered, strict=True)]
     return [
         (indices, _values(tensor, rows, indices))
         for tensor, rows, indices in zip(tensors.values(), own, unions, strict=True)
     ]
 
 
-def _union(name: str, told: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    heights = [-1 - int(number) for number in told[told < 0]]
+def _union(name: str, gathered: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    heights = [-1 - int(number) for number in gathered[gathered < 0]]
     if len(set(heights)) > 1:
         raise RankMismatchError(
             f"Mismatched allreduce tensor shapes: allreduce '{name}': the ranks' row_sparse arrays have "
             f"{heights} rows, in order of rank; give them the same shape"
         )
-    return np.unique(told[told >= 0])
+    return np.unique(gathered[gathered >= 0])
 
 
 def _values(tensor: RowSparseNDArray, own: np.ndarray[Any, Any], indices: np.ndarray[Any, Any]) -> NDArray:

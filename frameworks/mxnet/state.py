@@ -128,7 +128,7 @@ def broadcast_optimizer_state(
             None if scaler is None else vars(scaler),
         )
     with current.world().line("broadcast_optimizer_state", process_set_id(process_set)):
-        _check_alike(optimizer, parameters, root_rank, process_set)
+        _check_same(optimizer, parameters, root_rank, process_set)
         received = _broadcast_state(whole, root_rank, process_set)
     if is_root:
         return
@@ -174,9 +174,9 @@ def update_attributes(optimizer: Any, attributes: dict[str, Any]) -> None:
 
     A scheduler stays the object that the program knows, and may go on to change.
     """
-    own, told = getattr(optimizer, "lr_scheduler", None), attributes.get("lr_scheduler")
-    if own is not None and type(own) is type(told):
-        vars(own).update(vars(told))
+    own, new = getattr(optimizer, "lr_scheduler", None), attributes.get("lr_scheduler")
+    if own is not None and type(own) is type(new):
+        vars(own).update(vars(new))
         attributes = {**attributes, "lr_scheduler": own}
     vars(optimizer).update(attributes)
 
@@ -199,7 +199,7 @@ def _updater_of(trainer: Any) -> tuple[mx.optimizer.Updater, dict[Any, Any]]:
     return trainer._updaters[0], {trainer._param2idx[p.name]: p.shape for p in in_order}
 
 
-def _check_alike(optimizer: Any, parameters: dict[Any, Any], root_rank: int, process_set: ProcessSet) -> None:
+def _check_same(optimizer: Any, parameters: dict[Any, Any], root_rank: int, process_set: ProcessSet) -> None:
     own = (type(optimizer).__name__, list(parameters.values()))
     every = allgather_object(own, "optimizer_state.kind", process_set)
     ranks = range(current.world().placement.size) if process_set.ranks is None else process_set.ranks

@@ -56,8 +56,8 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
     them to zero after each n-th step, as without us.
 
     ``step(batch_size, ignore_stale_grad=True)``, on all ranks, lets each of them use other parameters: one
-    that any rank has used is updated by all, with zeros from those that have not; one that nobody has used
-    is left alone. To find out which, the call waits until all ranks have made it.
+    that any rank has used is updated by all, with zeros from those that have not; one that no rank has
+    used is not changed. To find out which, the call waits until all ranks have made it.
 
     A gradient holds the reduced one after a step. With ``grad_req='add'`` and no zero after the step, the
     next backward adds to that, which then is reduced a second time: right for an average, while
@@ -166,7 +166,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         self._drift = DriftCheck("DistributedTrainer", options.process_set, DRIFT_REMEDY)
 
     def register_local_var(self, var: Parameter) -> None:
-        """Let the gradient of a parameter stay on its rank; on every rank alike.
+        """Let the gradient of a parameter stay on its rank; call it on every rank.
 
         It is divided by the number of ranks if ``scale_local_gradients`` is set and gradients are
         averaged: as large as if the other ranks had sent zeros.
@@ -185,7 +185,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
 
         Args:
             batch_size: of this rank.
-            ignore_stale_grad: leave alone what no rank has used since the last step; alike on every rank.
+            ignore_stale_grad: skip what no rank has used since the last step; the same on every rank.
         """
         self._ignore_stale(ignore_stale_grad)
         super().step(batch_size, ignore_stale_grad)
@@ -207,7 +207,7 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
         """Forget the step that is under way, and that it has failed: what it has changed is undone."""
         self._passes.drop_passes()
         self._reducer.drop()
-        self._exchange.begin_anew()
+        self._exchange.forget_started()
 
     @property
     def process_set(self) -> ProcessSet:
@@ -281,8 +281,8 @@ class DistributedTrainer(gluon.Trainer):  # type: ignore[misc]
             return
         if self._reducer.local and getattr(self, "_amp_loss_scaler", None) is not None:
             self._share_overflow()
-        # A gradient that was not reduced holds an error, and MXNet skips its update: as long as
-        # nobody has read it. So none is read between here and the last update.
+        # A gradient that was not reduced holds an error, and MXNet skips its update, unless the
+        # gradient was read. So none is read between here and the last update.
         with reads.updates:
             self._exchange.check()
             super()._update(ignore_stale_grad)

@@ -1,4 +1,4 @@
-"""NumPy arrays, as the collectives see them. Also the oracle's own way through the core."""
+"""NumPy arrays, as the collectives see them. The oracle of the tests uses it, too."""
 
 from __future__ import annotations
 

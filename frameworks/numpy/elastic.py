@@ -28,7 +28,7 @@ class ArrayState(ArraysState):
 
     Args:
         kwargs: the attributes with their first values. Arrays of dtypes that collectives have, and those in
-            dicts, lists and tuples, are told to other ranks in place; all else is pickled.
+            dicts, lists and tuples, are broadcast in place; all else is pickled.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Eager tensors, as the collectives see them. Graphs have ops of their own; see ops.py."""
+"""Eager tensors, as the collectives see them. Graphs use separate ops; see ops.py."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _order(graph: Any, operation: Any) -> None:
     operation._add_control_inputs(list(before))
     last.update(dict.fromkeys(names, operation))
     if getattr(graph, "experimental_acd_manager", None) is None:
-        # Nobody else says that a call of this function, such as a gradient, ends after its collectives.
+        # Nothing else makes a call of this function, such as a gradient, end after its collectives.
         graph.control_outputs.append(operation)
 
 

@@ -59,14 +59,14 @@ class Attention(keras.layers.Layer):
 
 
 class Residual(keras.layers.Layer):
-    """The sum of two ways."""
+    """The sum of two paths."""
 
     def __init__(self, inner: Any, around: Any) -> None:
         super().__init__()
         self.inner, self.around = inner, around
 
     def call(self, x: Any) -> Any:
-        """The sum of both ways."""
+        """The sum of both paths."""
         made, beside = x, x
         for layer in self.inner:
             made = layer(made)

@@ -1,4 +1,4 @@
-"""The gradients of the collectives, scaled as polyhvd.adjoints says.
+"""The gradients of the collectives, scaled by polyhvd.collectives.adjoints.
 
 Each is a collective itself, named after the one it belongs to, and runs on every rank of the set.
 """
@@ -223,13 +223,13 @@ def _allgather_gradient(op: Any, *gradients: Any) -> list[Any]:
 def _rows_before(op: Any, table: tf.Tensor, own: int, totals: tf.Tensor) -> tf.Tensor:
     """:func:`polyhvd.collectives.adjoints.rows_before` of a table that a graph will know."""
     size = len(_members(op))
-    told, rows = table[:, 0], table[:, 1:]
+    positions, rows = table[:, 0], table[:, 1:]
     before = tf.reduce_sum(tf.where(table[:, :1] < own, rows, 0), axis=0)
 
     def without_joined() -> tf.Tensor:
         missing = totals - tf.reduce_sum(rows, axis=0)
         everybody = tf.range(size, dtype=tf.int64)
-        is_joined = tf.reduce_all(tf.not_equal(everybody[:, None], told), axis=1)
+        is_joined = tf.reduce_all(tf.not_equal(everybody[:, None], positions), axis=1)
         joined = tf.boolean_mask(everybody, is_joined)
         together = joined[-1] - joined[0] + 1 == tf.size(joined, tf.int64)
         known = tf.debugging.Assert(
@@ -238,7 +238,7 @@ def _rows_before(op: Any, table: tf.Tensor, own: int, totals: tf.Tensor) -> tf.T
                 f"allgather {_attribute(op, 'tensor_name')!r}: ranks have joined between it and its "
                 "gradient, of those at",
                 joined,
-                "in the process set, so nobody knows whose rows are whose; call join() after the gradients",
+                "in the process set, so the ranks of the rows are unknown; call join() after the gradients",
             ],
         )
         with tf.control_dependencies([known]):

@@ -36,7 +36,7 @@ _TAPE_REMEDY = (
 class DriftOp:
     """Compares weights in the second step of each world: programs may broadcast them after the first one.
 
-    In a graph a variable says whether there is something left to compare, and other steps only read it.
+    In a graph a variable records whether a comparison is pending, and other steps only read it.
 
     Args:
         reducer: of the gradients of the optimizer or tape.
@@ -49,7 +49,7 @@ class DriftOp:
     ) -> None:
         self._reducer = reducer
         self._check = DriftCheck(call, reducer.process_set, remedy, step=2)
-        self._is_left: Any = None  # a variable, once there is a graph
+        self._is_pending: Any = None  # a variable, once there is a graph
         _everyone.add(self)
 
     def before(self, sources: Sequence[Any] | None) -> AbstractContextManager[Any]:
@@ -84,29 +84,29 @@ class DriftOp:
 
         def compare_in_graph() -> tf.Tensor:
             values = [tf.convert_to_tensor(source) for _, source in shared]
-            left = tf.ensure_shape(tf.numpy_function(compare, values, tf.bool), [])
-            return only_effects([is_left.assign(left, read_value=False)])
+            is_pending = tf.ensure_shape(tf.numpy_function(compare, values, tf.bool), [])
+            return only_effects([pending.assign(is_pending, read_value=False)])
 
-        is_left, graph = self._variable(), tf.compat.v1.get_default_graph()
+        pending, graph = self._variable(), tf.compat.v1.get_default_graph()
         # One after the other, as on the other ranks: with "error" they wait.
         with tf.control_dependencies(getattr(graph, _LAST, [])):
-            done = tf.cond(tf.convert_to_tensor(is_left), compare_in_graph, lambda: tf.constant(True))
+            done = tf.cond(tf.convert_to_tensor(pending), compare_in_graph, lambda: tf.constant(True))
         _keep_whole(done)
         setattr(graph, _LAST, [done])
         return tf.control_dependencies([done])
 
     def _variable(self) -> Any:
-        if self._is_left is None:
+        if self._is_pending is None:
             # In its own thread, which is in no graph: tf.function refuses variables after its first trace.
             with ThreadPoolExecutor(1) as elsewhere:
-                self._is_left = elsewhere.submit(tf.Variable, True, trainable=False).result()
-        return self._is_left
+                self._is_pending = elsewhere.submit(tf.Variable, True, trainable=False).result()
+        return self._is_pending
 
-    def begin_anew(self) -> None:
-        """Another world is current."""
-        if self._is_left is not None:
+    def restart(self) -> None:
+        """Compare again: another world is current."""
+        if self._is_pending is not None:
             with tf.init_scope():
-                self._is_left.assign(True)
+                self._is_pending.assign(True)
 
 
 def _variable_of(source: Any) -> Any:
@@ -168,7 +168,7 @@ _everyone: weakref.WeakSet[DriftOp] = weakref.WeakSet()
 
 def _on_change(_: object) -> None:
     for operation in list(_everyone):
-        operation.begin_anew()
+        operation.restart()
 
 
 current.on_change(_on_change)

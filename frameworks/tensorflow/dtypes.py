@@ -30,7 +30,7 @@ _KNOWN = (
 
 
 def check(kind: OpKind, tensors: Iterable[Any]) -> None:
-    """Refuse tensors of types that no operation knows, alike in eager code and in graphs."""
+    """Refuse tensors of types that no operation knows, in eager code and in graphs."""
     verb = kind.name.lower()
     for dtype in dict.fromkeys(tensor.dtype.base_dtype for tensor in tensors):
         if dtype in _KNOWN:

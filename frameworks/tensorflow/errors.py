@@ -1,7 +1,7 @@
 """polyhvd's errors as TensorFlow's: each class is both, so that either can be caught.
 
-Operations inside a ``tf.function`` fail with TensorFlow's class alone, as TensorFlow raises them:
-:func:`as_polyhvd` tells which of polyhvd's errors one is.
+Operations inside a ``tf.function`` fail only with TensorFlow's class, as TensorFlow raises them:
+:func:`as_polyhvd` returns the corresponding error of polyhvd.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class _Both:
-    """Takes TensorFlow's arguments: AutoGraph makes errors anew, to add the lines of the user's function."""
+    """Takes TensorFlow's arguments: AutoGraph makes new errors, to add the lines of the user's function."""
 
     def __init__(self, node_def: Any, op: Any, message: str, *args: Any) -> None:
         super().__init__(node_def, op, message, *args)  # type: ignore[call-arg]
@@ -95,7 +95,7 @@ _FROM_CORE: dict[type[Exception], Any] = {
     errors.HorovodInternalError: AbortedError,
     errors.NotInitializedError: NotInitializedError,
 }
-#: By the class alone, where a kernel's message names none.
+#: By TensorFlow's class, where a kernel's message names none.
 _FROM_KERNEL: dict[type[Exception], Any] = {
     tf.errors.InvalidArgumentError: InvalidArgumentError,
     tf.errors.FailedPreconditionError: FailedPreconditionError,
@@ -119,7 +119,7 @@ _CLASS = re.compile(
 def as_polyhvd(error: BaseException) -> BaseException:
     """The error of polyhvd that one of TensorFlow's stands for; the same one if it is none of polyhvd's.
 
-    TensorFlow's class does not tell a lost rank from one that has departed: in a ``tf.function`` both are an
+    TensorFlow's class is the same for a lost rank and one that has departed: in a ``tf.function`` both are an
     ``AbortedError``. A bad call that is found when a graph runs is an ``InvalidArgumentError`` like any of
     TensorFlow's own, and stays that.
 
@@ -142,11 +142,11 @@ def as_polyhvd(error: BaseException) -> BaseException:
     named = _CLASS.search(error.message)
     if named is None:
         return error
-    told: BaseException = _BY_NAME[named[1]](
+    translated: BaseException = _BY_NAME[named[1]](
         error.node_def, error.op, _PLACE.sub("", error.message[named.end() :])
     )
-    told.__cause__ = error
-    return told
+    translated.__cause__ = error
+    return translated
 
 
 @contextmanager

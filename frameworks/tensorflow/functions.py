@@ -92,7 +92,7 @@ class TensorflowFunctions(Functions[tf.Tensor]):
     ) -> Any:
         """Of tf.IndexedSlices, tf.IndexedSlices."""
         if compression is NO_COMPRESSION and not isinstance(tensor, tf.IndexedSlices):
-            # In a short way: for a small tensor, what Python does takes as long as the collective.
+            # A fast path: for a small tensor, Python's part takes as long as the collective.
             if device_dense or device_sparse:
                 accept_device("allreduce", device_dense=device_dense, device_sparse=device_sparse)
             (result,) = ops.allreduce(
@@ -130,7 +130,7 @@ class TensorflowFunctions(Functions[tf.Tensor]):
         device_sparse: str = "",
         **arguments: Unpack[ReductionArguments],
     ) -> list[Any]:
-        """Those that are tf.IndexedSlices are an operation of their own."""
+        """Those that are tf.IndexedSlices are a separate operation."""
         accept_device("allreduce", device_dense=device_dense, device_sparse=device_sparse)
         compression = None if compression is NO_COMPRESSION else compression
         tensors = list(tensors)

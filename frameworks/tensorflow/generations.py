@@ -1,8 +1,8 @@
 """Which generation of the world a call belongs to: that of the engine that is current when it begins.
 
 Between a ``shutdown()`` and the next ``init()`` a ``tf.function`` may be running, or a tape may wait to be
-asked for its gradients. What is left of them must not reach the new world, where nobody expects it: each
-collective is told the generation that its call belongs to, and fails as lost in another one.
+asked for its gradients. Their remaining collectives must not reach the new world, where no rank expects them:
+each collective has the generation that its call belongs to, and fails as lost in another one.
 """
 
 from __future__ import annotations

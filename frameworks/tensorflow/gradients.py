@@ -42,7 +42,7 @@ def as_dense(tensor: Any, what: str, *, sparse_as_dense: bool = False) -> tf.Ten
         return tensor
     if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
         raise invalid(
-            f"{what} is a tf.IndexedSlices, which allreduce() and grouped_allreduce() alone take; convert it "
+            f"{what} is a tf.IndexedSlices, which only allreduce() and grouped_allreduce() take; convert it "
             "with tf.convert_to_tensor()"
         )
     return tf.convert_to_tensor(tensor)

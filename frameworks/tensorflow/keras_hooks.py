@@ -1,4 +1,4 @@
-"""What Keras has to know of a wrapped optimizer, and has no public way of being told.
+"""Keras's private hooks for a wrapped optimizer, for which it has no public interface.
 
 Functions of Keras are replaced by ones that ask first whether the optimizer is ours; for others they
 do what they did. If a version of Keras lacks them, the consequences are: with ``jit_compile`` a clear

@@ -73,7 +73,7 @@ def unnamed_in_graph(kind: str, process_set: int) -> str:
     while graph is not None:
         name = getattr(graph, "name", "") or "graph"
         if type(graph).__name__ in _CONTROL_FLOW:
-            # A branch or body is traced anew with its function; its name ends in a counter.
+            # A branch or body is traced again with its function; its name ends in a counter.
             parts.append(re.sub(r"_\d+$", "", name))
             graph = getattr(graph, "outer_graph", None)
             continue

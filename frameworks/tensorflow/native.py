@@ -1,4 +1,4 @@
-"""The op library: loaded into TensorFlow, and told which engine is current."""
+"""The op library: loaded into TensorFlow, and given the current engine."""
 
 from __future__ import annotations
 

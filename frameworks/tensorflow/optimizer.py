@@ -1,6 +1,6 @@
 """Optimizers that average gradients over the ranks: Keras 3, Keras 2 (tf_keras) and tf.compat.v1.
 
-Each becomes an instance of a subclass of its own class, made on the fly, that shares its state with
+Each becomes an instance of a subclass of its class, made on the fly, that shares its state with
 the original: ``isinstance``, ``get_config``, ``from_config`` and saved models see nothing new.
 """
 

@@ -1,6 +1,6 @@
 """Gradients of several passes, added up in variables of this rank until they are due.
 
-A pass is counted by every call alike, so ranks that make equally many calls reduce in the same ones.
+Every call counts as a pass, so ranks that make equally many calls reduce in the same ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _variable(initial: tf.Tensor, shape: Any) -> Any:
-    """A variable of this rank alone, outside of the function that is being traced."""
+    """A variable of this rank only, outside of the function that is being traced."""
     if tf.compat.v1.executing_eagerly_outside_functions():
         return tf.Variable(initial, trainable=False, shape=shape)
     return tf.compat.v1.Variable(
@@ -50,7 +50,7 @@ class _Dense:
         return [self._sum.assign_add(gradient, read_value=False)]
 
     def clear(self) -> list[Any]:
-        """Operations that begin anew."""
+        """Operations that reset the passes."""
         return [self._sum.assign(tf.zeros_like(self._sum), read_value=False)]
 
 
@@ -127,7 +127,7 @@ class Passes:
             gradients: tensors, slices or None; a total is None where no pass had a gradient.
             sources: the variables they belong to; None: those of all passes, in the same order.
             on_last: called with the totals in the last pass of a step, in a graph within its branch.
-            otherwise: called with the pass's own gradients in others; returns what is structured alike.
+            otherwise: called with the pass's own gradients in others; returns the same structure.
 
         Returns:
             What was returned, and whether it was the last pass: a bool or a tensor of it.
@@ -203,7 +203,7 @@ class Passes:
 
 
 def only_effects(result: Any) -> tf.Tensor:
-    """A tensor that is there when the operations of ``result`` are done: branches have to return alike."""
+    """A tensor that is ready when the operations of ``result`` are done: branches must return a tensor."""
     with tf.control_dependencies(_operations(tf.nest.flatten(result))):
         return tf.constant(True)
 

@@ -126,7 +126,7 @@ class TensorflowReducer(GradientReducer[Any]):
             )
 
     def name_of_step(self) -> str:
-        """A prefix for what a branch of the graph that is being traced does, where names begin anew."""
+        """A prefix for a branch of the graph that is being traced, where names start again."""
         if tf.executing_eagerly():
             return self.prefix
         return names.in_graph(self.prefix, self.process_set.process_set_id or 0)

@@ -1,6 +1,6 @@
 """Reduction of tf.IndexedSlices, the gradients of embeddings, in time and bytes that follow their rows.
 
-They travel as polyhvd.collectives.sparse says.
+They are sent as described in polyhvd.collectives.sparse.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def allreduce(
     results = []
     for i, each in enumerate(slices):
         indices, numbers, shapes = gathered[3 * i : 3 * i + 3]
-        with tf.control_dependencies([_alike(shapes, name)]):
+        with tf.control_dependencies([_same_shapes(shapes, name)]):
             values: Any = tf.identity(compression.decompress(numbers, pairs[i][1]))
         result = tf.IndexedSlices(values, tf.cast(indices[:, 0], each.indices.dtype), each.dense_shape)
         if not exact[i]:
@@ -98,7 +98,7 @@ def allreduce(
 
 
 def _shape(slices: tf.IndexedSlices) -> tf.Tensor:
-    """What is told of the shape: one sparse dimension, then all of them; -1 for one that is not known."""
+    """The shape to send: the number of sparse dimensions (one), then all sizes; -1 for an unknown one."""
     if slices.dense_shape is not None:
         shape = tf.cast(slices.dense_shape, tf.int64)
     else:
@@ -106,8 +106,8 @@ def _shape(slices: tf.IndexedSlices) -> tf.Tensor:
     return tf.concat([[1], shape], axis=0)[None]
 
 
-def _alike(shapes: tf.Tensor, name: str | None) -> tf.Operation:
-    """What fails where the ranks' slices belong to tensors of different shapes."""
+def _same_shapes(shapes: tf.Tensor, name: str | None) -> tf.Operation:
+    """An assertion that the ranks' slices belong to tensors of the same shape."""
     most = tf.reduce_max(shapes, axis=0)
     # In graphs of version 1 `==` compares Python's objects.
     agree = tf.reduce_all(tf.equal(shapes, most) | (shapes < 0))

@@ -1,7 +1,7 @@
 """What ``tf.vectorized_map`` makes of a collective: one on the rows of all iterations together.
 
-TensorFlow's own way out, a loop for each collective, would run the loops in an order that each rank decides
-for itself.
+TensorFlow's own fallback, a loop for each collective, would run the loops in an order that differs between
+ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _elementwise(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
 
 
 def _by_rows(pfor_input: Any, wrap: Callable[..., Any]) -> list[Any]:
-    """Rows of each iteration are exchanged or concatenated alike."""
+    """Rows of each iteration are exchanged or concatenated in the same way."""
     tensors, rest = _stacked(pfor_input)
     inputs = [*map(_iterations_second, tensors), *rest]
     return [wrap(_iterations_second(output), True) for output in _run(pfor_input, inputs)]

@@ -30,7 +30,7 @@ __all__ = ["Gradients"]
 
 Tensor = torch.Tensor
 _PREFIX = "DistributedOptimizer"
-_ON_HOLD_MAX = 100  # passes that are added up until somebody says that it is enough
+_ON_HOLD_MAX = 100  # passes that are added up until the last one is known
 
 
 _registry = Registry(_PREFIX)
@@ -124,7 +124,7 @@ class Gradients(Section):
         #: Are called with a parameter and its gradient before this is reduced.
         self.observers: list[Callable[[Tensor, Tensor], None]] = []
         self._reported = b""  # in the last round
-        self._backward = -1  # the graph task whose end we have asked to hear of
+        self._backward = -1  # the graph task for whose end a callback is registered
         self._entered = -1  # the graph task whose thread is known to use this
         self._generation = current.world().placement.generation
         self._lost = 0  # generation of the world that has ended with gradients of this, until others come
@@ -226,7 +226,7 @@ class Gradients(Section):
         return len(self._parameters)
 
     def claim(self) -> None:
-        """Say that the calling thread uses the optimizer from now on, and holds its rounds."""
+        """Let the calling thread use the optimizer from now on, and hold its rounds."""
         _registry.claim(self)
 
     @property
@@ -245,10 +245,10 @@ class Gradients(Section):
     def drop_passes(self) -> None:
         """The same: their gradients are the state's to drop, their number goes with the world."""
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Another world is current: what was begun in the last one is not to be waited for."""
         is_under_way = self._started or self._reduced or self._fresh or any(self._passes)
-        # Not cleared but made anew: a thread may be in a backward of the last world, which fails.
+        # Replaced, not cleared: a thread may be in a backward of the last world, which fails.
         self._started, self._reduced, self._fresh = set(), set(), set()
         self._reduced_early = {}
         self._submitted = Submitted()
@@ -267,7 +267,7 @@ class Gradients(Section):
     def _enter(self, task: int, position: int) -> None:
         """A backward has come to a parameter: its thread uses the optimizer from now on."""
         _registry.check(task)
-        if self._parameters[position].is_cpu:  # for other devices autograd has threads of its own
+        if self._parameters[position].is_cpu:  # for other devices autograd uses separate threads
             self._entered = task
             self.claim()
 
@@ -358,7 +358,7 @@ class Gradients(Section):
             gradient = parameter.grad = _zeros(parameter, max(agreed - READY, 0))
         if gradient.requires_grad:
             raise InvalidArgumentError(
-                f"the gradient of {self.describe(position)} has a graph of its own, which a reduction would "
+                f"the gradient of {self.describe(position)} has a graph, which a reduction would "
                 "break; call backward() without create_graph, or use torch.autograd.grad()"
             )
         if gradient.layout not in (torch.strided, torch.sparse_coo):

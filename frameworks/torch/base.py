@@ -35,5 +35,5 @@ def as_tensor(value: Any) -> torch.Tensor:
 poll = collectives.poll
 synchronize = collectives.synchronize
 
-# Tells autograd that a tensor was written to: a backward that needs its old values then fails.
+# Marks a tensor as written to for autograd: a backward that needs its old values then fails.
 increment_version: Any = getattr(torch.autograd.graph, "increment_version", torch._C._increment_version)

@@ -135,7 +135,7 @@ class SyncBatchNorm(_BatchNorm):
         InvalidArgumentError: fewer than 2 dimensions, other than C channels, or (on every rank) one value
             per channel in the joined batch.
         RankMismatchError: ranks differ in the dtype. Those that differ in the number of channels wait for
-            each other, and the report of the stall says so.
+            each other, and the stall report names them.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The loss that an optimizer's closure returns: one for all ranks, so that all act alike on it."""
+"""The loss that an optimizer's closure returns: the same on all ranks, so that all decide the same."""
 
 from __future__ import annotations
 

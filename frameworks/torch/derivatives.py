@@ -1,4 +1,4 @@
-"""The derivatives of the collectives, scaled as polyhvd.adjoints says.
+"""The derivatives of the collectives, scaled by polyhvd.collectives.adjoints.
 
 A backward is a collective, too: every rank that takes part in the forward runs it, in the same order.
 What it is called follows from the forward's name, so names agree between ranks and recur.
@@ -80,7 +80,7 @@ def _gradient_name(name: str | None) -> str | None:
 def _check_linear(collective: str, op: int) -> None:
     if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise InvalidArgumentError(
-            f"op={ReduceOp(op).name}: {collective} has a gradient for Average and Sum alone; use one of "
+            f"op={ReduceOp(op).name}: {collective} has a gradient only for Average and Sum; use one of "
             "them, or detach()"
         )
 
@@ -108,7 +108,7 @@ def spread(count: int, positions: list[int], values: Sequence[Tensor]) -> Gradie
 def allreduce_gradients(
     gradients: Sequence[Tensor], arguments: dict[str, Any], world: World | None = None
 ) -> list[Tensor]:
-    """The gradient of a sum over ranks is the sum of the ranks' gradients, scaled alike."""
+    """The gradient of a sum over ranks is the sum of the ranks' gradients, with the same factors."""
     _check_linear("allreduce", arguments["op"])
     changed = {**arguments, "name": _gradient_name(arguments["name"])}
     return allreduce_group(gradients, world=world, **changed)
@@ -132,7 +132,7 @@ def reducescatter_gradients(
     gathered = allgather_group(scaled, name=label, process_set=process_set, exact_gradient=exact, world=world)
     if all(t.shape[0] == count for t, count in zip(gathered, rows, strict=True)):
         return gathered
-    # Ranks have joined; all others see it alike, and take part in this.
+    # Ranks have joined; all others know it, and take part in this.
     (members,) = allgather_group(
         [torch.tensor([process_set.rank()])],
         name=label and f"{label}.ranks",

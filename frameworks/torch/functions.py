@@ -40,7 +40,7 @@ class TorchFunctions(Functions[Tensor]):
         return as_tensor(tensor)
 
     def overwritten(self, tensors: Sequence[Tensor]) -> None:
-        """Tell autograd: a backward that needs the old values then fails."""
+        """Mark it as written to for autograd: a backward that needs the old values then fails."""
         for tensor in tensors:
             increment_version(tensor)
 

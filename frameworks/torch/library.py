@@ -29,7 +29,7 @@ _EXACT = "bool? exact_gradient"
 #: Holds the operators; None where torch is too old for them.
 LIBRARY: Any = torch.library.Library("polyhvd", "DEF") if AVAILABLE else None
 
-_effectful: list[Any] = []  # operators that inductor has not been told of yet
+_effectful: list[Any] = []  # operators that are not registered with inductor yet
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -125,7 +125,7 @@ def _with_rows(tensors: Sequence[Tensor], rows: Sequence[int], *_: Any) -> list[
 
 
 def _checked(results: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """The graph reads as many rows as it was told of."""
+    """Check the number of rows: the graph reads as many as it was compiled for."""
     found = [t.shape[0] for t in results]
     if found != list(rows):
         raise HorovodInternalError(
@@ -136,7 +136,7 @@ def _checked(results: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
 
 
 def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """With memory of their own, as results of an operator have to be."""
+    """Copies in separate memory, which results of an operator must have."""
     return [t.clone(memory_format=torch.contiguous_format) for t in tensors]
 
 

@@ -61,8 +61,8 @@ class MappedGradients:
         self._reducer.reduce(gradients)
         self._are_reduced = True
 
-    def begin_anew(self) -> None:
-        """The gradients were used, or set to zero."""
+    def end_step(self) -> None:
+        """Begin the next step: the gradients were used, or set to zero."""
         self._are_reduced = False
 
 
@@ -91,7 +91,7 @@ class MappedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As of the optimizer."""
         super().zero_grad(*args, **kwargs)
-        self._mapped.begin_anew()
+        self._mapped.end_step()
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Reduce the gradients, and update the parameters.
@@ -108,7 +108,7 @@ class MappedOptimizer(torch.optim.Optimizer):
         if self._mapped.awaited_in_step:
             self._mapped.synchronize()
         result = super().step(*args, **kwargs)
-        self._mapped.begin_anew()
+        self._mapped.end_step()
         return result
 
     # As in DistributedOptimizer: torch's own wrapper would run hooks twice.

@@ -62,7 +62,7 @@ class TorchExchange(Exchange[Tensor]):
         return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
     def transposed(self, tensor: Tensor, axes: Sequence[int]) -> Tensor:
-        """In memory of its own: it is reduced there."""
+        """A copy in separate memory: it is reduced there."""
         return tensor.permute(*axes).contiguous()
 
     def put(self, key: Any, gradient: Tensor, reduced: Tensor) -> Tensor:

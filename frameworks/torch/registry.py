@@ -63,18 +63,18 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         self._ending = _Ending()
         # After the numbers have: they free what is gone.
-        current.on_change(self._begin_anew)
+        current.on_change(self._restart)
 
     def number(self, gradients: Gradients, process_set: ProcessSet) -> int:
         """Of an optimizer, the same on every rank."""
         return self._numbers.of(gradients, process_set)
 
-    def _begin_anew(self, engine: object) -> None:
+    def _restart(self, engine: object) -> None:
         """The ranks of a new engine have made no optimizers but those that are in use, in this thread."""
         self._own = _Own()
         for gradients in sorted(self._everyone, key=lambda gradients: gradients.number):
             if engine is not None:
-                gradients.begin_anew()
+                gradients.restart()
             if not gradients.retired:
                 self.seat(gradients)
 

@@ -2,7 +2,7 @@
 
 A rank knows which of its parameters took part in a backward, not which of the others' did. So each
 backward ends with a round: one small Max over a byte per parameter. A gradient that any rank has is then
-reduced by all of them, zeros from those that have none; one that nobody has stays absent everywhere.
+reduced by all of them, zeros from those that have none; one that no rank has stays absent everywhere.
 A step that is not settled by then (some parameter might still get its gradient) holds rounds
 until every rank has reached it, so ranks may differ in what and how often they compute.
 
@@ -14,7 +14,7 @@ Threads do not answer for each other. A rank cannot know whether an optimizer of
 have gradients, and threads get ahead of each other differently on each rank. So each has boards of its own,
 and an optimizer sits on the board of the thread that used it last. A board is named for its first optimizer,
 and what else sits on it follows from what its thread has done so far: where a thread does the same on every
-rank, its rounds meet its own ones alone, in the order of its program. A round changes none but the optimizers
+rank, its rounds only meet its own ones, in the order of its program. A round changes none but the optimizers
 that are ready or at their step on some rank, which this thread uses on all of them. No thread holds a lock
 while it waits for ranks. So each thread is by itself the case of one thread, and none waits for another.
 """
@@ -48,7 +48,7 @@ REDUCED = 2  # was reduced in an earlier round of this step
 READY = 3  # is being reduced; READY + n: as a sparse tensor of n sparse dimensions
 
 # Whether a section is here, whether it is not at its step, rounds since the last step, 255 minus these, and
-# what tells its parameters from others'.
+# a digest that identifies its parameters.
 _HEADER_BYTES = 8
 _GONE, _HERE, _AT_STEP = range(3)
 _ROUNDS_MAX = 255
@@ -80,7 +80,7 @@ class Section(abc.ABC):
         self.settled = False
         #: Rounds since the last step that it was ready in, on some rank.
         self.rounds = 0
-        #: Tells its parameters from others', if not 0; the same on every rank.
+        #: Identifies its parameters, if not 0; the same on every rank.
         self.digest = 0
         #: Why it takes part no more; the same on every rank.
         self.retired: str | None = None
@@ -174,8 +174,8 @@ class Board:
 def hold_rounds(boards: Sequence[Board], at_step: Section | None = None) -> None:
     """:meth:`Board.hold_round` on several boards, none of which waits for another.
 
-    Process sets may overlap in any way, in a ring of ranks, say: each thing is begun on all boards before
-    it is waited for on one.
+    Process sets may overlap in any way, for example in a ring of ranks: each thing is begun on all boards
+    before it is waited for on one.
     """
     rounds: list[_Round] = []
     errors: list[Exception] = []
@@ -191,11 +191,11 @@ def hold_rounds(boards: Sequence[Board], at_step: Section | None = None) -> None
         return done
 
     try:
-        on_each(lambda board: rounds.append(_Round(board, at_step, alone=len(boards) == 1)), boards)
+        on_each(lambda board: rounds.append(_Round(board, at_step, single=len(boards) == 1)), boards)
         agreed = on_each(_Round.conclude, rounds)
         for held in agreed:
             errors += held.finish()
-        on_each(_Round.clear, on_each(_Round.ask_who_is_there, agreed))
+        on_each(_Round.clear, on_each(_Round.ask_for_presence, agreed))
     except BaseException:
         for held in rounds:
             held.drop()
@@ -205,7 +205,7 @@ def hold_rounds(boards: Sequence[Board], at_step: Section | None = None) -> None
 
 
 class _Part(NamedTuple):
-    """What a section has said in a round."""
+    """A section's report in a round."""
 
     seat: Seat
     section: Section
@@ -216,7 +216,7 @@ class _Part(NamedTuple):
 class _Round:
     """One round of a board, which begins when this is made."""
 
-    def __init__(self, board: Board, at_step: Section | None, *, alone: bool) -> None:
+    def __init__(self, board: Board, at_step: Section | None, *, single: bool) -> None:
         self._board = board
         self._states = bytearray()
         self._live: list[_Part] = []
@@ -226,13 +226,13 @@ class _Round:
         for seat in self._taken:
             self._ask(seat, at_step)
         try:
-            self._wait = board.agree(self._states, alone)
+            self._wait = board.agree(self._states, single)
         except BaseException:
             self.drop()
             raise
 
     def _ask(self, seat: Seat, at_step: Section | None) -> None:
-        """Add what the section of a seat has to say."""
+        """Add the report of the section of a seat."""
         states, section = self._states, seat.section()
         if section is not None:
             with section.moving:  # from here on its new thread may use it, if it has gone
@@ -259,11 +259,11 @@ class _Round:
             self._wait()
         except RankMismatchError as error:
             self.drop()
-            # Every rank is here: all begin anew.
+            # Every rank is here: all of them reset the board.
             self._board.seats.clear()
             text = "the optimizers of the ranks do not have the same number of parameters"
             for part in self._live:
-                part.section.retired = f"{text}; make them anew"
+                part.section.retired = f"{text}; make new ones"
             raise RankMismatchError(f"{text}: {error}") from error
         except BaseException:
             self.drop()
@@ -331,8 +331,8 @@ class _Round:
             begin += _HEADER_BYTES + seat.size
         return found
 
-    def ask_who_is_there(self) -> None:
-        """Begin to ask, if many sections are gone on every rank; one that has joined would not hear of it."""
+    def ask_for_presence(self) -> None:
+        """If many sections are gone, ask whether every rank takes part; one that has joined has no answer."""
         gone = (seat for begin, seat in self._seats() if self._states[begin] == _GONE)
         if sum(_HEADER_BYTES + seat.size for seat in gone) > GONE_BYTES_MAX:
             self._present = self._board.call_roll()

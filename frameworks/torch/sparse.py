@@ -1,6 +1,6 @@
 """Allreduce of sparse (COO) tensors: the nonzeros of all ranks are gathered, and duplicates merged.
 
-They travel as polyhvd.collectives.sparse says.
+They are sent as described in polyhvd.collectives.sparse.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_sparse_op(op: int) -> None:
     """Raise UnsupportedError for reductions that need the elements that are absent."""
     if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise UnsupportedError(
-            f"op={ReduceOp(op).name}: sparse tensors can be reduced with Average and Sum alone; use one of "
+            f"op={ReduceOp(op).name}: sparse tensors can be reduced only with Average and Sum; use one of "
             "them, or make the tensor dense"
         )
 

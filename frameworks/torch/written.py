@@ -1,4 +1,4 @@
-"""Which gradients have been written to, or replaced, since somebody looked. Keeps none of them alive."""
+"""Which gradients have been written to, or replaced, since the last check. Keeps none of them alive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _has_neighbours(tensor: Tensor) -> bool:
 
 
 class Submitted:
-    """Gradients that are being reduced: nobody may write to them, or put others in their place."""
+    """Gradients that are being reduced: they must not be written to, nor replaced."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, int]] = {}

@@ -172,7 +172,10 @@ REFUSED = {
     "splits": (jax.jit(lambda x: hvd.alltoall(x, [1, 1])), "parts are equal"),
     "rows": (jax.jit(lambda x: hvd.alltoall(x[:1])), "does not divide"),
     "scalar": (jax.jit(lambda x: hvd.allgather(x.sum())), "without dimensions"),
-    "maximum": (jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum()), "has a gradient for Average and Sum"),
+    "maximum": (
+        jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum()),
+        "has a gradient only for Average and Sum",
+    ),
     "complex": (jax.jit(lambda x: hvd.allreduce(x + 1j)), "complex64 cannot be communicated"),
     "keys": (lambda x: hvd.allreduce(jax.random.key(0)), "jax.random.key_data"),
     "process set": (

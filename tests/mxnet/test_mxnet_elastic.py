@@ -103,5 +103,5 @@ def test_scheduler_stays_the_object_that_the_program_knows() -> None:
     assert trainer.learning_rate == (0.4 if hvd.rank() == 0 else 0.3)
     assert trainer._optimizer.lr_scheduler is scheduler
     other = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    with pytest.raises(ValueError, match="it has the lr_scheduler FactorScheduler, here is None"):
+    with pytest.raises(ValueError, match="it has the lr_scheduler FactorScheduler, expected None"):
         hvd.elastic.GluonState(net, other).imported(kept)
