@@ -146,12 +146,10 @@ MODELS: dict[str, tuple[Any, ...]] = {
 @contextlib.contextmanager
 def hooked(net: Any) -> Iterator[None]:
     """With hooks at all places of a watch, which do nothing."""
-    import importlib
-
-    from polyhvd.parity.models import module_of, weights_of
+    from polyhvd.parity.models import reader_of, weights_of
     from polyhvd.parity.recording import layers_of
 
-    framework = importlib.import_module(module_of(net.model))
+    framework: Any = reader_of(net.model)
     ends = [framework.on_input(weight.layer, _nothing) for weight in layers_of(weights_of(net.model))]
     ends.append(framework.on_output(net.model, _nothing))
     ends.append(framework.on_step(net.optimizer, lambda _: contextlib.nullcontext()))
