@@ -47,8 +47,8 @@ def _summed(name: str, process_set: int, array: NDArray, generation: int) -> NDA
 def _gathered(name: str, process_set: int, own: NDArray, generation: int) -> NDArray:
     """The ranks' arrays, in a table of zeros to which each adds its own: a gathering would wait for sizes."""
     world = current.world()
-    rank, everybody = world.placement.rank, list(range(world.placement.size))
-    members = world.process_sets().get(process_set, everybody)
+    rank, all_ranks = world.placement.rank, list(range(world.placement.size))
+    members = world.process_sets().get(process_set, all_ranks)
     table = mx.nd.zeros((len(members), *own.shape), dtype="float64")
     table[members.index(rank) if rank in members else 0] = own  # a set of a world that has ended fails below
     return _summed(name, process_set, table, generation)

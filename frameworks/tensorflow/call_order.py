@@ -31,8 +31,8 @@ def keep_calls_in_order(tensorflow_version: str) -> None:
     """Have every graph of a function order its calls, as soon as they are made.
 
     TensorFlow makes all its ops in one place: those of the user's function, of its gradient, of branches
-    and of bodies. Imported graphs have their order, and that of a graph of tf.compat.v1 is left alone, as
-    what runs there is what is fetched. The function below is not on the stack that TensorFlow keeps for ops.
+    and of bodies. Imported graphs have their order, and that of a graph of tf.compat.v1 is not changed, as
+    only fetched operations run there. The function below is not on the stack that TensorFlow keeps for ops.
     """
     from tensorflow.python.framework import ops
 

@@ -228,9 +228,9 @@ def _rows_before(op: Any, table: tf.Tensor, own: int, totals: tf.Tensor) -> tf.T
 
     def without_joined() -> tf.Tensor:
         missing = totals - tf.reduce_sum(rows, axis=0)
-        everybody = tf.range(size, dtype=tf.int64)
-        is_joined = tf.reduce_all(tf.not_equal(everybody[:, None], positions), axis=1)
-        joined = tf.boolean_mask(everybody, is_joined)
+        members = tf.range(size, dtype=tf.int64)
+        is_joined = tf.reduce_all(tf.not_equal(members[:, None], positions), axis=1)
+        joined = tf.boolean_mask(members, is_joined)
         together = joined[-1] - joined[0] + 1 == tf.size(joined, tf.int64)
         known = tf.debugging.Assert(
             together | tf.reduce_all(missing == 0),

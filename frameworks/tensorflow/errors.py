@@ -44,7 +44,7 @@ class InvalidArgumentError(_Both, tf.errors.InvalidArgumentError, errors.Invalid
 
 
 class UnsupportedError(InvalidArgumentError, errors.UnsupportedError):
-    """What cannot be had in this way, such as Max of tf.IndexedSlices; Horovod raises NotImplementedError."""
+    """An unsupported call, such as Max of tf.IndexedSlices; Horovod raises NotImplementedError."""
 
 
 class UnsupportedTypeError(InvalidArgumentError, errors.UnsupportedTypeError):

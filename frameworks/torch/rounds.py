@@ -11,7 +11,7 @@ answers for all, and no order of waiting can deadlock. At the end of a backward 
 sets are under way before one is waited for.
 
 Threads do not answer for each other. A rank cannot know whether an optimizer of another thread is about to
-have gradients, and threads get ahead of each other differently on each rank. So each has boards of its own,
+have gradients, and threads get ahead of each other differently on each rank. So each has separate boards,
 and an optimizer sits on the board of the thread that used it last. A board is named for its first optimizer,
 and what else sits on it follows from what its thread has done so far: where a thread does the same on every
 rank, its rounds only meet its own ones, in the order of its program. A round changes none but the optimizers
@@ -129,11 +129,11 @@ class Board:
     """The rounds of one thread in one process set. No other thread uses it.
 
     Args:
-        agree: begins to replace each byte with the largest among the ranks, and returns what waits for it
-            and raises RankMismatchError when their numbers differ. Its second argument says that this
-            follows at once.
-        call_roll: begins to ask whether every rank takes part, none has joined, and returns what waits for
-            the answer; all ranks that do take part call it.
+        agree: begins to replace each byte with the largest among the ranks, and returns a function that waits
+            for it and raises RankMismatchError when their numbers differ. Its second argument: whether that
+            function is called at once.
+        call_roll: begins to ask whether every rank takes part, none has joined, and returns a function that
+            waits for the answer; all ranks that do take part call it.
     """
 
     def __init__(

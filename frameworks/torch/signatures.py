@@ -23,7 +23,7 @@ WRAPPERS = Wrappers(
         "named_parameters": Parameter(
             "named_parameters",
             "Iterable[tuple[str, torch.Tensor]] | None",
-            "pairs of name and parameter, for messages, and to tell optimizers from each other.",
+            "pairs of name and parameter, for messages, and to distinguish optimizers.",
             "None",
         ),
     },

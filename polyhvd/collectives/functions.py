@@ -1,8 +1,8 @@
-"""What the functions of every framework do with their arguments, written once.
+"""The functions of every framework, between their arguments and the collectives.
 
-The verbs.py of each framework has the signatures and the documentation, and is made from
-:mod:`polyhvd.collectives.table`. Its functions call the methods here by the names of the table; which are
-said there to be the older forms, to be left out or to be of another kind is decided here.
+The verbs.py of each framework has the signatures and the documentation, and is generated from
+:mod:`polyhvd.collectives.table`. Its functions call the methods here by the names of the table. Older
+forms of arguments, defaults and conversions are handled here.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def allgather_object(
 
 
 def gather_objects(world: World, number: int, obj: Any, label: str) -> list[Any]:
-    """As :func:`allgather_object`, in a world, on the process set of that number; ``label`` is the name."""
+    """:func:`allgather_object` in a world, on the process set of that number; ``label`` is the name."""
     return [pickle.loads(part.data) for part in _gathered_pickles(world, number, obj, label)]
 
 

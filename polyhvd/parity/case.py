@@ -45,7 +45,7 @@ _SHOWN_MAX = 80
 
 
 class BadCaseError(ValueError):
-    """A case cannot be used; the message says what is wrong with it."""
+    """A case cannot be used; the message describes the fault."""
 
 
 def error_line(error: BaseException) -> str:

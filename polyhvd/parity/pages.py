@@ -123,7 +123,7 @@ class Pages:
 
 
 def _cut(rows: Array) -> list[Array]:
-    """The rows of each rank; the first of these says how many follow."""
+    """The rows of each rank; the first one has the number of those that follow."""
     sides, at = [], 0
     while at < len(rows):
         end = at + 1 + int(rows[at, 0])

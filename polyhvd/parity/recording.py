@@ -37,7 +37,7 @@ def layers_of(weights: Sequence[Weight]) -> list[Weight]:
 
 
 def view_of(tensor: Any) -> Any:
-    """A tensor, if the core reads those of this type where they lie, on a CPU and without gaps."""
+    """The tensor, if the core can read its type in place, on a CPU and dense; else None."""
     return tensor if hasattr(type(tensor), "__dlpack_c_exchange_api__") else None
 
 
@@ -66,13 +66,13 @@ class _Passes:
 
 
 class Recorder:
-    """Writes down sketches of a model and its optimizer.
+    """Records sketches of a model and its optimizer.
 
     In a step: :meth:`begin`, :meth:`data`, the callbacks of :meth:`input_listener` and :meth:`record_output`
     in forward, :meth:`gradients` for those of this rank and for the averaged ones, :meth:`update`, and
     :meth:`take` or :meth:`page`.
 
-    A tensor that lies in common form in memory of this process is read there, all of a kind in one call.
+    Tensors in common form in this process's memory are read in place, all of a kind in one call.
 
     Args:
         weights: of the model.
@@ -81,8 +81,8 @@ class Recorder:
         part: of the batch: which of how many.
         keeps_all: whether a step's passes have parts of one batch; else the last pass counts.
         joined: over how many ranks batch normalization is.
-        view_of: a tensor, or the source of a weight: what the core reads of it where it lies, once its values
-            are there; None: that has to be copied.
+        view_of: returns a view of a tensor, or of a weight's source, that the core can read in place, when
+            its values are complete; None: it has to be copied.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class Recorder:
         return self._row(kind, place, self._layer_of[place], self.weights[place].name, detail)
 
     def _fill(self, rows: list[int], tensors: list[Any], dtype: str = "", **options: Any) -> list[int]:
-        """Sketch tensors that lie open; those that do not after all are returned, by their places here.
+        """Sketch tensors in place; returns the indices of those that the core cannot read.
 
         Args:
-            rows: where.
+            rows: of the sketches.
             tensors: of which types the core reads.
             dtype: recorded instead of theirs; empty: theirs.
             options: of ``_core.sketch``.

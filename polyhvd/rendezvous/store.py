@@ -38,7 +38,7 @@ class StoreError(OSError):
 
 
 class GatherTimeoutError(StoreError):
-    """Not everybody came in time; ``missing`` are the absent indices."""
+    """Some values were not written in time; ``missing`` are their indices."""
 
     def __init__(self, missing: list[int]) -> None:
         super().__init__(f"still missing: {missing}")

@@ -315,7 +315,7 @@ class SharedFileWay(Way):
         )
 
     def open(self, rank: int, generation: int, deadline: float) -> ConnectedStore:
-        """See :meth:`Way.open`. The file goes when rank 0 has met the others."""
+        """See :meth:`Way.open`. The file is removed when rank 0 closes the store."""
         self._folder()
         return super().open(rank, generation, deadline)
 

@@ -98,7 +98,7 @@ def of_generation(generation: int, about: str) -> World:
     now = "there is none now" if found is None else f"this is generation {found.placement.generation}"
     raise PeerLostError(
         f"{about} belongs to generation {generation} of the world, which has ended; {now}. "
-        "Begin the step anew"
+        "Begin the step again"
     )
 
 
@@ -149,8 +149,8 @@ def on_leave(leaver: Callable[[World], None]) -> None:
 def on_wait(preparer: Callable[[], None]) -> None:
     """Call ``preparer`` once in a process that waits for a place in a world of others.
 
-    It does what the program is going to need anyway, so that the others, who wait for this process once it
-    has its place, need not wait for that.
+    It does work that the program will need in any case, so that the other ranks, which wait for this process
+    once it has its place, do not wait for that work.
     """
     with lock:
         _preparers.append(preparer)

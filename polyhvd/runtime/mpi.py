@@ -154,10 +154,10 @@ def start(runtime: _core.MpiRuntime, settings: Settings) -> None:
         if runtime.initialize(at_first):
             return
         launch = mpi_launch()
-        everybody = f"all {launch.size} processes" if launch and launch.size else "all processes"
+        processes = f"all {launch.size} processes" if launch and launch.size else "all processes"
         waited = (
             f"MPI_Init_thread of {runtime.version.partition(',')[0]} has not returned after %g s in process "
-            f"{os.getpid()} on {socket.gethostname()}. It waits for {everybody} of this launch: look for one "
+            f"{os.getpid()} on {socket.gethostname()}. It waits for {processes} of this launch: look for one "
             "that has not come to init(), which all have to call, or that cannot be reached"
         )
         if settings.start_timeout_s > at_first:
@@ -207,8 +207,8 @@ def checked_ranks(comm: object) -> list[int]:
 def _ranks_of(members: Any, comm: Any, ranks: Sequence[int] | None) -> list[int]:
     """World ranks of the members of a communicator, or group, of mpi4py; none of COMM_NULL.
 
-    ``comm`` and ``ranks`` are what ``init()`` was given. Raises InvalidArgumentError when somebody
-    is not in the world.
+    ``comm`` and ``ranks`` are what ``init()`` was given. Raises InvalidArgumentError when a
+    member is not in the world.
     """
     module = _module_of(members)
     if members in (module.COMM_NULL, module.GROUP_NULL):
@@ -326,7 +326,7 @@ def ranks_in(job: MpiJob | None, members: object) -> list[int]:
     """World ranks of a communicator, or group, of mpi4py; raises InvalidArgumentError without a job."""
     if job is None:
         raise InvalidArgumentError(
-            f"{members!r}: the ranks of this job have not met through MPI, so it says nothing about them"
+            f"{members!r}: the ranks of this job have not met through MPI, so no communicator describes them"
         )
     return job.ranks_of(members)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALONE", "RANKS_MAX", "Placement", "placements"]
+__all__ = ["ONE_RANK", "RANKS_MAX", "Placement", "placements"]
 
 #: More than any job has; a larger number is a mistake, and lists of so many ranks would take all memory.
 RANKS_MAX = 1 << 20
@@ -59,7 +59,7 @@ class Placement:
 
 
 #: A world of one rank.
-ALONE = Placement()
+ONE_RANK = Placement()
 
 
 def placements(hosts: Sequence[str], generation: int = 1) -> list[Placement]:

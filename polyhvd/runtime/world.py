@@ -21,7 +21,7 @@ from polyhvd.rendezvous.store import Store
 from polyhvd.runtime import bootstrap, current, gpu, mpi
 from polyhvd.runtime.connections import Connections
 from polyhvd.runtime.mailbox_thread import MailboxThread
-from polyhvd.runtime.placement import ALONE, Placement
+from polyhvd.runtime.placement import ONE_RANK, Placement
 from polyhvd.runtime.prologue import Prologue
 
 __all__ = ["DATA_COUNTERS", "Member", "World"]
@@ -119,7 +119,7 @@ class World:
     def connect(
         cls,
         settings: Settings,
-        placement: Placement = ALONE,
+        placement: Placement = ONE_RANK,
         store: Store | None = None,
         process_sets: Sequence[Sequence[int]] = (),
         *,
@@ -283,8 +283,8 @@ class World:
         """Ranks of every process set that this process has an object of, by its number."""
         with self._lock:
             sets = {item.process_set_id: list(item.ranks or ()) for item in self._sets}
-        everybody = {0: list(range(self.placement.size))}
-        return everybody | {number: ranks for number, ranks in sets.items() if number is not None}
+        whole = {0: list(range(self.placement.size))}
+        return whole | {number: ranks for number, ranks in sets.items() if number is not None}
 
     def ranks_of(self, members: object) -> list[int]:
         """World ranks of a communicator, or group, of mpi4py.
@@ -294,7 +294,8 @@ class World:
         """
         if self.met_by_mpi is None:
             raise InvalidArgumentError(
-                f"{members!r}: the ranks of this job have not met through MPI, so it says nothing about them"
+                f"{members!r}: the ranks of this job have not met through MPI, so no communicator describes "
+                "them"
             )
         return self.met_by_mpi.ranks_of(members)
 

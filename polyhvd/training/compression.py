@@ -87,9 +87,9 @@ class CompressorState:
 class KeyedCompressor(ABC):
     """A compressor that gets the key of each gradient it compresses, and may keep tensors for each.
 
-    Its state belongs to one optimizer. Pass the class, and each optimizer makes an instance of its own,
+    Its state belongs to one optimizer. Pass the class, and each optimizer makes its own instance,
     without arguments; or pass an instance, which no second optimizer can use as long as the first lives. A
-    gradient tape lives for one step: it takes instances alone, and several tapes may share one.
+    gradient tape lives for one step: it takes only instances, and several tapes may share one.
 
     The key is the gradient's name, such as ``"DistributedOptimizer.0.3"``: the same on every rank and in
     every step, whether or not gradients are grouped. Verbs with ``compression=`` use the operation's name,

@@ -132,7 +132,7 @@ class DriftCheck:
 
 
 class _Comparison:
-    """An allgather of fingerprints that is under way."""
+    """An allgather of fingerprints that has begun."""
 
     def __init__(self, world: World, number: int, name: str, weights: Weights) -> None:
         self.world = world

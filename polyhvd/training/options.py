@@ -79,7 +79,7 @@ class Options:
                 f"num_groups={self.num_groups} and groups exclude each other; pass groups alone"
             )
         for name, value in checked.items():
-            object.__setattr__(self, name, value)  # frozen for everybody else
+            object.__setattr__(self, name, value)  # frozen after this
 
     def changed(self) -> dict[str, Any]:
         """Those that differ from their defaults: arguments that make the same options again."""

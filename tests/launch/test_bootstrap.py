@@ -23,7 +23,7 @@ from polyhvd.rendezvous.auth import Greeting, new_secret, parse_secret, prove
 from polyhvd.rendezvous.client import Client
 from polyhvd.runtime import bootstrap
 from polyhvd.runtime.connections import Connections, tree_parent
-from polyhvd.runtime.placement import ALONE
+from polyhvd.runtime.placement import ONE_RANK
 
 #: To wait for ranks that never come: long enough for a busy machine to reach the rendezvous.
 SHORT_S = 2.0
@@ -60,7 +60,7 @@ def assert_complete(connected: list[Connections], domains: list[list[int]]) -> N
 
 
 def test_world_of_one_needs_nothing() -> None:
-    assert bootstrap.connect(Settings(), ALONE, None, [[0]]) == Connections(process_sets=[[0]])
+    assert bootstrap.connect(Settings(), ONE_RANK, None, [[0]]) == Connections(process_sets=[[0]])
 
 
 @pytest.mark.parametrize(

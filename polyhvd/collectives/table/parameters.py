@@ -44,7 +44,7 @@ _ROWS = (
         "op",
         "int | None",
         "Average, Sum, Adasum, Min, Max or Product of the module; None is Average. The average of integers "
-        "is truncated, and bool has none. Adasum takes floating-point numbers alone.",
+        "is truncated, and bool has none. Adasum takes only floating-point numbers.",
         "None",
     ),
     Parameter(
@@ -64,7 +64,7 @@ _ROWS = (
         "exact_gradient",
         "bool | None",
         "True: the gradient is that of the sum of all ranks' losses. False: divided by the number of ranks, "
-        "as in Horovod. None: as the environment variable ``POLYHVD_EXACT_GRADIENTS`` says, which is False "
+        "as in Horovod. None: the environment variable ``POLYHVD_EXACT_GRADIENTS``, which is False "
         "by default. The same on every rank.",
         "None",
     ),

@@ -359,7 +359,7 @@ _HANDLES = (
     Verb(
         "poll",
         "handles",
-        "Say whether :func:`synchronize` would return without waiting.",
+        "Return whether :func:`synchronize` would return without waiting.",
         "bool",
         "True when the operation has ended, also with an error.",
         "handle = hvd.allreduce_async({ones}((3,)))\nis_done = hvd.poll(handle)\nhvd.synchronize(handle)",
@@ -388,7 +388,7 @@ _WITHOUT_TENSORS = (
     Verb(
         "join",
         "join",
-        "Say that this rank has run out of data, and return when all ranks have.",
+        "Declare that this rank has run out of data, and return when all ranks have.",
         "int",
         "The rank that joined last: it has seen the most data.",
         "for batch in batches:  # as many as this rank has\n    train(batch)\nlast = hvd.join()",

@@ -335,7 +335,7 @@ class LearningRateWarmup(LearningRateSchedule):
         initial_lr: the rate to reach, such as ``0.01 * hvd.size()``.
         warmup_epochs: number of epochs.
         momentum_correction, steps_per_epoch: as of :class:`LearningRateSchedule`.
-        verbose: 1: say when it is over.
+        verbose: 1: print a line when it is over.
 
     Raises:
         InvalidArgumentError: ``initial_lr`` is None, or the number of batches is needed, and Keras does not
@@ -388,7 +388,7 @@ class BestModel:
     Args:
         monitor, verbose, mode, save_freq: as of ``keras.callbacks.ModelCheckpoint``.
         filepath: where to; it is also an attribute that can be set later, as in Horovod. None:
-            ``best_model.keras``, or ``best_model.weights.h5`` of weights alone.
+            ``best_model.keras``, or ``best_model.weights.h5`` of only weights.
         save_weights_only: save no more than the weights.
 
     Raises:

@@ -39,7 +39,7 @@ def is_distributed(optimizer: object) -> bool:
 def sharing_state(optimizer: Any, mixin: type[Wrapped], attributes: dict[str, Any]) -> Any:
     """An instance of a subclass of the optimizer's class, with the same state.
 
-    Under the name of its base, so that a saved model names the base, which everybody can load.
+    Under the name of its base, so that a saved model names the base, which needs no polyhvd to load.
     """
     base = type(optimizer)
     names = {**attributes, "__module__": base.__module__, "__qualname__": base.__qualname__}
