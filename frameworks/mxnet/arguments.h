@@ -1,5 +1,5 @@
-// The arrays of a call: what of them is refused before MXNet's engine hears of the operation, and
-// what it is told of them.
+// The arrays of a call: which are refused before the operation is passed to MXNet's engine, and
+// how they are described to it.
 #pragma once
 
 #include <algorithm>

@@ -33,7 +33,7 @@ class ExceptionsLock {
     return replace(slots[0], &add) && replace(slots[1], &complete);
   }
 
-  // There may be exceptions from now on. Before, nobody needs the lock to complete an operation.
+  // There may be exceptions from now on. Before, no thread needs the lock to complete an operation.
   static void arm() noexcept { armed().store(true); }
 
   // In a forked child, whose parent's other threads may have held it.
@@ -56,7 +56,7 @@ class ExceptionsLock {
     static Member function = nullptr;  // likewise
     return function;
   }
-  // Recursive, as what an operation held is freed when it completes, by operations of its own.
+  // Recursive: when an operation completes, its arrays are freed by further operations.
   static std::recursive_mutex& mutex() noexcept {
     static auto& one = *new std::recursive_mutex;  // never destroyed: workers outlive our statics
     return one;

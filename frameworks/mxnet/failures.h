@@ -29,7 +29,7 @@ static_assert(sizeof(Watch) == 5 * sizeof(std::int64_t));
 template <class Array>
 class Failures {
  public:
-  // Before MXNet hears of it. `arrays`: what the collective was to write.
+  // Before MXNet is notified. `arrays`: what the collective was to write.
   void note(std::uint64_t generation, int code, const std::string& text,
             std::vector<Array> arrays) {
     std::lock_guard lock(mutex_);

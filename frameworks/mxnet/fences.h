@@ -21,7 +21,7 @@ struct Variable {
   void* handle;
 };
 
-// An operation on one array that tells when it is over, and so is all that came before it.
+// An operation on one array that reports when it, and all operations before it, are over.
 class Fence {
  public:
   // Of no array: behind what MXNet's first worker can run by now.

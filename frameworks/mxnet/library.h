@@ -60,7 +60,7 @@ inline std::size_t item_bytes(DType dtype) {
 class Array {
  public:
   explicit Array(NDArrayHandle other) { check(g_mx.MXShallowCopyNDArray(other, &handle_)); }
-  // Of a handle that nobody else frees.
+  // Takes ownership of a handle.
   static Array owned(NDArrayHandle handle) noexcept {
     Array array;
     array.handle_ = handle;

@@ -63,7 +63,7 @@ using Deleter = void (*)(void* param);
   X(MXNDArrayGetStorageType, int, (NDArrayHandle, int* storage_type))                              \
   X(MXGetLastError, const char*, ())
 
-// Of builds with oneDNN, whose operators leave arrays in layouts of their own.
+// Of builds with oneDNN, whose operators leave arrays in oneDNN's layouts.
 // void mxnet::NDArray::Reorder2DefaultAsync() const
 inline constexpr char kReorderAsync[] = "_ZNK5mxnet7NDArray20Reorder2DefaultAsyncEv";
 // bool mxnet::NDArray::Chunk::IsMKLDNN() const

@@ -78,7 +78,7 @@ const std::vector<Array>& written_by(const Op& op) {
   return op.outputs.empty() ? op.inputs : op.outputs;
 }
 
-// Before MXNet hears of it, so that who reads next finds it.
+// Before MXNet is notified, so that the next reader finds it.
 void note_failure(const Op& op) {
   const std::vector<Array>& written = written_by(op);
   std::vector<Array> kept;
@@ -93,16 +93,16 @@ void note_failure(const Op& op) {
 void note_skipped(Op& op) {
   const auto [code, text] =
       g_failures.has_ended(op.generation) ? g_failures.end() : g_failures.recent();
-  const bool is_told = text.find(kSkippedText) != text.npos;
-  op.error = is_told ? text : about(op) + kSkippedText + (code == 0 ? "." : ": " + text);
+  const bool is_complete = text.find(kSkippedText) != text.npos;
+  op.error = is_complete ? text : about(op) + kSkippedText + (code == 0 ? "." : ": " + text);
   op.was_skipped = true;
   op.error_code.store(code == 0 ? static_cast<int>(ErrorCode::kInternal) : code);
   if (op.sized) return void(op.sized->settle(op.error_code, op.error));  // the call raises it
   note_failure(op);
 }
 
-// The inputs are free in any case. A failure is that of who reads the outputs, or of the call, if
-// it still waits for their sizes.
+// The inputs are free in any case. A failure is raised by the reader of the outputs, or by the
+// call, if it still waits for their sizes.
 void complete_sized(Op& op, int code, const char* message) {
   if (code != 0) {
     op.error = message;
@@ -135,17 +135,17 @@ void on_done(void* context, std::int32_t code, const char* message) {
   Op& op = **box;
   if (code != 0 || op.unexpected.empty() || op.fill_absent()) return complete(op, code, message);
   const std::string text = about(op) + "the result has shape " + op.unexpected +
-                           ", not the one that the ranks told before; a rank has joined meanwhile";
+                           ", not the one that the ranks sent before; a rank has joined meanwhile";
   complete(op, static_cast<int>(ErrorCode::kInternal), text.c_str());
 }
 
 // From the core, before it asks for memory.
 void on_sized(void* context, const std::int64_t* rows, std::int32_t row_count) {
-  (*static_cast<OpPtr*>(context))->sized->tell(rows, row_count);
+  (*static_cast<OpPtr*>(context))->sized->set_rows(rows, row_count);
 }
 
 // From the core: memory for an output whose rows the ranks have agreed on. An alltoall's second
-// output says what on_sized() has told.
+// output has the numbers that on_sized() was given.
 void* allocate(void* context, std::int32_t index, const std::int64_t* dims, std::int32_t ndim) {
   Op& op = **static_cast<OpPtr*>(context);
   const Shape shape(dims, dims + ndim);
@@ -154,7 +154,7 @@ void* allocate(void* context, std::int32_t index, const std::int64_t* dims, std:
     try {
       return op.sized->make(dims, ndim, op.inputs[i].get());
     } catch (const std::exception&) {
-      return nullptr;  // the core says that there is no memory
+      return nullptr;  // the core reports that there is no memory
     }
   }
   const bool has_place = i < op.places.size();
@@ -345,7 +345,7 @@ void settle() {
 }
 
 // For all waits of MXNet's own code: an error goes out as it does to Python, after all that
-// depends on it has been skipped. To one reader: the others that have met it are told all the same.
+// depends on it has been skipped. To one reader: the others that wait for it are notified, too.
 void wait_for_variable(void* engine, void* variable) {
   constexpr std::chrono::seconds kDeadline{20};  // whoever holds it may wait for this thread
   const auto self = static_cast<std::int64_t>(pthread_self());
@@ -391,7 +391,7 @@ POLYHVD_EXPORT const char* polyhvd_mxnet_load(const char* path) {
   return nullptr;
 }
 
-// What the core is told before it hands over a table.
+// The version that the core checks before it returns a table.
 POLYHVD_EXPORT std::uint32_t polyhvd_mxnet_api_version() { return POLYHVD_C_API_VERSION; }
 
 // The table of the engine that is current, or null when there is none. Returns when no
@@ -401,7 +401,7 @@ POLYHVD_EXPORT int polyhvd_mxnet_set_engine(const polyhvd_engine_api* api) {
   return g_slot.set(api) ? 1 : 0;
 }
 
-// What calls have in common that differ in their names and arrays alone.
+// The part of a call besides its name and arrays.
 struct polyhvd_mxnet_manner {
   std::int32_t kind;
   std::int32_t op;
@@ -416,7 +416,7 @@ struct polyhvd_mxnet_manner {
 // reason in polyhvd_mxnet_failure(). `turn`: see c_api.h; a call without a name was counted
 // when the program made it, since the engine may run it much later. `outputs` that are `inputs`: in
 // place. With NaiveEngine the operation is over by then, and its failure is returned as well: that
-// engine tells nobody else. No `outputs`: they are made when the ranks have agreed on their sizes,
+// engine does not report it. No `outputs`: they are made when the ranks have agreed on their sizes,
 // and had by polyhvd_mxnet_await_sizes() and polyhvd_mxnet_take().
 POLYHVD_EXPORT void* polyhvd_mxnet_push(const polyhvd_mxnet_manner* manner, const char* name,
                                         std::uint64_t turn, const char* where, int priority,
@@ -489,7 +489,7 @@ POLYHVD_EXPORT int polyhvd_mxnet_await_sizes(const void* handle, double seconds)
 }
 
 // The outputs, once their sizes are known, as handles that the caller frees; and what the core
-// has told of the sizes, see c_api.h, which lasts as long as `handle`. 0: the operation has
+// reports of the sizes, see c_api.h, which lasts as long as `handle`. 0: the operation has
 // failed meanwhile, or MXNet has.
 POLYHVD_EXPORT int polyhvd_mxnet_take(const void* handle, NDArrayHandle* outputs,
                                       const std::int64_t** rows) {
@@ -563,8 +563,8 @@ POLYHVD_EXPORT int polyhvd_mxnet_drain(double seconds) {
   return await(Clock::now() + time, [] { return g_watch.in_flight.load() == 0; }) ? 1 : 0;
 }
 
-// Which failure a message of MXNet tells of: its code, 0 for none, and its text, which lasts until
-// the thread's next call.
+// The failure that a message of MXNet is about: its code, 0 for none, and its text, which lasts
+// until the thread's next call.
 POLYHVD_EXPORT int polyhvd_mxnet_failure_in(const char* message, const char** text) {
   const auto [code, own] = g_failures.find(message);
   t_failure = own;

@@ -42,7 +42,7 @@ struct Op {
   std::vector<std::int64_t> numbers;
 
   // Of an allgather whose rows are those of so many ranks in turn, cut as a reducescatter cuts:
-  // rows of ranks that have joined are zero. The last output says which ranks sent some. Else 0.
+  // rows of ranks that have joined are zero. The last output has the ranks that sent some. Else 0.
   std::int64_t members = 0;
 
   // Of the outputs, where the core asks for memory: written when MXNet runs the operation,

@@ -30,7 +30,7 @@ class SizedOutputs {
   std::size_t count() const noexcept { return count_; }
 
   // From the core: see polyhvd_submission.
-  void tell(const std::int64_t* rows, std::int32_t row_count) {
+  void set_rows(const std::int64_t* rows, std::int32_t row_count) {
     std::lock_guard lock(mutex_);
     rows_.assign(rows, rows + row_count);
   }
@@ -53,8 +53,8 @@ class SizedOutputs {
     return data;
   }
 
-  // The operation is over, or will never run: nothing is told any more. Whether the program has
-  // taken the arrays, and hears of a failure when it reads them.
+  // The operation is over, or will never run: no more sizes come. Whether the program has taken
+  // the arrays, and gets a failure when it reads them.
   bool settle(int code, std::string text) {
     std::lock_guard lock(mutex_);
     code_ = code;

@@ -86,8 +86,8 @@ int status_code_of(std::int32_t error_code) {
   return kAborted;
 }
 
-// The class of polyhvd/errors.py, which TensorFlow's class does not tell. Empty for a bad
-// call, whose class it does tell.
+// The class of polyhvd/errors.py, which does not follow from TensorFlow's class. Empty for a bad
+// call, where it does.
 std::string_view class_of(std::int32_t error_code) {
   if (error_code == kNoEngine) return "NotInitializedError";
   const auto code = static_cast<ErrorCode>(error_code);
@@ -110,13 +110,13 @@ struct Kernel {
   std::int32_t root = -1;
   std::int32_t priority = 0;
   bool has_splits = false;
-  int generations = 0;  // 1: the last input says which one a call is for
+  int generations = 0;  // 1: the last input is the one that a call is for
   std::uint32_t process_set = 0;
   double prescale = 1.0;
   double postscale = 1.0;
   // Executions between submit and done: iterations of a loop may overlap.
   std::atomic<int> in_flight{0};
-  std::mutex submitting;  // so that in_flight tells what was submitted before
+  std::mutex submitting;  // so that in_flight counts what was submitted before
   // Per input: it was not forwarded the last time, so an attempt would only allocate.
   // Grows at the first execution; a deque, as atomics do not move.
   std::deque<std::atomic<bool>> unforwardable;
@@ -279,7 +279,7 @@ void* Execution::view_of_block(int index, std::size_t bytes) {
   return tf.TF_TensorData(view.get());
 }
 
-// Memory for an output like its input: the input's own if nobody else needs it.
+// Memory for an output like its input: the input's own if it has no other reader.
 // TensorFlow forwards only what has no other reference, so `input` is let go for the
 // attempt, and comes back if that failed.
 void* Execution::output_for(int index, TensorPtr& input_tensor) {

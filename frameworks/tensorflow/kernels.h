@@ -17,7 +17,7 @@ CreateKernel create_function(OpKind kind);
 void compute(void* kernel, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done);
 void delete_kernel(void* kernel);
 
-// The kernel of the op that tells the generation of the engine that is current; 0: there is none.
+// The kernel of the op that returns the generation of the current engine; 0: there is none.
 void compute_generation(void* kernel, TF_OpKernelContext* context);
 
 // Registers ops and kernels with TensorFlow. Null, or the op that TensorFlow refused.

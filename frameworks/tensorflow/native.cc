@@ -29,7 +29,7 @@ const char* TfApi::load() {
 
 namespace {
 
-const char* g_problem = nullptr;  // written by the constructor alone
+const char* g_problem = nullptr;  // written only by the constructor
 
 // Hands TensorFlow a callback on the heap and looks whether it was run, and deleted.
 bool probe_done_callback() {
@@ -60,7 +60,7 @@ __attribute__((constructor)) void on_load() {
 // What this library misses in the running TensorFlow, or null.
 POLYHVD_EXPORT const char* polyhvd_tensorflow_problem() { return polyhvd::tf::g_problem; }
 
-// What the core is told before it hands over a table.
+// The version that the core checks before it returns a table.
 POLYHVD_EXPORT std::uint32_t polyhvd_tensorflow_api_version() { return POLYHVD_C_API_VERSION; }
 
 // The table of the current engine, or null. 0 for a table of another version than this

@@ -1,4 +1,4 @@
-// What TensorFlow is told of the ops: attributes, types and shapes.
+// Registers the ops with TensorFlow: attributes, types and shapes.
 #include <initializer_list>
 #include <memory>
 
@@ -19,7 +19,7 @@ constexpr std::size_t kUnknownDimension = static_cast<std::size_t>(-1);
   "uint64}"
 
 // How many of the inputs are tensors, each with an output. The last one may be a generation: the
-// type of that tells whether there is one, as a shape function sees no attributes but types.
+// type of that shows whether there is one, as a shape function sees no attributes but types.
 int count_tensors(TF_ShapeInferenceContext* context, TF_Status* status) {
   int type = kBool;
   tf.TF_ShapeInferenceContext_GetAttrType(context, "Tgeneration", &type, status);
@@ -100,7 +100,7 @@ bool define(const OpSpec& spec) {
     tf.TF_OpDefinitionBuilderAddAttr(op, attribute);
   }
   for (const char* input : spec.inputs) tf.TF_OpDefinitionBuilderAddInput(op, input);
-  // None, or one of int64: what PolyhvdGeneration said when the call began.
+  // None, or one of int64: what PolyhvdGeneration returned when the call began.
   tf.TF_OpDefinitionBuilderAddInput(op, "generation: G * Tgeneration");
   for (const char* output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(op, output);
   // Neither merged with its like nor computed when the graph is optimised.
@@ -135,7 +135,7 @@ bool define_generation() {
 // A list may have tensors of several types.
 const char* register_ops() {
   static constexpr const char* kTensors = "T: list(" POLYHVD_TYPES ") >= 1";
-  // 1 or 0 for derivatives.py, where the call has said so.
+  // 1 or 0 for derivatives.py, if the call has the argument.
   static constexpr const char* kExactGradient = "exact_gradient: int = -1";
   const OpSpec specs[] = {
       {"PolyhvdAllreduce",
